@@ -1,4 +1,4 @@
-"""Base class of the hooks, and the post-lookup hook, which reports the rows that a kernel looks up and updates.
+"""The post-lookup hook, which reports the rows that a kernel looks up and updates.
 
 A fused optimizer writes rows when the kernel's autograd node runs in the backward pass. The node's pre-hook therefore
 runs just before the write, and its post-hook just after the write. A forward pass under ``no_grad`` creates no node,
@@ -15,22 +15,18 @@ A deep copy of a model has the functions of the hooks, which ignore it: its rows
 
 from __future__ import annotations
 
-import itertools
-import logging
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
-from delta_tracker.monitor.recorder import Recorder
 from delta_tracker.sharding.torchrec_api import share_rows
-from delta_tracker.sharding.untraced import untraced
+from delta_tracker.sharding.watcher import HookListener, Reports, Watcher, is_capturing, untraced
 
 if TYPE_CHECKING:
     from torch.autograd.graph import Node
@@ -38,19 +34,12 @@ if TYPE_CHECKING:
 
     from delta_tracker.sharding.discover import Kernel
 
-_logger = logging.getLogger(__name__)
-
-_T = TypeVar("_T")
-
 # Names of FBGEMM's autograd nodes: SplitLookupFunction_<optimizer>_Op, SplitNoBagLookupFunction_..., with suffixes.
 _NODE_NAME = "LookupFunction"
 # Prefix of the names of torch.compile's autograd nodes. One node has the backward pass of a whole compiled graph.
 _COMPILED_NAME = "CompiledFunction"
 # TorchRec inserts at most a cast and a view between the lookup and the kernel's output.
 _MAX_DEPTH = 8
-
-UNSEEN = -1
-"""Key, for :meth:`UpdateListener.mark_all_later`, of writes without an end that no hook reports."""
 
 
 class KeyedIds(Protocol):
@@ -66,164 +55,6 @@ class KeyedIds(Protocol):
         """Return the number of ids of each feature."""
 
 
-class UpdateListener(Protocol):
-    """Interface for receiving the reports of hooks.
-
-    The methods are called in the thread of the lookup or write, and must not wait for the device. Calls of
-    :meth:`begin_write`, :meth:`end_write` and :meth:`end_write_later` with the same key belong to the same write.
-    """
-
-    def looked_up(self, ids: Mapping[str, Tensor | None]) -> None:
-        """Handle a lookup of the rows ``ids`` (table FQN to ``[N]`` local ids, None for all)."""
-
-    def begin_write(self, key: int, ids: Mapping[str, Tensor | None]) -> None:
-        """Handle the start of the write ``key`` to the rows ``ids`` (table FQN to ``[N]`` local ids, None for all)."""
-
-    def end_write(self, key: int, tables: Mapping[str, Tensor | None]) -> None:
-        """Handle the end of the write ``key``.
-
-        Args:
-            key: key of the write.
-            tables: mapping whose keys are the FQNs of the written tables. Its values are ignored.
-        """
-
-    def end_write_later(self, key: int) -> None:
-        """Handle the end of the backward pass that performs the write ``key``. Called even if the pass raised.
-
-        The write changes no more rows after this call. The call may come from any thread or from a destructor, so the
-        method must be lock-free.
-        """
-
-    def mark(self, fqn: str, ids: Tensor | None, *, is_written: bool) -> None:
-        """Mark rows of a table as changed.
-
-        Args:
-            fqn: FQN of the table.
-            ids: ``[N]`` local ids; None for all rows.
-            is_written: True if the rows have already been written, so that their old states are unknown.
-        """
-
-    def output_launched(self) -> None:
-        """Handle the launch of a collection's output distribution. Must not block."""
-
-    def mark_all_later(self, fqns: Collection[str], key: int | None = None) -> None:
-        """Mark all rows of the tables ``fqns`` at the next cut, with unknown old states.
-
-        The method must be lock-free, must not allocate tensors and must not raise. It must not launch operations,
-        because a CUDA graph that is being captured would contain them.
-
-        Args:
-            fqns: FQNs of the tables.
-            key: key of a write that may be in progress until :meth:`end_write` or :meth:`end_write_later`;
-                :data:`UNSEEN` for all later writes, of which no hook reports the rows; None for a write that has ended.
-        """
-
-    def notice_writes(self, fqns: Iterable[str]) -> None:
-        """Mark all rows of the tables in ``fqns`` whose weights were written in place without a report by a hook."""
-
-    def acknowledge_writes(self, fqns: Iterable[str]) -> None:
-        """Ignore earlier in-place writes to the weights of the tables ``fqns``, because a hook reported the rows."""
-
-
-class Watcher:
-    """Base class of all hooks.
-
-    Hooks never raise. After an error, the next read returns all rows of the hook's tables, with unknown old states. If
-    the hook failed before a write, so does every read until the write or its backward pass has ended, and the next read
-    after that. This takes no memory, no lock and no operation, so that it works whatever the hook ran out of. Then the
-    error is counted, and the first error is logged. While a CUDA graph is captured, hooks launch no operation.
-
-    Args:
-        tables: FQNs of the tables to report.
-        listener: receives the reports.
-        keys: counter that yields a unique key for each write, shared by all hooks of a listener.
-        recorder: records errors and the time that recording takes.
-
-    Attributes:
-        num_errors: number of errors so far.
-    """
-
-    def __init__(
-        self, tables: Sequence[str], listener: UpdateListener, keys: itertools.count[int], recorder: Recorder
-    ) -> None:
-        self._tables = tables
-        self._listener = listener
-        self._keys = keys
-        self._faults = [recorder.hook_errors.cell(table=fqn) for fqn in dict.fromkeys(tables)]
-        self._timer = recorder.record_seconds.timer()
-        self._has_unseen = False
-        self.num_errors = 0
-
-    def remove(self) -> None:
-        """Stop reporting. The remaining reports of a lookup or write in progress are dropped."""
-        self._listener = cast("UpdateListener", _Deaf())
-
-    def _begin_write(self, key: int, ids: Mapping[str, Tensor | None]) -> None:
-        if is_capturing():
-            self._captured()
-            return
-
-        def begin() -> bool:
-            with self._timer():
-                self._listener.begin_write(key, ids)
-            return True
-
-        try:
-            if not self._contained(begin, otherwise=False):
-                self._listener.mark_all_later(ids, key)  # the write has not begun: no cut has returned its rows yet
-        except BaseException:  # interrupted: the write does not begin
-            self._listener.end_write_later(key)
-            raise
-
-    def _end_write(self, key: int, ids: Mapping[str, Tensor | None]) -> None:
-        def end() -> bool:
-            self._listener.end_write(key, ids)
-            return True
-
-        has_ended = False
-        try:
-            has_ended = self._contained(end, otherwise=False)
-        finally:  # also after an interrupt
-            if not has_ended:
-                self._listener.end_write_later(key)  # otherwise, it would be in progress for ever
-
-    def _captured(self) -> None:
-        """Report that the current lookup or write is captured into a CUDA graph, whose replays call no hook."""
-        self._unseen("replays of a CUDA graph call no hook")
-
-    def _omitted(self) -> None:
-        """Report that the current lookup or write is compiled with ``fullgraph=True``, without a call of the hook."""
-        self._unseen("code that is compiled with fullgraph=True calls no hook; compile it without")
-
-    def _unseen(self, reason: str) -> None:
-        self._listener.mark_all_later(self._tables, UNSEEN)
-        if self._tables and not self._has_unseen:
-            self._has_unseen = True
-            with suppress(Exception):  # out of memory
-                _logger.warning("from now on every read returns all rows: %s: tables=%s", reason, list(self._tables))
-
-    def _all_rows(self) -> dict[str, Tensor | None]:
-        return dict.fromkeys(self._tables)
-
-    def _contained(self, action: Callable[[], _T], *, otherwise: _T) -> _T:
-        """Return the result of ``action``. If it raises, mark all rows at the next cut, and return ``otherwise``."""
-        try:
-            return action()
-        except Exception as error:  # noqa: BLE001  an error of the tracker must not interrupt the training step
-            self._listener.mark_all_later(self._tables)
-            self.num_errors += 1
-            with suppress(Exception):  # whatever the hook ran out of may be missing here, too
-                self._report_error(error)
-            return otherwise
-
-    def _report_error(self, error: Exception) -> None:
-        for cell in self._faults:
-            cell.add(1)
-        if self.num_errors == 1:
-            tables = list(self._tables)
-            _logger.error("a hook failed; all rows count as changed: tables=%s", tables, exc_info=error)
-
-
 class PostLookupHook(Watcher):
     """Hook that reports the updates of a kernel's rows and, if ``lookups`` is True, the lookups themselves.
 
@@ -232,7 +63,7 @@ class PostLookupHook(Watcher):
 
     Args:
         kernel: the kernel.
-        listener, keys, recorder: those of :class:`Watcher`.
+        reports: see :class:`Watcher`.
         lookups: True to report every lookup, including those that update no row.
 
     Attributes:
@@ -241,23 +72,15 @@ class PostLookupHook(Watcher):
         num_updates: number of backward passes of lookups that have begun to update rows.
     """
 
-    def __init__(
-        self,
-        kernel: Kernel,
-        listener: UpdateListener,
-        keys: itertools.count[int],
-        recorder: Recorder,
-        *,
-        lookups: bool,
-    ) -> None:
-        super().__init__([fqn for fqn, _ in kernel.slots if fqn is not None], listener, keys, recorder)
+    def __init__(self, kernel: Kernel, reports: Reports, *, lookups: bool) -> None:
+        super().__init__([fqn for fqn, _ in kernel.slots if fqn is not None], reports)
         self._kernel = kernel
         self._lookups = lookups
         self.in_flight: WeakSet[_Update] = WeakSet()
         self.num_updates = 0
         # Lookups of tables that are compared with a copy are not counted, so these tables get no counter.
         is_counted = kernel.is_fused or lookups
-        self._counts = {fqn: recorder.lookups.cell(table=fqn) for fqn in self._tables if is_counted}
+        self._counts = {fqn: reports.recorder.lookups.cell(table=fqn) for fqn in self._tables if is_counted}
         self._index_type = getattr(kernel.module, "_embedding_table_index_type", torch.int64)
         self._before_write = untraced(self._write_begins, self._omitted)
         self._after_write = untraced(self._write_ends, self._omitted)
@@ -406,19 +229,6 @@ class _Update:
     token: _BackwardToken | None = None
 
 
-class _Deaf:
-    """Listener that ignores all reports. It replaces the listener of a removed hook."""
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *_, **__: None
-
-
-def is_capturing() -> bool:
-    """Return True if the current CUDA stream is being captured into a CUDA graph."""
-    # In a build of torch without CUDA, is_current_stream_capturing() raises.
-    return bool(torch.cuda.is_initialized()) and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
-
-
 class _BackwardToken:
     """Callback that reports the end of a backward pass when the callback is deleted.
 
@@ -428,7 +238,7 @@ class _BackwardToken:
 
     __slots__ = ("_key", "_listener")
 
-    def __init__(self, key: int, listener: UpdateListener) -> None:
+    def __init__(self, key: int, listener: HookListener) -> None:
         self._key = key
         self._listener = listener
 

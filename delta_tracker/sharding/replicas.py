@@ -19,41 +19,24 @@ would need a second collective for their number.
 
 from __future__ import annotations
 
-import copy
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from delta_tracker.monitor.recorder import Recorder
 from delta_tracker.sharding.discover import Discovery
-from delta_tracker.sharding.kernel_hooks import UpdateListener, Watcher
 from delta_tracker.sharding.kernel_memory import one_cut
 from delta_tracker.sharding.local_shard import LocalShard
 from delta_tracker.sharding.torchrec_api import averages_itself, known_torchrec, sync_groups, tbe_of
+from delta_tracker.sharding.watcher import Reports, Watcher, WrappedMethod
 from delta_tracker.sharding.weights import row_chunks
 
 _EXCHANGING = (2, 4)  # numbers of replicas whose average of equal values has the same bits, see the module's docstring
 _CHUNK_ROWS = 1 << 15
 _BITS = {2: torch.int16, 4: torch.int32}
-
-
-class SyncListener(UpdateListener, Protocol):
-    """Interface for receiving the reports of the hook on ``sync``. The methods may wait for the device."""
-
-    def changed_since_sync(self, fqns: Iterable[str]) -> dict[str, Tensor | None]:
-        """Return the local ids of the rows that changed since the last :meth:`synced`, by FQN; None if unknown."""
-
-    def synced(self, fqns: Iterable[str]) -> None:
-        """Handle the end of a ``sync`` after which all replicas of the tables ``fqns`` are equal."""
-
-    def diverged(self, fqns: Iterable[str]) -> None:
-        """Handle the fact that the replicas of the tables ``fqns`` may differ in any row."""
 
 
 class ReplicaGroup:
@@ -141,54 +124,41 @@ class SyncHook(Watcher):
     Args:
         wrapper: the ``DMPCollection``.
         groups: its tracked tables that ``sync`` averages.
-        listener, keys, recorder: those of :class:`Watcher`.
+        reports: see :class:`Watcher`.
         keeps_states: True if the listener keeps the old states of rows.
     """
 
     def __init__(
-        self,
-        wrapper: Any,  # noqa: ANN401  a class of torchrec's
-        groups: Sequence[ReplicaGroup],
-        listener: SyncListener,
-        keys: itertools.count[int],
-        recorder: Recorder,
-        *,
-        keeps_states: bool,
+        self, wrapper: nn.Module, groups: Sequence[ReplicaGroup], reports: Reports, *, keeps_states: bool
     ) -> None:
-        super().__init__([fqn for group in groups for fqn in group.shards], listener, keys, recorder)
+        super().__init__([fqn for group in groups for fqn in group.shards], reports)
         self._wrapper = wrapper
         self._groups = groups
-        self._log = listener
         self._keeps_states = keeps_states
         self._left_out_states = False  # the optimizer states of the replicas may differ
         self._unstable: dict[str, Tensor] = {}  # FQN to the rows that the next average changes even if they are equal
-        listener.diverged(self._tables)
-        if not isinstance(wrapper.sync, _Syncs):
-            wrapper.sync = _Syncs(wrapper.sync)
-        self._syncs: _Syncs = wrapper.sync
-        self._syncs.hooks.append(self)
+        self._listener.diverged(self._tables)
+        self._syncs = WrappedMethod.of(wrapper, "sync")
+        self._syncs.hooks.append(self.before)
 
     def remove(self) -> None:
         """Remove the hook. Removing the last hook of a ``DMPCollection`` restores its ``sync``."""
         super().remove()
-        if self in self._syncs.hooks:
-            self._syncs.hooks.remove(self)
-        if not self._syncs.hooks and self._wrapper.__dict__.get("sync") is self._syncs:
-            del self._wrapper.sync
+        self._syncs.remove(self.before, self._wrapper, "sync")
 
-    def before(self, *, includes_states: bool) -> Callable[[bool], object]:
+    def before(self, include_optimizer_state: bool = True) -> Callable[[bool], object]:  # noqa: FBT001, FBT002
         """Report the rows that are about to be averaged, and return a function to call after the ``sync``.
 
         A collective over each process group of the tables.
 
         Args:
-            includes_states: True if the optimizer states are averaged too.
+            include_optimizer_state: that of ``sync``, which has this argument only in torchrec 1.3 to 1.9.
 
         Returns:
             Function of one argument, which is True if the ``sync`` succeeded.
         """
-        key = next(self._keys)
-        self._contained(lambda: self._log.notice_writes(self._tables), otherwise=None)
+        key, includes_states = next(self._keys), bool(include_optimizer_state)
+        self._contained(lambda: self._listener.notice_writes(self._tables), otherwise=None)
         ids: dict[str, Tensor | None] = {}
         for group in self._groups:
             for fqn, rows in self._rows_of_all_ranks(group, includes_states=includes_states).items():
@@ -198,15 +168,15 @@ class SyncHook(Watcher):
         self._begin_write(key, ids)
 
         def after(is_synced: bool) -> None:  # noqa: FBT001  the only argument
-            self._log.diverged(self._tables)  # in case of an error below
+            self._listener.diverged(self._tables)  # in case of an error below
             self._end_write(key, ids)
-            self._log.acknowledge_writes(self._tables)
+            self._listener.acknowledge_writes(self._tables)
             if is_synced:
                 self._left_out_states = not includes_states
                 for group in self._groups:
                     if group.is_exchanged:
                         self._find_unstable(group, ids)
-                self._log.synced(self._tables)
+                self._listener.synced(self._tables)
 
         return lambda is_synced: self._contained(partial(after, is_synced), otherwise=None)
 
@@ -226,7 +196,7 @@ class SyncHook(Watcher):
 
     def _pack_changed(self, group: ReplicaGroup) -> bool:
         """Write the message with the rows of this rank that ``sync`` may change. Return True."""
-        changed = self._log.changed_since_sync(group.shards)
+        changed = self._listener.changed_since_sync(group.shards)
         group.pack(
             {
                 fqn: ids if ids is None or fqn not in self._unstable else torch.cat([ids, self._unstable[fqn]])
@@ -241,7 +211,7 @@ class SyncHook(Watcher):
             for group in self._groups:
                 for fqn, shard in group.shards.items():
                     for chunk in _every_chunk(shard) if ids[fqn] is None else ():
-                        self._log.mark(fqn, chunk, is_written=False)
+                        self._listener.mark(fqn, chunk, is_written=False)
 
     def _find_unstable(self, group: ReplicaGroup, ids: Mapping[str, Tensor | None]) -> None:
         """Find the averaged rows that the next average changes although they are equal on all replicas."""
@@ -249,39 +219,11 @@ class SyncHook(Watcher):
             self._unstable[fqn] = unstable_rows(shard, ids[fqn], group.num_replicas)
 
 
-class _Syncs:
-    """Wrapper that replaces the ``sync`` of a ``DMPCollection`` and calls the registered hooks before and after it."""
-
-    def __init__(self, sync: Callable[..., None]) -> None:
-        self._sync = sync
-        self.hooks: list[SyncHook] = []
-
-    def __call__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401  what the user passes
-        # The only argument of sync(), include_optimizer_state, is True by default in torchrec 1.3 to 1.9.
-        includes_states = bool(kwargs.get("include_optimizer_state", args[0] if args else True))
-        with ExitStack() as ends:
-            for hook in tuple(self.hooks):
-                after = hook.before(includes_states=includes_states)
-                ends.push(lambda error, *_, after=after: after(error is None))
-            self._sync(*args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
-        """Return the ``sync`` of the copied ``DMPCollection``, without hooks."""
-        return copy.deepcopy(self._sync, memo)
-
-
-def watch_syncs(
-    model: nn.Module,
-    found: Discovery,
-    listener: SyncListener,
-    keys: itertools.count[int],
-    recorder: Recorder,
-    *,
-    keeps_states: bool,
-) -> Iterator[Watcher]:
+def watch_syncs(model: nn.Module, found: Discovery, reports: Reports, *, keeps_states: bool) -> Iterator[Watcher]:
     """Register a hook on each ``DMPCollection`` of a model, and yield the hook; see :class:`SyncHook`."""
+    kinds = known_torchrec().replicas
     for wrapper in model.modules():
-        if not isinstance(wrapper, known_torchrec().replicas):
+        if not isinstance(wrapper, kinds):
             continue
         groups = []
         for ranks, modules in sync_groups(wrapper):
@@ -295,7 +237,7 @@ def watch_syncs(
             if tables:
                 groups.append(ReplicaGroup(ranks, {fqn: found.shards[fqn] for fqn in tables}))
         if groups:
-            yield SyncHook(wrapper, groups, listener, keys, recorder, keeps_states=keeps_states)
+            yield SyncHook(wrapper, groups, reports, keeps_states=keeps_states)
 
 
 def unstable_rows(shard: LocalShard, ids: Tensor | None, num_replicas: int) -> Tensor:

@@ -17,9 +17,8 @@ fused optimizers of torch write without a new version: their parameters are also
 
 from __future__ import annotations
 
-import itertools
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,12 +31,9 @@ from torch.optim import optimizer as torch_optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from delta_tracker.monitor.recorder import Recorder
-from delta_tracker.sharding.discover import Discovery
-from delta_tracker.sharding.kernel_hooks import UpdateListener, Watcher
 from delta_tracker.sharding.local_shard import LocalShard
 from delta_tracker.sharding.named_writers import num_named_writes
-from delta_tracker.sharding.untraced import untraced
+from delta_tracker.sharding.watcher import Reports, Watcher, untraced
 
 _logger = logging.getLogger(__name__)
 
@@ -77,20 +73,14 @@ class StepHook(Watcher):
 
     Args:
         shards: FQN to shard of each table of a plain module.
-        listener, keys, recorder: those of :class:`Watcher`.
+        reports: see :class:`Watcher`.
 
     Attributes:
         num_updates: number of steps of an optimizer that had a gradient of a table.
     """
 
-    def __init__(
-        self,
-        shards: Mapping[str, LocalShard],
-        listener: UpdateListener,
-        keys: itertools.count[int],
-        recorder: Recorder,
-    ) -> None:
-        super().__init__([fqn for fqn, shard in shards.items() if shard.is_stepped], listener, keys, recorder)
+    def __init__(self, shards: Mapping[str, LocalShard], reports: Reports) -> None:
+        super().__init__([fqn for fqn, shard in shards.items() if shard.is_stepped], reports)
         self._modules = {fqn: shard.places[0][0].module for fqn, shard in shards.items()}
         self._steps: dict[int, _Step] = {}  # id() of an optimizer to its step
         self._strange: set[str] = set()
@@ -298,14 +288,6 @@ class _Steps:
 
 
 _STEPS = _Steps()
-
-
-def watch_steps(
-    found: Discovery, listener: UpdateListener, keys: itertools.count[int], recorder: Recorder
-) -> Iterator[StepHook]:
-    """Register the hook for the tables of plain modules, and yield it; nothing without such tables."""
-    if not found.modules:
-        yield StepHook(found.shards, listener, keys, recorder)
 
 
 def _deleted(hook: ref[StepHook], number: int, _: object) -> None:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Iterable
 
 from delta_tracker.buffers import MEMORY
 from delta_tracker.monitor.recorder import Recorder
-from delta_tracker.sharding.kernel_hooks import PostLookupHook, Watcher
-from delta_tracker.sharding.odist_hook import watch_output_dists
-from delta_tracker.sharding.replicas import SyncListener, watch_syncs
-from delta_tracker.sharding.step_hook import StepHook, watch_steps
-from delta_tracker.sharding.untraced import forget_compiled_code
-from delta_tracker.sharding.write_hooks import watch_writes
+from delta_tracker.sharding.collection_hooks import watch_collections
+from delta_tracker.sharding.kernel_hooks import PostLookupHook
+from delta_tracker.sharding.replicas import watch_syncs
+from delta_tracker.sharding.step_hook import StepHook
+from delta_tracker.sharding.watcher import HookListener, Reports, Watcher, forget_compiled_code
 from delta_tracker.tracker.tracked_model import TrackedModel
 
 
@@ -34,21 +32,18 @@ class TrackerHooks:
     """
 
     def __init__(
-        self, listener: SyncListener, model: TrackedModel, recorder: Recorder, *, lookups: bool, keeps_states: bool
+        self, listener: HookListener, model: TrackedModel, recorder: Recorder, *, lookups: bool, keeps_states: bool
     ) -> None:
-        self._listener = listener
+        self._reports = Reports(listener, recorder)
         self._model = model
-        self._recorder = recorder
         self._lookups = lookups
         self._keeps_states = keeps_states
-        self._keys = itertools.count()
         self._num_past_errors = self._num_past_updates = 0
         self.registered: list[Watcher] = []
 
     def attach(self) -> None:
         """Register the hooks in the model's current modules. None is registered if this raises."""
-        model, found, listener = self._model, self._model.found, self._listener
-        keys, recorder = self._keys, self._recorder
+        model, found, reports = self._model, self._model.found, self._reports
         model.num_attached += 1
         MEMORY.join(self)
         forget_compiled_code()
@@ -58,11 +53,11 @@ class TrackerHooks:
         self._deleted.atexit = False
         try:  # one by one, so that all are removed if one cannot be registered
             for kernel in found.kernels:
-                hooks.append(PostLookupHook(kernel, listener, keys, recorder, lookups=self._lookups))
-            hooks.extend(watch_output_dists(model.module, found, listener, keys, recorder))
-            hooks.extend(watch_writes(model.module, found, listener, keys, recorder))
-            hooks.extend(watch_steps(found, listener, keys, recorder))
-            hooks.extend(watch_syncs(model.module, found, listener, keys, recorder, keeps_states=self._keeps_states))
+                hooks.append(PostLookupHook(kernel, reports, lookups=self._lookups))
+            hooks.extend(watch_collections(model.module, found, reports))
+            if not found.modules:
+                hooks.append(StepHook(found.shards, reports))
+            hooks.extend(watch_syncs(model.module, found, reports, keeps_states=self._keeps_states))
         except BaseException:
             self.remove()
             raise

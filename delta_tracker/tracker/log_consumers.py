@@ -13,7 +13,7 @@ from torch import Tensor
 
 from delta_tracker.errors import InvalidArgumentError, NeedsSnapshotError, ReservedConsumerError, StaleDeltaError
 from delta_tracker.rows import ChangedRows, merge_first
-from delta_tracker.sharding.kernel_hooks import is_capturing
+from delta_tracker.sharding.watcher import is_capturing
 from delta_tracker.tracker.cursors import Consumer, check_name
 from delta_tracker.tracker.log_segments import LogSegments, maintain
 from delta_tracker.tracker.log_writes import LogWrites

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 from torch import Tensor
 
-from delta_tracker.sharding.kernel_hooks import UNSEEN
+from delta_tracker.sharding.watcher import UNSEEN
 from delta_tracker.tracker.log_segments import LogSegments, maintain
 from delta_tracker.tracker.profiling import profiler_range
 from delta_tracker.tracker.store.several_stores import begin_write_in_each, mark_in_each
@@ -17,10 +17,9 @@ from delta_tracker.tracker.store.several_stores import begin_write_in_each, mark
 class LogWrites:
     """Listener of the hooks, which marks the rows that they report in the segments.
 
-    Implements :class:`~delta_tracker.sharding.kernel_hooks.UpdateListener` and, for replicas,
-    :class:`~delta_tracker.sharding.replicas.SyncListener`. While a write is in progress, every cut marks its rows
-    again. All methods may be called from any thread. They acquire the log's lock, except :meth:`end_write_later` and
-    :meth:`mark_all_later`, which are lock-free.
+    Implements :class:`~delta_tracker.sharding.watcher.HookListener`. While a write is in progress, every cut marks its
+    rows again. All methods may be called from any thread. They acquire the log's lock, except :meth:`end_write_later`
+    and :meth:`mark_all_later`, which are lock-free.
 
     Args:
         lock: the log's lock.

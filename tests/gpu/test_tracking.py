@@ -11,7 +11,7 @@ from torch import Tensor
 
 from benchmarks.plain_torchrec import PlainModel
 from delta_tracker import ModelDeltaTracker, Predictor, Publisher, Storage, TrackingMode
-from delta_tracker.sharding.kernel_hooks import Watcher
+from delta_tracker.sharding.watcher import Watcher
 from tests.gpu.devices import ENGINES, IS_CUDA, IS_TINY, OF_MODULES, no_sync
 
 pytestmark = pytest.mark.usefixtures("plain_torchrec")

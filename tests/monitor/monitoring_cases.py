@@ -15,7 +15,7 @@ from delta_tracker import ModelDeltaTracker, TrackingMode
 from delta_tracker.monitor import Monitor
 from delta_tracker.monitor.device.metrics import DeviceCounter, DeviceHistogram, DeviceMean, merge_ranks
 from delta_tracker.monitor.device.torchmetric import TorchMetric
-from delta_tracker.sharding.kernel_hooks import Watcher
+from delta_tracker.sharding.watcher import Watcher
 from tests.models import Spec, batch, shard
 from tests.syncs import SyncError, find_syncs
 from tests.system.collectives import watch_collectives

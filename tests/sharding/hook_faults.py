@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 import delta_tracker
 from delta_tracker import ModelDeltaTracker
 from delta_tracker.monitor.series import Cell
-from delta_tracker.sharding import kernel_hooks
+from delta_tracker.sharding import kernel_hooks, watcher
 from delta_tracker.tracker.row_sets import numba
 from delta_tracker.tracker.row_sets.numba import NumbaRows
 from delta_tracker.tracker.row_sets.row_set import RowSet
@@ -36,6 +36,7 @@ HANDLERS = {
     "LogWrites.end_write_later",
     "LogWrites.mark_all_later",
     "EvictionHook.before",
+    "EvictionHook._before.<locals>.<lambda>",
     "EvictionHook._missed",
     "OdistSlot.__call__",
     "PostLookupHook._post_lookup",
@@ -51,7 +52,8 @@ HANDLERS = {
     "Watcher._contained",
     "_BackwardToken.__call__",
     "_BackwardToken.__del__",
-    "_Evictions.__call__",
+    "WrappedMethod.__call__",
+    "WrappedMethod._end",
     "_Steps._after",
     "_Steps._before",
     "untraced.<locals>.call",
@@ -111,7 +113,7 @@ class Faults(TorchFunctionMode):
         self._patch(Cell, "add")
         for name in ("_end_with_backward", "_lookup_node"):
             self._patch(kernel_hooks, name)
-        self._patches.enter_context(_patched(kernel_hooks, "_logger", _Messages(self._failing(_ignore))))
+        self._patches.enter_context(_patched(watcher, "_logger", _Messages(self._failing(_ignore))))
         memory = SimpleNamespace(**vars(np))
         for name in ("zeros", "empty", "concatenate"):
             setattr(memory, name, self._failing(getattr(np, name)))

@@ -93,14 +93,14 @@ class _Evicting(Training):
         self.model = shard_collision(1)
         evicting = self.model.module.mc
         super().__init__(ModelDeltaTracker(self.model, **kwargs))
-        held = evicting._evict._evict
+        held = evicting._evict._method
 
         def evict(evicted: object) -> None:
             self.writing()
             held(evicted)
             self.written()
 
-        evicting._evict._evict = evict
+        evicting._evict._method = evict
 
     def step(self, number: int) -> None:
         from tests.tracker.collision_cases import collision_batch  # noqa: PLC0415

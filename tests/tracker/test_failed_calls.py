@@ -68,7 +68,7 @@ def test_a_clear_of_all_consumers_that_is_refused_clears_none() -> None:
 
 @pytest.mark.promise("lossless")
 @pytest.mark.parametrize("error", [KeyboardInterrupt, torch.OutOfMemoryError])
-@pytest.mark.parametrize("place", ["watch_steps", "watch_syncs"])
+@pytest.mark.parametrize("place", ["watch_collections", "watch_syncs"])
 def test_a_reattach_that_fails_detaches_the_tracker(
     monkeypatch: pytest.MonkeyPatch, error: type[BaseException], place: str
 ) -> None:

@@ -19,7 +19,7 @@ from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineSem
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from delta_tracker import ModelDeltaTracker, Predictor, Publisher, Storage, TrackingMode
-from delta_tracker.sharding.kernel_hooks import Watcher
+from delta_tracker.sharding.watcher import Watcher
 from tests.gpu.devices import IS_CUDA, OF_MODULES, no_sync, slow_down, wait
 from tests.models import Spec, Table, batch, kernels_of, shard
 

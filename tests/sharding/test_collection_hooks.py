@@ -1,4 +1,4 @@
-"""The post-odist hook on real models: it compacts the log, and shares TorchRec's slot with others."""
+"""Hooks on collections: the post-odist hook, which shares TorchRec's slot with others, loads, and evictions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from delta_tracker.tracker.store.segments import SegmentStore
 from tests.ranks import RankPool
 from tests.syncs import SIMULATED, find_syncs, on_device
 
-_CASES = "tests.sharding.odist_hook_cases"
+_CASES = "tests.sharding.collection_hooks_cases"
+_FLOWS = "tests.tracker.flows_cases"
 
 
 @pytest.mark.parametrize("bag", [False, True], ids=["ec", "ebc"])
@@ -57,3 +58,15 @@ def test_compaction_in_the_hook_does_not_wait_for_the_device(keeps_states: bool)
         store.compact(set())
     assert store.num_segments == 1
     assert store.compact_waits == bool(found) == keeps_states, "reads compact a store that would wait"
+
+
+@pytest.mark.parametrize("mode", ["id_only", "embedding"])
+def test_managed_collisions_are_tracked_by_remapped_row(two_ranks: RankPool, mode: str) -> None:
+    for counts in two_ranks.run(f"{_FLOWS}:managed_collision", mode=mode):
+        assert counts["changed"] > counts["evicted"] > 0
+
+
+@pytest.mark.parametrize("through", ["model", "module", "collection"])
+@pytest.mark.parametrize("bag", [False, True], ids=["ec", "ebc"])
+def test_a_load_is_noticed(two_ranks: RankPool, bag: bool, through: str) -> None:
+    two_ranks.run(f"{_FLOWS}:loaded", bag=bag, through=through)

@@ -1,0 +1,225 @@
+"""Hooks on the collections of TorchRec: output distributions, ``load_state_dict`` and evictions.
+
+When a collection has launched its output distribution, TorchRec calls the function in the collection's post-odist slot,
+which holds only one function. The tracker puts an :class:`OdistSlot` there. Its work overlaps with the communication.
+
+The hook on a collection's ``load_state_dict`` also runs if ``load_state_dict`` is called on a module above it or by
+``torch.distributed.checkpoint``. In-place writes that bypass ``load_state_dict`` are detected by
+:class:`~delta_tracker.sharding.weights.WriteWatch`.
+
+A managed-collision module resets the rows of evicted ids in its forward pass, before they are looked up again.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from delta_tracker.sharding.discover import Discovery
+from delta_tracker.sharding.torchrec_api import kernels_of, share_rows
+from delta_tracker.sharding.watcher import Reports, Watcher, WrappedMethod, is_capturing, untraced
+
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
+# Table name to [N] local ids; None if no id is evicted.
+_Evicted = Mapping[str, Tensor | None]
+
+
+class OdistSlot:
+    """Function for TorchRec's post-odist slot of one collection: calls the previous function, then all trackers' hooks.
+
+    If ``hooks`` is empty, only the previous function is called. A function that replaced this object in the slot may
+    therefore continue to call this object after all trackers have removed their hooks.
+
+    Args:
+        previous: the function that was in the slot; None if it was empty.
+
+    Attributes:
+        hooks: the trackers' hooks; they must not raise.
+    """
+
+    def __init__(self, previous: Callable[..., None] | None) -> None:
+        self.previous = previous
+        self.hooks: list[Callable[[], None]] = []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401  what torchrec passes
+        """Call the previous function with the arguments, then the hooks without arguments."""
+        if self.previous is not None:
+            self.previous(*args, **kwargs)
+        for hook in tuple(self.hooks):
+            hook()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None] | None:
+        """Return a copy of the previous function: a copy of the collection has no hooks."""
+        return copy.deepcopy(self.previous, memo)
+
+
+class PostOdistHook(Watcher):
+    """Hook that reports each launch of a collection's output distributions.
+
+    A collection has one output distribution per sharding type. If TorchRec calls the collection's post-odist function,
+    the hook is installed as that function. Otherwise, it registers module hooks on the distributions. TorchRec does not
+    call the function of a collection inside a managed-collision module, which distributes the output itself.
+
+    Args:
+        module: the collection.
+        tables: FQNs of its tables.
+        reports: see :class:`Watcher`.
+        has_slot: True if TorchRec calls the collection's post-odist function.
+    """
+
+    def __init__(self, module: Any, tables: Sequence[str], reports: Reports, *, has_slot: bool) -> None:  # noqa: ANN401
+        super().__init__(tables, reports)
+        self._launched = untraced(self._report, lambda: None)  # without it, the next read compacts the log
+        self._module = module
+        self._slot: OdistSlot | None = None
+        self._handles: list[RemovableHandle] = []
+        if has_slot:
+            self._slot = self._shared_slot()
+            self._slot.hooks.append(self._launched)
+        else:
+            # A deep copy of the collection shares a function, and would copy a bound method with the listener.
+            after = lambda *_: self._launched()  # noqa: E731
+            self._handles = [dist.register_forward_hook(after) for dist in module._output_dists]  # noqa: SLF001
+
+    def remove(self) -> None:
+        """Stop reporting. Removing the last hook restores the previous function in the slot.
+
+        The slot is left unchanged if it no longer holds the :class:`OdistSlot`.
+        """
+        for handle in self._handles:
+            handle.remove()
+        slot, self._slot = self._slot, None
+        if slot is not None:
+            slot.hooks.remove(self._launched)
+            if not slot.hooks and self._module.post_odist_tracker_fn is slot:
+                self._module.post_odist_tracker_fn = slot.previous
+        super().remove()
+
+    def _shared_slot(self) -> OdistSlot:
+        """Return the collection's :class:`OdistSlot`.
+
+        If it has none, register one that also calls the current post-odist function, if any.
+        """
+        held = self._module.post_odist_tracker_fn
+        if isinstance(held, OdistSlot):
+            return held
+        slot = OdistSlot(held)
+        self._module.post_odist_tracker_fn = None  # torchrec warns if it overwrites a function
+        self._module.register_post_odist_tracker_fn(slot)
+        return slot
+
+    def _report(self) -> None:
+        self._contained(self._output_launched, otherwise=None)
+
+    def _output_launched(self) -> None:
+        if not is_capturing():
+            self._listener.output_launched()
+
+
+class LoadHook(Watcher):
+    """Hook that reports all rows of one sharded collection as changed after each call of its ``load_state_dict``.
+
+    Args:
+        module: the collection.
+        tables, reports: see :class:`Watcher`.
+    """
+
+    def __init__(self, module: nn.Module, tables: Sequence[str], reports: Reports) -> None:
+        super().__init__(tables, reports)
+        self._module = module
+        # A deep copy of the module shares a function, and would copy a bound method with the listener.
+        self._handle: RemovableHandle = module.register_load_state_dict_post_hook(  # type: ignore[no-untyped-call]
+            lambda module, keys: self._after_load(module, keys)  # noqa: PLW0108
+        )
+
+    def remove(self) -> None:
+        """Remove the hook."""
+        self._handle.remove()
+        super().remove()
+
+    def _after_load(self, module: nn.Module, keys: object) -> None:
+        del keys
+        if module is not self._module and not self._contained(lambda: self._shares_rows(module), otherwise=True):
+            return  # a copy of the model
+        for fqn in self._tables:
+            self._contained(partial(self._listener.mark, fqn, None, is_written=True), otherwise=None)
+        self._contained(partial(self._listener.acknowledge_writes, self._tables), otherwise=None)
+
+    def _shares_rows(self, copied: nn.Module) -> bool:
+        """Return True if a copy of the collection has rows in the collection's memory."""
+        pairs = zip(kernels_of(copied), kernels_of(self._module), strict=False)
+        return any(share_rows(mine, its) for mine, its in pairs)
+
+
+class EvictionHook(Watcher):
+    """Hook that reports the rows that one managed-collision module resets when it evicts ids.
+
+    Args:
+        module: the sharded managed-collision module.
+        tables, reports: see :class:`Watcher`.
+    """
+
+    def __init__(self, module: nn.Module, tables: Sequence[str], reports: Reports) -> None:
+        super().__init__(tables, reports)
+        self._module = module
+        self._evictions = WrappedMethod.of(module, "_evict")
+        self._evictions.hooks.append(self.before)
+
+    def remove(self) -> None:
+        """Remove the hook. Removing the last hook of a module restores the module's ``_evict``."""
+        super().remove()
+        self._evictions.remove(self.before, self._module, "_evict")
+
+    def before(self, evicted: _Evicted) -> Callable[[bool], object]:
+        """Report rows that are about to be reset, and return a function that the caller must call after the reset.
+
+        Args:
+            evicted: table name to ``[N]`` local ids; None if no id is evicted.
+        """
+        missed: Callable[[bool], object] = self._missed
+        return self._contained(lambda: self._before(evicted), otherwise=missed)
+
+    def _before(self, evicted: _Evicted) -> Callable[[bool], object]:
+        key = next(self._keys)
+        ids = self._contained(lambda: self._ids_by_table(evicted), otherwise=self._all_rows())
+        self._contained(lambda: self._listener.notice_writes(self._tables), otherwise=None)
+        self._begin_write(key, ids)
+
+        def done() -> None:
+            self._end_write(key, ids)
+            self._listener.acknowledge_writes(self._tables)  # the tables of a kernel share a version counter
+
+        return lambda _: self._contained(done, otherwise=None)
+
+    def _missed(self, is_done: bool) -> None:  # noqa: ARG002, FBT001  the only argument
+        """Mark all rows after an eviction whose start could not be reported."""
+        self._listener.mark_all_later(self._tables)
+
+    def _ids_by_table(self, evicted: _Evicted) -> dict[str, Tensor | None]:
+        by_table = {fqn: evicted.get(fqn.rpartition(".")[2]) for fqn in self._tables}
+        return {fqn: ids for fqn, ids in by_table.items() if ids is not None}
+
+
+def watch_collections(model: nn.Module, found: Discovery, reports: Reports) -> Iterator[Watcher]:
+    """Register the hooks on the collections of a model, and yield each of them.
+
+    Loads and evictions of tables without a fused optimizer are not reported, because these are compared with a copy.
+    """
+    holders = {module: getattr(module, "_embedding_module", None) for module in model.modules()}
+    fused: dict[object, list[str]] = {}
+    for fqn, module in found.modules.items():
+        tables = found.tables_of(fqn)
+        fused[module] = [table for table in tables if found.shards[table].is_fused]
+        # TorchRec does not call the slot of a collection inside a managed-collision module.
+        has_slot = hasattr(module, "register_post_odist_tracker_fn") and module not in holders.values()
+        yield PostOdistHook(module, tables, reports, has_slot=has_slot)
+        yield LoadHook(module, fused[module], reports)
+    for module, inner in holders.items():
+        if isinstance(inner, nn.Module) and inner in fused and callable(getattr(module, "_evict", None)):
+            yield EvictionHook(module, fused[inner], reports)

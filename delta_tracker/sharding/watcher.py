@@ -1,0 +1,312 @@
+"""Base class of the hooks, and what they share: the listener, wrapped methods, and calls that are not compiled."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import logging
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from delta_tracker.monitor.recorder import Recorder
+
+_logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+UNSEEN = -1
+"""Key, for :meth:`HookListener.mark_all_later`, of writes without an end that no hook reports."""
+
+
+class HookListener(Protocol):
+    """Interface for receiving the reports of hooks.
+
+    The methods are called in the thread of the lookup or write. Only the last three, which report a ``sync`` of the
+    replicas in 2D parallelism, may wait for the device. Calls of :meth:`begin_write`, :meth:`end_write` and
+    :meth:`end_write_later` with the same key belong to the same write.
+    """
+
+    def looked_up(self, ids: Mapping[str, Tensor | None]) -> None:
+        """Handle a lookup of the rows ``ids`` (table FQN to ``[N]`` local ids, None for all)."""
+
+    def begin_write(self, key: int, ids: Mapping[str, Tensor | None]) -> None:
+        """Handle the start of the write ``key`` to the rows ``ids`` (table FQN to ``[N]`` local ids, None for all)."""
+
+    def end_write(self, key: int, tables: Mapping[str, Tensor | None]) -> None:
+        """Handle the end of the write ``key``.
+
+        Args:
+            key: key of the write.
+            tables: mapping whose keys are the FQNs of the written tables. Its values are ignored.
+        """
+
+    def end_write_later(self, key: int) -> None:
+        """Handle the end of the backward pass that performs the write ``key``. Called even if the pass raised.
+
+        The write changes no more rows after this call. The call may come from any thread or from a destructor, so the
+        method must be lock-free.
+        """
+
+    def mark(self, fqn: str, ids: Tensor | None, *, is_written: bool) -> None:
+        """Mark rows of a table as changed.
+
+        Args:
+            fqn: FQN of the table.
+            ids: ``[N]`` local ids; None for all rows.
+            is_written: True if the rows have already been written, so that their old states are unknown.
+        """
+
+    def output_launched(self) -> None:
+        """Handle the launch of a collection's output distribution. Must not block."""
+
+    def mark_all_later(self, fqns: Collection[str], key: int | None = None) -> None:
+        """Mark all rows of the tables ``fqns`` at the next cut, with unknown old states.
+
+        The method must be lock-free, must not allocate tensors and must not raise. It must not launch operations,
+        because a CUDA graph that is being captured would contain them.
+
+        Args:
+            fqns: FQNs of the tables.
+            key: key of a write that may be in progress until :meth:`end_write` or :meth:`end_write_later`;
+                :data:`UNSEEN` for all later writes, of which no hook reports the rows; None for a write that has ended.
+        """
+
+    def notice_writes(self, fqns: Iterable[str]) -> None:
+        """Mark all rows of the tables in ``fqns`` whose weights were written in place without a report by a hook."""
+
+    def acknowledge_writes(self, fqns: Iterable[str]) -> None:
+        """Ignore earlier in-place writes to the weights of the tables ``fqns``, because a hook reported the rows."""
+
+    def changed_since_sync(self, fqns: Iterable[str]) -> dict[str, Tensor | None]:
+        """Return the local ids of the rows that changed since the last :meth:`synced`, by FQN; None if unknown."""
+
+    def synced(self, fqns: Iterable[str]) -> None:
+        """Handle the end of a ``sync`` after which all replicas of the tables ``fqns`` are equal."""
+
+    def diverged(self, fqns: Iterable[str]) -> None:
+        """Handle the fact that the replicas of the tables ``fqns`` may differ in any row."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reports:
+    """What the hooks of one tracker share.
+
+    Args:
+        listener: receives the reports.
+        recorder: records errors and the time that recording takes.
+        keys: yields a unique key for each write.
+    """
+
+    listener: HookListener
+    recorder: Recorder
+    keys: Iterator[int] = field(default_factory=itertools.count)
+
+
+class Watcher:
+    """Base class of all hooks.
+
+    Hooks never raise. After an error, the next read returns all rows of the hook's tables, with unknown old states. If
+    the hook failed before a write, so does every read until the write or its backward pass has ended, and the next read
+    after that. This takes no memory, no lock and no operation, so that it works whatever the hook ran out of. Then the
+    error is counted, and the first error is logged. While a CUDA graph is captured, hooks launch no operation.
+
+    Args:
+        tables: FQNs of the tables to report.
+        reports: where to.
+
+    Attributes:
+        num_errors: number of errors so far.
+    """
+
+    def __init__(self, tables: Sequence[str], reports: Reports) -> None:
+        self._tables = tables
+        self._listener = reports.listener
+        self._keys = reports.keys
+        self._faults = [reports.recorder.hook_errors.cell(table=fqn) for fqn in dict.fromkeys(tables)]
+        self._timer = reports.recorder.record_seconds.timer()
+        self._has_unseen = False
+        self.num_errors = 0
+
+    def remove(self) -> None:
+        """Stop reporting. The remaining reports of a lookup or write in progress are dropped."""
+        self._listener = cast("HookListener", _Deaf())
+
+    def _begin_write(self, key: int, ids: Mapping[str, Tensor | None]) -> None:
+        if is_capturing():
+            self._captured()
+            return
+
+        def begin() -> bool:
+            with self._timer():
+                self._listener.begin_write(key, ids)
+            return True
+
+        try:
+            if not self._contained(begin, otherwise=False):
+                self._listener.mark_all_later(ids, key)  # the write has not begun: no cut has returned its rows yet
+        except BaseException:  # interrupted: the write does not begin
+            self._listener.end_write_later(key)
+            raise
+
+    def _end_write(self, key: int, ids: Mapping[str, Tensor | None]) -> None:
+        def end() -> bool:
+            self._listener.end_write(key, ids)
+            return True
+
+        has_ended = False
+        try:
+            has_ended = self._contained(end, otherwise=False)
+        finally:  # also after an interrupt
+            if not has_ended:
+                self._listener.end_write_later(key)  # otherwise, it would be in progress for ever
+
+    def _captured(self) -> None:
+        """Report that the current lookup or write is captured into a CUDA graph, whose replays call no hook."""
+        self._unseen("replays of a CUDA graph call no hook")
+
+    def _omitted(self) -> None:
+        """Report that the current lookup or write is compiled with ``fullgraph=True``, without a call of the hook."""
+        self._unseen("code that is compiled with fullgraph=True calls no hook; compile it without")
+
+    def _unseen(self, reason: str) -> None:
+        self._listener.mark_all_later(self._tables, UNSEEN)
+        if self._tables and not self._has_unseen:
+            self._has_unseen = True
+            with suppress(Exception):  # out of memory
+                _logger.warning("from now on every read returns all rows: %s: tables=%s", reason, list(self._tables))
+
+    def _all_rows(self) -> dict[str, Tensor | None]:
+        return dict.fromkeys(self._tables)
+
+    def _contained(self, action: Callable[[], _T], *, otherwise: _T) -> _T:
+        """Return the result of ``action``. If it raises, mark all rows at the next cut, and return ``otherwise``."""
+        try:
+            return action()
+        except Exception as error:  # noqa: BLE001  an error of the tracker must not interrupt the training step
+            self._listener.mark_all_later(self._tables)
+            self.num_errors += 1
+            with suppress(Exception):  # whatever the hook ran out of may be missing here, too
+                self._report_error(error)
+            return otherwise
+
+    def _report_error(self, error: Exception) -> None:
+        for cell in self._faults:
+            cell.add(1)
+        if self.num_errors == 1:
+            tables = list(self._tables)
+            _logger.error("a hook failed; all rows count as changed: tables=%s", tables, exc_info=error)
+
+
+class _Deaf:
+    """Listener that ignores all reports. It replaces the listener of a removed hook."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_, **__: None
+
+
+def is_capturing() -> bool:
+    """Return True if the current CUDA stream is being captured into a CUDA graph."""
+    # In a build of torch without CUDA, is_current_stream_capturing() raises.
+    return bool(torch.cuda.is_initialized()) and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
+
+
+class WrappedMethod:
+    """Replacement of a module's method that writes rows without a hook. It calls the hooks of all trackers around it.
+
+    A copy of the module has the method, without hooks.
+
+    Args:
+        method: the method.
+
+    Attributes:
+        hooks: called with the arguments of each call, before it. Each returns a function to call afterwards, whose
+            argument is True if the method succeeded.
+    """
+
+    def __init__(self, method: Callable[..., None]) -> None:
+        self._method = method
+        self.hooks: list[Callable[..., Callable[[bool], object]]] = []
+
+    @classmethod
+    def of(cls, module: nn.Module, name: str) -> WrappedMethod:
+        """Return the wrapper of a method, which is wrapped at the first call, once for all trackers."""
+        held: Any = getattr(module, name)
+        if not isinstance(held, cls):
+            held = cls(held)
+            setattr(module, name, held)
+        return held
+
+    def remove(self, hook: Callable[..., Callable[[bool], object]], module: nn.Module, name: str) -> None:
+        """Remove a hook. Removing the last one restores the method ``name`` of ``module``."""
+        if hook in self.hooks:
+            self.hooks.remove(hook)
+        if not self.hooks and module.__dict__.get(name) is self:
+            delattr(module, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401  those of the method
+        """Call the hooks, the method, and what the hooks returned, in reverse order."""
+        with ExitStack() as ends:  # even after an error, because nothing more is written then
+            for hook in tuple(self.hooks):
+                ends.push(partial(self._end, hook(*args, **kwargs)))
+            self._method(*args, **kwargs)
+
+    @staticmethod
+    def _end(after: Callable[[bool], object], error: type[BaseException] | None, *_: object) -> None:
+        after(error is None)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        return copy.deepcopy(self._method, memo)
+
+
+def untraced(hook: Callable[..., None], omitted: Callable[[], object]) -> Callable[..., None]:
+    """Return a function that calls ``hook``, and that the compiler does not trace.
+
+    The compiler cannot trace a hook, because a hook acquires locks and registers hooks of autograd nodes. It therefore
+    breaks the graph before each call and calls the hook as ordinary code. Where it must not break the graph
+    (``fullgraph=True``), it would raise an error in the training step. In this case the graph contains no call.
+
+    Args:
+        hook: the hook. It must not raise.
+        omitted: called without arguments while the compiler builds a graph that must not break. From then on, the graph
+            runs instead of the hook. Must not launch operations or raise.
+    """
+    called = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
+
+    @torch.compiler.assume_constant_result  # the compiler runs it during the compilation
+    def is_omitted() -> bool:
+        if not _must_not_break():
+            return False
+        omitted()
+        return True
+
+    def call(*args: object) -> None:
+        if torch.compiler.is_dynamo_compiling() and is_omitted():
+            return
+        called(*args)
+
+    return call
+
+
+def forget_compiled_code() -> None:
+    """Make torch compile all code of this process again.
+
+    Compiled code does not check whether a hook was replaced since, and would run without the new hook.
+    """
+    compiler = sys.modules.get("torch._dynamo")
+    if compiler is not None:
+        compiler.reset_code_caches()  # unlike torch.compiler.reset(), keeps CUDA graphs
+
+
+def _must_not_break() -> bool:
+    """Return True if the graph that is being compiled must not break."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator  # noqa: PLC0415  loaded by the compiler
+
+    translator = InstructionTranslator.current_tx()
+    return bool(getattr(translator, "one_graph", False) or getattr(translator, "error_on_graph_break", False))
