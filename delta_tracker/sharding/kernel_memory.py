@@ -15,15 +15,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 from weakref import ref
 
 from torch import Tensor
 
 from delta_tracker.buffers import new_rows
 from delta_tracker.rows import take_rows
-from delta_tracker.sharding.prefetch_order import between_prefetches
-from delta_tracker.sharding.row_cache import RowCache
+from delta_tracker.sharding.row_cache import CachedTable, between_prefetches, cached_table
 from delta_tracker.sharding.torchrec_api import tbe_of, tensor_slots, weight_slots
 
 _Views = list[list[Tensor]]
@@ -43,13 +42,13 @@ class KernelMemory:
             return (tbe_of(module).split_optimizer_states() if is_fused else []) or [[]] * num_slots
 
         self._module = module
-        self._is_fused = is_fused
+        self._num_cached = num_slots if is_fused else 0  # slots whose rows may be cached
         self._weights = _KeptViews(module, lambda: [[weight] for weight in module.split_embedding_weights()])
         self._states = _KeptViews(module, states)
 
     @cached_property
-    def _cache(self) -> RowCache | None:
-        return RowCache.of(tbe_of(self._module)) if self._is_fused else None
+    def _cached(self) -> dict[int, CachedTable | None]:
+        return {slot: cached_table(tbe_of(self._module), slot) for slot in range(self._num_cached)}
 
     def weight(self, slot: int) -> Tensor:
         """Return the weights of a slot, ``[rows, columns]``, as a tensor that shares the kernel's memory.
@@ -77,10 +76,11 @@ class KernelMemory:
         """
         if _THREAD.in_place() is None:
             return take_rows(self.weight(slot), ids, new_rows)
-        if self._cache is None:
+        cached = self._cached.get(slot)
+        if cached is None:
             return take_rows(self._weights()[slot][0], ids, new_rows)
         with between_prefetches(tbe_of(self._module)):  # they move rows between the table and the cache
-            return self._cache.overlay(slot, ids, take_rows(self._weights()[slot][0], ids, new_rows))
+            return cached.overlay(ids, take_rows(self._weights()[slot][0], ids, new_rows))
 
     def weight_slots(self) -> list[tuple[Mapping[str, Tensor | None], str]]:
         """Return the locations of the kernel's weight tensors, as pairs of a mapping and a key in the mapping."""
@@ -181,26 +181,20 @@ def one_cut() -> AbstractContextManager[None]:
     neither have calls inside :func:`reading_in_place`, where :meth:`KernelMemory.rows` flushes nothing.
     """
     if _THREAD.cut() is None and _THREAD.in_place() is None:
-        return _outermost_cut()
+        return _active("cut")
     return _NESTED  # avoids a generator: hooks call this function for each table of each batch
 
 
-@contextmanager
-def _outermost_cut() -> Iterator[None]:
-    statement = _Statement()
-    _THREAD.cut = ref(statement)
-    try:
-        yield
-    finally:
-        _THREAD.cut = _ENDED
+def reading_in_place() -> AbstractContextManager[None]:
+    """Return a context manager in which :meth:`KernelMemory.rows` flushes no cache. For the hooks of each batch."""
+    return _active("in_place")
 
 
 @contextmanager
-def reading_in_place() -> Iterator[None]:
-    """Context manager in which :meth:`KernelMemory.rows` flushes no cache. For hooks, which run in each batch."""
-    statement, before = _Statement(), _THREAD.in_place
-    _THREAD.in_place = ref(statement)
+def _active(name: Literal["cut", "in_place"]) -> Iterator[None]:
+    statement, before = _Statement(), getattr(_THREAD, name)
+    setattr(_THREAD, name, ref(statement))
     try:
         yield
     finally:
-        _THREAD.in_place = before
+        setattr(_THREAD, name, before)

@@ -12,7 +12,7 @@ REVERTS = {
         Revert(
             "hooks flush the caches of kernels", Replaces("KernelMemory.rows", "_THREAD.in_place() is None", "True")
         ),
-        Revert("hooks read old rows of tables whose new rows are in a cache", Returns("RowCache.overlay", "rows")),
+        Revert("hooks read old rows of tables whose new rows are in a cache", Returns("CachedTable.overlay", "rows")),
     ],
     "tests/sharding/test_kernel_hooks.py::test_a_compiled_lookup_reports_the_rows_that_change": [
         Revert("the compiler traces hooks", Replaces("untraced", "torch.compiler.disable(_)", "_")),
@@ -68,11 +68,11 @@ REVERTS = {
     "tests/sharding/test_prefetch_order.py::test_reads_and_prefetches_in_any_order_corrupt_no_row": [
         Revert(
             "a flush of a cache does not wait for the prefetches before it",
-            Loses("prefetch_order._between", "_.wait_stream(prefetches)"),
+            Loses("row_cache._between", "_.wait_stream(prefetches)"),
         ),
         Revert(
             "later prefetches do not wait for a flush of the cache",
-            Loses("prefetch_order._between", "prefetches.wait_stream(_)"),
+            Loses("row_cache._between", "prefetches.wait_stream(_)"),
         ),
         Revert(
             "hooks read cached rows while a prefetch moves them",
@@ -80,7 +80,7 @@ REVERTS = {
         ),
     ],
     "tests/sharding/test_row_cache.py::test_cached_rows_are_written_in_place": [
-        Revert("cached rows of a serving model stay as they were", DoesNothing("RowCache.write")),
+        Revert("cached rows of a serving model stay as they were", DoesNothing("CachedTable.write")),
     ],
     "tests/raw_ids/test_collision_states.py::test_training_continues_bit_for_bit": [
         Revert(

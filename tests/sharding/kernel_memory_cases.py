@@ -19,7 +19,7 @@ from delta_tracker import ModelDeltaTracker, Predictor, Publisher, TrackingMode
 from delta_tracker.sharding.discover import Kernel
 from delta_tracker.sharding.kernel_memory import one_cut
 from delta_tracker.sharding.local_shard import LocalShard
-from delta_tracker.sharding.row_cache import RowCache
+from delta_tracker.sharding.row_cache import cached_table
 from delta_tracker.sharding.weights import read_rows
 from delta_tracker.tracker.change_log import ChangeLog
 from delta_tracker.tracker.log_writes import LogWrites
@@ -247,12 +247,12 @@ def fbgemm(rank: int, world_size: int) -> None:
     specs = [(rows, dim, EmbeddingLocation[location.name]) for rows, dim, location in _CACHED * 2]
     state = construct_cache_state([rows for rows, *_ in specs], [at for *_, at in specs], list(range(len(specs))))
     tbe, _ = _cached_shards(len(specs))
-    cache = RowCache.of(tbe)
     for slot, first in enumerate(state.cache_hash_size_cumsum[:-1]):
-        assert cache._first[slot] == (None if first < 0 else first)
+        cached = cached_table(tbe, slot)
+        assert (-1 if cached is None else cached.first) == first
     assert tbe.total_cache_hash_size == state.total_cache_hash_size
     real = SplitTableBatchedEmbeddingBagsCodegen([(10, 4, EmbeddingLocation.HOST, ComputeDevice.CPU)])
-    assert RowCache.of(real) is None, "on the CPU there is no cache"
+    assert cached_table(real, 0) is None, "on the CPU there is no cache"
     for name in ("lxu_cache_weights", "lxu_cache_state", "total_cache_hash_size", "embedding_specs"):
         assert type(getattr(real, name)) in (type(getattr(tbe, name)), torch.Tensor), name
     names = [argument.name for argument in torch.ops.fbgemm.lxu_cache_lookup.default._schema.arguments]

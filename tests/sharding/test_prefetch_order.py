@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from delta_tracker.sharding.kernel_memory import reading_in_place
-from delta_tracker.sharding.prefetch_order import between_prefetches
+from delta_tracker.sharding.row_cache import between_prefetches
 from tests.fake_streams.cached_kernel import CachedKernel
 from tests.fake_streams.simulation import fake_streams
 from tests.sweeps import SWEEPS_ARE_WHOLE
