@@ -37,7 +37,7 @@ from delta_tracker.recovery.path import recovery_path
 from delta_tracker.recovery.plan import check_model
 from delta_tracker.recovery.restore import Restoration, Restored
 from delta_tracker.recovery.streams import GONE, RecoveryStream, ServingStreams, StandbyGauges
-from delta_tracker.sharding.interrupted import mark_following, unmark
+from delta_tracker.sharding.interrupted import mark, unmark
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.format.parse import parse_manifest
 from delta_tracker.stream.heartbeat import PublisherPulse, check_name
@@ -389,7 +389,7 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
 
         exchange.exchange(Phase.CHECKING, Message.of(check))
         # All writes follow the claim, so that no version can be committed behind the one that is restored.
-        mark_following(self._job.model, claimed.entry.version)
+        mark(self._job.model, claimed.entry.version, is_following=True)
         version, storage = claimed.entry.version, self._log.storage
         restoration = Restoration(exchange, storage, version, self._job, applied=applied, keeps_mark=True)
         try:
