@@ -11,7 +11,7 @@ The state is a dict with these keys:
   - ``publisher``: name of the publisher's consumer. ``consumers``: name of each other consumer to its ``version`` and
     ``left_out``, see :class:`ConsumerState`.
   - ``collisions``: FQN of each table with managed collisions to the state of its module on this rank, see
-    :func:`~delta_tracker.raw_ids.collision_states.collision_state`.
+    :func:`~delta_tracker.sharding.collision_states.collision_state`.
   - ``batches``: number of steps of the tracker.
 
 - ``training``, only on rank 0, and ``rank``: states of the user's objects by name.
@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from delta_tracker.arguments import check_seconds, check_type
 from delta_tracker.errors import InvalidArgumentError, UnsupportedModelError
 from delta_tracker.publisher.host_copies import Source
-from delta_tracker.raw_ids.collision_states import collision_state
+from delta_tracker.sharding.collision_states import collision_state
 from delta_tracker.sharding.dense import dense_tensors
 from delta_tracker.sharding.torchrec_api import known_torchrec
 from delta_tracker.stream.format.state_tree import StateTree, flatten

@@ -1,9 +1,9 @@
 """Raw ids of the rows of tables with managed collisions, without torchrec.
 
 Open ``owners.py`` first: it has the bucket of a raw id, the rules that the owners of rows obey, and :class:`RawIdMap`,
-the interface of a live mapping. ``index.py`` has the mapping of serving code. ``collision_states.py`` saves and
-restores a managed-collision module. Elsewhere, ``sharding/raw_id_maps.py`` and ``sharding/collisions.py`` change and
-read the mappings of TorchRec's modules, ``tracker/store/owners.py`` finds the rows with another owner, and
+the interface of a live mapping. ``index.py`` has the mapping of serving code. Elsewhere, ``sharding/raw_id_maps.py``
+and ``sharding/collisions.py`` change and read the mappings of TorchRec's modules, ``sharding/collision_states.py``
+saves and restores their training states, ``tracker/store/owners.py`` finds the rows with another owner, and
 ``predictor/identities.py`` applies those of a version.
 """
 

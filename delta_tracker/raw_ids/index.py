@@ -5,6 +5,7 @@ Notation: ``R`` is the number of rows of a mapping, ``N`` the number of ids of a
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 from typing import cast
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from delta_tracker.errors import InvalidArgumentError
-from delta_tracker.raw_ids.owners import NO_OWNER, check_owners, default_rows, defaults_of
+from delta_tracker.raw_ids.owners import NO_OWNER, RawIdMap, check_owners, default_rows, defaults_of
 from delta_tracker.rows import copy_from_host, to_device
 from delta_tracker.types import Bucket, Identity
 
@@ -140,7 +141,53 @@ class SortedOwners:
         return torch.where((found == _NO_ROW) | ((found >= first) & (found < end)), found, end - 1)
 
 
-class RawIdIndex:
+class SortedMap(RawIdMap):
+    """Mapping whose memory is a :class:`SortedOwners`."""
+
+    @property
+    @abstractmethod
+    def identity(self) -> Identity | None:
+        """Buckets by which unknown raw ids are routed; None before the first version."""
+
+    @property
+    @abstractmethod
+    def sorted_owners(self) -> SortedOwners:
+        """The memory."""
+
+    @property
+    def memory(self) -> Tensor:
+        """Rows of the sorted raw ids."""
+        return self.sorted_owners.slots
+
+    def owners(self) -> Tensor:
+        """See :meth:`RawIdMap.owners`."""
+        return self.sorted_owners.owners(self._defaults())
+
+    def slots_of(self, raw_ids: Tensor) -> Tensor:
+        """See :meth:`RawIdMap.slots_of`."""
+        return self.sorted_owners.slots_of(to_device(raw_ids, self.memory.device)).cpu()
+
+    def unmap(self, slots: Tensor, owners: Tensor) -> None:  # noqa: ARG002
+        """See :meth:`RawIdMap.unmap`."""
+        identity = self.identity
+        if identity is not None:  # otherwise the mapping is empty
+            self.sorted_owners.unmap(to_device(owners, self.memory.device), identity)
+
+    def prepare(self, owners: Tensor) -> object:
+        """See :meth:`RawIdMap.prepare`."""
+        return self.sorted_owners.prepare(owners)
+
+    def map(self, ready: object) -> None:
+        """See :meth:`RawIdMap.map`."""
+        self.sorted_owners.replace(*cast(tuple[Tensor, Tensor], ready))
+
+    def _defaults(self) -> list[int]:
+        """Return the default rows by which raw ids are routed now. Some may be outside of :attr:`rows`."""
+        buckets = () if self.identity is None else self.identity.buckets
+        return [each.default for each in buckets if each.default is not None]
+
+
+class RawIdIndex(SortedMap):
     """Index of the rows of raw ids in a table, on the CPU, for serving code without torchrec.
 
     Pass it to a :class:`~delta_tracker.predictor.predictor.Predictor` as ``raw_ids``, which keeps it up to date. Look
@@ -164,7 +211,6 @@ class RawIdIndex:
         if type(num_rows) is not int or num_rows < 1:
             raise InvalidArgumentError("num_rows", num_rows, "Pass the number of rows of the table, 1 or more")
         self.rows = (0, num_rows)
-        self.devices = (torch.device("cpu"),)
         self._owners = SortedOwners(torch.full((num_rows,), NO_OWNER), torch.arange(num_rows), self.rows)
         self._identity: Identity | None
         self._route_by(None)
@@ -245,12 +291,10 @@ class RawIdIndex:
         self._identity = identity
         self._default_rows = torch.empty(0, dtype=torch.int64) if identity is None else default_rows(identity)
 
-    # See RawIdMap
-
     @property
-    def memory(self) -> Tensor:
-        """Tensor of the index, which no other mapping shares."""
-        return self._owners.slots
+    def sorted_owners(self) -> SortedOwners:
+        """The memory of the index."""
+        return self._owners
 
     def refusal(self, identity: Identity) -> str:
         """Return the reason why the index cannot serve the buckets of a stream; the empty string if it can."""
@@ -267,35 +311,6 @@ class RawIdIndex:
         if identity != self._identity:
             self._owners.reroute(self._defaults(), identity)
             self._route_by(identity)
-
-    def owners(self) -> Tensor:
-        """Return the raw ids by row, ``[R]`` int64."""
-        return self._owners.owners(self._defaults())
-
-    def slots_of(self, raw_ids: Tensor) -> Tensor:
-        """Return the row of each raw id, ``[N]`` int64; -1 or a default row if it is unknown."""
-        return self._owners.slots_of(raw_ids)
-
-    def conflict(self, slots: Tensor, owners: Tensor) -> str:  # noqa: ARG002
-        """Return the empty string: each raw id may own each row."""
-        return ""
-
-    def unmap(self, slots: Tensor, owners: Tensor) -> None:  # noqa: ARG002
-        """Remove the raw ids of some rows, so that they read the default rows of their buckets."""
-        if self._identity is not None:  # otherwise the index is empty
-            self._owners.unmap(owners, self._identity)
-
-    def prepare(self, owners: Tensor) -> object:
-        """Return the new content of the index for :meth:`map`."""
-        return self._owners.prepare(owners)
-
-    def map(self, ready: object) -> None:
-        """Replace the content of the index."""
-        self._owners.replace(*cast(tuple[Tensor, Tensor], ready))
-
-    def _defaults(self) -> list[int]:
-        buckets = () if self._identity is None else self._identity.buckets
-        return [each.default for each in buckets if each.default is not None]
 
 
 def _loaded(state: Mapping[str, Tensor], num_rows: int) -> tuple[Identity | None, Tensor]:

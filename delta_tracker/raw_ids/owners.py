@@ -7,8 +7,9 @@ that a row is mapped to is its owner. A raw id is the id that the collision modu
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 import torch
@@ -132,43 +133,44 @@ def _sorted(raw_ids: Tensor) -> Tensor:
     return raw_ids.sort().values if raw_ids.device.type != "cpu" else torch.from_numpy(np.sort(raw_ids.numpy()))
 
 
-class RawIdMap(Protocol):
+class RawIdMap(ABC):
     """Live mapping from raw ids to a range of a table's rows, as lookups use it.
 
     Notation: ``R`` is the number of rows of the range.
+
+    Attributes:
+        rows: half-open range of the global row ids that this mapping holds.
     """
 
+    rows: tuple[int, int]
+
     @property
-    def rows(self) -> tuple[int, int]:
-        """Half-open range of the global row ids that this mapping holds."""
-        ...
+    @abstractmethod
+    def memory(self) -> Tensor:
+        """Tensor of the mapping, which no other mapping may share."""
 
     @property
     def devices(self) -> Iterable[torch.device]:
         """Devices of the mapping's tensors."""
-        ...
+        return (self.memory.device,)
 
-    @property
-    def memory(self) -> Tensor:
-        """Tensor of the mapping, which no other mapping may share."""
-        ...
-
+    @abstractmethod
     def refusal(self, identity: Identity) -> str:
         """Return the reason why the mapping cannot serve the buckets of a stream; the empty string if it can."""
-        ...
 
+    @abstractmethod
     def routes_by(self, identity: Identity) -> bool:
         """Return True if unknown raw ids are routed by the buckets of a stream."""
-        ...
 
+    @abstractmethod
     def adopt(self, identity: Identity) -> None:
         """Route unknown and unmapped raw ids by the buckets of a stream. Call it while holding the lock."""
-        ...
 
+    @abstractmethod
     def owners(self) -> Tensor:
         """Return the raw ids by row, ``[R]`` int64 on the CPU, derived from the live mapping."""
-        ...
 
+    @abstractmethod
     def slots_of(self, raw_ids: Tensor) -> Tensor:
         """Return the row of each raw id in the live mapping.
 
@@ -178,17 +180,17 @@ class RawIdMap(Protocol):
         Returns:
             ``[N]`` int64 global row ids on the CPU; -1 or a default row for an unknown id.
         """
-        ...
 
-    def conflict(self, slots: Tensor, owners: Tensor) -> str:
+    def conflict(self, slots: Tensor, owners: Tensor) -> str:  # noqa: ARG002  a default
         """Return the reason why lookups would not find the owners of some rows; the empty string if they would.
 
         Args:
             slots: ``[N]`` int64 global row ids, inside :attr:`rows`.
             owners: ``[N]`` int64 raw ids of these rows.
         """
-        ...
+        return ""
 
+    @abstractmethod
     def unmap(self, slots: Tensor, owners: Tensor) -> None:
         """Remove the raw ids of some rows, so that they read default rows. Call it while holding the lock.
 
@@ -196,19 +198,18 @@ class RawIdMap(Protocol):
             slots: ``[N]`` int64 global row ids, inside :attr:`rows`.
             owners: ``[N]`` int64 raw ids of these rows in the live mapping; none is :data:`NO_OWNER`.
         """
-        ...
 
+    @abstractmethod
     def prepare(self, owners: Tensor) -> object:
         """Return the new content of the mapping for :meth:`map`, without changing the mapping.
 
         Args:
             owners: ``[R]`` int64 raw ids by row, :data:`NO_OWNER` if none, checked with :func:`check_owners`.
         """
-        ...
 
+    @abstractmethod
     def map(self, ready: object) -> None:
         """Replace the content of the mapping by the result of :meth:`prepare`. Call it while holding the lock.
 
         If the call is interrupted, no raw id is mapped to the row of another one.
         """
-        ...

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from delta_tracker.errors import NotRecoverableError, RestoreMismatchError
 from delta_tracker.predictor.targets import check_targets, find_targets
-from delta_tracker.raw_ids.collision_states import check_collision_slots, check_collision_states, load_collision_states
 from delta_tracker.recovery.fit import Saved, check_fit, check_objects
 from delta_tracker.recovery.job import LocalJob, check_warm, spec_of
 from delta_tracker.recovery.path import pending_rows
@@ -19,6 +18,7 @@ from delta_tracker.recovery.targets import RowWriter, state_targets
 from delta_tracker.recovery.training_states import TrainingStates
 from delta_tracker.row_target import RowTarget, TensorTarget
 from delta_tracker.rows import copy_from_host
+from delta_tracker.sharding.collision_states import check_collision_slots, check_collision_states, load_collision_states
 from delta_tracker.sharding.collisions import LocalOwners, local_owners
 from delta_tracker.sharding.dense import dense_tensors
 from delta_tracker.sharding.discover import Discovery, discover

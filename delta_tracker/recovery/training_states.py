@@ -10,7 +10,7 @@ from msgspec import Struct, ValidationError, convert
 from torch import Tensor
 
 from delta_tracker.errors import CorruptPartError, InvalidArgumentError
-from delta_tracker.raw_ids.collision_states import collision_fault
+from delta_tracker.sharding.collision_states import collision_fault
 from delta_tracker.stream.format.field_types import Count, Range
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.format.part_reader import read_training

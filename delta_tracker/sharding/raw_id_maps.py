@@ -17,7 +17,7 @@ CPU. Nothing here was run on a GPU.
 from __future__ import annotations
 
 import copy
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any, cast
@@ -28,7 +28,7 @@ from torchrec.modules.mc_modules import MCHManagedCollisionModule
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from delta_tracker.raw_ids import NO_OWNER, RawIdMap, default_rows, defaults_of
-from delta_tracker.raw_ids.index import SortedOwners
+from delta_tracker.raw_ids.index import SortedMap, SortedOwners
 from delta_tracker.rows import copy_from_host, to_device
 from delta_tracker.sharding.inference_tables import walk
 from delta_tracker.sharding.presence import has_fbgemm_tables
@@ -129,8 +129,8 @@ def _sorted_owners(module: MCHManagedCollisionModule) -> SortedOwners:
     return SortedOwners(module._mch_sorted_raw_ids, module._mch_remapped_ids_mapping, _rows(module))  # noqa: SLF001
 
 
-class _ModuleMap(ABC):
-    """Mapping in a managed-collision module. See :class:`~delta_tracker.raw_ids.RawIdMap` for the methods.
+class _ModuleMap(RawIdMap):
+    """Mapping in a managed-collision module.
 
     Args:
         module: the module.
@@ -142,16 +142,6 @@ class _ModuleMap(ABC):
         self._module = module
         self._num_shards = num_shards
         self.rows = rows
-
-    @property
-    @abstractmethod
-    def memory(self) -> Tensor:
-        """Tensor of the mapping."""
-
-    @property
-    def devices(self) -> tuple[torch.device, ...]:
-        """Device of the mapping."""
-        return (self.memory.device,)
 
     def refusal(self, identity: Identity) -> str:
         """Return the reason why the module cannot serve the buckets of a stream; the empty string if it can."""
@@ -165,7 +155,7 @@ class _ModuleMap(ABC):
         """Yield each reason of :meth:`refusal` for a module of the class ``kind`` in evaluation mode."""
 
 
-class MchMap(_ModuleMap):
+class MchMap(_ModuleMap, SortedMap):
     """Mapping in a ``MCHManagedCollisionModule``.
 
     Args:
@@ -177,9 +167,15 @@ class MchMap(_ModuleMap):
         super().__init__(module, num_shards, _rows(module))
 
     @property
-    def memory(self) -> Tensor:
-        """Rows of the sorted raw ids."""
-        return cast(Tensor, self._module._mch_remapped_ids_mapping)  # noqa: SLF001
+    def identity(self) -> Identity:
+        """Buckets by which the module routes unknown raw ids now."""
+        routed, end = self._routed(), self.rows[1]
+        return Identity(0, (Bucket((0, end), end - 1),)) if routed is None else routed.identity
+
+    @property
+    def sorted_owners(self) -> SortedOwners:
+        """The module's current buffers."""
+        return _sorted_owners(self._module)
 
     def _refusals(self, identity: Identity, kind: str) -> Iterator[str]:
         module = self._module
@@ -209,36 +205,10 @@ class MchMap(_ModuleMap):
         """Route unknown and unmapped raw ids by the buckets of a stream."""
         if self.routes_by(identity):
             return
-        _sorted_owners(self._module).reroute(self._defaults(), identity)
+        self.sorted_owners.reroute(self._defaults(), identity)
         self._module.__dict__.pop("remap", None)
         if not self._is_own_default(identity):
             self._module.remap = _Routed(self._module, identity)
-
-    def owners(self) -> Tensor:
-        """Return the raw ids by row, ``[R]`` int64 on the CPU."""
-        return _sorted_owners(self._module).owners(self._defaults())
-
-    def slots_of(self, raw_ids: Tensor) -> Tensor:
-        """Return the row of each raw id, ``[N]`` int64 on the CPU; -1 or a default row if it is unknown."""
-        return _sorted_owners(self._module).slots_of(to_device(raw_ids, self.memory.device)).cpu()
-
-    def conflict(self, slots: Tensor, owners: Tensor) -> str:  # noqa: ARG002
-        """Return the empty string: each raw id may own each row."""
-        return ""
-
-    def unmap(self, slots: Tensor, owners: Tensor) -> None:  # noqa: ARG002
-        """Remove the raw ids of some rows, so that they read default rows."""
-        routed, end = self._routed(), self.rows[1]
-        identity = Identity(0, (Bucket((0, end), end - 1),)) if routed is None else routed.identity
-        _sorted_owners(self._module).unmap(to_device(owners, self.memory.device), identity)
-
-    def prepare(self, owners: Tensor) -> object:
-        """Return the new content of the module's buffers for :meth:`map`."""
-        return _sorted_owners(self._module).prepare(owners)
-
-    def map(self, ready: object) -> None:
-        """Replace the content of the module's buffers."""
-        _sorted_owners(self._module).replace(*cast(tuple[Tensor, Tensor], ready))
 
     def _routed(self) -> _Routed | None:
         return self._module.__dict__.get("remap")
@@ -249,15 +219,6 @@ class MchMap(_ModuleMap):
         return [bucket.default for bucket in identity.buckets if first < bucket.rows[1] and bucket.rows[0] < end] == [
             end - 1
         ]
-
-    def _defaults(self) -> list[int]:
-        """Return the default rows by which the module routes now."""
-        routed = self._routed()
-        if routed is None:
-            return [self.rows[1] - 1]
-        first, end = self.rows
-        found = [bucket.default for bucket in routed.identity.buckets]
-        return [each for each in found if each is not None and first <= each < end]
 
 
 class HashMap(_ModuleMap):

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from delta_tracker.errors import UnsupportedModelError
-from delta_tracker.raw_ids.collision_states import collision_obstacle
+from delta_tracker.sharding.collision_states import collision_obstacle
 from delta_tracker.sharding.discover import Discovery, walk
 from delta_tracker.sharding.torchrec_api import (
     Torchrec,

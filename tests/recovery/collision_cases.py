@@ -12,9 +12,9 @@ from torch import Tensor
 from torchrec import KeyedJaggedTensor
 
 from delta_tracker import ModelDeltaTracker, Publisher, Recovery, Standby
-from delta_tracker.raw_ids.collision_states import collision_state
 from delta_tracker.recovery.random_states import RandomStates
 from delta_tracker.recovery.restore import restore
+from delta_tracker.sharding.collision_states import collision_state
 from delta_tracker.sharding.interrupted import check_complete
 from tests.publisher.publishing_cases import attempt
 from tests.tracker.collision_cases import collision_batch, module_of, shard_collision

@@ -82,7 +82,7 @@ REVERTS = {
     "tests/sharding/test_row_cache.py::test_cached_rows_are_written_in_place": [
         Revert("cached rows of a serving model stay as they were", DoesNothing("CachedTable.write")),
     ],
-    "tests/raw_ids/test_collision_states.py::test_training_continues_bit_for_bit": [
+    "tests/sharding/test_collision_states.py::test_training_continues_bit_for_bit": [
         Revert(
             "the iteration of the last eviction is not restored",
             Loses("load_collision_states", "module._last_eviction_iter"),

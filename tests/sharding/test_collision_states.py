@@ -19,14 +19,14 @@ from torchrec.modules.mc_modules import (
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from delta_tracker.errors import RestoreMismatchError
-from delta_tracker.raw_ids.collision_states import (
+from delta_tracker.raw_ids.owners import NO_OWNER
+from delta_tracker.sharding.collision_states import (
     check_collision_states,
     collision_fault,
     collision_obstacle,
     collision_state,
     load_collision_states,
 )
-from delta_tracker.raw_ids.owners import NO_OWNER
 from delta_tracker.stream.format.state_tree import pack, unpack
 from delta_tracker.types import Bucket, Identity
 

@@ -31,6 +31,20 @@ _NUMBERS = (
 )
 _COUNTERS = ("current_iter", "last_eviction_iter")
 
+# Key of a state to the attribute of a module.
+_ATTRIBUTES = {
+    "offset": "_output_global_offset",
+    "zch_size": "_zch_size",
+    "hash_size": "_input_hash_size",
+    "eviction_interval": "_eviction_interval",
+    "sorted": "_mch_sorted_raw_ids",
+    "mapping": "_mch_remapped_ids_mapping",
+    "iter": "_current_iter_tensor",
+    "current_iter": "_current_iter",
+    "last_eviction_iter": "_last_eviction_iter",
+    "buffer_size": "_input_history_buffer_size",
+}
+
 
 def collision_obstacle(module: Any) -> str:  # noqa: ANN401  a class of torchrec's
     """Return the reason why the state of a managed-collision module cannot be saved; an empty string if it can.
@@ -58,25 +72,15 @@ def collision_state(module: Any) -> dict[str, Any]:  # noqa: ANN401  a class of 
         ``current_iter``, ``last_eviction_iter``, ``evicted`` (slots that are not reset yet; None if there are none),
         ``buffer_size``, ``history`` (``[H]`` raw ids) and ``history_metadata`` (name to ``[H]`` counters).
     """
-    length = module._current_history_buffer_offset  # noqa: SLF001
-    is_new = module._input_history_buffer_size == -1  # noqa: SLF001
-    sorted_ids = module._mch_sorted_raw_ids  # noqa: SLF001
+    state = {name: getattr(module, attribute) for name, attribute in _ATTRIBUTES.items()}
+    length, is_new = module._current_history_buffer_offset, state["buffer_size"] == -1  # noqa: SLF001
     return {
         "class": type(module).__name__,
         "policy": _policy_text(module._eviction_policy),  # noqa: SLF001
-        "offset": module._output_global_offset,  # noqa: SLF001
-        "zch_size": module._zch_size,  # noqa: SLF001
-        "hash_size": module._input_hash_size,  # noqa: SLF001
-        "eviction_interval": module._eviction_interval,  # noqa: SLF001
-        "sorted": sorted_ids,
-        "mapping": module._mch_remapped_ids_mapping,  # noqa: SLF001
+        **state,
         "metadata": dict(module._mch_metadata),  # noqa: SLF001
-        "iter": module._current_iter_tensor,  # noqa: SLF001
-        "current_iter": module._current_iter,  # noqa: SLF001
-        "last_eviction_iter": module._last_eviction_iter,  # noqa: SLF001
         "evicted": module._evicted_emb_indices if module._evicted else None,  # noqa: SLF001
-        "buffer_size": module._input_history_buffer_size,  # noqa: SLF001
-        "history": sorted_ids[:0] if is_new else module._history_accumulator[:length],  # noqa: SLF001
+        "history": state["sorted"][:0] if is_new else module._history_accumulator[:length],  # noqa: SLF001
         "history_metadata": {name: _seen(module, name) for name in _history_names(module)},
     }
 
