@@ -9,73 +9,38 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from delta_tracker.predictor.gate import Gate
-    from delta_tracker.predictor.predictor import Predictor, Rollout
-    from delta_tracker.predictor.served_model import ModelTarget
-    from delta_tracker.publisher.cadence import Cadence
-    from delta_tracker.publisher.publisher import Publisher
-    from delta_tracker.publisher.training import Recovery
-    from delta_tracker.raw_ids.index import RawIdIndex
-    from delta_tracker.recovery.random_states import RandomStates
-    from delta_tracker.recovery.restore import restore
-    from delta_tracker.recovery.standby import Standby, Takeover
-    from delta_tracker.row_target import RowTarget
-    from delta_tracker.sinks.row_sink import RowSink
-    from delta_tracker.stream.format.encoding import Encoding
-    from delta_tracker.stream.maintenance.retention import Retention
-    from delta_tracker.stream.maintenance.upkeep import Upkeep
-    from delta_tracker.stream.reading.canary import Canary
-    from delta_tracker.stream.storage.storage import Storage
-    from delta_tracker.tracker.checkpoint.rank_counters import RankCounters
-    from delta_tracker.tracker.data_position import DataPosition
-    from delta_tracker.tracker.store.lookups import DeltaStore
-    from delta_tracker.tracker.top_k import TopK
-    from delta_tracker.tracker.tracker import ModelDeltaTracker
-    from delta_tracker.types import (
-        Delta,
-        DeltaRows,
-        EmbdUpdateMode,
-        IndexedLookup,
-        Memory,
-        ShardSpec,
-        TableSpec,
-        TrackingMode,
-    )
-
-__all__ = [
-    "Cadence",
-    "Canary",
-    "DataPosition",
-    "Delta",
-    "DeltaRows",
-    "DeltaStore",
-    "EmbdUpdateMode",
-    "Encoding",
-    "Gate",
-    "IndexedLookup",
-    "Memory",
-    "ModelDeltaTracker",
-    "ModelTarget",
-    "Predictor",
-    "Publisher",
-    "RandomStates",
-    "RankCounters",
-    "RawIdIndex",
-    "Recovery",
-    "Retention",
-    "Rollout",
-    "RowSink",
-    "RowTarget",
-    "ShardSpec",
-    "Standby",
-    "Storage",
-    "TableSpec",
-    "Takeover",
-    "TopK",
-    "TrackingMode",
-    "Upkeep",
-    "restore",
-]
+    from delta_tracker.predictor.gate import Gate as Gate
+    from delta_tracker.predictor.predictor import Predictor as Predictor
+    from delta_tracker.predictor.predictor import Rollout as Rollout
+    from delta_tracker.predictor.served_model import ModelTarget as ModelTarget
+    from delta_tracker.publisher.cadence import Cadence as Cadence
+    from delta_tracker.publisher.publisher import Publisher as Publisher
+    from delta_tracker.publisher.training import Recovery as Recovery
+    from delta_tracker.raw_ids.index import RawIdIndex as RawIdIndex
+    from delta_tracker.recovery.random_states import RandomStates as RandomStates
+    from delta_tracker.recovery.restore import restore as restore
+    from delta_tracker.recovery.standby import Standby as Standby
+    from delta_tracker.recovery.standby import Takeover as Takeover
+    from delta_tracker.row_target import RowTarget as RowTarget
+    from delta_tracker.sinks.row_sink import RowSink as RowSink
+    from delta_tracker.stream.format.encoding import Encoding as Encoding
+    from delta_tracker.stream.maintenance.retention import Retention as Retention
+    from delta_tracker.stream.maintenance.upkeep import Upkeep as Upkeep
+    from delta_tracker.stream.reading.canary import Canary as Canary
+    from delta_tracker.stream.storage.storage import Storage as Storage
+    from delta_tracker.tracker.checkpoint.rank_counters import RankCounters as RankCounters
+    from delta_tracker.tracker.data_position import DataPosition as DataPosition
+    from delta_tracker.tracker.store.lookups import DeltaStore as DeltaStore
+    from delta_tracker.tracker.top_k import TopK as TopK
+    from delta_tracker.tracker.tracker import ModelDeltaTracker as ModelDeltaTracker
+    from delta_tracker.types import Delta as Delta
+    from delta_tracker.types import DeltaRows as DeltaRows
+    from delta_tracker.types import EmbdUpdateMode as EmbdUpdateMode
+    from delta_tracker.types import IndexedLookup as IndexedLookup
+    from delta_tracker.types import Memory as Memory
+    from delta_tracker.types import ShardSpec as ShardSpec
+    from delta_tracker.types import TableSpec as TableSpec
+    from delta_tracker.types import TrackingMode as TrackingMode
 
 _HOMES = {
     "Cadence": "delta_tracker.publisher.cadence",
@@ -111,6 +76,8 @@ _HOMES = {
     "Upkeep": "delta_tracker.stream.maintenance.upkeep",
     "restore": "delta_tracker.recovery.restore",
 }
+
+__all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> object:
