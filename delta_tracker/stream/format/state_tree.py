@@ -13,7 +13,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import NoneType
-from typing import Any, Never, TypeGuard, cast
+from typing import Any, Never, cast
 
 import msgspec
 import numpy as np
@@ -155,7 +155,7 @@ class StateReader:
     """Reader of an encoded state, which may be untrusted. Only the data of the values that are loaded are read.
 
     The text is decoded and checked completely: each type, size and span, and the number of levels. While this takes
-    place, memory of up to about 20 times the size of the text is needed.
+    place, memory of up to about 30 times the size of the text is needed.
 
     Args:
         read: function that returns the bytes from its first to its second argument (exclusive) of the encoded state.
@@ -178,10 +178,10 @@ class StateReader:
         head = read(_SIZE_BYTES, self._start).tobytes()
         if any(head[length:]):
             raise ValueError("bytes other than zeros after the text")
-        self._root = _decoded(head[:length])
-        end = _Checker().check(self._root)
-        if self._start + end != num_bytes:
-            raise ValueError(f"its data end at byte {self._start + end} of {num_bytes}")
+        parser = _Parser()
+        self._root = parser.parse(_decoded(head[:length]), 1)
+        if self._start + parser.end != num_bytes:
+            raise ValueError(f"its data end at byte {self._start + parser.end} of {num_bytes}")
 
     def keys(self, *path: str) -> list[str]:
         """Return the keys of a dict, in their order.
@@ -193,10 +193,12 @@ class StateReader:
             KeyError: if a key of the path is missing.
             ValueError: if the value is not a dict with only string keys.
         """
-        keys = [key for key, _ in self._pairs(self._find(path), path)]
-        if not all(isinstance(key, str) for key in keys):
+        found = self._find(path)
+        if not isinstance(found, dict):
+            raise ValueError(f"no dict at {list(path)}")  # noqa: TRY004  the data are not what is expected
+        if not all(isinstance(key, str) for key in found):
             raise ValueError(f"keys other than strings at {list(path)}")
-        return cast("list[str]", keys)
+        return list(found)
 
     def load(self, *path: str) -> object:
         """Return a value, with all values below it. Tensors are new, on the CPU.
@@ -208,46 +210,40 @@ class StateReader:
             KeyError: if a key of the path is missing.
             ValueError: if a value above it is not a dict, or a bool tensor has bytes other than 0 and 1.
         """
-        return self._value(self._find(path))
+        return self._filled(self._find(path))
 
     def _find(self, path: Sequence[str]) -> object:
-        node = self._root
+        found = self._root
         for number, key in enumerate(path):
-            found = [value for each, value in self._pairs(node, path[:number]) if each == key]
-            if not found:
+            if not isinstance(found, dict):
+                raise ValueError(f"no dict at {list(path[:number])}")  # noqa: TRY004
+            if key not in found:
                 raise KeyError(".".join(path[: number + 1]))
-            node = found[0]
-        return node
+            found = found[key]
+        return found
 
-    def _pairs(self, node: object, path: Sequence[str]) -> list[Any]:
-        if not _is_array(node) or node[0] != "d":
-            raise ValueError(f"no dict at {list(path)}")
-        return cast("list[Any]", node[1])
+    def _filled(self, value: object) -> object:
+        """Return a value with its data in place of the leaves."""
+        match value:
+            case dict():
+                return {key: self._filled(each) for key, each in value.items()}
+            case list():
+                return [self._filled(each) for each in value]
+            case tuple():
+                return tuple(self._filled(each) for each in value)
+            case _Leaf():
+                return self._leaf(value)
+        return value
 
-    def _value(self, node: Any) -> object:  # noqa: ANN401  checked JSON
-        if not _is_array(node):
-            return node
-        match node[0]:
-            case "i":
-                return int(node[1], 16)
-            case "f":
-                return struct.unpack(">d", bytes.fromhex(node[1]))[0]
-            case "d":
-                return {self._value(key): self._value(each) for key, each in node[1]}
-            case "l" | "u":
-                items = map(self._value, node[1])
-                return list(items) if node[0] == "l" else tuple(items)
-        return self._leaf(node)
-
-    def _leaf(self, node: list[Any]) -> object:
-        data = self._data(*node[-2:])
-        if node[0] == "b":
+    def _leaf(self, leaf: _Leaf) -> object:
+        data = self._data(leaf.begin, leaf.end)
+        if leaf.tag == "b":
             return data.numpy().tobytes()
-        if node[1] in ("BOOL", "|b1") and bool((data > 1).any()):
+        if leaf.dtype in ("BOOL", "|b1") and bool((data > 1).any()):
             raise ValueError("a bool tensor has bytes other than 0 and 1")
-        if node[0] == "n":
-            return data.numpy().view(_ARRAY_DTYPES[node[1]]).reshape(node[2])
-        return data.view(TENSOR_DTYPES[node[1]]).reshape(node[2])
+        if leaf.tag == "n":
+            return data.numpy().view(_ARRAY_DTYPES[leaf.dtype]).reshape(leaf.shape)
+        return data.view(TENSOR_DTYPES[leaf.dtype]).reshape(leaf.shape)
 
     def _data(self, begin: int, end: int) -> Tensor:
         """Return a copy of bytes of the data. Other than what ``read`` returns, it is aligned for every dtype."""
@@ -368,80 +364,85 @@ class _Flattener:
         raise InvalidArgumentError(path, type(value), remedy)
 
 
-class _Checker:
-    """Check of the decoded text of an untrusted state."""
+@dataclass(frozen=True, slots=True)
+class _Leaf:
+    """Bytes, tensor or array of a state whose data are not read yet: its tag in the text, dtype, shape and span."""
+
+    tag: str
+    dtype: str
+    shape: list[int]
+    begin: int
+    end: int
+
+
+class _Parser:
+    """Parser of the decoded text of an untrusted state.
+
+    Attributes:
+        end: number of bytes of the data.
+    """
 
     def __init__(self) -> None:
-        self._end = 0
+        self.end = 0
 
-    def check(self, node: object) -> int:
-        """Check all values. Return the number of bytes of the data.
+    def parse(self, node: object, level: int) -> object:
+        """Return a value of the state, with leaves in place of data.
 
         Raises:
             ValueError: if a value, a span or the number of levels is invalid.
         """
-        self._check(node, 1)
-        return self._end
-
-    def _check(self, node: object, level: int) -> None:
         if level > MAX_LEVELS:
             raise ValueError(f"more than {MAX_LEVELS} levels")
-        if node is None or isinstance(node, bool | str):
-            return
-        if not _is_array(node):
-            raise ValueError(f"a value of the JSON type {type(node).__name__}")
+        found: object = node
         match node:
-            case ["i" | "f", *_]:
-                _check_number(node)
-            case ["l" | "u", list(items)]:
-                for each in items:
-                    self._check(each, level + 1)
+            case None | bool() | str():
+                pass
+            case ["i" | "f" as tag, str(text)]:
+                found = _number(tag, text)
+            case ["l", list(items)]:
+                found = [self.parse(each, level + 1) for each in items]
+            case ["u", list(items)]:
+                found = tuple(self.parse(each, level + 1) for each in items)
             case ["d", list(pairs)]:
-                self._check_pairs(pairs, level)
-            case _:
-                self._check_leaf(node)
-
-    def _check_leaf(self, node: list[Any]) -> None:
-        match node:
+                found = self._dict(pairs, level)
             case ["b", begin, end]:
-                self._check_span(begin, end, None)
+                found = self._leaf("b", "", [], begin, end, None)
             case ["t", str(dtype), list(shape), begin, end] if dtype in TENSOR_DTYPES:
-                self._check_span(begin, end, _num_bytes(shape, TENSOR_DTYPES[dtype].itemsize))
+                found = self._leaf("t", dtype, shape, begin, end, TENSOR_DTYPES[dtype].itemsize)
             case ["n", str(dtype), list(shape), begin, end] if dtype in _ARRAY_DTYPES:
-                self._check_span(begin, end, _num_bytes(shape, _ARRAY_DTYPES[dtype].itemsize))
+                found = self._leaf("n", dtype, shape, begin, end, _ARRAY_DTYPES[dtype].itemsize)
             case _:
-                raise ValueError(f"an invalid array of {len(node)} elements, which starts with {_start(node)}")
+                raise ValueError(f"an invalid value of the JSON type {type(node).__name__}")
+        return found
 
-    def _check_pairs(self, pairs: list[Any], level: int) -> None:
-        seen = set[Any]()
+    def _dict(self, pairs: list[object], level: int) -> dict[object, object]:
+        found: dict[object, object] = {}
         for pair in pairs:
-            if not isinstance(pair, list) or len(pair) != 2:  # noqa: PLR2004  key and value
-                raise ValueError("an item of a dict is not a pair")
-            key, value = pair
-            if _is_array(key):
-                if key[0] != "i":
-                    raise ValueError("a key is neither a string nor an integer")
-                _check_number(key)
-                key = (key[1],)
-            elif not isinstance(key, str):
-                raise ValueError("a key is neither a string nor an integer")
-            if key in seen:
+            match pair:
+                case [str(key), value]:
+                    name: object = key
+                case [["i", str(text)], value]:
+                    name = _number("i", text)
+                case _:
+                    raise ValueError("an item of a dict is not a pair of a string or an integer and a value")
+            if name in found:
                 raise ValueError("two keys of a dict are equal")
-            seen.add(key)
-            self._check(value, level + 1)
+            found[name] = self.parse(value, level + 1)
+        return found
 
-    def _check_span(self, begin: object, end: object, num_bytes: int | None) -> None:
-        if type(begin) is not int or type(end) is not int or begin != _aligned(self._end) or end < begin:
-            raise ValueError(f"an invalid span after byte {self._end} of the data")
-        if num_bytes is not None and end - begin != num_bytes:
-            raise ValueError(f"a span of {end - begin} bytes for {num_bytes} bytes")
-        self._end = end
+    def _leaf(self, tag: str, dtype: str, shape: list[Any], begin: object, end: object, itemsize: int | None) -> _Leaf:
+        if type(begin) is not int or type(end) is not int or begin != _aligned(self.end) or end < begin:
+            raise ValueError(f"an invalid span after byte {self.end} of the data")
+        if itemsize is not None and end - begin != _num_bytes(shape, itemsize):
+            raise ValueError(f"a span of {end - begin} bytes for a tensor {shape}")
+        self.end = end
+        return _Leaf(tag, dtype, shape, begin, end)
 
 
-def _check_number(node: list[Any]) -> None:
-    pattern = _INT if node[0] == "i" else _FLOAT
-    if len(node) != 2 or not isinstance(node[1], str) or not pattern.fullmatch(node[1]):  # noqa: PLR2004  tag and value
+def _number(tag: str, text: str) -> object:
+    if not (_INT if tag == "i" else _FLOAT).fullmatch(text):
         raise ValueError("an invalid integer or float")
+    return int(text, 16) if tag == "i" else struct.unpack(">d", bytes.fromhex(text))[0]
 
 
 def _num_bytes(shape: list[Any], itemsize: int) -> int:
@@ -470,19 +471,11 @@ def _decoded(text: bytes) -> object:
         raise ValueError(f"its text is not JSON: {error}") from error
 
 
-def _is_array(node: object) -> TypeGuard[list[Any]]:
-    return isinstance(node, list) and len(node) > 0 and isinstance(node[0], str)
-
-
 def _shown(key: object) -> str:
     """Return the text of a key in a path. Python rejects the decimal digits of a large integer."""
     if isinstance(key, int) and key.bit_length() > _MAX_SHOWN:
         return f"<{key.bit_length()} bits>"
     return repr(key)[:_MAX_SHOWN]
-
-
-def _start(node: list[Any]) -> str:
-    return repr(node[0])[:20]
 
 
 def _same(value: object) -> object:
