@@ -222,12 +222,8 @@ def _add_collection(
             remedy = f"Give it a data type of {sorted(_DTYPES)}, or name it in fqns_to_skip to train it untracked"
             raise UnsupportedModelError({fqn: reason}, remedy)
         found.tables[fqn] = TableSpec(fqn, config.num_embeddings, config.embedding_dim, dtype)
-    places: dict[str, list[_Place]] = {fqn: [] for fqn in fqn_of.values()}
-    for kernel, blocks in _kernels(module, fqn_of, torchrec):
-        for fqn, place in blocks:
-            places[fqn].append(place)
-        if blocks:
-            found.kernels.append(kernel)
+    kernels, places = _kernels(module, fqn_of, torchrec)
+    found.kernels += kernels
     for name, fqn in fqn_of.items():
         is_fused = planned_kernel(module, name) in torchrec.fused_kernels
         planned = planned_blocks(module, name)
@@ -247,7 +243,10 @@ class _Place:
 
 def _kernels(
     module: nn.Module, fqn_of: dict[str, str], torchrec: Torchrec
-) -> Iterator[tuple[Kernel, list[tuple[str, _Place]]]]:
+) -> tuple[list[Kernel], dict[str, list[_Place]]]:
+    """Return the kernels of a collection that hold a tracked shard, and the places of each table on this rank."""
+    kernels: list[Kernel] = []
+    places: dict[str, list[_Place]] = {fqn: [] for fqn in fqn_of.values()}
     for emb_module in kernels_of(module):
         configs = emb_module.config.embedding_tables
         tracked = [fqn_of.get(config.name) for config in configs]
@@ -257,19 +256,15 @@ def _kernels(
         strange = compute_kernels - torchrec.fused_kernels - torchrec.dense_kernels
         first = next((fqn for fqn in tracked if fqn is not None), None)
         if first is None:
-            yield kernel, []
             continue
         if strange:
             raise UnsupportedModelError({first: f"its kernel is {sorted(strange)}, neither fused nor dense"})
         weights = emb_module.split_embedding_weights()  # once per kernel, because it returns all tables
-        yield (
-            kernel,
-            [
-                (fqn, _place(kernel, slot, fqn, config, weight))
-                for slot, (fqn, config, weight) in enumerate(zip(tracked, configs, weights, strict=True))
-                if fqn is not None
-            ],
-        )
+        for slot, (fqn, config, weight) in enumerate(zip(tracked, configs, weights, strict=True)):
+            if fqn is not None:
+                places[fqn].append(_place(kernel, slot, fqn, config, weight))
+        kernels.append(kernel)
+    return kernels, places
 
 
 def _place(kernel: Kernel, slot: int, fqn: str, config: Any, weight: Tensor) -> _Place:  # noqa: ANN401  of torchrec

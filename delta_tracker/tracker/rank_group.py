@@ -60,16 +60,13 @@ class RankGroup:
     """
 
     def __init__(self, name: str, call: str, timeout: timedelta) -> None:
-        self.rank, self.world_size = 0, 1
+        self.rank, self.world_size = rank_and_world_size()
         self._gloo: Any = None  # the type stubs lack the methods of ProcessGroupGloo
         self._lost: RankLostError | None = None
         self._is_starting = False  # True after an interrupt: a collective may have been started
-        if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-            return
-        self.rank = dist.get_rank()
-        self.world_size = dist.get_world_size()
-        with self._typed_errors():
-            self._gloo = _Meeting(name, call, timeout, self.rank, self.world_size).group()
+        if self.world_size > 1:
+            with self._typed_errors():
+                self._gloo = _Meeting(name, call, timeout, self.rank, self.world_size).group()
 
     def start_all_gather(self, tensor: Tensor) -> Gathering:
         """Start an asynchronous all-gather and return its handle. All tensors must have the same shape and dtype.
