@@ -97,7 +97,7 @@ class LocalOwners(ABC):
         """Return the reason why a stream cannot have the owners; an empty string if it can. Waits for the device."""
 
 
-class SortedOwners(LocalOwners):
+class MchOwners(LocalOwners):
     """Reader of the owners in an ``MCHManagedCollisionModule``."""
 
     __slots__ = ()
@@ -118,7 +118,7 @@ class SortedOwners(LocalOwners):
         return _repeated(self.module._mch_sorted_raw_ids, NO_OWNER)  # noqa: SLF001
 
 
-class HashedOwners(LocalOwners):
+class HashOwners(LocalOwners):
     """Reader of the owners in a ``HashZchManagedCollisionModule``."""
 
     __slots__ = ()
@@ -250,5 +250,5 @@ def _local_owners(held: Any, module: Any, shard: LocalShard, torchrec: Torchrec)
     if not fits or edges[-1] != table.num_rows or module.output_size() != shard.spec.num_rows:
         reason = f"its managed collisions have the ranges of slots {edges}, which do not fit its shard {rows}"
         raise UnsupportedModelError({table.fqn: reason})
-    kind = SortedOwners if is_sorted else HashedOwners
+    kind = MchOwners if is_sorted else HashOwners
     return kind(table.fqn, Identity(module.input_size(), buckets), rows, module, shard.device)

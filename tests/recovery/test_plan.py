@@ -19,7 +19,7 @@ from delta_tracker.errors import CorruptPartError, NotRecoverableError, RestoreM
 from delta_tracker.recovery.plan import Plan, load_collisions, names_of_all_ranks
 from delta_tracker.recovery.training_states import TrainingStates
 from delta_tracker.sharding.collision_states import collision_state
-from delta_tracker.sharding.collisions import SortedOwners
+from delta_tracker.sharding.collisions import MchOwners
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.format.state_tree import StateReader, pack
 from delta_tracker.stream.storage.storage import Storage
@@ -83,7 +83,7 @@ def _load(library: TrainingStates, rank: int, world_size: int) -> tuple[dict[str
     end = module._output_global_offset + module._zch_size
     size = 4 * _NUM_SLOTS // world_size
     identity = Identity(400, tuple(Bucket((first, first + size), first + size - 1) for first in range(0, 256, size)))
-    owners = {"t": SortedOwners("t", identity, (end - size, end), module, torch.device("cpu"))}
+    owners = {"t": MchOwners("t", identity, (end - size, end), module, torch.device("cpu"))}
     loaded = []
     load = StateReader._leaf
 

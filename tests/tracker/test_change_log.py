@@ -21,7 +21,7 @@ from delta_tracker.errors import (
     StaleDeltaError,
 )
 from delta_tracker.raw_ids import NO_OWNER
-from delta_tracker.sharding.collisions import SortedOwners
+from delta_tracker.sharding.collisions import MchOwners
 from delta_tracker.tracker.change_log import ChangeLog
 from delta_tracker.tracker.log_consumers import LogConsumers
 from delta_tracker.tracker.log_writes import LogWrites
@@ -52,7 +52,7 @@ def _log(consumers: list[str]) -> ChangeLog:
         _mch_sorted_raw_ids=torch.full((_NUM_ROWS,), NO_OWNER), _mch_remapped_ids_mapping=torch.arange(_NUM_ROWS)
     )
     identity = Identity(1000, (Bucket((0, _NUM_ROWS), _NUM_ROWS - 1),))
-    source = SortedOwners("t", identity, (0, _NUM_ROWS), empty, torch.device("cpu"))
+    source = MchOwners("t", identity, (0, _NUM_ROWS), empty, torch.device("cpu"))
     owners = {"t": OwnerStore(source, engine="torch")}
     return ChangeLog(stores, consumers, delete_on_read=True, max_bytes=None, owners=owners)
 

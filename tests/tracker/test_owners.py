@@ -14,7 +14,7 @@ from torch import Tensor
 
 from delta_tracker.errors import InvalidArgumentError, UnsupportedModelError
 from delta_tracker.raw_ids import NO_OWNER
-from delta_tracker.sharding.collisions import LocalOwners, SortedOwners, Versions
+from delta_tracker.sharding.collisions import LocalOwners, MchOwners, Versions
 from delta_tracker.tracker.change_log import ChangeLog
 from delta_tracker.tracker.store.owners import OwnerStore
 from delta_tracker.tracker.store.segments import SegmentStore
@@ -47,7 +47,7 @@ class _Mapping:
 
 
 def _store(module: _Mapping) -> OwnerStore:
-    source = SortedOwners("t", _IDENTITY, (0, _NUM_SLOTS), module, torch.device("cpu"))
+    source = MchOwners("t", _IDENTITY, (0, _NUM_SLOTS), module, torch.device("cpu"))
     return OwnerStore(source, engine="torch")
 
 
@@ -229,9 +229,9 @@ def test_owners_are_compared_only_after_a_write_of_the_module() -> None:
     module = _Mapping(_NUM_SLOTS)
     store, marked = _store(module), []
     reads = []
-    read = SortedOwners.read
+    read = MchOwners.read
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SortedOwners, "read", lambda self: reads.append(1) or read(self))
+        patch.setattr(MchOwners, "read", lambda self: reads.append(1) or read(self))
         for owners in ([4, *[NO_OWNER] * 5], [4, 9, *[NO_OWNER] * 4]):
             module.set(owners)
             store.update(lambda ids: marked.append(ids.tolist()))
