@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from delta_tracker.forking import Forkable, protect
+from delta_tracker.live_objects import Forkable, protect
 
 
 class LocalNotifier(Forkable):
