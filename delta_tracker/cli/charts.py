@@ -183,17 +183,18 @@ def slots_of(spans: Sequence[tuple[float, float]], usual: float) -> list[Slot]:
 
     Args:
         spans: begin and end of each span, ascending.
-        usual: usual distance of two spans, above 0 if there is only one place.
+        usual: usual distance of two spans.
 
     Example:
         >>> [(slot.left, slot.right) for slot in slots_of([(10.0, 10.0), (20.0, 20.0), (50.0, 50.0)], 10.0)]
         [(0.0, 20.0), (20.0, 40.0), (80.0, 100.0)]
     """
-    low, high = spans[0][0] - usual, spans[-1][1]
+    low = spans[0][0] - usual
+    length = (spans[-1][1] - low) or 1.0
     slots, before = [], low
     for begin, end in spans:
-        left = 100 * (max(before, begin - usual) - low) / (high - low)
-        right = 100 * (end - low) / (high - low)
+        left = 100 * (max(before, begin - usual) - low) / length
+        right = 100 * (end - low) / length
         left = max(0.0, min(left, right - _MIN_SLOT))
         slots.append(Slot(left, max(right - left, _MIN_SLOT)))
         before = end

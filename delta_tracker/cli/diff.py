@@ -50,7 +50,7 @@ Examples:
 @click.option("--ids", "shows_ids", is_flag=True, help="Compare the raw ids of the rows instead of their values.")
 def command(stream: Stream, v1: int, v2: int, *, fqn: str | None, limit: int, shows_ids: bool) -> int:
     """Compare the two versions of the table and print the differences."""
-    stream.newest_readable()
+    stream.check_exists()
     paths = path_to(stream.log, v1, of_any=True), path_to(stream.log, v2, of_any=True)
     spec = _table(fqn, paths[0][0])
     if shows_ids and any(spec.fqn not in path[0].identities for path in paths):

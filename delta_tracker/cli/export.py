@@ -60,8 +60,8 @@ Examples:
 def command(stream: Stream, version: int | None, out: Path | None, form: str | None, dcp: Path | None) -> int:
     """Write the files in a temporary directory, then rename the result."""
     option, out, form = _destination(out, form, dcp)
+    stream.check_exists()
     version = stream.head().version if version is None else version
-    stream.newest_readable()
     _refuse_existing(option, out)
     try:
         with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.absolute().parent) as draft:

@@ -125,11 +125,6 @@ class History:
         """The first 100 missing versions."""
         return list(islice(chain.from_iterable(self.missing), _MAX_LOST))
 
-    @property
-    def is_timed(self) -> bool:
-        """True if the versions were committed at different times, so that charts can show them at their times."""
-        return bool(self.bins) and self.bins[-1].end > self.bins[0].begin
-
     def _add_version(self, manifest: Manifest) -> None:
         self.tables.update(manifest.tables)
         self._learn_full_bytes(manifest)

@@ -92,7 +92,7 @@ def command(  # noqa: PLR0913  the options of the command
     if dst is None:
         raise click.UsageError("Pass DST, the URL of the copy.")
     if once:
-        stream.newest_readable()  # before anything is created
+        stream.check_exists()  # before anything is created
     destination = Storage(dst, create=True, options=store_options(dst_options, "--dst-option"))
     if not destination.is_read_only:
         destination.probe()

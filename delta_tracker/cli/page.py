@@ -103,41 +103,29 @@ def _harmless(value: object) -> object:
 
 
 class _Axis:
-    """Horizontal axis of the charts over the life of a stream: time, or versions if all have the same time.
+    """Horizontal axis of the charts over the life of a stream: time.
 
     Args:
-        figures: data of the report, with at least one bin.
+        bins: those of the figures of the report, at least one.
     """
 
-    def __init__(self, figures: Figures) -> None:
-        bins = self.bins = figures["bins"]
-        self.is_time = figures["axis"] == "time"
+    def __init__(self, bins: Sequence[dict[str, Any]]) -> None:
+        self.bins = bins
         pauses = sorted(each["gap_seconds"] / each["gaps"] for each in bins if each["gaps"])
-        usual = pauses[len(pauses) // 2] if pauses else 0.0
-        spans = [(each["begin"], each["end"]) for each in bins]
-        self._low, self._high = spans[0][0] - usual, spans[-1][1]
-        self.slots = slots_of(spans, usual) if self.is_time else even_slots(len(bins))
+        usual = pauses[len(pauses) // 2] if pauses else _MINUTE
+        self.slots = slots_of([(each["begin"], each["end"]) for each in bins], usual)
+        self._low, self._high = bins[0]["begin"] - usual, bins[-1]["end"]
 
     def chart(self, about: str, legend: dict[str, str]) -> Chart:
         """Return a chart with this axis, to which the caller adds bars or lines.
 
-        Marks show snapshots and publisher restarts.
+        Marks show snapshots and publisher restarts. Ticks show the time and the newest version then.
         """
         spans = list(zip(self.bins, self.slots, strict=True))
         marks = {
             "snapshot": [slot.middle for each, slot in spans if each["snapshots"]],
             "restart": [slot.left for each, slot in spans if each["restarts"]],
         }
-        chart = Chart(about=about, legend=legend, slots=self.slots, marks=marks)
-        if self.is_time:
-            chart.axis, chart.x_ticks = "time (UTC), and the newest version then", self._time_ticks()
-        else:
-            chart.axis = "version" if len(spans) == 1 else "version; not time, because all have the same time"
-            shown = spans[:: -(-len(spans) // _NUM_TICKS)]
-            chart.x_ticks = [Tick(slot.middle, f"v{each['first']}") for each, slot in shown]
-        return chart
-
-    def _time_ticks(self) -> list[Tick]:
         low, seconds = self._low, self._high - self._low
         form = "%H:%M:%S" if seconds < _NUM_TICKS * _MINUTE else "%H:%M"
         if _in_utc(low, "%Y-%m-%d") != _in_utc(self._high, "%Y-%m-%d"):
@@ -147,14 +135,15 @@ class _Axis:
             time = low + seconds * place / 100
             past = [each["last"] for each in self.bins if each["end"] <= time]
             ticks.append(Tick(place, _in_utc(time, form), f"v{past[-1]}" if past else ""))
-        return ticks
+        axis = "time (UTC), and the newest version then"
+        return Chart(about=about, legend=legend, slots=self.slots, marks=marks, x_ticks=ticks, axis=axis)
 
 
 def _over_time(figures: Figures) -> dict[str, dict[str, Any]]:
     """Return the charts over the life of the stream, and a line per table; none for a stream without versions."""
     if not figures["bins"]:
         return {"charts": {}, "lines": {}}
-    axis = _Axis(figures)
+    axis = _Axis(figures["bins"])
     return {
         "charts": {"sizes": _sizes(figures, axis), "saved": _saved(axis), "cadence": _cadence(axis)},
         "lines": {table["name"]: _line(table["bin_bytes"], axis) for table in figures["tables"]},

@@ -174,7 +174,6 @@ def gather(stream: Stream, max_versions: int, max_bytes: int) -> Figures:
         "faults": [each.problem for each in faulty[:_MAX_FAULTS]],
         "more_faults": len(faulty[_MAX_FAULTS:]),
         "notices": to_builtins(sort_notices(notices)),
-        "axis": "time" if history.is_timed else "versions",
     }
 
 

@@ -6,7 +6,7 @@ import functools
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -117,21 +117,10 @@ class Stream:
             )
         return head
 
-    def newest_readable(self) -> Manifest:
-        """Return the newest entry of the log; if it is malformed, the newest well-formed one.
-
-        Raises:
-            InvalidArgumentError: if there is no stream.
-            MalformedError: if all entries are malformed.
-            StorageError: if the log cannot be read.
-        """
-        try:
-            return self.head()
-        except MalformedError:
-            found = self.log.newest_readable()
-            if found is None:
-                raise
-            return found
+    def check_exists(self) -> None:
+        """Raise InvalidArgumentError if there is no stream."""
+        with suppress(MalformedError):  # entries below the newest one can be read
+            self.head()
 
 
 def stream_command(function: Callable[..., int]) -> Callable[..., int]:

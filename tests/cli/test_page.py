@@ -123,14 +123,6 @@ def test_time_is_on_the_axis_even_if_a_clock_was_wrong(tmp_path: Path, skews: di
     assert lefts == sorted(lefts)
 
 
-def test_versions_are_on_the_axis_if_all_have_the_same_time(tmp_path: Path) -> None:
-    page = page_of(dated(tmp_path, [0] * 7), tmp_path)
-    assert "version; not time, because all have the same time" in page.text
-    assert "time (UTC)" not in page.text
-    hits = [each["style"] for _, each in page.elements if "data-t" in each][:7]
-    assert hits == [f"left:{round(100 * index / 7, 3)}%;width:14.286%" for index in range(7)]
-
-
 def test_a_silent_predictor_has_no_figures(tmp_path: Path) -> None:
     writer = make(tmp_path / "stream")
     leave(writer, beat(writer, "quiet", host="a", lag_versions=0, lag_seconds=0.0, version=2), seconds_ago=900)
