@@ -13,7 +13,6 @@ import threading
 import time
 import urllib.request
 from collections import Counter, defaultdict
-from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
 
@@ -34,9 +33,8 @@ from delta_tracker.monitor.sinks.mlflow import MlflowSink, _key
 from delta_tracker.monitor.sinks.opentelemetry import OpenTelemetrySink, metrics_data
 from delta_tracker.monitor.sinks.prometheus import BUCKET_RATIO, PrometheusFileSink, PrometheusSink, _Snapshot
 from delta_tracker.monitor.sinks.tensorboard import TensorBoardSink
-from delta_tracker.monitor.sinks.torch_monitor import TorchMonitorSink, TorchMonitorSource, translated
+from delta_tracker.monitor.sinks.torch_monitor import TorchMonitorSink
 from tests.monitor import fake_mlflow
-from tests.monitor.recording import Kept
 from tests.monitor.sample import fill
 from tests.sweeps import num_examples
 
@@ -681,9 +679,6 @@ def test_mlflow_tries_again_what_was_not_refused(mlflow, tmp_path, caplog) -> No
     assert [each.value for each in client.history["g.n_8.value"]] == [8, 1, 2]
 
 
-_NOW = datetime.now(UTC)
-
-
 def test_torch_monitor_gets_events_and_windows() -> None:
     got = []
     handle = torch.monitor.register_event_handler(got.append)
@@ -695,37 +690,3 @@ def test_torch_monitor_gets_events_and_windows() -> None:
     assert [data["training.loss.mean"] for data in stats] == [11.0, 21.0]
     assert [event.data["message"] for event in got if event.name == "training.start"] == ["go"]
     assert got[0].timestamp.timestamp() == pytest.approx(1_700_000_001, abs=10)
-
-
-def test_torch_monitor_events_are_received_without_a_loop() -> None:
-    monitor = Monitor()
-    sink = Kept()
-    source = TorchMonitorSource(monitor.events)
-    monitor.registry.add_source(source)
-    monitor.start([TorchMonitorSink(), sink], system=False)
-    torch.monitor.log_event(torch.monitor.Event("torch.elastic.1", _NOW, {"a": 1}))
-    stat = torch.monitor.Stat("s", [torch.monitor.Aggregation.SUM], timedelta(seconds=60))
-    stat.add(3)
-    del stat
-    monitor.log("ours")
-    for _ in range(3):
-        assert monitor.flush()
-    assert monitor.stop()
-    names = [event.name for batch in sink.batches for event in batch.events]
-    assert sorted(names) == ["ours", "torch.monitor.Stat", "torch.monitor.torch.elastic._1"]
-    source.close()
-    torch.monitor.log_event(torch.monitor.Event("late", _NOW, {}))
-    source.read(is_last=True)
-    assert not [event for event in monitor.events.recent if event.name.endswith("late")]
-
-
-def test_the_bridge_from_torch_monitor_is_bounded() -> None:
-    monitor = Monitor()
-    source = TorchMonitorSource(monitor.events, capacity=3)
-    for number in range(5):
-        torch.monitor.log_event(torch.monitor.Event("e", _NOW, {"n": number}))
-    source.read(is_last=True)
-    assert (len(monitor.events.recent), source.num_dropped) == (3, 2)
-    assert translated(torch.monitor.Event("a b-c.3", _NOW, {})).name == "torch.monitor.a_b_c._3"
-    with pytest.raises(InvalidArgumentError, match="capacity"):
-        TorchMonitorSource(monitor.events, capacity=0)
