@@ -31,7 +31,7 @@ from delta_tracker.monitor.sinks.jsonl import JsonlSink
 from delta_tracker.monitor.sinks.logs import LoggingSink
 from delta_tracker.monitor.sinks.mlflow import MlflowSink, _key
 from delta_tracker.monitor.sinks.opentelemetry import OpenTelemetrySink, metrics_data
-from delta_tracker.monitor.sinks.prometheus import BUCKET_RATIO, PrometheusFileSink, PrometheusSink, _Snapshot
+from delta_tracker.monitor.sinks.prometheus import BUCKET_RATIO, PrometheusFileSink, PrometheusSink, _TotalsSink
 from delta_tracker.monitor.sinks.tensorboard import TensorBoardSink
 from delta_tracker.monitor.sinks.torch_monitor import TorchMonitorSink
 from tests.monitor import fake_mlflow
@@ -194,9 +194,9 @@ def _families(text: str):
 
 def _open_metrics(batch) -> str:
     client = pytest.importorskip("prometheus_client.openmetrics.exposition")
-    snapshot = _Snapshot()
-    snapshot.batch = batch
-    return client.generate_latest(snapshot.registry()).decode()
+    totals = _TotalsSink()
+    totals.deliver(batch)
+    return client.generate_latest(totals._registry).decode()
 
 
 def _histogram_quantile(fraction: float, cumulative: list[tuple[float, float]]) -> float:
@@ -476,9 +476,9 @@ def test_the_ratio_of_an_exported_sum_and_count_is_the_weighted_mean(monitor, we
     loss = DeviceMean("loss", monitor=monitor)
     for _ in range(4):
         loss.update(torch.tensor(0.5), weight=weight)
-    snapshot = _Snapshot()
-    snapshot.batch = monitor.collect()
-    (metric,) = [found for found in snapshot.collect() if found.name == "loss"]
+    totals = _TotalsSink()
+    totals.deliver(monitor.collect())
+    (metric,) = [found for found in totals.collect() if found.name == "loss"]
     samples = {sample.name: sample.value for sample in metric.samples}
     assert samples == pytest.approx({"loss_sum": 2 * weight, "loss_count": 4 * weight})
     (point,) = _otlp_metrics(monitor)["loss"].histogram.data_points

@@ -25,28 +25,33 @@ BUCKET_RATIO = 2 ** (1 / _BOUNDS_PER_OCTAVE)
 """Ratio of two successive bucket bounds, 1.09. A quantile that Prometheus computes is off by at most 9 %."""
 
 
-class _Snapshot:
-    """Collector for ``prometheus_client`` that returns the totals of the newest batch."""
+class _TotalsSink(Sink):
+    """Sink that keeps the newest batch. For ``prometheus_client`` it is the collector of the batch's totals."""
 
     def __init__(self) -> None:
-        self.batch: Batch | None = None
+        try:
+            import prometheus_client  # noqa: PLC0415  optional
+        except ModuleNotFoundError as error:
+            raise MissingExtraError("prometheus_client", "prometheus") from error
+        self._client: Any = prometheus_client
+        self._batch: Batch | None = None
+        self._registry: Any = prometheus_client.CollectorRegistry(auto_describe=False)
+        self._registry.register(self)
+
+    def deliver(self, batch: Batch) -> None:
+        """Replace the exported totals."""
+        self._batch = batch
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metric family of each stat in the newest batch."""
-        batch = self.batch
+        batch = self._batch
         if batch is None:
             return
         for definition, reports in groupby(batch.totals, key=lambda report: report.definition):
             yield family(definition, list(reports), tuple(batch.attributes.items()))
 
-    def registry(self) -> Any:  # noqa: ANN401  a class of prometheus_client
-        """Return a new ``CollectorRegistry`` that contains only this collector."""
-        registry = _client().CollectorRegistry(auto_describe=False)
-        registry.register(self)
-        return registry
 
-
-class PrometheusSink(Sink):
+class PrometheusSink(_TotalsSink):
     """Sink that serves the monitor's newest totals at ``/metrics``.
 
     The totals change only when the monitor collects the metrics. The monitor must collect at least as often as
@@ -74,21 +79,16 @@ class PrometheusSink(Sink):
     """
 
     def __init__(self, port: int = 9464, host: str = "127.0.0.1") -> None:
-        client = _client()
-        self._snapshot = _Snapshot()
+        super().__init__()
         self._server: Any
         self._thread: threading.Thread
-        self._server, self._thread = client.start_http_server(port, host, self._snapshot.registry())
+        self._server, self._thread = self._client.start_http_server(port, host, self._registry)
 
     @property
     def port(self) -> int:
         """Port that the server listens on."""
         port: int = self._server.server_port
         return port
-
-    def deliver(self, batch: Batch) -> None:
-        """Replace the served totals."""
-        self._snapshot.batch = batch
 
     def close(self) -> None:
         """Stop the server."""
@@ -101,7 +101,7 @@ class PrometheusSink(Sink):
         self._server.socket.close()
 
 
-class PrometheusFileSink(Sink):
+class PrometheusFileSink(_TotalsSink):
     """Sink that writes the totals to a text file each time the monitor collects the metrics.
 
     The previous file is replaced atomically.
@@ -114,17 +114,14 @@ class PrometheusFileSink(Sink):
     """
 
     def __init__(self, path: str | Path) -> None:
-        client = _client()
+        super().__init__()
         self._path = Path(path)
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._snapshot = _Snapshot()
-        self._registry = self._snapshot.registry()
-        self._write = client.write_to_textfile
 
     def deliver(self, batch: Batch) -> None:
         """Rewrite the file with the totals of the batch."""
-        self._snapshot.batch = batch
-        self._write(str(self._path), self._registry)
+        super().deliver(batch)
+        self._client.write_to_textfile(str(self._path), self._registry)
 
 
 def family(definition: Definition, reports: Sequence[TotalReport], attributes: Sequence[tuple[str, str]]) -> Metric:
@@ -173,11 +170,3 @@ def _buckets(definition: Definition, report: TotalReport) -> list[tuple[str, flo
     counts = [] if buckets is None else buckets.cumulative(bounds)
     pairs = [(str(floatToGoString(bound)), float(count)) for bound, count in zip(bounds, counts, strict=False)]
     return [*pairs, ("+Inf", float(report.figures.count))]
-
-
-def _client() -> Any:  # noqa: ANN401  a module
-    try:
-        import prometheus_client  # noqa: PLC0415  optional
-    except ModuleNotFoundError as error:
-        raise MissingExtraError("prometheus_client", "prometheus") from error
-    return prometheus_client
