@@ -109,19 +109,22 @@ class PointerWriter:
             while not self._stop.is_set():
                 self._runtime.wait(self._wake, SCAN_SECONDS)
                 self._wake.clear()
-                try:
-                    self.write_now()
-                except Exception as error:  # noqa: BLE001  the pointer is a hint: a failure is logged, and retried
-                    self._failed(error)
-                    self._wake.set()
-                else:
-                    self._succeeded()
+                self._try_to_write()
                 pause = min(self._seconds * 2**self._num_failures, max(self._seconds, _MAX_PAUSE_SECONDS))
                 self._runtime.wait(self._stop, pause)
-            try:
-                self.write_now()
-            except Exception as error:  # noqa: BLE001  as above
-                self._failed(error)
+            self._try_to_write()
+
+    def _try_to_write(self) -> None:
+        try:
+            self.write_now()
+        except Exception as error:  # noqa: BLE001  the pointer is a hint: a failure is logged, and retried
+            self._failed(error)
+            self._wake.set()
+        else:
+            self._num_failures = 0
+            if self._failure is not None:
+                self._failure = None
+                _logger.warning("the pointer is written again: url=%s", self._log.storage.url)
 
     def _scanned(self) -> HeadPointer:
         """Return the pointer to the newest entry, by a listing."""
@@ -174,12 +177,6 @@ class PointerWriter:
             self._failure = failure
             url = self._log.storage.url
             _logger.warning("the pointer was not written, which is repeated: url=%s error=%s", url, error)
-
-    def _succeeded(self) -> None:
-        self._num_failures = 0
-        if self._failure is not None:
-            self._failure = None
-            _logger.warning("the pointer is written again: url=%s", self._log.storage.url)
 
 
 def _oldest(versions: list[int], head: int) -> int:
