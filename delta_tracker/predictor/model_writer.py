@@ -119,10 +119,7 @@ class ModelWriter(Forkable):
         with self.lock.writing():
             self.fence.cover(receiver.devices)
             self._is_mixed = self._is_mixed or is_elsewhere
-            begun = self._begun
-            if begun is None or begun.stream != manifest.stream or begun.version <= manifest.version:
-                self._begun = manifest
-            self._applying = manifest.version
+            self.begin(manifest)
             if changes:
                 self._unmap(changes, default_rows)
         self.write_rows(placements)
@@ -142,6 +139,13 @@ class ModelWriter(Forkable):
                 self.manifest, self.identities = manifest, identities
             self._is_mixed = False
         self._gauges.applied(manifest)
+
+    def begin(self, manifest: Manifest) -> None:
+        """Record that rows of a version are about to be written."""
+        begun = self._begun
+        if begun is None or begun.stream != manifest.stream or begun.version <= manifest.version:
+            self._begun = manifest
+        self._applying = manifest.version
 
     def write_rows(self, placements: Iterable[Placement]) -> None:
         """Write rows chunk by chunk, between lookups."""

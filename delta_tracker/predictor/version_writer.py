@@ -20,7 +20,7 @@ Destination = ModelWriter | SinkWriter
 
 
 class VersionWriter:
-    """Target of a reader that checks all of a version, also by the ``gate``, before it writes to ``destination``."""
+    """Writer that checks all of a version, also by the ``gate``, before it writes it to ``destination``."""
 
     def __init__(self, destination: Destination, *, gate: GateKeeper | None, cache: HostCache | None) -> None:
         self.destination = destination

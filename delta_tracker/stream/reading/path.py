@@ -71,7 +71,7 @@ def readable(read: Callable[[_T], Manifest | None], what: _T) -> Manifest | None
 
 
 def next_entry(log: Entries, position: Position, entry: Manifest | None) -> Manifest | None:
-    """Return the entry that :meth:`SeenLog.next` found after a position, None if it found none.
+    """Return the entry that :meth:`Source.next` found after a position, None if it found none.
 
     Raises StreamReplacedError if it does not follow the position's, and MissingVersionError for a claim that is not
     part of the log.
