@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import xxhash
@@ -13,9 +13,9 @@ from torch import Tensor
 
 from delta_tracker.errors import InvalidArgumentError, LostEntryError
 from delta_tracker.monitor.recorder import Recorder
-from delta_tracker.publisher.declared_states import declared_states, states_message
 from delta_tracker.publisher.exchange import Exchange, Message, Phase, Vote, check_alike
-from delta_tracker.publisher.host_copies import HostCopies
+from delta_tracker.publisher.row_gatherer import Gathered
+from delta_tracker.publisher.schemas import RankSchema, declared_states, states_message
 from delta_tracker.publisher.training import TakenState
 from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.manifest import FORMAT, DenseSpec, Kind, Manifest, Part, Stored
@@ -26,8 +26,6 @@ from delta_tracker.stream.reading.runtime import REAL, Runtime
 from delta_tracker.stream.storage.storage import Location, Repeatable, Storage, open_storage
 from delta_tracker.types import Identity, TableSpec, TableStates
 
-Identities = Mapping[str, Identity]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draft:
@@ -37,36 +35,26 @@ class Draft:
         kind: ``"snapshot"`` or ``"delta"``.
         batches: half-open range of ``step()`` counts that the version covers.
         cut: Unix time of the read in seconds.
-        tables: FQN to table, the same on every rank.
+        schema: schema of this rank's rows.
+        gathered: rows and dense tensors to write.
         pending_rows: number of changed rows on this rank that stay pending, because ``top_k`` did not select them.
         parts: parts of the version that this rank has already written.
-        rows: rows to write.
-        dense: dense tensors to write, by name.
-        copies: copies to wait for before ``rows``, ``dense`` and ``training_tensors`` are read.
-        states: FQN to the states of this rank's rows; None for a version without states.
         training: training state of this rank; None for a version without states.
         training_tensors: copies of the tensors of ``training``, in their order.
-        identities: FQN to the rule of each table with managed collisions, the same on every rank.
         owner_changes: FQN to a copy of the numbers of raw ids that got and lost rows of this rank since the version
             before, ``[2]`` int64; None if the raw ids of that version are unknown.
-        format: format of the version: 2 with a training state or identities.
     """
 
     kind: Kind
     batches: tuple[int, int]
     cut: float
-    tables: Mapping[str, TableSpec]
+    schema: RankSchema
+    gathered: Gathered
     pending_rows: int = 0
     parts: Sequence[Part] = ()
-    rows: Sequence[BlockRows] = ()
-    dense: Mapping[str, Tensor] = field(default_factory=dict)
-    copies: HostCopies = field(default_factory=HostCopies)
-    states: Mapping[str, TableStates] | None = None
     training: TakenState | None = None
     training_tensors: Sequence[Tensor] = ()
-    identities: Identities = field(default_factory=dict)
     owner_changes: Mapping[str, Tensor] | None = None
-    format: int = FORMAT
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +65,11 @@ class Share:
         draft: contents that were written, or the error of the read.
         parts: the written parts; empty if the read failed.
         message: message to the other ranks that describes the parts, or the error of the read or write.
-        training: the written training state; None for a version without states, or if the read failed.
     """
 
     draft: Draft | Exception
     parts: Sequence[Part]
     message: Message
-    training: Stored | None = None
 
 
 class Coordinator:
@@ -97,6 +83,8 @@ class Coordinator:
         recorder: records the time of writes and commits.
 
     Attributes:
+        is_first: True on rank 0, which commits.
+        storage: store of the stream.
         head: manifest of the last committed version; before the first version, the manifest of the claim.
         states: FQN to the states of whole tables in the next delta; empty for versions without states.
     """
@@ -105,23 +93,14 @@ class Coordinator:
         self._exchange = exchange
         self._runtime = runtime
         self.rank = exchange.rank
+        self.is_first = exchange.rank == 0
         self._write_timer = recorder.write_seconds.timer()
         self._commit_timer = recorder.commit_seconds.timer()
         self._claim: Claim | None = None
-        self._described: tuple[Mapping[str, TableSpec], Identities, str, int] = {}, {}, "no tables", 0
-        self._storage: Storage
+        self._described: tuple[RankSchema | None, str, int] = None, "", 0
+        self.storage: Storage
         self.states: Mapping[str, TableStates] = {}
         self.head: Manifest
-
-    @property
-    def storage(self) -> Storage:
-        """Store of the stream."""
-        return self._storage
-
-    @property
-    def is_first(self) -> bool:
-        """True on rank 0, which commits."""
-        return self.rank == 0
 
     @property
     def needs_snapshot(self) -> bool:
@@ -140,7 +119,7 @@ class Coordinator:
             StorageError: if the store cannot be read.
         """
         head = self.head
-        stored = self._storage.stat(entry_name(head.version))
+        stored = self.storage.stat(entry_name(head.version))
         return None if stored is None or stored.modified <= 0 else head.created - stored.modified
 
     def open(self, url: Location | ClaimedStream) -> None:
@@ -181,24 +160,23 @@ class Coordinator:
         """
         self.states = declared_states([message["states"] for message in messages], tables)
 
-    def vote(self, phase: Phase, batch: int, tables: Mapping[str, TableSpec], identities: Identities) -> Vote:
+    def vote(self, phase: Phase, batch: int, schema: RankSchema) -> Vote:
         """Return a vote with this rank's phase, batch, tables and identities. Not a collective."""
-        _, tables_hash = self._describe(tables, identities)
+        _, tables_hash = self._describe(schema)
         return Vote(phase, batch, tables_hash)
 
-    def compare_places(self, batch: int, tables: Mapping[str, TableSpec], identities: Identities) -> None:
+    def compare_places(self, batch: int, schema: RankSchema) -> None:
         """Check that all ranks are at the same batch and have the same tables and identities. A collective.
 
         Args:
             batch: number of batches that this rank has processed.
-            tables: FQN to table of this rank.
-            identities: FQN to the rule of each of these tables with managed collisions.
+            schema: schema of this rank.
 
         Raises:
             RankFailedError: if a rank is at another batch than rank 0 or has other tables.
             RankLostError: if a rank dies or does not answer in time.
         """
-        place = Message.of(lambda: self._place(batch, tables, identities))
+        place = Message.of(lambda: self._place(batch, schema))
         check_alike(self._exchange.exchange(Phase.PLACING, place), "cut", "tables")
 
     def write_part(
@@ -220,7 +198,7 @@ class Coordinator:
         name = part_name(self.head.version + 1, self.head.generation, f"r{self.rank}")
         states_name = None if form == FORMAT else self._name("s")
         with self._write_timer():
-            return put_part(self._storage, name, rows, dense, states_name=states_name)
+            return put_part(self.storage, name, rows, dense, states_name=states_name)
 
     def write(self, draft: Draft | Exception) -> Share:
         """Write this rank's parts of a version, and return the result. Errors are returned in the result's message.
@@ -229,32 +207,31 @@ class Coordinator:
             draft: contents to write, or the error of the read.
         """
         parts: list[Part] = []
-        training: Stored | None = None
 
         def act() -> dict[str, Any]:
-            nonlocal training
             if isinstance(draft, Exception):
                 raise draft
+            gathered, schema = draft.gathered, draft.schema
             parts.extend(draft.parts)
-            draft.copies.wait()
-            if draft.rows or draft.dense:
-                parts.append(self.write_part(draft.rows, draft.dense, form=draft.format))
+            gathered.copies.wait()
+            if gathered.rows or gathered.dense:
+                parts.append(self.write_part(gathered.rows, gathered.dense, form=schema.format))
             content: dict[str, Any] = {
                 "parts": [asdict(part) for part in parts] if self.rank else [],  # rank 0 has its own
                 "pending_rows": draft.pending_rows,
-                **self._place(draft.batches[1], draft.tables, draft.identities),
+                **self._place(draft.batches[1], schema),
             }
             if draft.owner_changes is not None:
                 content["owner_changes"] = {fqn: counts.tolist() for fqn, counts in draft.owner_changes.items()}
             if draft.training is not None:
                 training = self._write_training(draft.training, draft.training_tensors)
                 content |= {"training": asdict(training), "event_time": draft.training.event_time}
-                if draft.kind == "snapshot" and draft.states is not None:
-                    content["states"] = states_message(draft.states)
+                if draft.kind == "snapshot":
+                    content["states"] = states_message(schema.states)
             return content
 
         message = Message.of(act)
-        return Share(draft, parts, message, training)
+        return Share(draft, parts, message)
 
     def commit(self, share: Share, messages: Sequence[Mapping[str, Any]]) -> Manifest:
         """Create the manifest of a version, and return it. Only rank 0 may call this method.
@@ -271,10 +248,10 @@ class Coordinator:
         draft = share.draft
         assert self._claim is not None, "only rank 0 commits"
         assert not isinstance(draft, Exception), "a failed draft is never committed"
+        schema, states = draft.schema, self.states
         others = [convert(part, Part) for message in messages[1:] for part in message["parts"]]
-        states = self.states
         if draft.training is not None and draft.kind == "snapshot":
-            states = declared_states([message["states"] for message in messages], draft.tables)
+            states = declared_states([message["states"] for message in messages], schema.tables)
         entry = Manifest(
             stream=self.head.stream,
             generation=self.head.generation,
@@ -285,12 +262,12 @@ class Coordinator:
             cut=draft.cut,
             created=self._runtime.clock(),
             pending_rows=sum([message["pending_rows"] for message in messages]),
-            tables=dict(draft.tables),
-            dense={name: DenseSpec(tensor.dtype, tuple(tensor.shape)) for name, tensor in draft.dense.items()},
+            tables=dict(schema.tables),
+            dense={name: DenseSpec(tensor.dtype, tuple(tensor.shape)) for name, tensor in draft.gathered.dense.items()},
             parts=(*share.parts, *others),
-            format=draft.format,
-            identities=draft.identities,
-            owner_changes=_owner_changes(messages, draft.identities) if draft.identities else {},
+            format=schema.format,
+            identities=schema.identities,
+            owner_changes=_owner_changes(messages, schema.identities) if schema.identities else {},
         )
         if draft.training is not None:
             entry = replace(entry, states=states, **_training_fields(messages))
@@ -318,19 +295,19 @@ class Coordinator:
     def _write_training(self, taken: TakenState, tensors: Sequence[Tensor]) -> Stored:
         with self._write_timer():
             buffers = Repeatable(lambda: taken.tree.buffers(tensors))
-            return put_training(self._storage, self._name("t"), buffers, taken.tree.num_bytes)
+            return put_training(self.storage, self._name("t"), buffers, taken.tree.num_bytes)
 
     def _name(self, role: str) -> str:
         """Return a new name of an object of the next version, with states (``s``) or a training state (``t``)."""
         return part_name(self.head.version + 1, self.head.generation, f"r{self.rank}{role}")
 
     def _open(self, url: Location) -> dict[str, Any]:
-        self._storage = open_storage(url, create=True)
+        self.storage = open_storage(url, create=True)
         return {}
 
     def _take_stream(self, claim: Claim | None) -> dict[str, Any]:
-        self._storage.probe()
-        claim = StreamLog(self._storage, self._runtime).claim() if claim is None else claim
+        self.storage.probe()
+        claim = StreamLog(self.storage, self._runtime).claim() if claim is None else claim
         claim.use()
         self._claim = claim
         return self.answer()
@@ -344,27 +321,27 @@ class Coordinator:
         Raises:
             InvalidArgumentError: if the store lacks the claim.
         """
-        seen = StreamLog(self._storage, self._runtime).read(self.head.version)
+        seen = StreamLog(self.storage, self._runtime).read(self.head.version)
         if seen is None or seen.writer != self.head.writer:
             raise InvalidArgumentError(
-                "url", self._storage.url, "Give all ranks the same store: this one lacks rank 0's claim"
+                "url", self.storage.url, "Give all ranks the same store: this one lacks rank 0's claim"
             )
         return {}
 
-    def _describe(self, tables: Mapping[str, TableSpec], identities: Identities) -> tuple[str, int]:
+    def _describe(self, schema: RankSchema) -> tuple[str, int]:
         """Return the tables as text, and the hash of this text as an int64. A worker may also call this method."""
-        known, known_identities, text, digest = self._described
-        if tables != known or identities != known_identities:
-            text = f"the tables {sorted(f'{table} {fqn}' for fqn, table in tables.items())}"
-            if identities:
-                text += f" with the raw ids {sorted(map(_shown, identities.items()))}"
+        known, text, digest = self._described
+        if schema != known:
+            text = f"the tables {sorted(f'{table} {fqn}' for fqn, table in schema.tables.items())}"
+            if schema.identities:
+                text += f" with the raw ids {sorted(map(_shown, schema.identities.items()))}"
             digest = xxhash.xxh64_intdigest(text.encode()) >> 1
-            self._described = dict(tables), dict(identities), text, digest
+            self._described = schema, text, digest
         return text, digest
 
-    def _place(self, batch: int, tables: Mapping[str, TableSpec], identities: Identities) -> dict[str, str]:
+    def _place(self, batch: int, schema: RankSchema) -> dict[str, str]:
         """Return this rank's batch and tables as text, under the keys ``cut`` and ``tables``."""
-        text, _ = self._describe(tables, identities)
+        text, _ = self._describe(schema)
         return {"cut": f"batch {batch}", "tables": text}
 
 
@@ -375,7 +352,9 @@ def _shown(named: tuple[str, Identity]) -> str:
     return f"{fqn}: {len(identity.buckets)} buckets of {identity.hash_size} ids, {digest}"
 
 
-def _owner_changes(messages: Sequence[Mapping[str, Any]], identities: Identities) -> dict[str, tuple[int, int]]:
+def _owner_changes(
+    messages: Sequence[Mapping[str, Any]], identities: Mapping[str, Identity]
+) -> dict[str, tuple[int, int]]:
     """Return the numbers of raw ids that got and lost rows of each table on all ranks; empty if they are unknown."""
     if not all("owner_changes" in message for message in messages):
         return {}

@@ -26,13 +26,12 @@ from delta_tracker.monitor.recorder import Recorder
 from delta_tracker.publisher.ballots import Ballots
 from delta_tracker.publisher.cadence import Cadence, Pace
 from delta_tracker.publisher.coordinator import Coordinator
-from delta_tracker.publisher.declared_states import states_message
 from delta_tracker.publisher.delivery import Delivery
 from delta_tracker.publisher.exchange import Exchange, Join, Message, Phase, check_alike
-from delta_tracker.publisher.gauges import PublisherGauges
 from delta_tracker.publisher.heartbeats import Heartbeats
 from delta_tracker.publisher.reports import Reports
 from delta_tracker.publisher.row_gatherer import EncodingChoice, name_encodings
+from delta_tracker.publisher.schemas import states_message
 from delta_tracker.publisher.training import Recovery, check_recovery
 from delta_tracker.publisher.version_source import VersionSource
 from delta_tracker.publisher.versions import Versions
@@ -203,8 +202,7 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
             ballots = Ballots(exchange)
             self._writer = writer = Coordinator(exchange, recorder, runtime)
             failing.callback(writer.release)
-            gauges = PublisherGauges(recorder, counts_versions=writer.is_first)
-            self._reports = Reports(gauges)
+            self._reports = reports = Reports(recorder, writer)
             hints = Hints(notifier, runtime=runtime)
             workers = join("publisher's workers", "Publisher(...)", _PATIENCE * timeout)
             self._closing.append(workers.close)
@@ -218,15 +216,15 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
             pointer = self._start_pointer(chosen.pointer_seconds, runtime)
             if chosen.has_passes:
                 on_pass = None if pointer is None else lambda has_changed: pointer.rescan() if has_changed else None
-                failed = gauges.upkeep_failed
-                self._upkeep = UpkeepThread(writer.storage, chosen, on_pass=on_pass, on_failure=failed)
+                on_failure = reports.upkeep_failed
+                self._upkeep = UpkeepThread(writer.storage, chosen, on_pass=on_pass, on_failure=on_failure)
                 self._closing.append(self._upkeep.close)
             self._closing.append(hints.close)
             beats = None
             if recovery is not None and recovery.heartbeat_seconds is not None and writer.is_first:
                 beats = Heartbeats(writer.storage, recovery.heartbeat_seconds, runtime)
                 self._closing.append(beats.close)
-            committed = _Committed(hints, pointer, self._upkeep)
+            committed = _after_commit(hints, pointer, self._upkeep)
             delivery = Delivery(writer, workers, (1 - _PATIENCE) * timeout.total_seconds(), committed, runtime)
             self._closing.append(delivery.close)
             failing.pop_all()
@@ -234,8 +232,8 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
         if cadence is not None:
             lead = 0 if ballots.is_alone else ballots.vote_every
             pace = Pace(cadence, tracker, source.handle.name, num_batches=lead, runtime=runtime)
-        self._versions = Versions(source, writer, ballots, delivery, self._reports, pace, beats)
-        gauges.begin(writer)
+        self._versions = Versions(source, writer, ballots, delivery, reports, pace, beats)
+        reports.open()
 
     def _start_pointer(self, seconds: float | None, runtime: Runtime) -> PointerWriter | None:
         if seconds is None or not self._writer.is_first:
@@ -445,20 +443,19 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
         return head
 
 
-class _Committed:
-    """Function that rank 0 calls after each commit. It announces the version, and starts the other writers."""
+def _after_commit(
+    hints: Hints, pointer: PointerWriter | None, upkeep: UpkeepThread | None
+) -> Callable[[Manifest], None]:
+    """Return the function that rank 0 calls after each commit. It announces the version, and starts other writers."""
 
-    def __init__(self, hints: Hints, pointer: PointerWriter | None, upkeep: UpkeepThread | None) -> None:
-        self._hints = hints
-        self._pointer = pointer
-        self._upkeep = upkeep
+    def committed(manifest: Manifest) -> None:
+        hints.announce(manifest.stream, manifest.version)
+        if pointer is not None:
+            pointer.after(manifest)
+        if upkeep is not None:
+            upkeep.after(manifest.version)
 
-    def __call__(self, manifest: Manifest) -> None:
-        self._hints.announce(manifest.stream, manifest.version)
-        if self._pointer is not None:
-            self._pointer.after(manifest)
-        if self._upkeep is not None:
-            self._upkeep.after(manifest.version)
+    return committed
 
 
 class _Standstill:

@@ -4,24 +4,62 @@ from __future__ import annotations
 
 import logging
 
-from delta_tracker.errors import FencedError, LostEntryError, RankLostError, is_unknown, kind_of, unraised
-from delta_tracker.publisher.gauges import PublisherGauges
+from delta_tracker.errors import (
+    FencedError,
+    LostEntryError,
+    RankFailedError,
+    RankLostError,
+    StorageError,
+    UnfinishedStepError,
+    is_unknown,
+    kind_of,
+    unraised,
+)
+from delta_tracker.monitor.recorder import Recorder
+from delta_tracker.publisher.coordinator import Coordinator
 from delta_tracker.stream.format.manifest import Manifest
+from delta_tracker.stream.maintenance.upkeep import UPKEEP_STEPS
+from delta_tracker.stream.storage.url import shown_url
 
 _logger = logging.getLogger(__name__)
 
+_FAILURES = (FencedError, RankFailedError, RankLostError, StorageError, UnfinishedStepError)
+
 
 class Reports:
-    """Result of the last version of a publisher.
+    """Result of the last version of a publisher, and the metrics of its versions, rows and failures.
+
+    Args:
+        recorder: recorder of the publisher.
+        writer: writer of the stream. Rank 0 counts the versions and rows of all ranks.
 
     Attributes:
         error: error of the last version, without a traceback; None if it was published.
     """
 
-    def __init__(self, gauges: PublisherGauges) -> None:
+    def __init__(self, recorder: Recorder, writer: Coordinator) -> None:
         self.error: Exception | None = None
-        self._gauges = gauges
+        self._recorder = recorder
+        self._writer = writer
         self._failure: tuple[object, ...] | None = None  # kind of the last failure since the last version
+        self._measured: int | None = None  # version at which the clock was compared
+
+    def open(self) -> None:
+        """Create the metrics that alerts use, even though there is nothing to count yet.
+
+        Alerts can then detect the first failure and the absence of new versions. Call it after the claim of the stream.
+        """
+        recorder, head = self._recorder, self._writer.head
+        recorder.publisher_info.set(1, stream=head.stream, url=shown_url(self._writer.storage.url))
+        if self._writer.is_first:
+            recorder.published_versions.cell(kind="delta")
+            recorder.published_version.set(head.version)
+            for step in UPKEEP_STEPS:
+                recorder.upkeep_failures.cell(step=step)
+            recorder.watch(lambda _: self._show_skew())
+        recorder.fences.cell()
+        for failure in _FAILURES:
+            recorder.publish_failures.cell(reason=failure.__name__)
 
     @property
     def is_over(self) -> bool:
@@ -34,7 +72,8 @@ class Reports:
 
     def published(self, committed: Manifest) -> None:
         """Report that a version was published."""
-        self._gauges.published(committed)
+        if self._writer.is_first:
+            self._count(committed)
         if self.is_over:  # a version before the one that failed
             return
         if self._failure is not None:
@@ -48,7 +87,31 @@ class Reports:
         if self._failure != former:
             level = logging.ERROR if isinstance(error, FencedError) else logging.WARNING  # it ends training
             _logger.log(level, "%s: %s", _outcome(error, version), error)
-        self._gauges.failed(error)
+        self._recorder.publish_failures.cell(reason=type(error).__name__).add(1)
+        if isinstance(error, FencedError):
+            self._recorder.fences.cell().add(1)
+
+    def upkeep_failed(self, step: str) -> None:
+        """Count a compaction or retention that failed. Any thread may call it."""
+        self._recorder.upkeep_failures.cell(step=step).add(1)
+
+    def _count(self, committed: Manifest) -> None:
+        recorder, kind = self._recorder, committed.kind
+        recorder.published_versions.cell(kind=kind).add(1)
+        num_bytes = committed.total_bytes if committed.training else committed.num_bytes
+        recorder.published_bytes.cell(kind=kind).add(num_bytes)
+        for fqn, num_rows in committed.rows_by_table.items():
+            recorder.published_rows.cell(table=fqn).add(num_rows)
+        recorder.published_version.set(committed.version)
+
+    def _show_skew(self) -> None:
+        """Set the gauge of the clock's skew, once per version. Runs in the collector's thread."""
+        version = self._writer.head.version
+        if version != self._measured:
+            skew = self._writer.skew()
+            if skew is not None:
+                self._recorder.publisher_skew_seconds.set(skew)
+            self._measured = version
 
 
 def _outcome(error: Exception, version: int) -> str:

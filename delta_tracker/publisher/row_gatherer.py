@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
@@ -70,8 +70,8 @@ class Gathered:
     """
 
     rows: Sequence[BlockRows]
-    dense: Mapping[str, Tensor]
-    copies: HostCopies
+    dense: Mapping[str, Tensor] = field(default_factory=dict)
+    copies: HostCopies = field(default_factory=HostCopies)
     extra: Sequence[Tensor] = ()
 
 
@@ -156,12 +156,9 @@ class Gatherer:
         sources: list[Source] = []
         places: list[_Place] = []
         for fqn, shard in self._shards.items():
-            ids = delta[fqn].ids
-            if fqn not in whole and len(ids):
+            ids = None if fqn in whole else delta[fqn].ids
+            if shard.num_rows if ids is None else len(ids):
                 self._add(sources, places, shard, ids, owners.get(fqn))
-        for fqn, shard in self._shards.items() if whole else ():
-            if fqn in whole and shard.num_rows:
-                self._add(sources, places, shard, None, owners.get(fqn))
         num_blocks = len(sources)
         if dense:
             sources += [Source(tensor if tensor.dim() else tensor.view(1)) for tensor in dense.values()]

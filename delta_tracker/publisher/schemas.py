@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from torch import nn
 
+from delta_tracker.errors import RankFailedError
 from delta_tracker.publisher.row_gatherer import EncodingChoice, Gatherer, choose_encodings
-from delta_tracker.stream.format.manifest import FORMAT, STATES_FORMAT
+from delta_tracker.stream.format.manifest import FORMAT, STATES_FORMAT, states_record
+from delta_tracker.stream.format.parse import parse_states
 from delta_tracker.tracker.live_tables import LiveTables
 from delta_tracker.types import Identity, TableSpec, TableStates
 
@@ -69,3 +71,47 @@ class Schemas:
         form = STATES_FORMAT if self._has_states or identities else FORMAT
         self.latest = RankSchema(form, states, identities, tables)
         self._attached = live.num_attached  # last: an interrupted call is repeated
+
+
+def states_message(own: Mapping[str, TableStates]) -> dict[str, Any]:
+    """Return the states of a rank's tables, by FQN, as JSON values for the other ranks."""
+    return {fqn: states_record(states) for fqn, states in own.items()}
+
+
+def declared_states(
+    messages: Sequence[Mapping[str, Mapping[str, Any]]], tables: Mapping[str, TableSpec]
+) -> dict[str, TableStates]:
+    """Return the states of whole tables. Their column ranges are those of all ranks.
+
+    Args:
+        messages: results of :func:`states_message` of all ranks, in rank order.
+        tables: FQN to table, the same on every rank.
+
+    Returns:
+        FQN to states; tables that no rank declares are missing.
+
+    Raises:
+        RankFailedError: if ranks declare different optimizers or states of a table, or their column ranges do not divide
+            the table's columns.
+    """
+    first: dict[str, Mapping[str, Any]] = {}
+    columns: dict[str, set[tuple[int, int]]] = {}
+    for rank, message in enumerate(messages):
+        for fqn, record in message.items():
+            known = first.setdefault(fqn, record)
+            if (record["optimizer"], record["states"]) != (known["optimizer"], known["states"]):
+                raise RankFailedError(rank, f"{_shown(fqn, record)} where another rank has {_shown(fqn, known)}")
+            columns.setdefault(fqn, set()).update((begin, end) for begin, end in record["columns"])
+    found = {}
+    for fqn, table in tables.items():
+        if fqn in first:
+            try:
+                found[fqn] = parse_states(table, {**first[fqn], "columns": sorted(columns[fqn])})
+            except ValueError as error:
+                raise RankFailedError(0, f"shards of different sizes: {error}") from error
+    return found
+
+
+def _shown(fqn: str, record: Mapping[str, Any]) -> str:
+    states = ", ".join(f"{each['name']} {each['dtype']} per {each['width']}" for each in record["states"])
+    return f"the optimizer {record['optimizer']} with {states or 'no states'} for {fqn!r}"

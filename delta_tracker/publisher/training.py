@@ -1,4 +1,4 @@
-"""Training state of a rank at a cut: :class:`TrainingSource`.
+"""Training state of a rank at each cut: :class:`TrainingCuts`.
 
 The state is a dict with these keys:
 
@@ -8,8 +8,11 @@ The state is a dict with these keys:
   - ``shards``: FQN of each other table to this rank's block: ``rows``, ``columns`` and ``replicated``.
   - ``dense``, on rank 0: name to dense tensor, for those that are not in the version; ``buffers``, on other ranks: name
     to buffer.
-  - ``publisher``: name of the publisher's consumer. ``consumers``: name of each other consumer to its ``version`` and
-    ``left_out``, see :class:`ConsumerState`.
+  - ``publisher``: name of the publisher's consumer.
+  - ``consumers``: name of each other consumer of the tracker to a dict: ``version``, the newest version whose rows it
+    has all read, None if there is none; ``left_out``, FQN to global ids of rows of earlier versions that are still
+    pending for it; and ``place``, the position of the stream of its own publisher, if there is one, see
+    :meth:`~delta_tracker.stream.reading.position.Position.to_dict`.
   - ``collisions``: FQN of each table with managed collisions to the state of its module on this rank, see
     :func:`~delta_tracker.sharding.collision_states.collision_state`.
   - ``batches``: number of steps of the tracker.
@@ -21,7 +24,8 @@ The state is a dict with these keys:
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from bisect import bisect_right
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
@@ -30,19 +34,28 @@ import torch
 from torch import Tensor, nn
 
 from delta_tracker.arguments import check_seconds, check_type
-from delta_tracker.errors import InvalidArgumentError, UnsupportedModelError
+from delta_tracker.errors import InvalidArgumentError, UnfinishedStepError, UnsupportedModelError
 from delta_tracker.publisher.host_copies import Source
+from delta_tracker.publisher.schemas import Schemas
 from delta_tracker.sharding.collision_states import collision_state
 from delta_tracker.sharding.dense import dense_tensors
 from delta_tracker.sharding.torchrec_api import known_torchrec
+from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.format.state_tree import StateTree, flatten
 from delta_tracker.stream.heartbeat import BEAT_SECONDS
+from delta_tracker.tracker.consumer_handle import ConsumerHandle
 from delta_tracker.tracker.live_tables import LiveTables
 from delta_tracker.tracker.progress import Progress
+from delta_tracker.tracker.top_k import TopK
 
 _logger = logging.getLogger(__name__)
 
 _OWN_NAME = "data"  # name of the DataPosition among the states of the ranks
+_TESTED = frozenset({"EXACT_SGD", "EXACT_ADAGRAD", "EXACT_ROWWISE_ADAGRAD"})
+# Longest waits of training for an update in progress: the first one, and those after a wait that was in vain. A graph
+# that the training thread itself holds does not end while it waits.
+_UPDATE_SECONDS = 5.0
+_AGAIN_SECONDS = 0.05
 
 
 @runtime_checkable
@@ -108,22 +121,6 @@ def check_recovery(recovery: object) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class ConsumerState:
-    """Position of another consumer of the tracker.
-
-    Args:
-        version: newest version whose rows this consumer has all read; None if there is none.
-        left_out: FQN to global ids of rows of earlier versions that are still pending for the consumer.
-        place: position of the stream of another publisher that has this consumer, see
-            :meth:`~delta_tracker.stream.reading.position.Position.to_dict`; None if there is none.
-    """
-
-    version: int | None
-    left_out: Mapping[str, Tensor]
-    place: Mapping[str, str | int] | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class TakenState:
     """Training state at a cut, whose tensors are not copied yet.
 
@@ -138,19 +135,19 @@ class TakenState:
     sources: list[Source]
 
 
-class TrainingSource:
-    """Component that takes the training state of this rank at each cut.
+class TrainingCuts:
+    """Training states of this rank at the cuts of its versions.
 
     The constructor takes the state once, so that a state that cannot be published is refused before any version.
 
     Args:
         live: tables of the model.
         progress: progress of the training, with the position in the training data.
+        handle: the publisher's consumer.
         recovery: objects of the user. The optimizers of tables that are not fused must be among them, because updates
             of their states cannot be found by comparing rows.
-        collisions: function that returns this rank's managed-collision modules by table FQN.
+        schemas: schemas of the versions.
         is_first: True on rank 0.
-        publisher: name of the publisher's consumer.
 
     Raises:
         InvalidArgumentError: if a state cannot be encoded, or if an optimizer does not save its parameter groups.
@@ -161,30 +158,68 @@ class TrainingSource:
         self,
         live: LiveTables,
         progress: Progress,
+        handle: ConsumerHandle,
         recovery: Recovery,
+        schemas: Schemas,
         *,
-        collisions: Callable[[], Mapping[str, nn.Module]],
         is_first: bool,
-        publisher: str,
     ) -> None:
         training_state, rank_state = recovery.training_state, recovery.rank_state
         _check_unfused(live.unfused_storages(), training_state, rank_state)
         self._live = live
         self._progress = progress
+        self._handle = handle
+        self._schemas = schemas
         self._training = dict(training_state) if is_first else {}
         self._rank = dict(rank_state)
-        self._collisions = collisions
         self._is_first = is_first
-        self._publisher = publisher
+        self._cuts: list[tuple[int, int]] = []  # log position and version of earlier cuts, ascending
         if is_first:
             _warn_of_unoptimized(live.model, self._dense(), [training_state, rank_state])
-        self.take({})
+        self.take()
+        self._watch = live.watch_states()
+        self._waited_in_vain = False
+        # Updates before the first step, such as a warm-up, belong to the state from which training begins.
+        self._start = progress.num_batches, progress.num_unstepped
+        if untested := sorted({each.optimizer for each in schemas.latest.states.values()} - _TESTED):
+            _logger.warning("the published states of these optimizers have not been tested: %s", ", ".join(untested))
 
-    def take(self, consumers: Mapping[str, ConsumerState], published: Collection[str] = ()) -> TakenState:
+    def begin(self, meanwhile: ConsumerHandle | None) -> None:
+        """Wait for updates in progress, and find states that were written in place since the last cut.
+
+        Their rows become pending for the publisher's consumer and for ``meanwhile``.
+
+        Raises:
+            UnfinishedStepError: if an update is still in progress after the wait, or rows were updated since the last
+                step of the tracker.
+            InvalidArgumentError: if the data position does not follow training.
+        """
+        progress = self._progress
+        seconds = _AGAIN_SECONDS if self._waited_in_vain else _UPDATE_SECONDS
+        self._waited_in_vain = True
+        self._handle.wait_for_updates(seconds)
+        self._waited_in_vain = False
+        num_batches, num_before = self._start
+        if progress.num_unstepped > (num_before if progress.num_batches == num_batches else 0):
+            raise UnfinishedStepError(
+                f"they are not those after batch {progress.num_batches}, because they were updated since the last "
+                "tracker.step()",
+                "Call in each batch, in this order: backward(), optimizer.step(), scheduler.step(), tracker.step(), "
+                "publisher.step()",
+            )
+        if progress.data_position is not None:
+            progress.data_position.check()
+        for fqn in self._watch.written():
+            shard = self._live.shards[fqn]
+            every = torch.arange(shard.num_rows, device=self._live.state_views(fqn)[0][0].device)
+            for handle in (self._handle, meanwhile):
+                if handle is not None:
+                    handle.distrust(fqn, every)
+
+    def take(self, published: Collection[str] = ()) -> TakenState:
         """Return the training state of this rank. Call it in the training thread, at the cut of a version.
 
         Args:
-            consumers: the tracker's other consumers, by name.
             published: names of the dense tensors that this rank writes to the version. They are not saved again.
 
         Raises:
@@ -193,7 +228,7 @@ class TrainingSource:
         """
         position = self._progress.data_position
         state = {
-            "library": self._library(consumers, published),
+            "library": self._library(published),
             "training": _states("training_state", self._training),
             "rank": _states("rank_state", self._rank),
             "data": None if position is None else position.state_dict(),
@@ -203,10 +238,36 @@ class TrainingSource:
         sources = [Source(tensor.reshape(-1)) for tensor in tree.tensors]
         return TakenState(tree, None if position is None else position.event_time, sources)
 
+    def add(self, position: int, version: int) -> None:
+        """Note the log position of the cut of a committed version."""
+        self._cuts.append((position, version))
+
+    def _consumers(self) -> dict[str, dict[str, object]]:
+        """Return the pending rows of the other consumers, relative to the versions of this publisher.
+
+        The position of a consumer's own stream is of the same time.
+        """
+
+        def num_cuts(position: int) -> int:
+            return bisect_right(self._cuts, position, key=lambda cut: cut[0])
+
+        others = self._handle.others()
+        oldest = min((position for position, _ in others.values()), default=self._handle.position)
+        del self._cuts[: max(0, num_cuts(oldest) - 1)]
+        found: dict[str, dict[str, object]] = {}
+        for name, (position, carried) in others.items():
+            number = num_cuts(position)
+            left_out = {fqn: ids + self._live.shards[fqn].row_offset for fqn, ids in carried.items()}
+            found[name] = {"version": self._cuts[number - 1][1] if number else None, "left_out": left_out}
+            note = self._handle.note_of(name)
+            if isinstance(note, Mapping):
+                found[name]["place"] = dict(note)
+        return found
+
     def _dense(self) -> dict[str, Tensor]:
         return dense_tensors(self._live.model, self._live.model, tables=self._live.tables)
 
-    def _library(self, consumers: Mapping[str, ConsumerState], published: Collection[str]) -> dict[str, object]:
+    def _library(self, published: Collection[str]) -> dict[str, object]:
         """Return what the library itself restores."""
         live = self._live
         dense = {name: tensor for name, tensor in self._dense().items() if name not in published}
@@ -225,18 +286,22 @@ class TrainingSource:
                 if fqn not in live.fused_tables
             },
             "dense" if self._is_first else "buffers": dense,
-            "publisher": self._publisher,
-            "consumers": {
-                name: {
-                    "version": each.version,
-                    "left_out": dict(each.left_out),
-                    **({} if each.place is None else {"place": dict(each.place)}),
-                }
-                for name, each in consumers.items()
-            },
-            "collisions": {fqn: collision_state(module) for fqn, module in self._collisions().items()},
+            "publisher": self._handle.name,
+            "consumers": self._consumers(),
+            "collisions": {fqn: collision_state(module) for fqn, module in self._schemas.collisions().items()},
             "batches": self._progress.num_batches,
         }
+
+
+def check_recoverable(live: LiveTables, encodings: Mapping[str, Encoding], top_k: TopK | None) -> None:
+    """Raise an error if the versions of a publisher cannot have the complete training state."""
+    if top_k is not None:
+        raise InvalidArgumentError("top_k", top_k, "Pass None: a version with states has all changed rows")
+    for fqn, table in live.tables.items():
+        if encodings[fqn] is not Encoding.of(table.dtype):
+            remedy = f"Leave {fqn!r} out: a version with states has the rows in the table's dtype"
+            raise InvalidArgumentError("encoding", str(encodings[fqn]), remedy)
+    live.check_recoverable()
 
 
 def _buffers(model: nn.Module) -> set[int]:

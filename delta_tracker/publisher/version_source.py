@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,25 +15,25 @@ from torch import Tensor, nn
 from delta_tracker.errors import InvalidArgumentError, RankLostError, StaleDeltaError
 from delta_tracker.monitor.recorder import Recorder
 from delta_tracker.publisher.coordinator import Coordinator, Draft
-from delta_tracker.publisher.dense_tensors import DenseTensors
 from delta_tracker.publisher.exchange import Exchange, Message, Phase
 from delta_tracker.publisher.host_copies import Source
 from delta_tracker.publisher.repair import rows_to_repair
 from delta_tracker.publisher.row_gatherer import EncodingChoice, Gatherer, choose_encodings
-from delta_tracker.publisher.schemas import Schemas
-from delta_tracker.publisher.training import Recovery
-from delta_tracker.publisher.training_cuts import TrainingCuts, check_recoverable
+from delta_tracker.publisher.schemas import RankSchema, Schemas
+from delta_tracker.publisher.training import Recovery, TrainingCuts, check_recoverable
 from delta_tracker.raw_ids import NO_OWNER
+from delta_tracker.sharding.dense import dense_tensors
 from delta_tracker.sharding.kernel_memory import one_cut
 from delta_tracker.stream.format.block_rows import BlockRows
-from delta_tracker.stream.format.manifest import Kind, Manifest, Part, Schema
+from delta_tracker.stream.format.manifest import DTYPE_NAMES, MAX_DIMS, Kind, Manifest, Part, Schema
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.reading.position import Position
 from delta_tracker.tracker.checkpoint.tracker_checkpoint import Restored
 from delta_tracker.tracker.consumer_handle import ConsumerHandle
+from delta_tracker.tracker.live_tables import LiveTables
 from delta_tracker.tracker.top_k import AllRanks, TopK, choose
 from delta_tracker.tracker.tracker import ModelDeltaTracker
-from delta_tracker.types import Delta, Identity, TableSpec
+from delta_tracker.types import Delta
 
 _logger = logging.getLogger(__name__)
 
@@ -51,7 +52,7 @@ class VersionSource:
     Attributes:
         handle: the consumer.
         schemas: schemas of the versions.
-        dense: dense tensors of the versions; None for none.
+        find_dense: finds the dense tensors that this rank writes, by name; None without dense tensors.
         is_repairing: True if the next delta must have all pending rows, without ``top_k``, because it repairs earlier
             versions.
     """
@@ -76,7 +77,11 @@ class VersionSource:
         self._top_k = top_k
         self._ranks = AllRanks(exchange.group)
         self._gatherer = Gatherer(live, writes_replicas=is_first, with_states=recovery is not None)
-        self.dense = None if dense is None else DenseTensors(live, dense, is_first=is_first)
+        self.find_dense: Callable[[], Mapping[str, Tensor]] | None = None
+        if dense is not None:
+            choice = dense if isinstance(dense, nn.Module | str) else tuple(dense)
+            self.find_dense = partial(_dense_tensors, live, choice) if is_first else dict
+            self.find_dense()
         self.handle = tracker.reserve(consumer, holder="Publisher")
         try:
             self.handle.check_top_k(top_k)
@@ -116,10 +121,9 @@ class VersionSource:
             return True
         return self._progress() != self._progress_at_cut
 
-    def place(self) -> tuple[int, Mapping[str, TableSpec], Mapping[str, Identity]]:
-        """Return the number of batches of this rank, its tables, and their identities."""
-        schema = self.schemas.current()
-        return self._tracker.num_batches, schema.tables, schema.identities
+    def place(self) -> tuple[int, RankSchema]:
+        """Return the number of batches of this rank, and its schema."""
+        return self._tracker.num_batches, self.schemas.current()
 
     def resume(self, exchange: Exchange, writer: Coordinator) -> None:
         """Make the rows of all versions after the loaded checkpoint pending, so that the next version repairs them.
@@ -200,7 +204,7 @@ class VersionSource:
         counts_owners = self._has_snapshot and not self.is_repairing and schema == schemas.published
         counted = schema.identities if counts_owners else ()
         with one_cut():
-            dense = {} if self.dense is None else self.dense.find()
+            dense = {} if self.find_dense is None else self.find_dense()
             # First, because it calls the user's code, which may raise.
             taken = None if training is None else training.take(dense)
             extra = [] if taken is None else [*taken.sources]
@@ -227,18 +231,13 @@ class VersionSource:
             kind=kind,
             batches=read.batches,
             cut=time.time(),
-            tables=schema.tables,
+            schema=schema,
+            gathered=gathered,
             pending_rows=read.pending_rows,
             parts=[] if copied is None else [copied],
-            rows=gathered.rows,
-            dense=gathered.dense,
-            copies=gathered.copies,
-            states=None if taken is None else schema.states,
             training=taken,
             training_tensors=gathered.extra[:num_taken],
-            identities=schema.identities,
             owner_changes=dict(zip(counts, gathered.extra[num_taken:], strict=True)) if counted else None,
-            format=schema.format,
         )
         return draft, read
 
@@ -302,7 +301,7 @@ class VersionSource:
     def _progress(self) -> tuple[int, int] | None:
         """Return the numbers of batches and of later updates; None if no cut finds other changes than pending rows."""
         schemas = self.schemas
-        if self.dense is not None or self._training is not None or schemas.unfused or schemas.latest.identities:
+        if self.find_dense is not None or self._training is not None or schemas.unfused or schemas.latest.identities:
             return self._tracker.num_batches, self._tracker.progress.num_unstepped
         return None
 
@@ -314,6 +313,21 @@ class VersionSource:
 
 class _UnreadError(Exception):
     """This rank failed or was interrupted before it read its rows."""
+
+
+def _dense_tensors(live: LiveTables, choice: nn.Module | Iterable[str]) -> dict[str, Tensor]:
+    """Return the dense tensors of a module, or those of some names in the model's ``state_dict``, without a copy.
+
+    Raises:
+        InvalidArgumentError: if the model has no such tensor, or if it has an unsupported dtype or number of
+            dimensions.
+    """
+    found = dense_tensors(live.model, choice, tables=live.tables)
+    for name, tensor in found.items():
+        if tensor.dtype not in DTYPE_NAMES or tensor.dim() > MAX_DIMS:
+            remedy = f"Leave it out: streams do not support {tensor.dim()}-d {tensor.dtype}"
+            raise InvalidArgumentError("dense", name, remedy)
+    return found
 
 
 def _count_owner_changes(read: Delta, identities: Iterable[str]) -> dict[str, Tensor]:

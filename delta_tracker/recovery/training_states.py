@@ -37,7 +37,7 @@ class _Kernel(TypedDict):
 
 
 class Consumer(Struct, frozen=True):
-    """Position of a consumer of the tracker, see :class:`~delta_tracker.publisher.training.ConsumerState`."""
+    """Position of a consumer of the tracker, see :mod:`delta_tracker.publisher.training`."""
 
     version: Count | None
     left_out: dict[str, Tensor]

@@ -29,7 +29,7 @@ from delta_tracker.errors import (
 )
 from delta_tracker.integrations.dcp import SavedCounters, SavedTracker
 from delta_tracker.predictor.targets import find_targets
-from delta_tracker.publisher import training_cuts
+from delta_tracker.publisher import training
 from delta_tracker.sharding import discover as discover_module
 from delta_tracker.sharding import optimizer_rows
 from delta_tracker.sharding.discover import discover
@@ -270,7 +270,7 @@ def unrecoverable(rank: int, world_size: int, url: str, kind: str) -> None:
     if kind == "in progress":
         with publish() as publisher:
             output = model(batch(spec, torch.Generator().manual_seed(1)))
-            with mock.patch.object(training_cuts, "_UPDATE_SECONDS", 0.01):
+            with mock.patch.object(training, "_UPDATE_SECONDS", 0.01):
                 refused(UnfinishedStepError, publisher.publish, "after the optimizer step")
             output.backward()
             optimizer.step()

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from delta_tracker.monitor.monitor import Monitor
 from delta_tracker.monitor.recorder import Recorder
 from delta_tracker.publisher.coordinator import Draft
-from delta_tracker.publisher.dense_tensors import DenseTensors
 from delta_tracker.publisher.exchange import Exchange
 from delta_tracker.publisher.row_gatherer import EncodingChoice
 from delta_tracker.publisher.version_source import VersionSource
@@ -102,16 +101,6 @@ class FakeTracker:
         self.log.writes.end_write(self._num_writes, tuple(ids))
 
 
-class _HeldTensors(DenseTensors):
-    """Dense tensors on any device, which no model has."""
-
-    def __init__(self, held: Mapping[str, Tensor]) -> None:
-        self._held = held
-
-    def find(self) -> dict[str, Tensor]:
-        return dict(self._held)
-
-
 def version_source(
     tracker: FakeTracker, *, encoding: EncodingChoice = None, dense: Mapping[str, Tensor] | None = None
 ) -> VersionSource:
@@ -120,20 +109,21 @@ def version_source(
     Args:
         tracker: the tracker.
         encoding: as for a publisher.
-        dense: name to dense tensor.
+        dense: name to dense tensor, on any device; no model has it.
     """
     every: Any = tracker
     recorder = Recorder("publisher", tracker, monitor=Monitor())
     exchange = Exchange(timedelta(seconds=60))
     source = VersionSource(every, None, top_k=None, dense=None, encoding=encoding, exchange=exchange, recorder=recorder)
-    source.dense = _HeldTensors(dense or {})
+    source.find_dense = lambda: dense or {}
     return source
 
 
 def read(draft: Draft) -> dict[str, tuple[list[int], Tensor]]:
     """Return what a draft's writer would write: FQN to global ids and stored rows, with dense tensors by name."""
-    draft.copies.wait()
-    return read_blocks(draft.rows) | {name: ([], tensor.clone()) for name, tensor in draft.dense.items()}
+    gathered = draft.gathered
+    gathered.copies.wait()
+    return read_blocks(gathered.rows) | {name: ([], tensor.clone()) for name, tensor in gathered.dense.items()}
 
 
 def read_blocks(rows: Sequence[BlockRows]) -> dict[str, tuple[list[int], Tensor]]:

@@ -22,7 +22,7 @@ from delta_tracker.errors import (
     UnfinishedStepError,
 )
 from delta_tracker.monitor import Monitor
-from delta_tracker.publisher import training_cuts
+from delta_tracker.publisher import training
 from delta_tracker.publisher.cadence import Cadence
 from delta_tracker.recovery.restore import restore
 from delta_tracker.sharding.interrupted import mark, unmark
@@ -298,7 +298,7 @@ def in_progress(rank: int, world_size: int, root: str) -> None:
     assert figures.of("publish_failures", **failures) == 1
     failed = _raised(trainer.publisher.publish, seconds=0.01)
     assert isinstance(failed, UnfinishedStepError)
-    expected = f" within {training_cuts._AGAIN_SECONDS:g} s"
+    expected = f" within {training._AGAIN_SECONDS:g} s"
     assert failed.reason.endswith(expected), "this thread holds the graph while it waits"
     del output
     gc.collect()
@@ -378,7 +378,7 @@ def wrong_order(rank: int, world_size: int, root: str) -> None:
 
 
 def _raised(action: Callable[[], object], *, seconds: float) -> DeltaTrackerError:
-    with mock.patch.object(training_cuts, "_UPDATE_SECONDS", seconds), pytest.raises(DeltaTrackerError) as raised:
+    with mock.patch.object(training, "_UPDATE_SECONDS", seconds), pytest.raises(DeltaTrackerError) as raised:
         action()
     return raised.value
 

@@ -1,4 +1,4 @@
-"""TrainingSource: what it saves, when, and what it refuses."""
+"""TrainingCuts: what it saves, when, and what it refuses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.publisher.host_copies import HostCopier
-from delta_tracker.publisher.training import ConsumerState, Recovery, TakenState, TrainingSource
+from delta_tracker.publisher.training import Recovery, TakenState, TrainingCuts
 from delta_tracker.stream.format.state_tree import unpack
 from delta_tracker.tracker.data_position import DataPosition
 from delta_tracker.types import ShardSpec, TableSpec
@@ -56,18 +56,19 @@ def _tracker(data: DataPosition[int] | None = None) -> Any:
         fused_tables=frozenset(["fused"]),
         unfused_storages=dict,
         kernel_scalars=lambda: {"fused": {"iter": 3, "lr": 0.1}},
+        watch_states=lambda: None,
+        num_unstepped=0,
     )
 
 
-def _source(tracker: Any, *, training: Any = None, rank: Any = None, is_first: bool = True) -> TrainingSource:
-    return TrainingSource(
-        tracker,
-        tracker,
-        Recovery(training_state=training or {}, rank_state=rank or {}),
-        collisions=dict,
-        is_first=is_first,
-        publisher="pub",
-    )
+def _source(
+    tracker: Any, *, training: Any = None, rank: Any = None, is_first: bool = True, others: Any = None
+) -> TrainingCuts:
+    """Return the training states of a publisher. ``others`` has the position and carried ids of other consumers."""
+    handle: Any = SimpleNamespace(name="pub", position=9, others=lambda: others or {}, note_of=lambda _: None)
+    schemas: Any = SimpleNamespace(collisions=dict, latest=SimpleNamespace(states={}))
+    objects = Recovery(training_state=training or {}, rank_state=rank or {})
+    return TrainingCuts(tracker, tracker, handle, objects, schemas, is_first=is_first)
 
 
 def _stored(taken: TakenState) -> Any:
@@ -82,9 +83,11 @@ def test_the_state_of_rank_0() -> None:
     list(zip(data, range(2), strict=False))
     data.advance()
     optimizer = torch.optim.Adam(tracker.model.parameters(), lr=0.1)
-    source = _source(tracker, training={"opt": optimizer}, rank={"own": _Object({"a": [1]})})
-    left_out = {"fused": torch.tensor([6, 8])}
-    taken = source.take({"other": ConsumerState(4, left_out), "new": ConsumerState(None, {})})
+    others = {"other": (2, {"fused": torch.tensor([1, 3])}), "new": (0, {})}
+    source = _source(tracker, training={"opt": optimizer}, rank={"own": _Object({"a": [1]})}, others=others)
+    for position, version in ((1, 4), (3, 5)):
+        source.add(position, version)
+    taken = source.take()
     assert taken.event_time == 0.5
     state = _stored(taken)
     assert state.keys() == {"library", "training", "rank", "data"}
@@ -94,7 +97,7 @@ def test_the_state_of_rank_0() -> None:
     library = state["library"]
     assert library["consumers"]["new"] == {"version": None, "left_out": {}}
     assert library["consumers"]["other"]["version"] == 4
-    assert torch.equal(library["consumers"]["other"]["left_out"]["fused"], left_out["fused"])
+    assert library["consumers"]["other"]["left_out"]["fused"].tolist() == [6, 8], "global ids"
     assert library["dense"].keys() == tracker.model.state_dict().keys()
     assert "buffers" not in library
     assert library["kernels"] == {"fused": {"iter": 3, "lr": 0.1}}
@@ -105,7 +108,7 @@ def test_the_state_of_rank_0() -> None:
 def test_other_ranks_save_their_buffers_and_their_own_states() -> None:
     tracker = _tracker()
     tracker.model[1].running_mean.add_(3)
-    taken = _source(tracker, training={"opt": _Object({1})}, rank={"own": _Object(1)}, is_first=False).take({})
+    taken = _source(tracker, training={"opt": _Object({1})}, rank={"own": _Object(1)}, is_first=False).take()
     state = _stored(taken)
     assert (state["training"], state["rank"], state["data"], taken.event_time) == ({}, {"own": 1}, None, None)
     names = {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
@@ -119,7 +122,7 @@ def test_the_copies_have_the_values_of_the_cut() -> None:
     live["e"] = torch.ones(2, dtype=torch.complex128)
     expected = {name: tensor.clone() for name, tensor in live.items()}
     source = _source(_tracker(), training={"live": _Object(live)})
-    taken = source.take({})
+    taken = source.take()
     copies = HostCopier().copy(taken.sources)
     for tensor in live.values():
         tensor.mul_(5)  # training continues before the state is written
@@ -134,10 +137,10 @@ def test_states_are_taken_anew_for_each_version() -> None:
     each = _Object(1)
     source = _source(_tracker(), rank={"each": each})
     each.state = 2
-    assert _stored(source.take({}))["rank"] == {"each": 2}
+    assert _stored(source.take())["rank"] == {"each": 2}
     each.state = {1}
     with pytest.raises(InvalidArgumentError, match=r"^rank_state\['each'\]="):
-        source.take({})
+        source.take()
 
 
 class _NoState:
@@ -191,7 +194,7 @@ def test_dense_parameters_without_an_optimizer_are_logged_once(caplog: pytest.Lo
     linear, norm = tracker.model
     norm.bias.requires_grad_(False)
     source = _source(tracker, training={"adam": torch.optim.Adam(linear.parameters())})
-    source.take({})
+    source.take()
     _source(tracker, is_first=False)
     (message,) = caplog.messages
     assert message.endswith("the state of their optimizer is not saved: 1.weight")

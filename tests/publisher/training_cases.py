@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,16 +16,16 @@ import tests.models
 from delta_tracker import ModelDeltaTracker
 from delta_tracker.errors import InvalidArgumentError, UnsupportedModelError
 from delta_tracker.publisher.host_copies import HostCopier
-from delta_tracker.publisher.training import Recovery, TakenState, TrainingSource
+from delta_tracker.publisher.training import Recovery, TakenState, TrainingCuts
 from delta_tracker.stream.format.state_tree import unpack
 from tests.models import Spec, Table, batch, ordinary_optimizer, shard
 
 
-def _source(tracker: ModelDeltaTracker, rank: int, training: Any, ranks: Any) -> TrainingSource:
+def _source(tracker: ModelDeltaTracker, rank: int, training: Any, ranks: Any) -> TrainingCuts:
     objects = Recovery(training_state=training, rank_state=ranks)
-    return TrainingSource(
-        tracker.live, tracker.progress, objects, collisions=dict, is_first=rank == 0, publisher="default"
-    )
+    handle: Any = SimpleNamespace(name="default", position=0, others=dict)
+    schemas: Any = SimpleNamespace(collisions=dict, latest=SimpleNamespace(states={}))
+    return TrainingCuts(tracker.live, tracker.progress, handle, objects, schemas, is_first=rank == 0)
 
 
 def _stored(taken: TakenState) -> Any:
@@ -68,7 +69,7 @@ def unfused(rank: int, world_size: int) -> None:
             model(batch(spec, generator)).backward()
             for each in (top, parts, same):
                 each.step()
-        state = _stored(source.take({}))
+        state = _stored(source.take())
         assert state["training"].keys() == ({"top", "same"} if rank == 0 else set())
         assert state["library"]["shards"].keys() == tracker.tables.keys() - tracker.live.fused_tables
         assert state["library"]["kernels"].keys() == tracker.live.fused_tables
@@ -92,7 +93,7 @@ def keyed_optimizers(rank: int, world_size: int) -> None:
                 _source(tracker, 0, {"opt": optimizer}, {})
         for optimizer in (top, clipped, CombinedOptimizer([top])):
             optimizer.save_param_groups(True)
-            state = _stored(_source(tracker, 0, {"opt": optimizer}, {}).take({}))
+            state = _stored(_source(tracker, 0, {"opt": optimizer}, {}).take())
             assert state["training"]["opt"]["param_groups"][0]["lr"] == 0.1
         fused = model.fused_optimizer
         fused.save_param_groups(True)
@@ -113,7 +114,7 @@ def change_of_rate(rank: int, world_size: int) -> None:
         source = _source(tracker, 0, {"top": top, "scheduler": scheduler}, {})
         top.step()
         scheduler.step()
-        state = _stored(source.take({}))["training"]
+        state = _stored(source.take())["training"]
     assert state["top"]["param_groups"][0]["lr"] == 0.05
     assert state["scheduler"]["last_epoch"] == 1
 
@@ -145,7 +146,7 @@ def buffers(rank: int, world_size: int) -> None:
         tests.models.Model = plain  # type: ignore[misc]
     with ModelDeltaTracker(outer) as tracker:
         source = _source(tracker, rank, {}, {})
-        library = _stored(source.take({}))["library"]
+        library = _stored(source.take())["library"]
     own = {"running_mean", "running_var", "num_batches_tracked"}
     expected = {f"{layer}.{name}" for layer in ("norm", "inner.layers.1") for name in own} | {"inner.shared"}
     if rank == 0:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tests.ranks import RankPool
 
-_CASES = "tests.publisher.gauges_cases"
+_CASES = "tests.publisher.reports_cases"
 
 
 def test_versions_and_failures_are_counted(one_rank: RankPool, tmp_path: Path) -> None:
