@@ -70,7 +70,7 @@ class LogSegments:
         self.num_recorded = dict.fromkeys(self.stores, 0)
         self.synced: dict[str, int] = {}
         self.fence = StreamFence(self._tensors)
-        self._every: list[tuple[str, SegmentStore]] = []  # the stores of all tables, then those of all owners
+        self._every: list[tuple[str, SegmentStore | OwnerStore]] = []  # the stores of all tables, then of all owners
         self._list_stores()
         self.fence.enter()  # the stores were built on this stream
 
@@ -122,7 +122,7 @@ class LogSegments:
             self.is_compact = False
             for _, store in self._every if fqns is None else [(fqn, self.stores[fqn]) for fqn in fqns]:
                 store.cut(self.position)
-                if store.has_writes:  # the cut marked the rows of the writes again
+                if isinstance(store, SegmentStore) and store.has_writes:  # the cut marked the rows of the writes again
                     self.cursors.note_change(self.position)
 
     def compact(self) -> None:

@@ -20,8 +20,9 @@ from delta_tracker.tracker.cursors import Consumer
 from delta_tracker.tracker.log_consumers import LogConsumers
 from delta_tracker.tracker.row_sets.row_set import RowSet
 from delta_tracker.tracker.row_sets.torch import TorchRows
-from delta_tracker.tracker.store import segments
-from delta_tracker.tracker.store.segments import SegmentStore, _Segment
+from delta_tracker.tracker.store import marked_rows
+from delta_tracker.tracker.store.marked_rows import Segment
+from delta_tracker.tracker.store.segments import SegmentStore
 from tests.syncs import SIMULATED, SyncError, find_syncs, held, on_device
 from tests.tracker.reference import NUM_ROWS, Schedule
 
@@ -269,9 +270,9 @@ def test_the_reference_catches_a_broken_store(mutant: type[SegmentStore]) -> Non
 
 
 def test_the_reference_catches_a_merge_in_which_the_newer_state_wins(monkeypatch: pytest.MonkeyPatch) -> None:
-    def merged(self: _Segment, newer: _Segment) -> _Segment:
+    def merged(self: Segment, newer: Segment) -> Segment:
         if self.rows is None:
-            return _Segment(self.start, newer.rows, newer.states)
+            return Segment(self.start, newer.rows, newer.states)
         if newer.rows is not None:
             if newer.states is not None:
                 self.states = self.states or newer.states.empty()
@@ -279,7 +280,7 @@ def test_the_reference_catches_a_merge_in_which_the_newer_state_wins(monkeypatch
             self.rows.absorb(newer.rows)
         return self
 
-    monkeypatch.setattr(_Segment, "merged", merged)
+    monkeypatch.setattr(Segment, "merged", merged)
     with pytest.raises(AssertionError):
         _run_seeds(SegmentStore)
 
@@ -301,41 +302,6 @@ def test_a_shard_without_rows_accepts_every_call() -> None:
     assert store.changed(0, 1).ids.tolist() == []
 
 
-def test_backward_passes_that_raised_cost_bounded_memory() -> None:
-    store = SegmentStore(50, engine="torch")
-    for batch in range(5000):
-        store.begin_write(batch, torch.tensor([batch % 40]))
-    assert len(store._writes) <= 257
-    assert store.log_bytes < 10_000
-    store.cut(1)
-    store.cut(2)
-    assert store.changed(1, 2).ids.tolist() == list(range(40)), "still in progress, all of them"
-    store.begin_write(5000, None)
-    for batch in range(5001, 5600):
-        store.begin_write(batch, torch.tensor([0]))
-    store.cut(3)
-    store.cut(4)
-    assert store.changed(3, 4).ids.tolist() == list(range(50))
-
-
-def test_rows_of_writes_in_progress_are_kept_if_their_merge_runs_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = SegmentStore(300, engine="torch")
-    for batch in range(256):
-        store.begin_write(batch, torch.tensor([batch]))
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "unique", _raising_memory_error)
-        with pytest.raises(MemoryError):
-            store.begin_write(256, torch.tensor([256]))
-    store.begin_write(257, torch.tensor([257]))
-    store.cut(1)
-    store.cut(2)
-    assert store.changed(1, 2).ids.tolist() == list(range(258)), "still in progress, all of them"
-
-
-def _raising_memory_error(*_: object) -> None:
-    raise MemoryError
-
-
 @pytest.mark.parametrize("is_over", [False, True])
 def test_a_write_of_unknown_rows_marks_all_rows_until_it_is_over(is_over: bool) -> None:
     store = SegmentStore(3, engine="torch")
@@ -352,35 +318,10 @@ def test_a_write_of_unknown_rows_marks_all_rows_until_it_is_over(is_over: bool) 
         assert store.changed(position - 1, position).ids.tolist() == ([0, 1, 2] if is_marked else [])
 
 
-@pytest.mark.parametrize("keeps_states", [False, True])
-def test_backward_passes_that_raised_on_a_device_do_not_make_training_wait(
-    monkeypatch: pytest.MonkeyPatch, keeps_states: bool
-) -> None:
-    monkeypatch.setattr(segments, "_MAX_WRITES", 16)  # instead of 256, for speed
-    weights = on_device(torch.arange(20.0)[:, None])
-    states = (lambda ids: weights.index_select(0, ids)) if keeps_states else None
-    with find_syncs():
-        store = SegmentStore(20, SIMULATED, engine="torch", old_states=states)
-        with find_syncs() as found:
-            for batch in range(50):
-                store.begin_write(batch, on_device(torch.tensor([3 + batch % 10, 99, 3 + batch % 10])))
-        assert not found
-        assert len(store._writes) <= 17
-        num_bytes = sum(ids.nbytes for ids in store._writes.values() if ids is not None)
-        assert num_bytes <= 8 * (16 * 3 + 20), "16 batches, and at most one id for each row"
-        store.cut(1)
-        weights += 100
-        store.cut(2)
-        changed = store.changed(1, 2)
-        assert held(changed.ids).tolist() == [0, *range(3, 13)], "still in progress; FBGEMM updates row 0 for 99"
-        if keeps_states:
-            assert torch.equal(held(changed.states)[:, 0], held(changed.ids).float())
-
-
 @pytest.fixture
 def always_spare(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep row sets of any size for reuse."""
-    monkeypatch.setattr(segments, "_SPARE_BYTES", 0)
+    monkeypatch.setattr(marked_rows, "_SPARE_BYTES", 0)
 
 
 @pytest.mark.parametrize("engine", ["torch", "numba"])

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from delta_tracker.tracker.change_log import ChangeLog
 from delta_tracker.tracker.row_sets.row_set import RowSet
 from delta_tracker.tracker.row_sets.torch import TorchRows
-from delta_tracker.tracker.store import segments
+from delta_tracker.tracker.store import marked_rows
 from delta_tracker.tracker.store.segments import SegmentStore
 from tests.syncs import SIMULATED, find_syncs, held, on_device
 
@@ -158,7 +158,7 @@ class _Failing(TorchRows):
 def test_an_engine_that_fails_on_a_device_is_replaced(
     with_states: bool, failing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(segments, "choose_engine", lambda *_: _Failing)
+    monkeypatch.setattr(marked_rows, "choose_engine", lambda *_: _Failing)
     monkeypatch.setattr(_Failing, "failing", "")
     weights = on_device(torch.zeros(_NUM_ROWS, 2)) if with_states else None
     with find_syncs():

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import wraps
 from traceback import walk_tb
 from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
-from torch import Tensor
 
 from delta_tracker.errors import InvalidArgumentError, MissingExtraError
 from delta_tracker.tracker.row_sets.numba import NumbaRows, load_loops
@@ -84,41 +83,6 @@ def retried(
         return checked
 
     return decorate
-
-
-def scan_each(sets: Mapping[str, RowSet]) -> dict[str, Tensor]:
-    """Return the ids of all marked rows of each set, ``[K]`` int64, ascending and unique.
-
-    The sets of an engine on a device are scanned together, see :meth:`RowSet.scan_each`.
-
-    Args:
-        sets: sets by name.
-    """
-    return _together(sets, lambda engine, group: engine.scan_each(group))
-
-
-def count_each(sets: Mapping[str, RowSet]) -> dict[str, int]:
-    """Return the number of marked rows of each set. Waits for the devices.
-
-    The sets of an engine on a device are counted together, see :meth:`RowSet.count_each`.
-
-    Args:
-        sets: sets by name.
-    """
-    return _together(sets, lambda engine, group: engine.count_each(group))
-
-
-def _together(
-    sets: Mapping[str, RowSet], call: Callable[[type[RowSet], Sequence[RowSet]], Sequence[_Result]]
-) -> dict[str, _Result]:
-    """Call a function once for all sets of an engine on a device, and return the results by name."""
-    groups: dict[tuple[type[RowSet], torch.device], list[str]] = {}
-    for name, each in sets.items():
-        groups.setdefault((type(each), each.device), []).append(name)
-    found: dict[str, _Result] = {}
-    for (engine, _), names in groups.items():
-        found |= zip(names, call(engine, [sets[name] for name in names]), strict=True)
-    return found
 
 
 def _has_numba() -> bool:

@@ -5,17 +5,17 @@ Notation: ``N`` is the number of ids, ``R`` the number of rows of the shard.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from delta_tracker.raw_ids import NO_OWNER, check_owners
 from delta_tracker.sharding.collisions import LocalOwners
-from delta_tracker.tracker.store.segments import SegmentStore
+from delta_tracker.tracker.store.marked_rows import MarkedRows
 
 
-class OwnerStore(SegmentStore):
+class OwnerStore(MarkedRows):
     """Store that finds slots with a new owner by comparing the owners with a copy, and keeps the former owners.
 
     The old state of a slot is its owner before the first change in a segment, so that each consumer gets the owner of
@@ -30,31 +30,26 @@ class OwnerStore(SegmentStore):
         engine: implementation of the row sets, see :func:`~delta_tracker.tracker.row_sets.engines.choose_engine`.
 
     Attributes:
+        source: reader of the owners.
         refusal: reason why a stream cannot have the owners of the last :meth:`update`; an empty string if it can.
     """
 
     def __init__(self, source: LocalOwners, *, engine: str | None) -> None:
-        self._source = source
-        self._token: object | None = None
-        self._is_doubted = False
-        self.refusal = ""
-        self._owners = torch.empty(0, dtype=torch.int64)
-        self._read_all()
         super().__init__(
             source.num_rows,
             source.device,
             engine=engine,
-            old_states=lambda ids: self._owners.index_select(0, ids).unsqueeze(1),
+            old_states=lambda ids: self.copy.index_select(0, ids).unsqueeze(1),
         )
-
-    @property
-    def source(self) -> LocalOwners:
-        """Reader of the owners."""
-        return self._source
+        self.source = source
+        self._token: object | None = None
+        self._is_doubted = False
+        self.refusal = ""
+        self._read_all()
 
     def attach(self, source: LocalOwners) -> None:
         """Replace the reader, because the module was replaced. The slots and their device must be the same."""
-        self._source, self._token = source, None
+        self.source, self._token = source, None
 
     def update(self, mark: Callable[[Tensor], None]) -> None:
         """Compare the owners with the copy, mark the slots that differ, and update the copy.
@@ -69,25 +64,25 @@ class OwnerStore(SegmentStore):
         if self._is_doubted:
             self.mark_unknown()
             self._is_doubted = False
-        token = self._source.token()
+        token = self.source.token()
         if token is not None and token == self._token:
             return
-        owners = self._source.read()
-        changed = (owners != self._owners).nonzero().flatten()
+        owners = self.source.read()
+        changed = (owners != self.copy).nonzero().flatten()
         if len(changed):
             # While the owners are refused, the unchanged ones may be at fault, too.
             refusal = self._refusal(owners, None if self.refusal else changed)
             mark(changed)
             self.mark(changed)
             with torch.inference_mode(mode=False):
-                self._owners.index_copy_(0, changed, owners.index_select(0, changed))
+                self.copy.index_copy_(0, changed, owners.index_select(0, changed))
             self.refusal = refusal
         self._token = token
 
     @property
     def owners(self) -> Tensor:
         """Owner of each slot at the last :meth:`update`, ``[R]`` int64. Belongs to the store: do not write to it."""
-        return self._owners
+        return self.copy
 
     def former(self, ids: Tensor, start: int) -> Tensor:
         """Return the owner of some slots at a position of the log, ``[N]`` int64. Waits for the device.
@@ -96,7 +91,7 @@ class OwnerStore(SegmentStore):
             ids: ``[N]`` int64 local ids, ascending and unique.
             start: a pinned position. All positions since then must be in the log.
         """
-        former = self._owners.index_select(0, ids)
+        former = self.copy.index_select(0, ids)
         changed = self.changed(start, self._segments[-1].start + 1)
         if len(ids) and len(changed):
             assert changed.states is not None, "this store keeps states"
@@ -105,42 +100,26 @@ class OwnerStore(SegmentStore):
             former[places[found]] = changed.states[found, 0]
         return former
 
-    def mark_all_later(self, key: int | None = None) -> None:
-        """Make the next :meth:`update` call :meth:`mark_unknown`. Takes no memory. ``key`` is ignored."""
-        del key  # hooks do not report owners
+    def mark_all_later(self) -> None:
+        """Make the next :meth:`update` call :meth:`mark_unknown`. Takes no memory."""
         self._is_doubted = True
 
     def mark_unknown(self) -> None:
         """Mark all slots, with unknown former owners, which count as ``NO_OWNER``."""
-        every = torch.arange(self.num_rows, device=self._device)
+        every = torch.arange(self.num_rows, device=self.device)
         self.mark(every, states=torch.full_like(every, NO_OWNER).unsqueeze(1))
 
     def forget(self) -> None:
         """Drop all marked slots and replace the copy with the current owners."""
-        super().forget()
+        self.delete(None)
         self._read_all()
         self._is_doubted = False
 
-    @property
-    def reads_shard(self) -> bool:
-        """False, because the owners are no rows of the shard."""
-        return False
-
-    def tensors(self) -> Iterator[Tensor]:
-        """Yield all tensors of the store."""
-        yield self._owners
-        yield from super().tensors()
-
-    @property
-    def copy_bytes(self) -> int:
-        """Size of the copy of the owners in bytes."""
-        return self._owners.nbytes
-
     def _read_all(self) -> None:
         with torch.inference_mode(mode=False), torch.no_grad():
-            self._token = self._source.token()
-            self._owners = self._source.read()
-        self.refusal = self._refusal(self._owners, None)
+            self._token = self.source.token()
+            self.copy = self.source.read()
+        self.refusal = self._refusal(self.copy, None)
 
     def _refusal(self, owners: Tensor, slots: Tensor | None) -> str:
         """Return the reason why a stream cannot have some owners.
@@ -149,13 +128,13 @@ class OwnerStore(SegmentStore):
             owners: ``[R]`` owners of all slots.
             slots: ``[N]`` local slots to check; None for all slots. The source checks all owners.
         """
-        if reason := self._source.refusal():
+        if reason := self.source.refusal():
             return reason
-        begin, end = self._source.rows
+        begin, end = self.source.rows
         every = torch.arange(begin, end, device=owners.device) if slots is None else slots + begin
         try:
             owned = owners if slots is None else owners.index_select(0, slots)
-            check_owners(self._source.identity, every, owned, is_unique=False)  # the source has checked all owners
+            check_owners(self.source.identity, every, owned, is_unique=False)  # the source has checked all owners
         except ValueError as error:
             return str(error)
         return ""

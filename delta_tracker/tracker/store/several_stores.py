@@ -7,16 +7,20 @@ number of tables. On the CPU, each store is marked and read by itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from delta_tracker.rows import ChangedRows
-from delta_tracker.tracker.row_sets.engines import count_each, retried, scan_each
+from delta_tracker.tracker.row_sets.engines import retried
 from delta_tracker.tracker.row_sets.row_set import RowSet
+from delta_tracker.tracker.store.marked_rows import whole_numbers
 from delta_tracker.tracker.store.old_states import settle
-from delta_tracker.tracker.store.segments import SegmentStore, whole_numbers
+from delta_tracker.tracker.store.segments import SegmentStore
+
+_Result = TypeVar("_Result")
 
 
 def _replaced(stores: Mapping[str, SegmentStore], error: Exception) -> bool:
@@ -36,7 +40,7 @@ def begin_write_in_each(stores: Mapping[str, SegmentStore], key: int, ids: Mappi
     together = _for_devices(stores, ids)
     for name, own in ids.items():
         if name in together:
-            stores[name].begin_write(key, own, is_marked=True)
+            stores[name].note_write(key, own)
         else:
             stores[name].begin_write(key, own)
     if together:
@@ -66,26 +70,19 @@ def changed_in_each(
 
     Args:
         stores: stores by name.
-        start: as in :meth:`SegmentStore.changed`.
-        stop: as in :meth:`SegmentStore.changed`.
-        with_states: as in :meth:`SegmentStore.changed`.
+        start, stop, with_states: as in :meth:`SegmentStore.changed`.
     """
-    found: dict[str, ChangedRows] = {}
-    together: dict[str, SegmentStore] = {}
-    for name, store in stores.items():
-        if store.pads:
-            together[name] = store
-        else:
-            found[name] = store.changed(start, stop, with_states=with_states)
-    if not together:
-        return found
-    if with_states:
+    together = {name: store for name, store in stores.items() if store.pads}
+    if with_states and together:
         settle(states for store in together.values() for states in store.device_states)
     marked = {name: store.marked(start, stop) for name, store in together.items()}
-    scanned = scan_each({name: rows for name, (rows, _) in marked.items() if rows is not None})
-    for name, store in together.items():
-        found[name] = store.found(*marked[name], scanned.get(name), with_states=with_states)
-    return {name: found[name] for name in stores}
+    scanned = _together(marked, lambda engine, sets: engine.scan_each(sets)) if marked else {}
+    return {
+        name: store.found(*marked[name], scanned.get(name), with_states=with_states)
+        if name in marked
+        else store.changed(start, stop, with_states=with_states)
+        for name, store in stores.items()
+    }
 
 
 @retried(_replaced)
@@ -98,7 +95,7 @@ def num_changed_in_each(stores: Mapping[str, SegmentStore], start: int, extra: M
         extra: name to the argument of :meth:`SegmentStore.num_changed`; names of stores without ids may be missing.
     """
     marked = {name: store.marked(start, None, extra.get(name)) for name, store in stores.items() if store.pads}
-    counted = count_each({name: rows for name, (rows, _) in marked.items() if rows is not None})
+    counted = _together(marked, lambda engine, sets: engine.count_each(sets))
     for name, (rows, segments) in marked.items():
         stores[name].release(rows, segments)
     return {
@@ -128,11 +125,32 @@ def _mark(stores: Mapping[str, SegmentStore], ids: Mapping[str, Tensor]) -> None
                 store.keep_states(new, count)
 
 
-def _newest_sets(engine: type[RowSet], stores: Iterable[SegmentStore]) -> list[RowSet]:
+def _newest_sets(engine: type[RowSet], stores: Sequence[SegmentStore]) -> list[RowSet]:
     """Return the set of each store for the rows marked since the last cut. Creates the missing ones together."""
-    missing = [store for store in stores if store.newest_set is None]
+    newest = [store.newest for store in stores]
+    missing = [place for place, segment in enumerate(newest) if segment.rows is None]
     if missing:
-        created = engine.create_each([store.num_rows for store in missing], missing[0].device)
-        for store, empty in zip(missing, created, strict=True):
-            store.newest_set = empty
-    return [rows for store in stores if (rows := store.newest_set) is not None]
+        created = engine.create_each([stores[place].num_rows for place in missing], stores[0].device)
+        for place, empty in zip(missing, created, strict=True):
+            newest[place].rows = empty
+    return [segment.rows for segment in newest if segment.rows is not None]
+
+
+def _together(
+    marked: Mapping[str, tuple[RowSet | None, object]],
+    call: Callable[[type[RowSet], Sequence[RowSet]], Sequence[_Result]],
+) -> dict[str, _Result]:
+    """Call a function once for all sets of an engine on a device, and return the results by name, without a set none.
+
+    Args:
+        marked: name to a result of :meth:`SegmentStore.marked`.
+        call: function of an engine and its sets.
+    """
+    groups: dict[tuple[type[RowSet], torch.device], dict[str, RowSet]] = {}
+    for name, (rows, _) in marked.items():
+        if rows is not None:
+            groups.setdefault((type(rows), rows.device), {})[name] = rows
+    found: dict[str, _Result] = {}
+    for (engine, _), group in groups.items():
+        found |= zip(group, call(engine, list(group.values())), strict=True)
+    return found

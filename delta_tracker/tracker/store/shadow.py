@@ -10,7 +10,7 @@ Notation: ``N`` is the number of ids, ``R`` the number of rows of the shard, ``D
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -47,10 +47,11 @@ class ShadowStore(SegmentStore):
         engine: str | None = None,
         keeps_states: bool = False,
     ) -> None:
-        self._read_rows = read_rows
-        self._shadow = read_rows(None)
-        old_states = (lambda ids: self._shadow.index_select(0, ids)) if keeps_states else None
+        old_states = (lambda ids: self.copy.index_select(0, ids)) if keeps_states else None
         super().__init__(num_rows, device, engine=engine, old_states=old_states)
+        self.reads_shard = True  # at each cut
+        self._read_rows = read_rows
+        self.copy = read_rows(None)
 
     def cut(self, position: int) -> None:
         """Mark the rows that differ from the copy, then start a segment at ``position``. Waits for the device."""
@@ -62,36 +63,21 @@ class ShadowStore(SegmentStore):
 
         Takes temporary memory of one byte per row, of 8 bytes per row that differs, and of a chunk of rows.
         """
-        differs = torch.empty(self.num_rows, dtype=torch.bool, device=self._device)
+        differs = torch.empty(self.num_rows, dtype=torch.bool, device=self.device)
         for begin in range(0, self.num_rows, _CHUNK_ROWS):
-            ids = torch.arange(begin, min(begin + _CHUNK_ROWS, self.num_rows), device=self._device)
-            shadow = self._shadow[begin : begin + len(ids)]
-            torch.any(_bits(self._read_rows(ids)) != _bits(shadow), dim=1, out=differs[begin : begin + len(ids)])
+            ids = torch.arange(begin, min(begin + _CHUNK_ROWS, self.num_rows), device=self.device)
+            copied = self.copy[begin : begin + len(ids)]
+            torch.any(_bits(self._read_rows(ids)) != _bits(copied), dim=1, out=differs[begin : begin + len(ids)])
         changed = differs.nonzero().flatten()
         if len(changed):
             self.mark(changed)
             for ids in torch.split(changed, _CHUNK_ROWS):
-                put_rows(self._shadow, ids, self._read_rows(ids))
+                put_rows(self.copy, ids, self._read_rows(ids))
 
     def forget(self) -> None:
         """Drop all marked rows and replace the copy with the current rows."""
         super().forget()
-        self._shadow = self._read_rows(None)
-
-    @property
-    def reads_shard(self) -> bool:
-        """True, because each cut reads the shard to compare it with the copy."""
-        return True
-
-    def tensors(self) -> Iterator[Tensor]:
-        """Yield all tensors of the store."""
-        yield self._shadow
-        yield from super().tensors()
-
-    @property
-    def copy_bytes(self) -> int:
-        """Size of the copy of the shard in bytes."""
-        return self._shadow.nbytes
+        self.copy = self._read_rows(None)
 
 
 def _bits(rows: Tensor) -> Tensor:

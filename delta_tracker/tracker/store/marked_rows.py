@@ -1,0 +1,427 @@
+"""The rows of one shard that were marked, by the cuts between which they were: :class:`MarkedRows`.
+
+Notation: ``N`` is the number of ids, ``R`` the number of rows of the shard, ``S`` the number of values in an old state.
+
+A position is the number of cuts since the log was created. It is *pinned* while a consumer's cursor is there or an
+uncommitted read ends there. A segment covers the positions from its start to the next segment's start.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from delta_tracker.buffers import new_rows
+from delta_tracker.raw_ids import NO_OWNER
+from delta_tracker.rows import ChangedRows, put_pieces, to_device
+from delta_tracker.tracker.row_sets.engines import choose_engine, is_engine_fault, retried
+from delta_tracker.tracker.row_sets.row_set import RowSet
+from delta_tracker.tracker.row_sets.torch import TorchRows
+from delta_tracker.tracker.store.old_states import DeviceStates, HostStates, OldStates, ReadStates, settle
+
+_logger = logging.getLogger(__name__)
+
+DEVICE_BYTES = 64 << 20
+"""Default of ``max_device_bytes``."""
+# On the CPU, sets of at least this size are reused, because page faults in new memory take longer than a small read.
+_SPARE_BYTES = 1 << 20
+
+
+@dataclass(slots=True)
+class Segment:
+    """Rows that were marked between two cuts.
+
+    Args:
+        start: position of the first cut.
+        rows: the rows; None while nothing is marked.
+        states: state of each row before its first change in the segment; None until a row with an old state is marked.
+    """
+
+    start: int
+    rows: RowSet | None = None
+    states: OldStates | None = None
+
+    def merged(self, newer: Segment) -> Segment:
+        """Return one segment with the rows of this one and of a newer one. For rows in both, keep this one's states.
+
+        The result may be this segment. A call that fails or is interrupted can be repeated.
+        """
+        if self.rows is None:
+            return Segment(self.start, newer.rows, newer.states)
+        if newer.rows is not None:
+            if newer.states is not None:
+                if self.states is None:
+                    self.states = newer.states.empty()
+                self.states.absorb(newer.states, self.rows)
+                newer.states = None  # if the next line runs out of memory, the next call moves the rows alone
+            self.rows.absorb(newer.rows)
+        return self
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the set and the states in bytes."""
+        return sum(each.num_bytes for each in (self.rows, self.states) if each is not None)
+
+
+class MarkedRows:
+    """Marked rows of one shard of ``R`` rows, readable from any pinned position.
+
+    There is one row set for each segment with marked rows and, if old states are kept, at most one old state for each
+    row in the set. After :meth:`compact`, there is at most one segment more than there are distinct pinned positions.
+    If row sets are large, one empty set is kept for reuse.
+
+    Callers must serialize the calls. For each read, call :meth:`cut` while the shard has the values that the read must
+    return, then :meth:`changed`.
+
+    Args:
+        num_rows: ``R``, number of rows of the shard; 0 is allowed.
+        device: device of the shard and of all ids.
+        engine: implementation of the row sets, see :func:`~delta_tracker.tracker.row_sets.engines.choose_engine`.
+        old_states: returns the current states ``[N, S]`` of the rows with ids ``[N]``; None to keep no states.
+        max_device_bytes: maximum size in bytes of the old states on the device, except for the memory of the newest
+            ones, see :class:`~delta_tracker.tracker.store.old_states.DeviceStates`. Older ones are moved to pinned host
+            memory. Ignored on the CPU, and without effect on devices other than CUDA.
+
+    Attributes:
+        engine: implementation of the row sets.
+        pads: True if the shard is not on the CPU. Only the device has the number of rows that a write adds, so that the
+            ids of these rows are padded to a fixed size.
+        keeps_states: True if old states are kept.
+        copy: copy with which a subclass compares the shard; empty without it.
+    """
+
+    def __init__(
+        self,
+        num_rows: int,
+        device: torch.device | str = "cpu",
+        *,
+        engine: str | None = None,
+        old_states: ReadStates | None = None,
+        max_device_bytes: int = DEVICE_BYTES,
+    ) -> None:
+        self.num_rows = num_rows
+        self.device = torch.device(device)
+        self.engine = choose_engine(engine, self.device)
+        self.engine.warm_up(self.device)  # the first set is created in a backward pass
+        self.pads = self.device.type != "cpu"
+        self.keeps_states = old_states is not None
+        self.copy = torch.empty(0)
+        self._old_states = old_states
+        self._max_device_bytes = max_device_bytes
+        self._segments = [Segment(start=0)]
+        self._spare: RowSet | None = None
+
+    def replace_engine(self, error: Exception) -> bool:
+        """Use the torch engine from now on, if the engine raised ``error``. Return True if it was replaced.
+
+        The engine can no longer list the marked rows: all rows of each segment with marked rows count as changed.
+        """
+        if self.engine is TorchRows or not is_engine_fault(error):
+            return False
+        marked = [segment for segment in self._segments if segment.rows is not None]
+        every = [TorchRows(self.num_rows, self.device) for _ in marked]
+        for rows, segment in zip(every, marked, strict=True):
+            rows.mark_all()
+            segment.rows = rows
+        _logger.error("engine failed and was replaced by torch: engine=%s", self.engine.__name__, exc_info=error)
+        self.engine, self._spare = TorchRows, None
+        return True
+
+    # Marking
+
+    @retried(replace_engine)
+    def mark(self, ids: Tensor | None, *, states: Tensor | None = None, is_written: bool = False) -> None:
+        """Mark rows as changed.
+
+        Args:
+            ids: ``[N]`` integer local ids, in any order, duplicates allowed unless ``states`` is given; None for all
+                rows, with unknown old states. An id outside ``[0, R)`` counts as row 0, because FBGEMM's table-batched
+                embedding updates row 0 for it.
+            states: ``[N, S]`` states before the change; None to capture the current states. Ignored if ``ids`` is None.
+            is_written: True if the rows have already been written. Their old states are then unknown, unless ``states``
+                is given.
+        """
+        if self.num_rows == 0 or (ids is not None and ids.numel() == 0):
+            return
+        if ids is None:
+            self._newest_rows().mark_all()
+        elif self._old_states is None or (is_written and states is None):
+            self._newest_rows().mark(whole_numbers(ids))
+        else:
+            kept, rows = self._newest_states(), self._newest_rows()
+            if states is None:
+                kept.mark_new(rows, whole_numbers(ids), self._old_states)
+            else:
+                kept.mark_with(rows, whole_numbers(ids), states)
+            if self.pads:
+                self._tend()
+
+    @property
+    def newest(self) -> Segment:
+        """Segment of the rows that were marked since the last cut.
+
+        Rows may be added to its set if no old states are kept, or if :meth:`keep_states` is called afterwards.
+        """
+        return self._segments[-1]
+
+    def keep_states(self, ids: Tensor, count: Tensor) -> None:
+        """Keep the current states of rows that were added to the set of :attr:`newest`. Does not wait for the device.
+
+        Args:
+            ids: first result of :meth:`~delta_tracker.tracker.row_sets.row_set.RowSet.mark_new_padded`.
+            count: its second result.
+        """
+        states = self._newest_states()
+        assert self._old_states is not None, "checked by the caller"
+        assert isinstance(states, DeviceStates), "the ids are padded on a device only"
+        states.append(ids, count, self._old_states)
+        self._tend()
+
+    def cut(self, position: int) -> None:
+        """Start a segment at ``position``, which must be higher than all earlier positions."""
+        last = self._segments[-1]
+        if last.rows is None:
+            last.start = position
+        else:
+            self._segments.append(Segment(start=position))
+            if isinstance(last.states, DeviceStates):
+                last.states.close()
+
+    # Reading
+
+    def unknown(self, ids: Tensor | None = None) -> ChangedRows:
+        """Return :class:`ChangedRows` with the given ids and unknown old states. Does not mark the rows.
+
+        Args:
+            ids: ``[N]`` int64 local ids on any device, in any order, duplicates allowed; None for all rows.
+        """
+        if ids is None:
+            found = torch.arange(self.num_rows, device=self.device)
+        else:
+            found = torch.unique(to_device(ids, self.device))
+        return self.found(None, [], found, with_states=True)
+
+    @retried(replace_engine)
+    def num_changed(self, start: int, extra: Tensor | None = None) -> int:
+        """Return the number of distinct rows that were marked at or after position ``start`` or are in ``extra``.
+
+        Waits for the device.
+
+        Args:
+            start: a pinned position.
+            extra: ``[N]`` int64 local ids; None for no ids.
+        """
+        rows, segments = self.marked(start, None, extra)
+        count = 0 if rows is None else rows.count()
+        self.release(rows, segments)
+        return count
+
+    @retried(replace_engine)
+    def changed(self, start: int, stop: int, *, with_states: bool = True) -> ChangedRows:
+        """Return the rows marked in ``[start, stop)``, each with its oldest state in that range.
+
+        Waits for the device.
+
+        Args:
+            start: a position that has been pinned since it was cut. Otherwise :meth:`compact` may have merged the
+                segments before and after the position.
+            stop: the position of the last cut or a higher position; or, like ``start``, a position that has been pinned
+                since it was cut.
+            with_states: return a copy of the old states too, if they are kept.
+        """
+        if with_states and self.pads:
+            settle(self.device_states)
+        rows, segments = self.marked(start, stop)
+        return self.found(rows, segments, None if rows is None else rows.scan(), with_states=with_states)
+
+    def marked(self, start: int, stop: int | None, extra: Tensor | None = None) -> tuple[RowSet | None, list[Segment]]:
+        """Return a set of the rows marked in ``[start, stop)`` and of the rows with the ids ``extra``.
+
+        Pass the result to :meth:`release` or :meth:`found` after use.
+
+        Args:
+            start: as in :meth:`changed`.
+            stop: as in :meth:`changed`; None for no upper bound.
+            extra: ``[N]`` int64 local ids; None for no ids.
+
+        Returns:
+            The set, or None if there are no rows, and the segments with rows that were marked in ``[start, stop)``. The
+            set belongs to the segment if there is one segment and ``extra`` is None.
+        """
+        segments = [
+            seg
+            for seg in self._segments
+            if start <= seg.start and (stop is None or seg.start < stop) and seg.rows is not None
+        ]
+        if len(segments) <= 1 and extra is None:
+            return segments[0].rows if segments else None, segments
+        merged = self._take_set()
+        for segment in segments:
+            if segment.rows is not None:
+                merged.absorb(segment.rows)
+        if extra is not None:
+            merged.mark(extra)
+        return merged, segments
+
+    def found(
+        self, rows: RowSet | None, segments: list[Segment], ids: Tensor | None, *, with_states: bool
+    ) -> ChangedRows:
+        """Return the rows of a set that was scanned, each with its oldest state in the set's segments.
+
+        Args:
+            rows: first result of :meth:`marked` without ``extra``, which is released.
+            segments: second result of :meth:`marked`.
+            ids: result of the scan of ``rows``; None if there are no rows.
+            with_states: as in :meth:`changed`.
+        """
+        if ids is None:
+            ids = torch.empty(0, dtype=torch.int64, device=self.device)
+        if not with_states or self._old_states is None:
+            self.release(rows, segments)
+            return ChangedRows(ids)
+        states = new_rows(len(ids), self._old_states(ids[:0]))
+        known = torch.zeros_like(ids, dtype=torch.bool)
+        # From newest to oldest, so that the oldest segment's states are returned, even if they are unknown.
+        for segment in reversed(segments):
+            assert segment.rows is not None, "filtered by marked()"
+            assert rows is not None, "given with segments"
+            if len(segments) > 1:
+                known.index_fill_(0, rows.rank(segment.rows.scan()), False)
+            marked = [] if segment.states is None else segment.states.ids()
+            if segment.states is not None and marked:
+                places = rows.rank(torch.cat(marked))
+                known.index_fill_(0, places, True)
+                put_pieces(states, places, segment.states.states())
+        if not bool(known.all()):
+            states[~known] = torch.nan if states.is_floating_point() else NO_OWNER
+        self.release(rows, segments)
+        return ChangedRows(ids, states, known)
+
+    def release(self, rows: RowSet | None, segments: list[Segment]) -> None:
+        """Keep the memory of a result of :meth:`marked` for reuse, unless it belongs to a segment."""
+        if not (segments and rows is segments[0].rows):
+            self._recycle(rows)
+
+    # Memory
+
+    @property
+    def compact_waits(self) -> bool:
+        """True if :meth:`compact` waits for the device: if old states are kept on a device other than the CPU."""
+        return self.pads and self.keeps_states
+
+    def compact(self, pinned: Collection[int]) -> None:
+        """Merge neighboring segments that no position in ``pinned`` separates."""
+        if self.pads:
+            settle(self.device_states)
+        place = 1
+        while place < len(self._segments):
+            older, newer = self._segments[place - 1], self._segments[place]
+            if any(older.start < position <= newer.start for position in pinned):
+                place += 1
+            else:
+                merged = older.merged(newer)
+                self._segments[place - 1 : place + 1] = [merged]  # before the next merge, which may run out of memory
+                if merged is older:
+                    self._recycle(newer.rows)
+
+    def delete(self, before: int | None) -> None:
+        """Drop the segments whose start is lower than ``before``.
+
+        Args:
+            before: a pinned position; None to drop all segments.
+        """
+        kept = [] if before is None else [segment for segment in self._segments if segment.start >= before]
+        dropped = self._segments[: len(self._segments) - len(kept)]
+        self._segments = kept or [Segment(start=self._segments[-1].start if before is None else before)]
+        for segment in dropped:
+            self._recycle(segment.rows)
+
+    def drop_states(self, before: int | None) -> None:
+        """Drop the old states of the segments whose start is lower than ``before``. The rows stay marked.
+
+        Args:
+            before: a pinned position; None to drop all old states.
+        """
+        for segment in self._segments:
+            if before is None or segment.start < before:
+                segment.states = None
+
+    def drop_spare(self) -> None:
+        """Free the spare set that is kept for reuse, and the memory that is reserved for further old states."""
+        self._spare = None
+        for states in self.device_states:
+            states.shrink()
+
+    @property
+    def num_segments(self) -> int:
+        """Number of segments."""
+        return len(self._segments)
+
+    @property
+    def device_states(self) -> list[DeviceStates]:
+        """Old states of the segments, oldest first; empty on the CPU."""
+        return [seg.states for seg in self._segments if isinstance(seg.states, DeviceStates)]
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield all tensors."""
+        if self.copy.numel():
+            yield self.copy
+        for segment in self._segments:
+            yield from () if segment.rows is None else segment.rows.tensors
+            yield from () if segment.states is None else segment.states.tensors()
+        yield from () if self._spare is None else self._spare.tensors
+
+    @property
+    def copy_bytes(self) -> int:
+        """Size of :attr:`copy` in bytes."""
+        return self.copy.nbytes
+
+    @property
+    def log_bytes(self) -> int:
+        """Total size in bytes of the row sets and the old states.
+
+        Includes memory that is reserved for further old states. Does not wait for the device.
+        """
+        return sum(each.num_bytes for each in self._segments) + (0 if self._spare is None else self._spare.num_bytes)
+
+    def _newest_rows(self) -> RowSet:
+        last = self._segments[-1]
+        if last.rows is None:
+            last.rows = self._take_set()
+        return last.rows
+
+    def _newest_states(self) -> OldStates:
+        last = self._segments[-1]
+        if last.states is None:
+            last.states = DeviceStates(self.num_rows) if self.pads else HostStates()
+        return last.states
+
+    def _tend(self) -> None:
+        """Update the old states on a device with the copies that are complete, and keep them within their limit.
+
+        Does not wait for the device.
+        """
+        left = self._max_device_bytes
+        for states in reversed(self.device_states):
+            states.poll()
+            left -= states.spill(max(0, left))
+
+    def _take_set(self) -> RowSet:
+        """Return an empty set. Reuses the spare set if there is one."""
+        spare, self._spare = self._spare, None
+        return self.engine(self.num_rows, self.device) if spare is None else spare
+
+    def _recycle(self, rows: RowSet | None) -> None:
+        """On the CPU, if ``rows`` is large and there is no spare set, clear ``rows`` and keep it as the spare set."""
+        if rows is not None and self._spare is None and rows.num_bytes >= _SPARE_BYTES and not self.pads:
+            rows.clear()
+            self._spare = rows
+
+
+def whole_numbers(ids: Tensor) -> Tensor:
+    """Return ``ids`` as int64. Skips ``long()`` for int64 ids, because the call is slower than the check."""
+    return ids if ids.dtype == torch.int64 else ids.long()
