@@ -34,7 +34,7 @@ from delta_tracker.tracker.delta_reader import DeltaReader
 from delta_tracker.tracker.gauges import TrackerGauges
 from delta_tracker.tracker.hooks import TrackerHooks
 from delta_tracker.tracker.live_tables import LiveTables
-from delta_tracker.tracker.lookup_recorder import LookupRecorder
+from delta_tracker.tracker.lookup_recorder import record_lookup
 from delta_tracker.tracker.modes import CAPTURES, UPDATE_MODE_MAP
 from delta_tracker.tracker.progress import Progress
 from delta_tracker.tracker.store.make_store import make_store
@@ -200,7 +200,6 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         )
         self._live = LiveTables(self._model, self._log)
         self._reader = DeltaReader(self._log, self._model, self._capture)
-        self._recorder = LookupRecorder(self._log, self._model, mode)
         self._checkpoint = TrackerCheckpoint(self._log, self._model, mode, self._capture, self._metrics.monitor)
         self._hooks = TrackerHooks(
             self._log.writes,
@@ -355,7 +354,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         Args:
             kjt: a KeyedJaggedTensor of local ids. The ids of a feature are marked in each table of the feature.
         """
-        self._recorder.record_ids(kjt)
+        record_lookup(self._log.writes, self._model.found, kjt)
 
     def record_embeddings(self, kjt: KeyedIds, embeddings: Tensor) -> None:
         """Mark the ids of a lookup as changed, and record the values that their rows had before the change.
@@ -368,7 +367,9 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         Raises:
             InvalidArgumentError: if the mode is not EMBEDDING, or the number or width of the rows is wrong.
         """
-        self._recorder.record_embeddings(kjt, embeddings)
+        if self._mode is not TrackingMode.EMBEDDING:
+            raise InvalidArgumentError("mode", self._mode, "Track in EMBEDDING mode to record embeddings")
+        record_lookup(self._log.writes, self._model.found, kjt, embeddings)
 
     def record_lookup(self, kjt: KeyedIds, states: Tensor) -> None:
         """Call :meth:`record_embeddings` in EMBEDDING mode and :meth:`record_ids` in the other modes.
@@ -380,7 +381,10 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         Raises:
             InvalidArgumentError: if the number or width of the rows is wrong in EMBEDDING mode.
         """
-        self._recorder.record_lookup(kjt, states)
+        if self._mode is TrackingMode.EMBEDDING:
+            self.record_embeddings(kjt, states)
+        else:
+            self.record_ids(kjt)
 
     # Consumers
 

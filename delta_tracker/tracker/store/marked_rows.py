@@ -21,7 +21,7 @@ from delta_tracker.rows import ChangedRows, put_pieces, to_device
 from delta_tracker.tracker.row_sets.engines import choose_engine, is_engine_fault, retried
 from delta_tracker.tracker.row_sets.row_set import RowSet
 from delta_tracker.tracker.row_sets.torch import TorchRows
-from delta_tracker.tracker.store.old_states import DeviceStates, HostStates, OldStates, ReadStates, settle
+from delta_tracker.tracker.store.old_states import DeviceStates, OldStates, ReadStates, settle
 
 _logger = logging.getLogger(__name__)
 
@@ -397,7 +397,7 @@ class MarkedRows:
     def _newest_states(self) -> OldStates:
         last = self._segments[-1]
         if last.states is None:
-            last.states = DeviceStates(self.num_rows) if self.pads else HostStates()
+            last.states = DeviceStates(self.num_rows) if self.pads else OldStates()
         return last.states
 
     def _tend(self) -> None:

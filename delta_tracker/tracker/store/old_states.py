@@ -1,4 +1,4 @@
-"""Old states of the rows of one segment: :class:`HostStates` on the CPU, :class:`DeviceStates` on other devices.
+"""Old states of the rows of one segment: :class:`OldStates` on the CPU, :class:`DeviceStates` on other devices.
 
 Notation: ``N`` is the number of ids of a call, ``R`` the number of rows of the shard, ``S`` the number of values in an
 old state, ``C`` the capacity of a block.
@@ -11,7 +11,6 @@ learns the number from copies that complete later, to allocate a new block befor
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Self
@@ -33,14 +32,23 @@ ReadStates = Callable[[Tensor], Tensor]
 """Function that takes local ids ``[N]`` and returns the current states ``[N, S]`` of the rows."""
 
 
-class OldStates(ABC):
-    """Old states of some of the marked rows of one segment. The old states of its other rows are unknown."""
+class OldStates:
+    """Old states of some of the marked rows of one segment in CPU memory. The old states of its other rows are unknown.
 
-    @abstractmethod
-    def empty(self) -> Self:
+    The memory has exactly the size of the rows. If it is from the :class:`~delta_tracker.buffers.pool.BufferPool`, it
+    may be up to 1.5 times as large.
+
+    Attributes:
+        pieces: ids ``[N]`` and old states ``[N, S]`` of the rows that one call marked. No id is in two pieces.
+    """
+
+    def __init__(self) -> None:
+        self.pieces: list[tuple[Tensor, Tensor]] = []
+
+    def empty(self) -> OldStates:
         """Return a new object of the same kind, without states."""
+        return OldStates()
 
-    @abstractmethod
     def mark_new(self, marked: RowSet, ids: Tensor, read: ReadStates) -> None:
         """Mark rows, and keep the current states of those that were not marked before.
 
@@ -49,8 +57,9 @@ class OldStates(ABC):
             ids: ``[N]`` int64 local ids, in any order, duplicates allowed.
             read: function that returns the current states.
         """
+        new = marked.mark_new(ids)
+        self.pieces.append((new, read(new)))
 
-    @abstractmethod
     def mark_with(self, marked: RowSet, ids: Tensor, states: Tensor) -> None:
         """Mark rows, and keep the given states of those that were not marked before.
 
@@ -59,92 +68,46 @@ class OldStates(ABC):
             ids: ``[N]`` int64 local ids, in any order, unique.
             states: ``[N, S]``.
         """
+        self.pieces += _unmarked(marked, [(ids, states)])
+        marked.mark(ids)
 
-    @abstractmethod
     def absorb(self, newer: Self, marked: RowSet) -> None:
         """Move the states of a newer segment to this one, except those of the rows in ``marked``.
 
         Except on the CPU, call :func:`settle` first. Waits for the device.
         """
+        self.pieces += _unmarked(marked, newer.pieces)  # all or none, because this may run out of memory
 
-    @abstractmethod
     def ids(self) -> list[Tensor]:
         """Return the ids of the rows, one tensor for each tensor of :meth:`states`. No id is in two tensors.
 
         Except on the CPU, call :func:`settle` first.
         """
-
-    @abstractmethod
-    def states(self) -> Iterator[Tensor]:
-        """Yield the old states on the device of the shard, in the order of :meth:`ids`."""
-
-    @abstractmethod
-    def tensors(self) -> Iterator[Tensor]:
-        """Yield all tensors on the device of the shard."""
-
-    @property
-    @abstractmethod
-    def num_bytes(self) -> int:
-        """Size in bytes of the memory on the device and on the host. Does not wait for the device."""
-
-
-class HostStates(OldStates):
-    """Old states of the rows of one segment in CPU memory, in exactly the size of the rows.
-
-    Memory from the :class:`~delta_tracker.buffers.pool.BufferPool` may be up to 1.5 times as large.
-
-    Attributes:
-        pieces: ids ``[N]`` and old states ``[N, S]`` of the rows that one call marked.
-    """
-
-    def __init__(self) -> None:
-        self.pieces: list[tuple[Tensor, Tensor]] = []
-
-    def empty(self) -> HostStates:
-        """Return a new object without states."""
-        return HostStates()
-
-    def mark_new(self, marked: RowSet, ids: Tensor, read: ReadStates) -> None:
-        """Mark rows, and keep the current states of those that were not marked before."""
-        new = marked.mark_new(ids)
-        self.pieces.append((new, read(new)))
-
-    def mark_with(self, marked: RowSet, ids: Tensor, states: Tensor) -> None:
-        """Mark rows, and keep the given states of those that were not marked before."""
-        self.pieces += self._new(marked, [(ids, states)])
-        marked.mark(ids)
-
-    def absorb(self, newer: HostStates, marked: RowSet) -> None:
-        """Move the states of a newer segment to this one, except those of the rows in ``marked``."""
-        self.pieces += self._new(marked, newer.pieces)  # all or none, because this may run out of memory
-
-    def ids(self) -> list[Tensor]:
-        """Return the ids of the rows, one tensor for each tensor of :meth:`states`."""
         return [ids for ids, _ in self.pieces]
 
     def states(self) -> Iterator[Tensor]:
-        """Yield the old states, in the order of :meth:`ids`."""
+        """Yield the old states on the device of the shard, in the order of :meth:`ids`."""
         return (states for _, states in self.pieces)
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield all ids and states."""
+        """Yield all tensors on the device of the shard."""
         for pair in self.pieces:
             yield from pair
 
     @property
     def num_bytes(self) -> int:
-        """Size of the ids and states in bytes."""
+        """Size in bytes of the memory on the device and on the host. Does not wait for the device."""
         return sum(ids.nbytes + states.nbytes for ids, states in self.pieces)
 
-    @staticmethod
-    def _new(marked: RowSet, pieces: Iterable[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
-        """Return the ids and states of the rows that are not in ``marked``."""
-        found = []
-        for ids, states in pieces:
-            is_new = ~marked.contains(ids)
-            if bool(is_new.any()):
-                found.append((ids[is_new], states[is_new]))
-        return found
+
+def _unmarked(marked: RowSet, pieces: Iterable[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+    """Return the ids and states of the rows that are not in ``marked``."""
+    found = []
+    for ids, states in pieces:
+        is_new = ~marked.contains(ids)
+        if bool(is_new.any()):
+            found.append((ids[is_new], states[is_new]))
+    return found
 
 
 class Block:
@@ -321,6 +284,7 @@ class DeviceStates(OldStates):
     """
 
     def __init__(self, num_rows: int) -> None:
+        super().__init__()
         self._num_rows = num_rows
         self._blocks: list[Block] = []  # oldest first; only the last one may be open
         self._pending: list[Block] = []  # blocks that have to be polled
@@ -416,7 +380,7 @@ class DeviceStates(OldStates):
             )
         return self._resident_bytes
 
-    def absorb(self, newer: DeviceStates, marked: RowSet) -> None:
+    def absorb(self, newer: Self, marked: RowSet) -> None:
         """Move the states of a newer segment to this one, except those of the rows in ``marked``.
 
         Call :func:`settle` for both first. Waits for the device once.
