@@ -1,4 +1,4 @@
-"""Record lookups that no hook records: :func:`record_lookup`."""
+"""Record lookups that no hook records: :func:`mark_lookup`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from delta_tracker.sharding.kernel_hooks import KeyedIds
 from delta_tracker.tracker.log_writes import LogWrites
 
 
-def record_lookup(writes: LogWrites, found: Discovery, kjt: KeyedIds, states: Tensor | None = None) -> None:
+def mark_lookup(writes: LogWrites, found: Discovery, kjt: KeyedIds, states: Tensor | None = None) -> None:
     """Mark the rows of a lookup as changed, and record their values from before the change.
 
     Args:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,17 +23,24 @@ from delta_tracker.sharding.weights import (
 from delta_tracker.types import EmbdUpdateMode, TableSpec, TrackingMode
 
 
-class Capture(Protocol):
-    """Strategy that implements a tracking mode. It is stateless, so all tables share one object."""
+class Capture:
+    """Strategy of a tracking mode, and that of ``ID_ONLY``, which keeps only the ids of changed rows.
 
-    keeps_old: bool
-    """True if the log keeps the state that :meth:`old_states` returned for each changed row before its first change."""
-    update_mode: EmbdUpdateMode
-    """Update mode with which a ``DeltaStore`` of all lookups keeps the same states."""
-    states_are_columns: bool
-    """True if an old state has one value per column of the shard, False if it has one value per column range."""
-    has_scores: bool
-    """True if the mode implements :meth:`scores`."""
+    It is stateless, so all tables share one object.
+
+    Attributes:
+        keeps_old: True if the log keeps the state that :meth:`old_states` returned for each changed row before its
+            first change.
+        update_mode: update mode with which a ``DeltaStore`` of all lookups keeps the same states.
+        states_are_columns: True if an old state has one value per column of the shard, False if it has one value per
+            column range.
+        has_scores: True if the mode implements :meth:`scores`.
+    """
+
+    keeps_old = False
+    update_mode = EmbdUpdateMode.NONE
+    states_are_columns = False
+    has_scores = False
 
     def check(self, shard: LocalShard) -> None:
         """Reject a shard that the mode does not support.
@@ -50,9 +56,12 @@ class Capture(Protocol):
             shard: the shard.
             ids: ``[N]`` int64 local ids.
         """
+        return torch.empty(len(ids), 0, device=shard.device)
 
     def old_state_bytes(self, table: TableSpec) -> int:
         """Return the size of the old state of one row of a table whose shards have all columns, in bytes."""
+        del table
+        return 0
 
     def states(self, shard: LocalShard, rows: ChangedRows) -> Tensor | None:
         """Return the states of changed rows, as a delta contains them.
@@ -64,6 +73,8 @@ class Capture(Protocol):
         Returns:
             ``[N, ...]``, NaN where the old state is required but unknown; None in a mode without states.
         """
+        del shard, rows
+        return None
 
     def scores(self, values: Tensor, states: Tensor) -> Tensor:
         """Return the scores by which top-k selects rows, ``[N]`` float32. Larger changes have higher scores.
@@ -72,49 +83,17 @@ class Capture(Protocol):
             values: ``[N, D]`` current rows; overwritten.
             states: ``[N, ...]`` result of :meth:`states`.
         """
-
-
-class IdCapture:
-    """Strategy that keeps only the ids of changed rows."""
-
-    keeps_old = False
-    update_mode = EmbdUpdateMode.NONE
-    states_are_columns = False
-    has_scores = False
-
-    def check(self, shard: LocalShard) -> None:
-        """Accept every shard."""
-
-    def old_states(self, shard: LocalShard, ids: Tensor) -> Tensor:
-        """Return an empty tensor, ``[N, 0]``, because the mode keeps no old states."""
-        return torch.empty(len(ids), 0, device=shard.device)
-
-    def old_state_bytes(self, table: TableSpec) -> int:
-        """Return 0."""
-        del table
-        return 0
-
-    def states(self, shard: LocalShard, rows: ChangedRows) -> Tensor | None:
-        """Return None, because the mode has no states."""
-        del shard, rows
-        return None
-
-    def scores(self, values: Tensor, states: Tensor) -> Tensor:
-        """Raise :class:`AssertionError`, because the mode has no scores."""
         del values, states
         raise AssertionError("the mode has no scores")
 
 
-class EmbeddingCapture:
+class EmbeddingCapture(Capture):
     """Strategy that keeps the values that each changed row had before the change."""
 
     keeps_old = True
     update_mode = EmbdUpdateMode.FIRST
     states_are_columns = True
     has_scores = True
-
-    def check(self, shard: LocalShard) -> None:
-        """Accept every shard."""
 
     def old_states(self, shard: LocalShard, ids: Tensor) -> Tensor:
         """Return the current values of the rows ``ids``, ``[N, D]``."""
@@ -135,16 +114,14 @@ class EmbeddingCapture:
         return norms
 
 
-class MomentumLastCapture:
+class MomentumLastCapture(Capture):
     """Strategy that reads the first optimizer state tensor (for example the momentum) of each row when a delta is read.
 
     No old state is kept. A row's optimizer state changes only when the row is updated, so the state at the read is the
     state after the last update.
     """
 
-    keeps_old = False
     update_mode = EmbdUpdateMode.LAST
-    states_are_columns = False
     has_scores = True
 
     def check(self, shard: LocalShard) -> None:
@@ -152,15 +129,6 @@ class MomentumLastCapture:
         if not shard.is_fused or (shard.places and num_optimizer_states(shard) == 0):
             reason = "its optimizer keeps no state per row inside the kernel"
             raise UnsupportedModelError({shard.spec.table.fqn: reason}, _remedy("Adam or row-wise Adagrad"))
-
-    def old_states(self, shard: LocalShard, ids: Tensor) -> Tensor:
-        """Return an empty tensor, ``[N, 0]``, because the mode keeps no old states."""
-        return torch.empty(len(ids), 0, device=shard.device)
-
-    def old_state_bytes(self, table: TableSpec) -> int:
-        """Return 0."""
-        del table
-        return 0
 
     def states(self, shard: LocalShard, rows: ChangedRows) -> Tensor | None:
         """Return the L2 norm of each row's first optimizer state, ``[N]`` float32."""
@@ -214,7 +182,7 @@ def _remedy(optimizers: str) -> str:
 
 
 CAPTURES: dict[TrackingMode, Capture] = {
-    TrackingMode.ID_ONLY: IdCapture(),
+    TrackingMode.ID_ONLY: Capture(),
     TrackingMode.EMBEDDING: EmbeddingCapture(),
     TrackingMode.MOMENTUM_LAST: MomentumLastCapture(),
     TrackingMode.MOMENTUM_DIFF: MomentumDiffCapture(),

@@ -34,7 +34,7 @@ from delta_tracker.tracker.delta_reader import DeltaReader
 from delta_tracker.tracker.gauges import TrackerGauges
 from delta_tracker.tracker.hooks import TrackerHooks
 from delta_tracker.tracker.live_tables import LiveTables
-from delta_tracker.tracker.lookup_recorder import record_lookup
+from delta_tracker.tracker.lookup_recorder import mark_lookup
 from delta_tracker.tracker.modes import CAPTURES, UPDATE_MODE_MAP
 from delta_tracker.tracker.progress import Progress
 from delta_tracker.tracker.store.make_store import make_store
@@ -354,7 +354,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         Args:
             kjt: a KeyedJaggedTensor of local ids. The ids of a feature are marked in each table of the feature.
         """
-        record_lookup(self._log.writes, self._model.found, kjt)
+        mark_lookup(self._log.writes, self._model.found, kjt)
 
     def record_embeddings(self, kjt: KeyedIds, embeddings: Tensor) -> None:
         """Mark the ids of a lookup as changed, and record the values that their rows had before the change.
@@ -369,7 +369,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         """
         if self._mode is not TrackingMode.EMBEDDING:
             raise InvalidArgumentError("mode", self._mode, "Track in EMBEDDING mode to record embeddings")
-        record_lookup(self._log.writes, self._model.found, kjt, embeddings)
+        mark_lookup(self._log.writes, self._model.found, kjt, embeddings)
 
     def record_lookup(self, kjt: KeyedIds, states: Tensor) -> None:
         """Call :meth:`record_embeddings` in EMBEDDING mode and :meth:`record_ids` in the other modes.

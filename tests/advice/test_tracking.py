@@ -188,8 +188,8 @@ def test_a_tracker_attaches_to_a_converted_model(tmp_path: Path, change: str, wa
 @pytest.mark.advice(
     "CheckpointError: parse parse_all take RankHeader.rows _check_states "
     "_SavedParts._read_headers _SavedParts.wanted "
-    "_Metric.check_fields _Metric.merge",
-    "StateMismatchError: TrackerCheckpoint.plan_load check_tables check_alike CounterSet.check check_saved "
+    "MetricCounter.check_fields MetricCounter.merge",
+    "StateMismatchError: TrackerCheckpoint.plan_load check_tables check_alike CounterSet.check _check_saved "
     "Resharding._places _check_states",
 )
 @pytest.mark.parametrize("kind", ["foreign", "garbled header", "missing tensor", "mode", "consumers", "tables"])
@@ -280,7 +280,7 @@ def test_a_released_consumer_is_reserved_again() -> None:
         assert again.read()["0"].ids.tolist() == [3]
 
 
-@pytest.mark.advice("InvalidArgumentError: as_mergeable")
+@pytest.mark.advice("InvalidArgumentError: _as_mergeable")
 def test_a_counter_is_registered_with_what_it_needs() -> None:
     trained = _Trained()
     refused(
@@ -322,7 +322,7 @@ def test_all_ranks_build_the_same(two_ranks: RankPool) -> None:
     two_ranks.run(f"{_CASES}:disagreeing")
 
 
-@pytest.mark.advice("InvalidArgumentError: LookupRecorder.record_embeddings dense_tensors")
+@pytest.mark.advice("InvalidArgumentError: ModelDeltaTracker.record_embeddings dense_tensors")
 def test_lookups_are_recorded_in_their_mode_and_whole_tensors_published(two_ranks: RankPool, tmp_path: Path) -> None:
     two_ranks.run(f"{_CASES}:recorded", url=f"file://{tmp_path}")
 

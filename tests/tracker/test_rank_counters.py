@@ -45,7 +45,7 @@ def test_the_totals_are_the_same_at_any_number_of_ranks(saved: Any, before: int,
                 assert held == answers[rank][0], (way, rank)
 
 
-@pytest.mark.advice("StateMismatchError: check_world_size")
+@pytest.mark.advice("StateMismatchError: CounterSet.check_world_size")
 def test_each_rank_has_its_own_states_again_if_they_cannot_be_merged(two_ranks: RankPool) -> None:
     for answer in two_ranks.run(f"{_CASES}:unmerged"):
         assert answer["after"] == answer["before"]

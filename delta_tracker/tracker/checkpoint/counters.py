@@ -13,20 +13,17 @@ is the same in every process that builds the counter in the same way.
 from __future__ import annotations
 
 import copy
-import json
+import itertools
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Mapping, Sequence
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from delta_tracker.errors import CheckpointError, InvalidArgumentError, StateMismatchError
-from delta_tracker.tracker.checkpoint.rank_header import digest
-
-State = Mapping[str, Any]
-Kind = Mapping[str, Any]
+from delta_tracker.tracker.checkpoint.metric_counter import Kind, MetricCounter, State
+from delta_tracker.tracker.checkpoint.rank_header import RankHeader
 
 
 @runtime_checkable
@@ -49,7 +46,128 @@ class Mergeable(Protocol):
         """Replace the object's state with ``state``, which :meth:`merge` returned."""
 
 
-def as_mergeable(name: str, counter: object) -> Mergeable:
+class CounterSet:
+    """Counters of this rank, by name."""
+
+    def __init__(self) -> None:
+        self._counters: dict[str, Mergeable] = {}
+
+    def register(self, name: str, counter: object) -> None:
+        """Add a counter.
+
+        Raises:
+            InvalidArgumentError: if the name is empty, taken or contains a slash, or ``counter`` is neither a metric
+                nor a :class:`Mergeable`.
+        """
+        if not name or "/" in name or name in self._counters:
+            raise InvalidArgumentError("name", name, f"Pass a name without slash, not in {sorted(self._counters)}")
+        self._counters[name] = _as_mergeable(name, counter)
+
+    def kinds(self) -> dict[str, Kind]:
+        """Return the kind of each counter, by name in alphabetical order. JSON serializable."""
+        return {name: _kind_of(counter) for name, counter in sorted(self._counters.items())}
+
+    def states(self) -> dict[str, State]:
+        """Return a copy of each counter's state on this rank, by name."""
+        return {name: counter.state_dict() for name, counter in self._counters.items()}
+
+    def check(self, parts: Sequence[RankHeader], world_size: int) -> None:
+        """Check that the counters of saved parts can be loaded on ``world_size`` ranks.
+
+        Raises:
+            StateMismatchError: if names or kinds differ, or the world size differs and a state cannot be merged.
+            CheckpointError: if the fields of a counter are invalid.
+        """
+        names = sorted({name for part in parts for name in part.counters})
+        if names != sorted(self._counters):
+            raise StateMismatchError("counters", names, sorted(self._counters))
+        for part, (name, counter) in itertools.product(parts, self._counters.items()):
+            fields = part.counter_fields(name)
+            if fields is not None:
+                _check_saved(name, counter, part.counter_kinds.get(name), fields)
+        self.check_world_size(parts[0].world_size, world_size)
+
+    def check_world_size(self, saved: int, found: int) -> None:
+        """Check that states which ``saved`` ranks saved can be loaded on ``found`` ranks.
+
+        Raises:
+            StateMismatchError: if the numbers differ, and a counter has a state that cannot be merged.
+        """
+        unmerged = [
+            f"{name!r} (state {field!r}: {reduction})"
+            for name, counter in sorted(self._counters.items())
+            if isinstance(counter, MetricCounter)
+            for field, reduction in counter.unmerged.items()
+        ]
+        if unmerged and saved != found:
+            remedy = (
+                f"Load it on {saved} ranks, or keep states that are reduced by sum, max, min or cat, such as a sum and "
+                "a count instead of a mean"
+            )
+            what = f"states of counters that cannot be merged, {', '.join(unmerged)}, and world size"
+            raise StateMismatchError(what, saved, found).advising(remedy)
+
+    def merged(
+        self, counted: Sequence[RankHeader], parts: Sequence[RankHeader], tensors: Mapping[str, Tensor]
+    ) -> dict[str, State]:
+        """Return the merged state of each counter, by name, without changing any counter.
+
+        Args:
+            counted: the parts to merge. If there are none, the states are those of new counters.
+            parts: all parts that were saved together.
+            tensors: tensors of the parts in ``counted``, by key with prefix.
+
+        Raises:
+            CheckpointError: if the states of a counter cannot be merged.
+        """
+        merged = {}
+        for name, counter in self._counters.items():
+            states = [fields for part in counted if (fields := part.counter(name, tensors)) is not None]
+            if states or not isinstance(counter, MetricCounter):
+                merged[name] = counter.merge(states)
+            else:
+                layouts = {field: layout for part in parts for field, layout in part.counter_layouts(name).items()}
+                merged[name] = counter.new_state(layouts)
+        return merged
+
+    def load(self, states: Mapping[str, State]) -> None:
+        """Replace the state of every counter. If one raises an error, all have their former states.
+
+        Args:
+            states: result of :meth:`merged`.
+        """
+        counters = self._counters
+        before = {name: copy.deepcopy(counter.merge([counter.state_dict()])) for name, counter in counters.items()}
+        begun: list[str] = []
+        try:
+            for name, counter in counters.items():
+                begun.append(name)
+                counter.load_state_dict(states[name])
+        except BaseException:
+            for name in begun:
+                counters[name].load_state_dict(before[name])
+            raise
+
+
+def counted_by(rank: int, world_size: int, parts: Sequence[RankHeader]) -> list[RankHeader]:
+    """Return the parts whose counters a rank loads, in the order of their ranks. Exactly one rank loads each part.
+
+    Args:
+        rank: the rank that loads.
+        world_size: number of ranks that load.
+        parts: the saved parts; those of other ranks may be missing.
+
+    Raises:
+        CheckpointError: if a part that the rank loads is missing.
+    """
+    mine = range(rank, parts[0].world_size, world_size)
+    found = {part.rank: part for part in parts}
+    if (missing := [each for each in mine if each not in found]) and parts[0].counters:
+        raise CheckpointError(None, "counters are missing", missing)
+    return [found[each] for each in mine if each in found]
+
+
+def _as_mergeable(name: str, counter: object) -> Mergeable:
     """Return ``counter`` as a :class:`Mergeable`. A torchmetrics metric is wrapped.
 
     Args:
@@ -69,204 +187,19 @@ def as_mergeable(name: str, counter: object) -> Mergeable:
             )
             raise InvalidArgumentError(name, type(counter).__name__, remedy)
     if torchmetrics is not None and isinstance(counter, torchmetrics.Metric):
-        return _Metric(name, counter)
+        return MetricCounter(name, counter)
     if isinstance(counter, Mergeable):
         return counter
     remedy = "Register a torchmetrics.Metric, or an object with state_dict, merge and load_state_dict"
     raise InvalidArgumentError(name, counter, remedy)
 
 
-_REDUCTIONS: dict[str, Callable[[list[Tensor]], Tensor]] = {
-    "dim_zero_sum": lambda parts: torch.stack(parts).sum(dim=0, dtype=parts[0].dtype),
-    "dim_zero_max": lambda parts: torch.stack(parts).amax(dim=0),
-    "dim_zero_min": lambda parts: torch.stack(parts).amin(dim=0),
-    "dim_zero_cat": lambda parts: torch.cat([part.reshape(1) if part.dim() == 0 else part for part in parts]),
-}
-_COUNT = "_update_count"
-
-
-class _Metric:
-    """Wrapper that makes a torchmetrics metric a :class:`Mergeable`.
-
-    The metric's own ``state_dict`` is not used, because it omits states that are not persistent. Buffers that are not
-    states are not saved. Their contents at registration are part of the kind, because the meaning of the states may
-    depend on them, as it does on thresholds.
-
-    Args:
-        name: name of the counter, for error messages.
-        metric: the metric, which contains no other metric.
-    """
-
-    def __init__(self, name: str, metric: Any) -> None:  # noqa: ANN401  torchmetrics is not imported here
-        self._name = name
-        self._metric = metric
-        self._fields: dict[str, str] = {
-            field: _reduction_name(reduction)
-            for field, reduction in metric._reductions.items()  # noqa: SLF001  torchmetrics has no public access
-        }
-        self._kind = self._current_kind()  # not taken later: an update may change a buffer
-
-    @property
-    def unmerged(self) -> Mapping[str, str]:
-        """Mapping from the name of each state that cannot be merged to the name of its reduction."""
-        return {field: reduction for field, reduction in self._fields.items() if reduction not in _REDUCTIONS}
-
-    @property
-    def kind(self) -> Kind:
-        """Class of the metric, and the reductions, default shapes and buffers that its states depend on.
-
-        The buffers are those at registration.
-        """
-        return self._kind
-
-    def state_dict(self) -> State:
-        """Return copies of the metric's states by name, together with the number of updates.
-
-        A list that is reduced becomes one tensor, and is omitted if it is empty. Any other list becomes its length and
-        a field for each tensor.
-
-        Raises:
-            InvalidArgumentError: if the metric has the states of all ranks, or a list contains anything but tensors.
-        """
-        self._check_unsynced()
-        found: dict[str, Any] = {}
-        for field, reduction in self._fields.items():
-            value = getattr(self._metric, field)
-            if not isinstance(value, list):
-                found[field] = value.clone()
-                continue
-            if any(not isinstance(each, Tensor) for each in value):
-                raise InvalidArgumentError(self._name, field, "Keep only tensors in the lists of a registered metric")
-            if reduction not in _REDUCTIONS:
-                found[f"{field}.length"] = len(value)
-                found |= {f"{field}.{place}": each.clone() for place, each in enumerate(value)}
-            elif value:
-                found[field] = _REDUCTIONS[reduction](value)
-        return {**found, _COUNT: self._metric._update_count}  # noqa: SLF001
-
-    def merge(self, states: Sequence[State]) -> State:
-        """Merge ``states`` with the reductions that the metric itself applies across ranks.
-
-        Returns the metric's default state if ``states`` is empty.
-
-        Raises:
-            CheckpointError: if the states cannot be reduced.
-        """
-        if self.unmerged and len(states) > 1:
-            raise CheckpointError(self._name, f"the states {sorted(self.unmerged)} of several ranks have no sum")
-        merged: dict[str, Any] = {_COUNT: sum(state[_COUNT] for state in states)}
-        for field, reduction in self._fields.items():
-            if reduction not in _REDUCTIONS:
-                merged |= self._only(field, states)
-                continue
-            parts = [state[field] for state in states if field in state]
-            if not parts and self._default_shape(field) is not None:
-                parts = [self._default(field)]
-            if parts:
-                try:
-                    merged[field] = _REDUCTIONS[reduction](parts)
-                except (RuntimeError, TypeError) as error:
-                    raise CheckpointError(self._name, f"its states cannot be merged: {error}") from error
-        return merged
-
-    def new_state(self, layouts: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> State:
-        """Return the state of a metric without updates, for a rank that loads no part.
-
-        A list that is concatenated across ranks gets an empty tensor if another rank has tensors in it: torchmetrics
-        gathers the lists of all ranks tensor by tensor, and would wait for ever for a rank with an empty list.
-
-        Args:
-            layouts: name of each saved tensor of the metric to its dtype and shape, in any of the parts.
-        """
-        lists = [field for field, each in self._fields.items() if each == "dim_zero_cat" and field in layouts]
-        empty = {field: torch.empty((0, *layouts[field][1][1:]), dtype=layouts[field][0]) for field in lists}
-        return {
-            **self.merge([]),
-            **{field: each for field, each in empty.items() if self._default_shape(field) is None},
-        }
-
-    def load_state_dict(self, state: State) -> None:
-        """Replace the metric's states and number of updates with those in ``state``.
-
-        Tensors are moved to the metric's device. Metric states that are missing in ``state`` are reset.
-
-        Raises:
-            InvalidArgumentError: if the metric has the states of all ranks.
-        """
-        self._check_unsynced()  # otherwise `unsync()` would bring back the states before the load
-        metric = self._metric
-        metric.reset()
-        for field in self._fields:
-            if f"{field}.length" in state:
-                pieces = [state[f"{field}.{place}"] for place in range(state[f"{field}.length"])]
-                setattr(metric, field, [each.to(metric.device) for each in pieces])
-            elif field in state:
-                value = state[field].to(metric.device)
-                setattr(metric, field, value if self._default_shape(field) is not None else [value])
-        metric._update_count = state[_COUNT]  # noqa: SLF001
-
-    def check_fields(self, fields: Mapping[str, object]) -> None:
-        """Check the fields of a saved state.
-
-        Args:
-            fields: name of each saved field to its value, or to its shape if it is a tensor.
-
-        Raises:
-            CheckpointError: if a field is missing, unknown or invalid.
-        """
-        lists = {field for field in self._fields if self._default_shape(field) is None}
-        expected = {_COUNT, *self._fields} - lists
-        for field in lists:
-            length = fields.get(f"{field}.length", 0)
-            if field in self.unmerged and type(length) is int and length >= 0:
-                if length > len(fields):  # checked first: a damaged length can be too large for a set
-                    problem = f"its list {field!r} has {length} tensors, but it has {len(fields)} fields"
-                    raise CheckpointError(self._name, problem)
-                expected |= {f"{field}.length", *(f"{field}.{place}" for place in range(length))}
-            elif field in fields:
-                expected.add(field)
-        tensors = {field for field in expected if field != _COUNT and not field.endswith(".length")}
-        if set(fields) != expected or not _is_count(fields[_COUNT]):
-            raise CheckpointError(self._name, f"it has the fields {sorted(fields)}, not {sorted(expected)}")
-        if strange := sorted(field for field in tensors if not isinstance(fields[field], tuple)):
-            raise CheckpointError(self._name, f"the fields {strange} are not tensors")
-
-    def _check_unsynced(self) -> None:
-        if self._metric._is_synced:  # noqa: SLF001
-            remedy = "Call its unsync() first: now it has the states of all ranks, which would be counted on every rank"
-            raise InvalidArgumentError(self._name, "a synchronized metric", remedy)
-
-    def _only(self, field: str, states: Sequence[State]) -> State:
-        """Return the fields of a state that cannot be merged, from the only one of ``states``, or the default."""
-        if states:
-            return {name: each for name, each in states[0].items() if name == field or name.startswith(f"{field}.")}
-        return {f"{field}.length": 0} if self._default_shape(field) is None else {field: self._default(field)}
-
-    def _current_kind(self) -> Kind:
-        buffers = {
-            name: [str(buffer.dtype), list(buffer.shape), digest(buffer)]
-            for name, buffer in self._metric.named_buffers(recurse=False)
-            if name not in self._fields
-        }
-        states = {field: [reduction, self._default_shape(field)] for field, reduction in self._fields.items()}
-        return {"class": type(self._metric).__name__, "states": states, "buffers": buffers}
-
-    def _default(self, field: str) -> Tensor:
-        found: Tensor = self._metric._defaults[field].detach().cpu().clone()  # noqa: SLF001
-        return found
-
-    def _default_shape(self, field: str) -> list[int] | None:
-        """Return the default shape of a state; None for a list."""
-        default = self._metric._defaults[field]  # noqa: SLF001
-        return None if isinstance(default, list) else list(default.shape)
-
-
-def kind_of(counter: Mergeable) -> Kind:
+def _kind_of(counter: Mergeable) -> Kind:
     """Return the kind of a counter, which a load compares with the saved one. It is JSON serializable."""
-    return counter.kind if isinstance(counter, _Metric) else {"class": type(counter).__name__}
+    return counter.kind if isinstance(counter, MetricCounter) else {"class": type(counter).__name__}
 
 
-def check_saved(name: str, counter: Mergeable, kind: Kind | None, fields: Mapping[str, object]) -> None:
+def _check_saved(name: str, counter: Mergeable, kind: Kind | None, fields: Mapping[str, object]) -> None:
     """Check that a part's state of a counter can be loaded into ``counter``.
 
     Args:
@@ -279,90 +212,15 @@ def check_saved(name: str, counter: Mergeable, kind: Kind | None, fields: Mappin
         StateMismatchError: if the state was saved by another class, or by a metric with other states or buffers.
         CheckpointError: if the fields are not those of the metric.
     """
-    mine = kind_of(counter)
+    mine = _kind_of(counter)
     if kind is not None and ("states" in mine or "states" in kind):
         for key in ("class", "states", "buffers"):
             if kind.get(key) != mine.get(key):
                 raise StateMismatchError(f"counter {name!r}: {key}", repr(kind.get(key)), repr(mine.get(key)))
-    if isinstance(counter, _Metric):
+    if isinstance(counter, MetricCounter):
         counter.check_fields(fields)
         if kind is None:
             for field, (_, shape) in mine["states"].items():
                 # A state without dimensions may have grown some.
                 if shape and field in fields and fields[field] != tuple(shape):
                     raise StateMismatchError(f"counter {name!r}: {field} of shape", fields[field], tuple(shape))
-
-
-def check_world_size(counters: Mapping[str, Mergeable], saved: int, found: int) -> None:
-    """Check that no state has to be merged that cannot be merged.
-
-    Args:
-        counters: counter name to counter.
-        saved: world size of the save.
-        found: current world size.
-
-    Raises:
-        StateMismatchError: if the world sizes differ, and a counter has a state that cannot be merged.
-    """
-    unmerged = [
-        f"{name!r} (state {field!r}: {reduction})"
-        for name, counter in sorted(counters.items())
-        if isinstance(counter, _Metric)
-        for field, reduction in counter.unmerged.items()
-    ]
-    if unmerged and saved != found:
-        remedy = (
-            f"Load it on {saved} ranks, or keep states that are reduced by sum, max, min or cat, such as a sum and a "
-            "count instead of a mean"
-        )
-        what = f"states of counters that cannot be merged, {', '.join(unmerged)}, and world size"
-        raise StateMismatchError(what, saved, found).advising(remedy)
-
-
-def new_state(counter: Mergeable, layouts: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> State:
-    """Return the state of a new counter, for a rank that loads no part.
-
-    Args:
-        counter: the counter, which is not changed.
-        layouts: name of each saved tensor of the counter to its dtype and shape, in any of the parts.
-    """
-    return counter.new_state(layouts) if isinstance(counter, _Metric) else counter.merge([])
-
-
-def load_all(counters: Mapping[str, Mergeable], states: Mapping[str, State]) -> None:
-    """Load a merged state into each counter. If one of them raises an error, restore all.
-
-    Args:
-        counters: counter name to counter.
-        states: counter name to what its ``merge`` returned.
-    """
-    before = {name: copy.deepcopy(counter.merge([counter.state_dict()])) for name, counter in counters.items()}
-    begun: list[str] = []
-    try:
-        for name, counter in counters.items():
-            begun.append(name)
-            counter.load_state_dict(states[name])
-    except BaseException:
-        for name in begun:
-            counters[name].load_state_dict(before[name])
-        raise
-
-
-def _reduction_name(reduction: object) -> str:
-    """Return the name of a state's reduction, which is the same in every process.
-
-    A function has its own name, and a callable object has that of its class. The name of a partial includes its
-    arguments; an argument that is not a JSON value is replaced by its name in the same way.
-    """
-    if reduction is None:
-        return "None"
-    if isinstance(reduction, partial):
-        arguments = [list(reduction.args), dict(sorted(reduction.keywords.items()))]
-        text = json.dumps(arguments, default=_reduction_name, skipkeys=True)
-        return f"partial({_reduction_name(reduction.func)}, {text})"
-    name = getattr(reduction, "__name__", None)
-    return name if isinstance(name, str) else type(reduction).__qualname__
-
-
-def _is_count(value: object) -> bool:
-    return type(value) is int and value >= 0

@@ -20,7 +20,7 @@ from delta_tracker.errors import CheckpointError, StateMismatchError
 from delta_tracker.raw_ids import NO_OWNER
 from delta_tracker.rows import ChangedRows
 from delta_tracker.sharding.local_shard import LocalShard
-from delta_tracker.tracker.checkpoint.counter_set import counted_by
+from delta_tracker.tracker.checkpoint.counters import counted_by
 from delta_tracker.tracker.checkpoint.rank_header import HISTORY, Layout, RankHeader
 from delta_tracker.tracker.log_state import LogState, PendingState
 from delta_tracker.tracker.modes import Capture

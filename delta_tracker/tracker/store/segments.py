@@ -53,9 +53,7 @@ class SegmentStore(MarkedRows):
         was_written: Callable[[], bool] | None = None,
         max_device_bytes: int = DEVICE_BYTES,
     ) -> None:
-        super().__init__(
-            num_rows, device, engine=engine, old_states=old_states, max_device_bytes=max_device_bytes
-        )
+        super().__init__(num_rows, device, engine=engine, old_states=old_states, max_device_bytes=max_device_bytes)
         self.reads_shard = self.keeps_states
         self._was_written = was_written
         self._has_unmarked = False  # the shard was written without a report, and its rows are not marked yet
