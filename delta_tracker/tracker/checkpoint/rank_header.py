@@ -35,12 +35,12 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 import torch
 import xxhash
 from msgspec import Meta, Struct, convert
+from msgspec.structs import replace
 from torch import Tensor
 
 from delta_tracker.errors import CheckpointError, StateMismatchError
@@ -71,9 +71,10 @@ _COLUMNS: dict[str, tuple[int, tuple[torch.dtype, ...]]] = {
 # dtype and shape of a tensor.
 Layout = tuple[torch.dtype, tuple[int, ...]]
 
+_Count = Annotated[int, Meta(ge=0)]
 
-@dataclass(frozen=True, slots=True)
-class SavedConsumer:
+
+class SavedConsumer(Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
     """Entry of a header for one consumer, without the consumer's rows.
 
     Args:
@@ -83,12 +84,11 @@ class SavedConsumer:
     """
 
     name: str
-    batch: int
+    batch: _Count
     is_behind: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
     """Description of one of the tensors whose bytes are concatenated in a table's ``rows/{table}`` tensor.
 
     Args:
@@ -104,7 +104,7 @@ class Piece:
     row_set: str
     column: str
     dtype: torch.dtype
-    shape: tuple[int, ...]
+    shape: tuple[_Count, ...]
 
     def __post_init__(self) -> None:
         num_dims, dtypes = _COLUMNS[self.column]
@@ -122,16 +122,15 @@ class Piece:
         return -(-self.num_bytes // ALIGNMENT) * ALIGNMENT
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RankHeader:
-    """Header of one rank's saved state.
+class RankHeader(Struct, kw_only=True, frozen=True, eq=False):
+    """Header of one rank's saved state, and schema of its JSON object except the field ``version``.
 
     Args:
         rank: rank that saved the state.
         world_size: number of ranks that saved.
         mode: value of the :class:`~delta_tracker.types.TrackingMode`.
         num_batches: number of ``step()`` calls.
-        shards: table FQN to the rank's block.
+        shards: table FQN to the rank's block. In the JSON object it is a :class:`_Shard`.
         consumers: the consumers, in the order of their row sets.
         has_history: True if the row set ``history`` is saved.
         annotations: consumer name to the consumer's note.
@@ -143,19 +142,19 @@ class RankHeader:
             state.
     """
 
-    rank: int
-    world_size: int
+    rank: _Count
+    world_size: _Count
     mode: str
-    num_batches: int
-    shards: Mapping[str, ShardSpec]
+    num_batches: _Count
+    shards: dict[str, ShardSpec]
     consumers: tuple[SavedConsumer, ...]
     has_history: bool
-    annotations: Mapping[str, object]
-    counters: Mapping[str, Mapping[str, object]]
-    counter_kinds: Mapping[str, Mapping[str, object]]
-    layouts: Mapping[str, Layout]
-    pieces: Mapping[str, tuple[Piece, ...]]
-    digests: Mapping[str, str]
+    annotations: dict[str, object]
+    counters: dict[str, dict[str, object]]
+    counter_kinds: dict[str, dict[str, object]] = {}
+    layouts: dict[str, tuple[torch.dtype, tuple[_Count, ...]]]
+    pieces: dict[str, tuple[Piece, ...]]
+    digests: dict[str, str] = {}
 
     @property
     def prefix(self) -> str:
@@ -251,9 +250,6 @@ class RankHeader:
         return {**self.counters[name], **{field: shape for field, (_, shape) in self.counter_layouts(name).items()}}
 
 
-_Count = Annotated[int, Meta(ge=0)]
-
-
 class _Shard(Struct, array_like=True, forbid_unknown_fields=True):
     num_rows: _Count
     dim: _Count
@@ -263,24 +259,6 @@ class _Shard(Struct, array_like=True, forbid_unknown_fields=True):
     columns: tuple[tuple[_Count, _Count], ...]
     is_replicated: bool
     replica: _Count = 0  # missing if 0
-
-
-class _Header(Struct):
-    """Schema of a header's JSON object, except its field ``version``, which :func:`parse` checks first."""
-
-    rank: _Count
-    world_size: _Count
-    mode: str
-    num_batches: _Count
-    shards: dict[str, _Shard]
-    consumers: list[tuple[str, _Count, bool]]  # name, batch, is_behind
-    has_history: bool
-    annotations: dict[str, object]
-    counters: dict[str, dict[str, object]]
-    layouts: dict[str, tuple[str, tuple[_Count, ...]]]  # dtype, shape
-    pieces: dict[str, list[tuple[str, str, str, tuple[_Count, ...]]]]  # row set, column, dtype, shape
-    counter_kinds: dict[str, dict[str, object]] = {}
-    digests: dict[str, str] = {}
 
 
 def parse(key: str, header: Tensor) -> RankHeader:
@@ -293,7 +271,7 @@ def parse(key: str, header: Tensor) -> RankHeader:
     try:
         found = json.loads(header.cpu().numpy().tobytes())
         version = found["version"]
-        part = _part(convert(found, _Header)) if version == FORMAT_VERSION else None
+        part = _part(found) if version == FORMAT_VERSION else None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(key, f"its header cannot be read: {type(error).__name__}: {error}") from error
     if part is None:
@@ -356,25 +334,13 @@ def digest(tensor: Tensor) -> str:
     return xxhash.xxh3_128_hexdigest(flat.numpy().data)
 
 
-def _part(header: _Header) -> RankHeader:
-    return RankHeader(
-        rank=header.rank,
-        world_size=header.world_size,
-        mode=header.mode,
-        num_batches=header.num_batches,
-        shards={fqn: _spec(fqn, shard) for fqn, shard in header.shards.items()},
-        consumers=tuple(SavedConsumer(*consumer) for consumer in header.consumers),
-        has_history=header.has_history,
-        annotations=header.annotations,
-        counters=header.counters,
-        counter_kinds=header.counter_kinds,
-        layouts={name: (DTYPES[dtype], shape) for name, (dtype, shape) in header.layouts.items()},
-        pieces={
-            fqn: tuple(Piece(row_set, column, DTYPES[dtype], shape) for row_set, column, dtype, shape in pieces)
-            for fqn, pieces in header.pieces.items()
-        },
-        digests=header.digests,
-    )
+def _part(found: dict[str, Any]) -> RankHeader:
+    shards = {fqn: _spec(fqn, convert(each, _Shard)) for fqn, each in found["shards"].items()}
+    return replace(convert({**found, "shards": {}}, RankHeader, dec_hook=_decoded), shards=shards)
+
+
+def _decoded(kind: type, value: Any) -> object:  # noqa: ANN401  any JSON value
+    return DTYPES[value] if kind is torch.dtype else value
 
 
 def _spec(fqn: str, shard: _Shard) -> ShardSpec:
