@@ -149,7 +149,7 @@ class Delivery:
                 self._rounds.send(Letter(number, Sign.WORKING))
             answer = self._rounds.receive(number)
             if answer.sign == Sign.OUTCOME:
-                return self._ended(job.result(), Message(answer.data))
+                return self._ended(job.result(), Message.of(lambda data=answer.data: opened(0, data)))
 
     def _wait(self, job: Future[Any]) -> None:
         """Wait for a job until the next sign of life is due."""
@@ -161,9 +161,10 @@ class Delivery:
         def act() -> dict[str, object]:
             if share.message.failure is not None:
                 raise share.message.failure
-            data = [share.message.data, *(others[rank] for rank in sorted(others))]
-            messages = [opened(rank, each) for rank, each in enumerate(data)]
-            check_alike(messages, "cut", "tables")
+            messages = [share.message.content]
+            if others:
+                messages += [opened(rank, others[rank]) for rank in sorted(others)]
+                check_alike(messages, "cut", "tables")
             self._committed(self._writer.commit(share, messages))
             return self._writer.answer()
 
@@ -171,10 +172,10 @@ class Delivery:
 
     def _ended(self, share: Share, message: Message) -> Outcome:
         """Return the outcome that rank 0's message describes, or the error of this rank."""
-        failure = message.failure or share.message.failure
+        failure = share.message.failure or message.failure
         if failure is None:
             try:
-                return Outcome(self._writer.follow(opened(0, message.data)))
+                return Outcome(self._writer.follow(message.content))
             except Exception as error:  # noqa: BLE001  the training thread reports it
                 failure = error
         if isinstance(failure, LostEntryError):

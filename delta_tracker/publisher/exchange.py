@@ -32,38 +32,22 @@ class Phase(IntEnum):
     All ranks must vote in the same phase. Their phases differ if they called different methods or if a rank failed.
     """
 
-    BUILDING = auto()
-    """The ranks validate their arguments and reserve the consumer."""
-    OPENING = auto()
-    """The ranks open the store."""
-    CLAIMING = auto()
-    """Rank 0 claims the stream."""
-    CHECKING = auto()
-    """The ranks check that the claim is in their store."""
-    RESUMING = auto()
-    """The ranks find the rows to republish after a resume from a checkpoint."""
-    STEPPING = auto()
-    """``step()`` was called, and no snapshot is being copied."""
-    PUBLISHING = auto()
-    """No version is being published; ``publish()`` or ``snapshot()`` was called."""
-    FLUSHING = auto()
-    """No version is being published; ``flush()`` was called."""
-    PLACING = auto()
-    """The ranks compare their batches and tables, because their votes differ in these."""
-    COPYING = auto()
-    """The workers copy and write all rows of the tables with a fused optimizer, for a snapshot."""
-    FAILED = auto()
-    """``publish()``, ``snapshot()`` or ``flush()`` failed on this rank before its vote."""
-    RESOLVING = auto()
-    """The ranks of a restore validate their arguments, and rank 0 chooses the version."""
-    FITTING = auto()
-    """The ranks of a restore compare the version with the model. Nothing is written."""
-    RESTORING = auto()
-    """The ranks of a restore write the model."""
-    LOADING = auto()
-    """The ranks of a restore load the other states."""
-    FOLLOWING = auto()
-    """The ranks of a standby apply versions, and rank 0 decides on a takeover."""
+    BUILDING = auto()  # the ranks validate their arguments and reserve the consumer
+    OPENING = auto()  # the ranks open the store
+    CLAIMING = auto()  # rank 0 claims the stream
+    CHECKING = auto()  # the ranks check that the claim is in their store
+    RESUMING = auto()  # the ranks find the rows to republish after a resume from a checkpoint
+    STEPPING = auto()  # ``step()`` was called, and no snapshot is being copied
+    PUBLISHING = auto()  # no version is being published; ``publish()`` or ``snapshot()`` was called
+    FLUSHING = auto()  # no version is being published; ``flush()`` was called
+    PLACING = auto()  # the ranks compare their batches and tables, because their votes differ in these
+    COPYING = auto()  # the workers copy and write all rows of the tables with a fused optimizer, for a snapshot
+    FAILED = auto()  # ``publish()``, ``snapshot()`` or ``flush()`` failed on this rank before its vote
+    RESOLVING = auto()  # the ranks of a restore validate their arguments, and rank 0 chooses the version
+    FITTING = auto()  # the ranks of a restore compare the version with the model, and write nothing
+    RESTORING = auto()  # the ranks of a restore write the model
+    LOADING = auto()  # the ranks of a restore load the other states
+    FOLLOWING = auto()  # the ranks of a standby apply versions, and rank 0 decides on a takeover
 
 
 class Vote(NamedTuple):
@@ -107,12 +91,17 @@ class Message:
     """Message of one rank to the others.
 
     Args:
-        data: JSON object as bytes.
-        failure: error of this rank, which ``data`` describes; None without an error.
+        content: what the message says, JSON values.
+        failure: error of this rank, which ``content`` describes; None without an error.
     """
 
-    data: bytes
+    content: Mapping[str, Any]
     failure: Exception | None = None
+
+    @property
+    def data(self) -> bytes:
+        """Content as it is sent."""
+        return json.dumps(self.content).encode()
 
     @classmethod
     def of(cls, action: Callable[[], Mapping[str, Any]]) -> Message:
@@ -120,11 +109,10 @@ class Message:
 
         The result must be JSON serializable.
         """
-        failure: Exception | None = None
         try:
-            content = action()
+            return cls(action())
         except Exception as error:  # noqa: BLE001  the other ranks must receive it; raised by Exchange.gather()
-            failure, content = error, {"error": f"{type(error).__name__}: {error}"}
+            content: dict[str, Any] = {"error": f"{type(error).__name__}: {error}"}
             if isinstance(error, FencedError):
                 content["fenced"] = [error.generation, error.owner, error.version]
             if isinstance(error, LostEntryError):
@@ -133,7 +121,7 @@ class Message:
                 content["rank"], content["error"] = error.rank, error.reason
             if is_unknown(error):
                 content["unknown"] = True
-        return cls(json.dumps(content).encode(), failure)
+            return cls(content, error)
 
 
 class Exchange:
@@ -218,8 +206,7 @@ class Exchange:
             RankFailedError: if another rank failed with another error or was interrupted.
             RankLostError: if a rank died or did not answer in time.
         """
-        data = bytearray(own.data.ljust(num_bytes))  # JSON may end in spaces
-        tensor = torch.frombuffer(data, dtype=torch.uint8)
+        tensor = torch.frombuffer(bytearray(own.data.ljust(num_bytes)), dtype=torch.uint8)  # JSON may end in spaces
         gathering = self.group.start_all_gather(tensor)
         self._num_owed_bytes = 0  # after the start: if the start is interrupted, the message is still owed
         tensors = gathering.result()

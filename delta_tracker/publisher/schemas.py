@@ -75,7 +75,8 @@ class Schemas:
 
 def states_message(own: Mapping[str, TableStates]) -> dict[str, Any]:
     """Return the states of a rank's tables, by FQN, as JSON values for the other ranks."""
-    return {fqn: states_record(states) for fqn, states in own.items()}
+    records = {fqn: states_record(states) for fqn, states in own.items()}
+    return {fqn: {**record, "states": list(record["states"])} for fqn, record in records.items()}
 
 
 def declared_states(

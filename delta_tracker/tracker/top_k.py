@@ -9,11 +9,8 @@ Notation: ``G`` is the number of budgets (1, or one per table), ``N`` the number
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
-
 import torch
 from torch import Tensor
 
@@ -103,21 +100,8 @@ class Candidates:
     row_bytes: int
 
 
-class Agreement(Protocol):
-    """Interface of the collectives among the ranks that share a budget.
-
-    Every rank must call the same methods in the same order.
-    """
-
-    def total(self, counts: Tensor) -> Tensor:
-        """Return the elementwise sum of int64 ``counts`` over all ranks."""
-
-    def before(self, counts: Tensor) -> Tensor:
-        """Return the elementwise sum of int64 ``counts`` over all ranks lower than this one."""
-
-
 class AllRanks:
-    """Implementation of :class:`Agreement` for a group whose ranks all share the budget.
+    """Collectives among the ranks that share a budget. Every rank must call the same methods in the same order.
 
     Args:
         group: the ranks. None creates a group of all ranks of the default process group; this is a collective.
@@ -136,7 +120,7 @@ class AllRanks:
         self.is_expected = False
 
     def total(self, counts: Tensor) -> Tensor:
-        """Replace ``counts`` in place with the elementwise sum over all ranks. Return ``counts``."""
+        """Replace int64 ``counts`` in place with the elementwise sum over all ranks. Return ``counts``."""
         self.is_expected = False
         self._group.add(counts)
         return counts
@@ -149,13 +133,13 @@ class AllRanks:
         self._group.leave("this rank was interrupted while it selected rows")
 
     def before(self, counts: Tensor) -> Tensor:
-        """Return the elementwise sum of ``counts`` over all ranks lower than this one."""
+        """Return the elementwise sum of int64 ``counts`` over all ranks lower than this one."""
         every = self._group.all_gather(counts)
         return torch.stack([torch.zeros_like(counts), *every]).cumsum(0)[self.rank]
 
 
 def choose(
-    top_k: TopK, tables: Mapping[str, Candidates] | Exception, fqns: Sequence[str], ranks: Agreement
+    top_k: TopK, tables: Mapping[str, Candidates] | Exception, fqns: Sequence[str], ranks: AllRanks
 ) -> dict[str, Tensor]:
     """Select the rows of a delta. A collective: every rank must call it with the same ``top_k`` and ``fqns``.
 
@@ -214,7 +198,7 @@ class _Rounds:
         num_groups: number of budgets.
     """
 
-    def __init__(self, ranks: Agreement, num_groups: int) -> None:
+    def __init__(self, ranks: AllRanks, num_groups: int) -> None:
         first = torch.zeros(num_groups, _HEADER + _NUM_BINS, dtype=torch.int64)
         first[:, _FAILED] = 1
         self._left = [
@@ -243,8 +227,10 @@ class _Rounds:
             collective(nothing)
 
 
-class _Keys(ABC):
-    """Integer keys of the scores of one table, in the order of the scores.
+class _Keys:
+    """Integer keys of the scores of one table in CPU memory, in the order of the scores.
+
+    ``_under`` has the keys of the rows that are not due and match the prefix.
 
     Args:
         table: candidates of the table.
@@ -253,6 +239,8 @@ class _Keys(ABC):
     def __init__(self, table: Candidates) -> None:
         self.is_due = table.is_due
         self.row_bytes = table.row_bytes
+        self._keys = _ordered_keys(table.scores)
+        self._prepare()
 
     def __len__(self) -> int:
         return len(self.is_due)
@@ -262,7 +250,9 @@ class _Keys(ABC):
         """Number of due rows, zero-dimensional int64."""
         return self.is_due.sum()
 
-    @abstractmethod
+    def _prepare(self) -> None:
+        self._under = self._keys[~self.is_due] if bool(self.is_due.any()) else self._keys
+
     def histogram(self, prefix: int, shift: int) -> Tensor:
         """Count the rows that are not due and whose key matches a prefix, by the digit at ``shift``.
 
@@ -273,41 +263,21 @@ class _Keys(ABC):
         Returns:
             ``[_NUM_BINS]`` int64.
         """
-
-    @abstractmethod
-    def num_ties(self, threshold: int) -> Tensor:
-        """Return the number of rows that are not due and whose key is ``threshold``, zero-dimensional int64."""
-
-    @abstractmethod
-    def mask(self, threshold: int, num_ties: int) -> Tensor:
-        """Return a mask of the selected rows, ``[N]`` bool.
-
-        A row is selected if it is due, if its key is above ``threshold``, or if it is one of the first ``num_ties``
-        ties, which are the rows that are not due and whose key is ``threshold``.
-        """
-
-
-class _HostKeys(_Keys):
-    """Keys in CPU memory. ``_under`` has the keys of the rows that are not due and match the prefix."""
-
-    def __init__(self, table: Candidates) -> None:
-        super().__init__(table)
-        self._keys = _ordered_keys(table.scores)
-        self._under = self._keys[~self.is_due] if bool(self.is_due.any()) else self._keys
-
-    def histogram(self, prefix: int, shift: int) -> Tensor:
-        """Count the rows that are not due and match a prefix, by the digit at ``shift``."""
         num_bits = shift + _bins(shift).bit_length() - 1
         if num_bits < _KEY_BITS:
             self._under = self._under[(self._under >> num_bits) == prefix >> num_bits]
         return torch.bincount((self._under >> shift) & (_bins(shift) - 1), minlength=_NUM_BINS)
 
     def num_ties(self, threshold: int) -> Tensor:
-        """Return the number of rows that are not due and whose key is ``threshold``."""
+        """Return the number of rows that are not due and whose key is ``threshold``, zero-dimensional int64."""
         return (self._under == threshold).sum()
 
     def mask(self, threshold: int, num_ties: int) -> Tensor:
-        """Return a mask of the selected rows."""
+        """Return a mask of the selected rows, ``[N]`` bool.
+
+        A row is selected if it is due, if its key is above ``threshold``, or if it is one of the first ``num_ties``
+        ties, which are the rows that are not due and whose key is ``threshold``.
+        """
         chosen = self.is_due | (self._keys > threshold)
         tied = (~self.is_due & (self._keys == threshold)).nonzero().flatten()
         chosen[tied[:num_ties]] = True
@@ -317,9 +287,8 @@ class _HostKeys(_Keys):
 class _DeviceKeys(_Keys):
     """Keys on a device. No method waits for the device. The keys and a sorted copy take 16 bytes per row."""
 
-    def __init__(self, table: Candidates) -> None:
-        super().__init__(table)
-        self._keys = torch.where(self.is_due, -1, _ordered_keys(table.scores))  # keys are 0 or more
+    def _prepare(self) -> None:
+        self._keys = torch.where(self.is_due, -1, self._keys)  # keys are 0 or more
         self._ordered = self._keys.sort().values
 
     def histogram(self, prefix: int, shift: int) -> Tensor:
@@ -356,7 +325,7 @@ class _Search:
     def __init__(self, top_k: TopK, groups: list[list[Candidates]]) -> None:
         self._top_k = top_k
         self._groups = [
-            [(_HostKeys if table.scores.device.type == "cpu" else _DeviceKeys)(table) for table in group]
+            [(_Keys if table.scores.device.type == "cpu" else _DeviceKeys)(table) for table in group]
             for group in groups
         ]
         self._num_ties: list[list[int]] = []

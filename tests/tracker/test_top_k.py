@@ -36,15 +36,15 @@ class _Threads:
         return gathered
 
 
-class _Rank:
+class _Rank(AllRanks):
     def __init__(self, threads: _Threads, rank: int) -> None:
-        self._threads, self._rank = threads, rank
+        self._threads, self.rank = threads, rank
 
     def total(self, counts: Tensor) -> Tensor:
-        return torch.stack(self._threads.gather(self._rank, counts)).sum(0)
+        return torch.stack(self._threads.gather(self.rank, counts)).sum(0)
 
     def before(self, counts: Tensor) -> Tensor:
-        return torch.stack([torch.zeros_like(counts), *self._threads.gather(self._rank, counts)[: self._rank]]).sum(0)
+        return torch.stack([torch.zeros_like(counts), *self._threads.gather(self.rank, counts)[: self.rank]]).sum(0)
 
 
 def agree(top_k: TopK, ranks: list[Any]) -> tuple[list[Any], int]:
