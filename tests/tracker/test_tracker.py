@@ -52,7 +52,7 @@ def test_case(two_ranks: RankPool, case: str) -> None:
 
 def test_all_ranks_report_a_tracker_that_is_detached_on_one(two_ranks: RankPool) -> None:
     first, second = two_ranks.run(f"{_CASES}:detached_on_one")
-    assert first.startswith("RankFailedError: the ranks do not agree: rank 1 failed with a tracker that is not attache")
+    assert first.startswith("RankFailedError: the ranks do not agree: rank 1 failed with DetachedError")
     assert second.startswith("DetachedError: ")
 
 

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from delta_tracker.errors import (
     LOAD_BEFORE,
-    DeltaTrackerError,
     InvalidArgumentError,
     RankFailedError,
     ReservedConsumerError,
@@ -22,6 +21,7 @@ from delta_tracker.errors import (
 )
 from delta_tracker.monitor.monitor import Monitor
 from delta_tracker.tracker.change_log import ChangeLog
+from delta_tracker.tracker.checkpoint.agreement import agree
 from delta_tracker.tracker.checkpoint.counters import CounterSet
 from delta_tracker.tracker.checkpoint.gather import Strategy, gather_parts
 from delta_tracker.tracker.checkpoint.pack import pack, refuse_dcp_load
@@ -143,12 +143,13 @@ class TrackerCheckpoint:
         is_gathered = strategy != "local" and world_size > 1
         if is_gathered and self._group is None:
             self._group = RankGroup("parts", 'state_dict(strategy="gather")', TORCH_TIMEOUT)
-        self._check_attached(self._group if is_gathered else None)
-        self._check_synced(self._group if is_gathered else None)
+        group = self._group if is_gathered else None
+        self._check_attached(group)
+        self._check_synced(group)
         part = pack(rank, world_size, self._mode.value, shards, self._log.state(), self.annotations, counters, kinds)
-        if not is_gathered or self._group is None:
+        if group is None:
             return part
-        gathered = gather_parts(part, self._group)
+        gathered = gather_parts(part, group)
         return part if strategy == "gather_or_local" and rank != 0 else gathered
 
     def _check_free(self) -> None:
@@ -174,17 +175,18 @@ class TrackerCheckpoint:
             UnsupportedModelError: if a plain module was replaced.
             RankFailedError: if one of these errors was raised on another rank.
         """
-        error: DeltaTrackerError | None = None
-        try:
+
+        def attached() -> dict[str, object]:
             self._model.check_attached()
-        except DeltaTrackerError as found:
-            error = found
-        failed = [] if group is None else group.all_gather(torch.tensor([error is not None]))
-        if error is not None:
-            raise error
-        if any(map(bool, failed)):
-            rank, remedy = list(map(bool, failed)).index(True), "Call tracker.reattach() on every rank"
-            raise RankFailedError(rank, "a tracker that is not attached to its model", "agree").advising(remedy)
+            return {}
+
+        if group is None:
+            attached()
+            return
+        try:
+            agree(attached, group)
+        except RankFailedError as error:
+            raise error.advising("Call tracker.reattach() on every rank") from None
 
     def _check_synced(self, group: RankGroup | None) -> None:
         """Check that no row changed since the last sync of the replicas in 2D parallelism.
