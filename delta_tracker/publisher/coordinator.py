@@ -57,21 +57,6 @@ class Draft:
     owner_changes: Mapping[str, Tensor] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
-    """Result of writing one rank's parts of a version.
-
-    Args:
-        draft: contents that were written, or the error of the read.
-        parts: the written parts; empty if the read failed.
-        message: message to the other ranks that describes the parts, or the error of the read or write.
-    """
-
-    draft: Draft | Exception
-    parts: Sequence[Part]
-    message: Message
-
-
 class Coordinator:
     """Writer that appends versions to a stream together with the other ranks.
 
@@ -200,24 +185,22 @@ class Coordinator:
         with self._write_timer():
             return put_part(self.storage, name, rows, dense, states_name=states_name)
 
-    def write(self, draft: Draft | Exception) -> Share:
-        """Write this rank's parts of a version, and return the result. Errors are returned in the result's message.
+    def write(self, draft: Draft | Exception) -> Message:
+        """Write this rank's parts of a version. Return this rank's share: a message that describes them, or the error.
 
         Args:
             draft: contents to write, or the error of the read.
         """
-        parts: list[Part] = []
 
         def act() -> dict[str, Any]:
             if isinstance(draft, Exception):
                 raise draft
-            gathered, schema = draft.gathered, draft.schema
-            parts.extend(draft.parts)
+            gathered, schema, parts = draft.gathered, draft.schema, [*draft.parts]
             gathered.copies.wait()
             if gathered.rows or gathered.dense:
                 parts.append(self.write_part(gathered.rows, gathered.dense, form=schema.format))
             content: dict[str, Any] = {
-                "parts": [asdict(part) for part in parts] if self.rank else [],  # rank 0 has its own
+                "parts": [asdict(part) for part in parts] if self.rank else parts,  # rank 0 does not send its share
                 "pending_rows": draft.pending_rows,
                 **self._place(draft.batches[1], schema),
             }
@@ -230,28 +213,25 @@ class Coordinator:
                     content["states"] = states_message(schema.states)
             return content
 
-        message = Message.of(act)
-        return Share(draft, parts, message)
+        return Message.of(act)
 
-    def commit(self, share: Share, messages: Sequence[Mapping[str, Any]]) -> Manifest:
+    def commit(self, draft: Draft, shares: Sequence[Mapping[str, Any]]) -> Manifest:
         """Create the manifest of a version, and return it. Only rank 0 may call this method.
 
         Args:
-            share: share of rank 0.
-            messages: messages of all ranks' shares, in rank order.
+            draft: contents of rank 0.
+            shares: contents of all ranks' shares, in rank order.
 
         Raises:
             FencedError: if a newer publisher has claimed the stream.
             StorageError: if the store fails. The version may have been committed nevertheless. If so, the next version
                 is committed after it.
         """
-        draft = share.draft
         assert self._claim is not None, "only rank 0 commits"
-        assert not isinstance(draft, Exception), "a failed draft is never committed"
         schema, states = draft.schema, self.states
-        others = [convert(part, Part) for message in messages[1:] for part in message["parts"]]
+        others = [convert(part, Part) for share in shares[1:] for part in share["parts"]]
         if draft.training is not None and draft.kind == "snapshot":
-            states = declared_states([message["states"] for message in messages], schema.tables)
+            states = declared_states([share["states"] for share in shares], schema.tables)
         entry = Manifest(
             stream=self.head.stream,
             generation=self.head.generation,
@@ -261,16 +241,16 @@ class Coordinator:
             batches=draft.batches,
             cut=draft.cut,
             created=self._runtime.clock(),
-            pending_rows=sum([message["pending_rows"] for message in messages]),
+            pending_rows=sum([share["pending_rows"] for share in shares]),
             tables=dict(schema.tables),
             dense={name: DenseSpec(tensor.dtype, tuple(tensor.shape)) for name, tensor in draft.gathered.dense.items()},
-            parts=(*share.parts, *others),
+            parts=(*shares[0]["parts"], *others),
             format=schema.format,
             identities=schema.identities,
-            owner_changes=_owner_changes(messages, schema.identities) if schema.identities else {},
+            owner_changes=_owner_changes(shares, schema.identities) if schema.identities else {},
         )
         if draft.training is not None:
-            entry = replace(entry, states=states, **_training_fields(messages))
+            entry = replace(entry, states=states, **_training_fields(shares))
         with self._commit_timer():
             committed = self._claim.commit(entry)
         self.states = states
@@ -353,22 +333,22 @@ def _shown(named: tuple[str, Identity]) -> str:
 
 
 def _owner_changes(
-    messages: Sequence[Mapping[str, Any]], identities: Mapping[str, Identity]
+    shares: Sequence[Mapping[str, Any]], identities: Mapping[str, Identity]
 ) -> dict[str, tuple[int, int]]:
     """Return the numbers of raw ids that got and lost rows of each table on all ranks; empty if they are unknown."""
-    if not all("owner_changes" in message for message in messages):
+    if not all("owner_changes" in share for share in shares):
         return {}
     found = dict.fromkeys(identities, (0, 0))
-    for message in messages:
-        for fqn, (admitted, evicted) in message["owner_changes"].items():
+    for share in shares:
+        for fqn, (admitted, evicted) in share["owner_changes"].items():
             found[fqn] = found[fqn][0] + admitted, found[fqn][1] + evicted
     return found
 
 
-def _training_fields(messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the fields ``training`` and ``event_time`` of an entry of format 2, from the messages of all ranks."""
-    times = [message["event_time"] for message in messages if message["event_time"] is not None]
+def _training_fields(shares: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the fields ``training`` and ``event_time`` of an entry of format 2, from the shares of all ranks."""
+    times = [share["event_time"] for share in shares if share["event_time"] is not None]
     return {
-        "training": tuple([convert(message["training"], Stored) for message in messages]),
+        "training": tuple([convert(share["training"], Stored) for share in shares]),
         "event_time": min(times, default=None),
     }

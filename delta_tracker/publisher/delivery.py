@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from enum import IntEnum, auto
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
 
 from delta_tracker.errors import LostEntryError, RankLostError
-from delta_tracker.publisher.coordinator import Coordinator, Draft, Share
+from delta_tracker.publisher.coordinator import Coordinator, Draft
 from delta_tracker.publisher.exchange import Message, check_alike, opened
-from delta_tracker.publisher.rounds import Letter, Rounds, Sign
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.reading.runtime import Runtime
 from delta_tracker.tracker.rank_group import RankGroup
 from delta_tracker.types import Delta
 
 _T = TypeVar("_T")
+
+_HEADER = struct.Struct("<qqq")  # number, sign, and length of the data
+_FRAME_BYTES = 4096  # what is longer needs a second transfer
+_FIRST_BYTES = _FRAME_BYTES - _HEADER.size
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +110,9 @@ class Delivery:
     def _completed(self, number: int, draft: Draft | Exception) -> Outcome:
         if self._group.world_size == 1:
             share = self._writer.write(draft)
-            return self._ended(share, self._commit(share, {}))
+            return self._ended(share, self._commit(draft, share, {}))
         job = self._worker.submit(self._writer.write, draft)
-        return self._lead(number, job) if self._group.rank == 0 else self._follow(number, job)
+        return self._lead(number, draft, job) if self._group.rank == 0 else self._follow(number, job)
 
     def _lost(self, error: BaseException) -> Exception | None:
         """Leave the group, because the other ranks may have sent other letters, and return the error to report."""
@@ -114,7 +122,7 @@ class Delivery:
         self._group.close()  # the other ranks notice it at once
         return self._group.lost
 
-    def _lead(self, number: int, job: Future[Share]) -> Outcome:
+    def _lead(self, number: int, draft: Draft | Exception, job: Future[Message]) -> Outcome:
         """Collect the shares of all ranks, commit the version, and send the outcome. Only on rank 0."""
         shares: dict[int, bytes] = {}
         commit: Future[Message] | None = None
@@ -124,7 +132,7 @@ class Delivery:
                 letters = self._rounds.collect(number)
                 shares |= {rank: each.data for rank, each in letters.items() if each.sign == Sign.SHARE}
                 if commit is None and job.done() and len(shares) == len(letters):
-                    commit = self._worker.submit(self._commit, job.result(), shares)
+                    commit = self._worker.submit(self._commit, draft, job.result(), shares)
                     self._wait(commit)
                 if commit is None or not commit.done():
                     self._rounds.answer(Letter(number, Sign.WORKING))
@@ -134,7 +142,7 @@ class Delivery:
                 raise
         return self._ended(job.result(), commit.result())
 
-    def _follow(self, number: int, job: Future[Share]) -> Outcome:
+    def _follow(self, number: int, job: Future[Message]) -> Outcome:
         """Send the share of this rank to rank 0, and wait for the outcome."""
         is_sent = False
         while True:
@@ -143,7 +151,7 @@ class Delivery:
             if is_sent:
                 self._rounds.send(Letter(number, Sign.WAITING))
             elif job.done():
-                self._rounds.send(Letter(number, Sign.SHARE, job.result().message.data))
+                self._rounds.send(Letter(number, Sign.SHARE, job.result().data))
                 is_sent = True
             else:
                 self._rounds.send(Letter(number, Sign.WORKING))
@@ -155,24 +163,25 @@ class Delivery:
         """Wait for a job until the next sign of life is due."""
         wait([job], self._seconds)
 
-    def _commit(self, share: Share, others: Mapping[int, bytes]) -> Message:
+    def _commit(self, draft: Draft | Exception, share: Message, others: Mapping[int, bytes]) -> Message:
         """Commit the version of all ranks' shares. Return the message to all ranks, which may be an error."""
 
         def act() -> dict[str, object]:
-            if share.message.failure is not None:
-                raise share.message.failure
-            messages = [share.message.content]
+            if share.failure is not None:
+                raise share.failure
+            assert not isinstance(draft, Exception), "its share has this failure"
+            shares = [share.content]
             if others:
-                messages += [opened(rank, others[rank]) for rank in sorted(others)]
-                check_alike(messages, "cut", "tables")
-            self._committed(self._writer.commit(share, messages))
+                shares += [opened(rank, others[rank]) for rank in sorted(others)]
+                check_alike(shares, "cut", "tables")
+            self._committed(self._writer.commit(draft, shares))
             return self._writer.answer()
 
         return Message.of(act)
 
-    def _ended(self, share: Share, message: Message) -> Outcome:
+    def _ended(self, share: Message, message: Message) -> Outcome:
         """Return the outcome that rank 0's message describes, or the error of this rank."""
-        failure = share.message.failure or message.failure
+        failure = share.failure or message.failure
         if failure is None:
             try:
                 return Outcome(self._writer.follow(message.content))
@@ -181,3 +190,85 @@ class Delivery:
         if isinstance(failure, LostEntryError):
             self._writer.lost(failure)
         return Outcome(error=failure)
+
+
+class Sign(IntEnum):
+    """Content of a letter or an answer."""
+
+    WORKING = auto()  # the rank still writes its share, or rank 0 commits: another round follows
+    SHARE = auto()  # description of the rank's share of the version
+    WAITING = auto()  # the rank has sent its share in an earlier round
+    OUTCOME = auto()  # outcome of the version, with which the exchange ends
+
+
+class Letter(NamedTuple):
+    """Message of one rank.
+
+    Args:
+        number: number of the version's cut.
+        sign: its content.
+        data: data of a share or an outcome.
+    """
+
+    number: int
+    sign: Sign
+    data: bytes = b""
+
+
+class Rounds:
+    """Rounds in which each rank sends a letter to rank 0, and rank 0 answers all.
+
+    All methods raise RankLostError if a rank died, does not take part in time, or is at another version. Rank 0 then
+    leaves the group, so that the other ranks notice it at once.
+    """
+
+    def __init__(self, group: RankGroup) -> None:
+        self._group = group
+
+    def collect(self, number: int) -> dict[int, Letter]:
+        """Return the letters of all ranks but rank 0, which calls this method."""
+        frames = self._group.gather(torch.zeros(_FRAME_BYTES, dtype=torch.uint8))
+        return {rank: self._opened(frames[rank], rank, number) for rank in range(1, len(frames))}
+
+    def send(self, letter: Letter) -> None:
+        """Send a letter to rank 0."""
+        frame, rest = _packed(letter)
+        self._group.gather(frame)
+        if rest is not None:
+            self._group.send(rest, 0)
+
+    def answer(self, letter: Letter) -> None:
+        """Send an answer of rank 0 to all ranks."""
+        frame, rest = _packed(letter)
+        self._group.send_all(frame)
+        if rest is not None:
+            self._group.send_all(rest)
+
+    def receive(self, number: int) -> Letter:
+        """Wait for the answer of rank 0."""
+        frame = torch.empty(_FRAME_BYTES, dtype=torch.uint8)
+        self._group.receive(frame, 0)
+        return self._opened(frame, 0, number)
+
+    def _opened(self, frame: Tensor, rank: int, number: int) -> Letter:
+        """Return the letter in a frame, after receiving the rest of it."""
+        data = frame.numpy().tobytes()
+        other, sign, length = _HEADER.unpack_from(data)
+        if other != number:
+            reason = f"rank {rank} is at cut {other} of this publisher, and rank {self._group.rank} at cut {number}"
+            self._group.leave(reason)
+            raise RankLostError(reason)
+        first = data[_HEADER.size : _HEADER.size + length]
+        if length > _FIRST_BYTES:
+            rest = torch.empty(length - _FIRST_BYTES, dtype=torch.uint8)
+            self._group.receive(rest, rank)
+            first += rest.numpy().tobytes()
+        return Letter(number, Sign(sign), first)
+
+
+def _packed(letter: Letter) -> tuple[Tensor, Tensor | None]:
+    """Return the frame of a letter, and what does not fit into it."""
+    data = _HEADER.pack(letter.number, letter.sign, len(letter.data)) + letter.data
+    frame = torch.frombuffer(bytearray(data[:_FRAME_BYTES].ljust(_FRAME_BYTES)), dtype=torch.uint8)
+    rest = data[_FRAME_BYTES:]
+    return frame, torch.frombuffer(bytearray(rest), dtype=torch.uint8) if rest else None

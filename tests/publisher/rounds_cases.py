@@ -6,8 +6,7 @@ from contextlib import closing
 from datetime import timedelta
 
 from delta_tracker.errors import RankLostError
-from delta_tracker.publisher.rounds import Letter, Rounds, Sign
-from delta_tracker.tracker.rank_group import RankGroup
+from delta_tracker.publisher.delivery import Letter, Rounds, Sign
 
 
 def lengths(rank: int, world_size: int) -> None:
