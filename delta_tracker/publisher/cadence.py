@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from delta_tracker.arguments import is_number
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.stream.format.manifest import Manifest
-from delta_tracker.stream.reading.runtime import REAL, Runtime
+from delta_tracker.stream.reading.runtime import Runtime
 from delta_tracker.tracker.tracker import ModelDeltaTracker
 
 # A vote takes about 0.6 ms of processor time on each rank and 0.05 more for each rank of the job, measured with 2 to 32
@@ -84,36 +84,26 @@ class Pace:
     Args:
         cadence: the bounds.
         tracker: tracker of the rows.
-        consumer: name of the consumer whose pending rows are counted; None if the tracker has only one.
+        consumer: name of the consumer whose pending rows are counted.
         num_batches: number of batches from a check to its effect.
     """
 
     def __init__(
-        self,
-        cadence: Cadence,
-        tracker: ModelDeltaTracker,
-        consumer: str | None,
-        *,
-        num_batches: int = 1,
-        runtime: Runtime = REAL,
+        self, cadence: Cadence, tracker: ModelDeltaTracker, consumer: str, *, num_batches: int, runtime: Runtime
     ) -> None:
         self._monotonic = runtime.monotonic
         self._cadence = cadence
         self._num_batches = num_batches
         self._tracker = tracker
         self._consumer = consumer
+        self.restart()
         self._batch = 0
-        self._time = self._monotonic()
-        self._counted = (0, 0)
-        self._counted_at = self._recorded()
-        self._num_attached = tracker.live.num_attached
 
     def restart(self) -> None:
         """Restart all counts at the start of a version."""
         self._batch = self._tracker.num_batches
         self._time = self._monotonic()
-        self._counted, self._counted_at = (0, 0), self._recorded()
-        self._num_attached = self._tracker.live.num_attached
+        self._set_counted({})
 
     def wants_snapshot(self, head: Manifest) -> bool:
         """Return True if ``snapshot_every`` demands that the version after ``head`` is a snapshot.
@@ -129,46 +119,34 @@ class Pace:
         Args:
             is_clock: True to check ``seconds`` too. Only rank 0 passes True.
         """
-        cadence, num_batches = self._cadence, self._tracker.num_batches + self._num_batches - self._batch
-        if cadence.batches is not None and num_batches >= cadence.batches:
+        cadence, tracker = self._cadence, self._tracker
+        if cadence.batches is not None and tracker.num_batches + self._num_batches - self._batch >= cadence.batches:
             return True
         if is_clock and cadence.seconds is not None and self._monotonic() - self._time >= cadence.seconds:
             return True
-        bounds = (cadence.rows, cadence.num_bytes)
-        if self._num_attached != self._tracker.live.num_attached:  # the counts may include tables that left the model
-            self._count()
-        if not self._reaches(bounds, self._most()):
+        if self._num_attached != tracker.live.num_attached:  # the counts may include tables that left the model
+            self._set_counted(tracker.num_pending(self._consumer))
+        counted, before = self._counted, self._recorded
+        most = {fqn: counted.get(fqn, 0) + n - before.get(fqn, 0) for fqn, n in tracker.progress.num_recorded.items()}
+        if not self._reaches(most):
             return False
-        self._count()
-        return self._reaches(bounds, self._counted)
+        self._set_counted(tracker.num_pending(self._consumer))
+        return self._reaches(self._counted)
 
-    def _count(self) -> None:
-        self._counted, self._counted_at = self._pending(), self._recorded()
+    def _set_counted(self, counted: Mapping[str, int]) -> None:
+        """Set the exact numbers of pending rows, by FQN."""
+        self._counted, self._recorded = counted, self._tracker.progress.num_recorded
         self._num_attached = self._tracker.live.num_attached
 
-    def _most(self) -> tuple[int, int]:
-        """Return the largest possible number of pending rows, and the size of their values in bytes."""
-        now = self._recorded()
-        return (
-            self._counted[0] + now[0] - self._counted_at[0],
-            self._counted[1] + now[1] - self._counted_at[1],
-        )
-
-    def _pending(self) -> tuple[int, int]:
-        return self._sizes(self._tracker.num_pending(self._consumer))
-
-    def _recorded(self) -> tuple[int, int]:
-        return self._sizes(self._tracker.progress.num_recorded)
-
-    def _sizes(self, num_rows: Mapping[str, int]) -> tuple[int, int]:
-        """Return the sum of ``num_rows`` over all tables, and the size of the values of these rows in bytes.
-
-        Args:
-            num_rows: table FQN to number of rows.
-        """
-        row_bytes = {fqn: shard.num_columns * shard.table.dtype.itemsize for fqn, shard in self._tracker.shards.items()}
-        return sum(num_rows.values()), sum(count * row_bytes[fqn] for fqn, count in num_rows.items())
-
-    @staticmethod
-    def _reaches(bounds: tuple[int | None, int | None], found: tuple[int, int]) -> bool:
-        return any(bound is not None and value >= bound for bound, value in zip(bounds, found, strict=True))
+    def _reaches(self, num_rows: Mapping[str, int]) -> bool:
+        """Return True if numbers of pending rows, by FQN, reach a bound."""
+        cadence = self._cadence
+        if cadence.rows is not None and sum(num_rows.values()) >= cadence.rows:
+            return True
+        if cadence.num_bytes is None:
+            return False
+        sizes = [
+            num_rows.get(fqn, 0) * shard.num_columns * shard.table.dtype.itemsize
+            for fqn, shard in self._tracker.shards.items()
+        ]
+        return sum(sizes) >= cadence.num_bytes

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from enum import IntEnum, auto
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -157,7 +158,7 @@ class Delivery:
                 self._rounds.send(Letter(number, Sign.WORKING))
             answer = self._rounds.receive(number)
             if answer.sign == Sign.OUTCOME:
-                return self._ended(job.result(), Message.of(lambda data=answer.data: opened(0, data)))
+                return self._ended(job.result(), Message.of(partial(opened, 0, answer.data)))
 
     def _wait(self, job: Future[Any]) -> None:
         """Wait for a job until the next sign of life is due."""

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Generic, Protocol, TypeVar
 
+from delta_tracker.arguments import check_count
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.live_objects import Uncopied
 from delta_tracker.stream.format.state_tree import pack, unpack
@@ -92,8 +93,7 @@ class DataPosition(Uncopied, Generic[T], remedy="Save or copy its state_dict()")
         if not all(callable(getattr(loader, name, None)) for name in ("__iter__", "state_dict", "load_state_dict")):
             remedy = "Pass an iterable with state_dict and load_state_dict, such as torchdata's StatefulDataLoader"
             raise InvalidArgumentError("loader", type(loader), remedy)
-        if type(max_ahead) is not int or max_ahead < 0:
-            raise InvalidArgumentError("max_ahead", max_ahead, "Pass 0 or more")
+        check_count("max_ahead", max_ahead, least=0)
         self._loader = loader
         self._time_of = event_time
         self._max_ahead = max_ahead

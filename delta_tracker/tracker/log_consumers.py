@@ -11,6 +11,7 @@ from functools import partial
 
 from torch import Tensor
 
+from delta_tracker.arguments import check_count
 from delta_tracker.errors import InvalidArgumentError, NeedsSnapshotError, ReservedConsumerError, StaleDeltaError
 from delta_tracker.rows import ChangedRows, merge_first
 from delta_tracker.sharding.watcher import is_capturing
@@ -67,8 +68,8 @@ class LogConsumers:
         max_bytes: int | None,
         received: Callable[[Delta], None] | None,
     ) -> None:
-        if max_bytes is not None and (type(max_bytes) is not int or max_bytes < 1):
-            raise InvalidArgumentError("max_bytes", max_bytes, "Pass a whole number of 1 or more, or None")
+        if max_bytes is not None:
+            check_count("max_bytes", max_bytes)
         self.lock = lock
         self.abandoned: deque[str] = deque()
         self._writes = writes

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from delta_tracker.arguments import is_number
+from delta_tracker.arguments import check_count, check_switch, is_number
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.tracker.rank_group import TORCH_TIMEOUT, RankGroup
 from delta_tracker.types import DeltaRows
@@ -78,10 +78,9 @@ class TopK:
         if not is_valid:
             remedy = "Pass a fraction above 0 and up to 1" if name == "fraction" else "Pass a whole number above 0"
             raise InvalidArgumentError(name, budget, remedy)
-        if not isinstance(self.per_table, bool):
-            raise InvalidArgumentError("per_table", self.per_table, "Pass True or False")
-        if self.max_age is not None and (type(self.max_age) is not int or self.max_age < 1):
-            raise InvalidArgumentError("max_age", self.max_age, "Pass a whole number of reads, 1 or more")
+        check_switch("per_table", self.per_table)
+        if self.max_age is not None:
+            check_count("max_age", self.max_age)
         if self.score is not None and not callable(self.score):
             raise InvalidArgumentError("score", self.score, "Pass a function of a table's FQN and its DeltaRows")
 

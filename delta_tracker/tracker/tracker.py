@@ -5,15 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Any, Literal, Self, get_args
 
 from torch import Tensor, nn
 
-from delta_tracker.errors import (
-    InvalidArgumentError,
-    UnsupportedModelError,
-)
+from delta_tracker.errors import InvalidArgumentError, UnsupportedModelError
 from delta_tracker.live_objects import Uncopied
 from delta_tracker.monitor.monitor import Monitor
 from delta_tracker.monitor.recorder import Recorder
@@ -811,9 +808,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.detach()
 
     def _log_tables(self) -> None:

@@ -70,7 +70,9 @@ def changed_in_each(
 
     Args:
         stores: stores by name.
-        start, stop, with_states: as in :meth:`SegmentStore.changed`.
+        start: as in :meth:`SegmentStore.changed`.
+        stop: as in :meth:`SegmentStore.changed`.
+        with_states: as in :meth:`SegmentStore.changed`.
     """
     together = {name: store for name, store in stores.items() if store.pads}
     if with_states and together:
