@@ -87,7 +87,7 @@ class Ours:
             name: DeltaRows(changed.ids, changed.states, known=changed.known) for name, changed in reading.rows.items()
         }
         reading.returns(rows)
-        reading.commit() if commit else reading.hold()
+        self.log.consumers.commit(reading) if commit else self.log.consumers.hold(reading)
         return {name: (changed.ids, changed.states) for name, changed in rows.items()}
 
 

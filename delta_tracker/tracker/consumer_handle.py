@@ -6,8 +6,8 @@ import gc
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, MutableMapping
-from typing import Self
+from collections.abc import MutableMapping
+from typing import NamedTuple, Self
 
 from torch import Tensor
 
@@ -16,11 +16,23 @@ from delta_tracker.live_objects import Uncopied
 from delta_tracker.tracker.change_log import ChangeLog
 from delta_tracker.tracker.checkpoint.tracker_checkpoint import TrackerCheckpoint
 from delta_tracker.tracker.delta_reader import DeltaReader
+from delta_tracker.tracker.hooks import TrackerHooks
 from delta_tracker.tracker.top_k import AllRanks, TopK
 from delta_tracker.tracker.tracked_model import TrackedModel
 from delta_tracker.types import Delta
 
 _POLL_SECONDS = 0.001
+
+
+class TrackerParts(NamedTuple):
+    """What a handle needs of its tracker."""
+
+    log: ChangeLog
+    model: TrackedModel
+    reader: DeltaReader
+    checkpoint: TrackerCheckpoint  # saves the consumer's note
+    hooks: TrackerHooks
+    tracker: object  # exists as long as the handle, so that it continues to record changes
 
 
 class ConsumerHandle(Uncopied, remedy="Save or copy the tracker's state_dict(), which has the consumer"):
@@ -40,40 +52,19 @@ class ConsumerHandle(Uncopied, remedy="Save or copy the tracker's state_dict(), 
     Args:
         name: name of the consumer. The caller must have reserved the consumer in the log.
         holder: description of the owner, for error messages.
-        log: the tracker's log.
-        model: the tracked model.
-        reader: the tracker's reader, which reads the consumer's deltas.
-        checkpoint: object that saves the tracker's state, including the consumer's note.
-        tracker: the tracker, which exists as long as the handle, so that it continues to record changes.
-        lookups_in_flight: function that returns the number of lookups whose backward pass may still run.
+        parts: parts of the tracker, which builds the handle.
         is_transient: True if :meth:`release` removes the consumer.
     """
 
-    def __init__(  # noqa: PLR0913  parts of the tracker, which builds it
-        self,
-        name: str,
-        holder: str,
-        *,
-        log: ChangeLog,
-        model: TrackedModel,
-        reader: DeltaReader,
-        checkpoint: TrackerCheckpoint,
-        tracker: object,
-        lookups_in_flight: Callable[[], int] = lambda: 0,
-        is_transient: bool = False,
-    ) -> None:
+    def __init__(self, name: str, holder: str, parts: TrackerParts, *, is_transient: bool = False) -> None:
         self._name = name
         self._holder = holder
-        self._log = log
-        self._model = model
-        self._reader = reader
-        self._checkpoint = checkpoint
-        self._tracker = tracker
-        self._lookups_in_flight = lookups_in_flight
+        self._parts = parts
+        self._log, self._model, self._reader, self._checkpoint, self._hooks, _ = parts
         self._is_transient = is_transient
         self._is_released = False
         # Without the log: the finalizer would keep it, and the model, which may refer to this handle.
-        self._deleted = weakref.finalize(self, _abandon, name, log.consumers.abandoned, checkpoint.notes)
+        self._deleted = weakref.finalize(self, _abandon, name, self._log.consumers.abandoned, self._checkpoint.notes)
         self._deleted.atexit = False
 
     @property
@@ -128,12 +119,12 @@ class ConsumerHandle(Uncopied, remedy="Save or copy the tracker's state_dict(), 
             InvalidArgumentError: if ``delta`` belongs to another consumer.
         """
         self._check_own(delta)
-        self._log.consumers.uncommitted(delta).commit()
+        self._log.consumers.commit(self._log.consumers.uncommitted(delta))
 
     def abort(self, delta: Delta) -> None:
         """Discard the consumer's uncommitted read; its rows stay pending. Raises the errors of :meth:`commit`."""
         self._check_own(delta)
-        self._log.consumers.uncommitted(delta).abort()
+        self._log.consumers.abort(self._log.consumers.uncommitted(delta))
 
     def clear(self) -> None:
         """Discard the consumer's pending rows and treat it as up to date, even if it was dropped."""
@@ -205,12 +196,12 @@ class ConsumerHandle(Uncopied, remedy="Save or copy the tracker's state_dict(), 
         """
         self._held()
         end = time.monotonic() + seconds
-        while self._log.writes.num_writes() or self._lookups_in_flight():
+        while self._log.writes.num_writes() or self._hooks.lookups_in_flight():
             if time.monotonic() < end:
                 time.sleep(_POLL_SECONDS)
                 continue
             gc.collect()  # an output in a reference cycle keeps its graph
-            writes, lookups = self._log.writes.num_writes(), self._lookups_in_flight()
+            writes, lookups = self._log.writes.num_writes(), self._hooks.lookups_in_flight()
             if writes or lookups:
                 what = "the write of the rows" if writes else "the step before the backward pass"
                 raise UnfinishedStepError(
@@ -250,17 +241,7 @@ class ConsumerHandle(Uncopied, remedy="Save or copy the tracker's state_dict(), 
         """
         self._model.check_attached()
         name = f"{self._held()} (snapshot)"
-        copy = ConsumerHandle(
-            name,
-            self._holder,
-            log=self._log,
-            model=self._model,
-            reader=self._reader,
-            checkpoint=self._checkpoint,
-            tracker=self._tracker,
-            lookups_in_flight=self._lookups_in_flight,
-            is_transient=True,
-        )
+        copy = ConsumerHandle(name, self._holder, self._parts, is_transient=True)
         try:
             self._log.consumers.add(name, holder=self._holder)
         except InvalidArgumentError:

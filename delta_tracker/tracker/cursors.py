@@ -1,18 +1,60 @@
-"""Cursors of the consumers of a change log, and the times of the changes between them."""
+"""Cursors of the consumers of a change log, their reads, and the times of the changes between them."""
 
 from __future__ import annotations
 
 import time
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
 
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.rows import ChangedRows
-from delta_tracker.tracker.read import Read
+from delta_tracker.types import Delta, DeltaRows
 
 _NO_ROWS: Mapping[str, ChangedRows] = MappingProxyType({})
+
+
+@dataclass(slots=True, eq=False)
+class Read:
+    """Read of a consumer, which ends when the log commits or aborts it.
+
+    Until then, no compaction merges the rows marked before the end of the read with later ones. Whatever else changes
+    the consumer discards the read.
+
+    Args:
+        consumer: name of the consumer.
+        start: log position of the consumer's cursor.
+        stop: log position of the cut at which the read ends.
+        batches: ``step()`` counts at the consumer's last committed read and at this one.
+
+    Attributes:
+        rows: table FQN to pending rows, including carried rows (see :class:`Consumer`), before top-k selects some of
+            them. Empty once the read is held.
+        shared: FQNs of the tables whose tensors in ``rows`` belong to the log. Copy these tensors before returning
+            them to the user.
+        delta: result of :meth:`returns`; None if it was not called, because the read returned all of ``rows``.
+    """
+
+    consumer: str
+    start: int
+    stop: int
+    batches: tuple[int, int]
+    rows: Mapping[str, ChangedRows] = field(default_factory=dict)
+    shared: frozenset[str] = frozenset()
+    delta: Delta | None = None
+
+    def returns(self, rows: Mapping[str, DeltaRows], left_out: Mapping[str, ChangedRows] | None = None) -> Delta:
+        """Return the delta with ``rows``. Call it before the read is held or committed.
+
+        Args:
+            rows: table FQN to the rows that the consumer receives.
+            left_out: table FQN to the rows that top-k left out.
+        """
+        start, stop, batches = self.start, self.stop, self.batches
+        self.delta = Delta(rows, consumer=self.consumer, start=start, stop=stop, batches=batches, left_out=left_out)
+        return self.delta
 
 
 class Consumer(NamedTuple):

@@ -73,6 +73,7 @@ class DeltaReader:
             ranks: ranks that share the budget of ``top_k``; None for a group of all ranks, which the first read with
                 ``top_k`` creates.
         """
+        consumers = self._log.consumers
         with self._log.lock:
             read = None
             try:
@@ -80,7 +81,7 @@ class DeltaReader:
                     try:
                         self._model.check_attached()
                         self.check(top_k, with_optimizer=with_optimizer)
-                        read = self._log.consumers.read(consumer, with_states=with_states or top_k is not None)
+                        read = consumers.read(consumer, with_states=with_states or top_k is not None)
                     except Exception as error:
                         if isinstance(top_k, TopK):
                             self._choose(error, top_k, ranks)  # report the error to the ranks that wait for this one
@@ -99,13 +100,13 @@ class DeltaReader:
                         )
                     found = result(read.returns(rows, left_out))
                 if commit:
-                    read.commit()
+                    consumers.commit(read)
                 else:
-                    read.hold()
+                    consumers.hold(read)
                 return found  # noqa: TRY300  an interrupt before it must not lose the rows
             except BaseException:
                 if read is not None:
-                    read.abort()
+                    consumers.abort(read)
                 raise
 
     def check(self, top_k: TopK | None, *, with_optimizer: bool) -> None:

@@ -15,10 +15,9 @@ from delta_tracker.arguments import check_count
 from delta_tracker.errors import InvalidArgumentError, NeedsSnapshotError, ReservedConsumerError, StaleDeltaError
 from delta_tracker.rows import ChangedRows, merge_first
 from delta_tracker.sharding.watcher import is_capturing
-from delta_tracker.tracker.cursors import Consumer, check_name
+from delta_tracker.tracker.cursors import Consumer, Read, check_name
 from delta_tracker.tracker.log_segments import LogSegments, maintain
 from delta_tracker.tracker.log_writes import LogWrites
-from delta_tracker.tracker.read import Read
 from delta_tracker.types import Delta
 
 
@@ -296,7 +295,7 @@ class LogConsumers:
             if known.is_behind:
                 raise NeedsSnapshotError(consumer, self._max_bytes)
             batches = known.batch, cursors.num_batches
-            read = Read(self, consumer, known.position, segments.position + 1, batches)
+            read = Read(consumer, known.position, segments.position + 1, batches)
             begun = known._replace(reads=(*known.reads, read))
             try:
                 self._known[consumer] = begun
@@ -311,7 +310,7 @@ class LogConsumers:
                 if cursors.pending_since(known) is None and any(map(len, read.rows.values())):
                     self._known[consumer] = begun._replace(carried_since=time.monotonic())
             except BaseException:
-                read.abort()
+                self.abort(read)
                 raise
             return read
 
@@ -328,7 +327,12 @@ class LogConsumers:
         raise StaleDeltaError(delta.consumer)
 
     def hold(self, read: Read) -> None:
-        """Make ``read`` the only read of its consumer; see :meth:`Read.hold`."""
+        """Leave a read uncommitted, and discard an earlier uncommitted one, whose rows it includes.
+
+        Raises:
+            StaleDeltaError: if the read was discarded.
+            InvalidArgumentError: if the consumer was removed.
+        """
         with self.lock:
             known = self._current(read)
             if len(known.reads) > 1 or self._max_bytes is not None:  # else, commit() or abort() will compact the log
@@ -339,7 +343,11 @@ class LogConsumers:
                 self._known[known.name] = known._replace(reads=(read,))
 
     def commit(self, read: Read) -> None:
-        """Move the consumer's cursor to the end of ``read``; see :meth:`Read.commit`."""
+        """Move the consumer's cursor to the end of a read. The rows that its delta left out stay pending.
+
+        If the call is interrupted, the rows of the read may stay pending, with unknown old states. The errors are those
+        of :meth:`hold`.
+        """
         with self.lock:
             self._segments.fence.enter()
             known, delta = self._current(read), read.delta
@@ -364,7 +372,10 @@ class LogConsumers:
                 raise
 
     def abort(self, read: Read) -> None:
-        """Discard ``read``; see :meth:`Read.abort`."""
+        """Discard a read: its rows stay pending, after :meth:`commit` with unknown old states.
+
+        An earlier uncommitted read of the consumer stays valid. Does nothing if the read was discarded.
+        """
         with self.lock:
             known = self._known.get(read.consumer)
             if known is None:

@@ -25,7 +25,7 @@ from delta_tracker.sharding.weights import read_rows
 from delta_tracker.tracker.change_log import ChangeLog
 from delta_tracker.tracker.checkpoint.gather import Strategy
 from delta_tracker.tracker.checkpoint.tracker_checkpoint import Restored, TrackerCheckpoint
-from delta_tracker.tracker.consumer_handle import ConsumerHandle
+from delta_tracker.tracker.consumer_handle import ConsumerHandle, TrackerParts
 from delta_tracker.tracker.data_position import DataPosition
 from delta_tracker.tracker.delta_reader import DeltaReader
 from delta_tracker.tracker.gauges import TrackerGauges
@@ -428,16 +428,8 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         self._model.check_attached()
         name = self._log.consumers.reserve(consumer, holder)
         try:
-            return ConsumerHandle(
-                name,
-                holder,
-                log=self._log,
-                model=self._model,
-                reader=self._reader,
-                checkpoint=self._checkpoint,
-                tracker=self,
-                lookups_in_flight=self._hooks.lookups_in_flight,
-            )
+            parts = TrackerParts(self._log, self._model, self._reader, self._checkpoint, self._hooks, self)
+            return ConsumerHandle(name, holder, parts)
         except BaseException:
             self._log.consumers.release(name)
             raise
@@ -607,12 +599,12 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
             StaleDeltaError: if ``delta`` is no longer the consumer's uncommitted read.
         """
         _check_delta(delta)
-        self._log.consumers.uncommitted(delta).commit()
+        self._log.consumers.commit(self._log.consumers.uncommitted(delta))
 
     def abort(self, delta: Delta) -> None:
         """Discard an uncommitted read; its rows stay pending. The errors are those of :meth:`commit`."""
         _check_delta(delta)
-        self._log.consumers.uncommitted(delta).abort()
+        self._log.consumers.abort(self._log.consumers.uncommitted(delta))
 
     def read_rows(self, fqn: str, ids: Tensor | None = None) -> Tensor:
         """Return a copy of this rank's current rows of a table.

@@ -18,7 +18,7 @@ from delta_tracker.publisher.row_gatherer import EncodingChoice
 from delta_tracker.publisher.version_source import VersionSource
 from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.tracker.change_log import ChangeLog
-from delta_tracker.tracker.consumer_handle import ConsumerHandle
+from delta_tracker.tracker.consumer_handle import ConsumerHandle, TrackerParts
 from delta_tracker.tracker.delta_reader import DeltaReader
 from delta_tracker.tracker.progress import Progress
 from delta_tracker.tracker.store.segments import SegmentStore
@@ -49,8 +49,8 @@ class FakeTracker:
         self.num_attached = 1
         stores = {fqn: SegmentStore(len(each), each.device, engine="torch") for fqn, each in weights.items()}
         self.log = ChangeLog(stores, ["default"], delete_on_read=True, max_bytes=None)
-        hooks: Any = SimpleNamespace(num_updates=lambda: 0)
-        self.progress = Progress(self.log, hooks)
+        self._hooks: Any = SimpleNamespace(num_updates=lambda: 0, lookups_in_flight=lambda: 0)
+        self.progress = Progress(self.log, self._hooks)
         found = {fqn: SimpleNamespace(spec=spec, is_fused=True) for fqn, spec in self.shards.items()}
         self._tracked: Any = SimpleNamespace(check_attached=lambda: None, shards=found)
         capture: Any = SimpleNamespace(has_scores=False)
@@ -74,15 +74,8 @@ class FakeTracker:
         return {}
 
     def reserve(self, consumer: str | None, *, holder: str) -> ConsumerHandle:
-        return ConsumerHandle(
-            self.log.consumers.reserve(consumer, holder),
-            holder,
-            log=self.log,
-            model=self._tracked,
-            reader=self._reader,
-            checkpoint=self._checkpoint,
-            tracker=self,
-        )
+        parts = TrackerParts(self.log, self._tracked, self._reader, self._checkpoint, self._hooks, self)
+        return ConsumerHandle(self.log.consumers.reserve(consumer, holder), holder, parts)
 
     def write(self, ids: Mapping[str, Tensor], values: float, *, between: Callable[[], object] | None = None) -> None:
         """Write rows as a fused backward pass does, between the hooks.

@@ -237,7 +237,7 @@ def in_place(rank: int, world_size: int, seed: int) -> None:
                         assert torch.equal(rows.states, sent[fqn][rows.ids]), (key, fqn)
                         assert torch.equal(read_rows(shards[fqn], rows.ids), held[fqn][rows.ids]), (key, fqn)
                         assert torch.equal(read_rows(shards[fqn]), held[fqn]), (key, fqn)
-                    reading.commit()
+                    log.consumers.commit(reading)
                 assert (tbe.num_flushes - 1, tbe.num_splits) == before
                 sent = {fqn: rows.clone() for fqn, rows in held.items()}
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from delta_tracker.tracker.change_log import ChangeLog
-from delta_tracker.tracker.read import Read
+from delta_tracker.tracker.cursors import Read
 from delta_tracker.tracker.store.segments import SegmentStore
 from delta_tracker.types import DeltaRows
 
@@ -125,7 +125,7 @@ class Schedule:
         sent = changed.copy() if "t" in reading.shared else changed
         reading.returns({"t": DeltaRows(sent.ids[keep])}, {"t": rest})
         self.counts["left out"] += len(rest)
-        reading.hold()
+        self.log.consumers.hold(reading)
         ages = {row: self.readers[name].left_out.get(row, 0) + 1 for row in rest.ids.tolist()}
         self.readers[name].open_read = (self.time, reading, list(self.weights), ages)
 
@@ -134,7 +134,7 @@ class Schedule:
         num_segments = self.store.num_segments
         reading = self.log.consumers.read(name)
         self.check(name, reading)
-        reading.abort()
+        self.log.consumers.abort(reading)
         assert self.store.num_segments <= num_segments
 
     def check(self, name: str, reading: Read) -> None:
@@ -169,7 +169,7 @@ class Schedule:
         if reader.open_read is None:
             return
         cut, reading, weights, ages = reader.open_read
-        reading.commit()
+        self.log.consumers.commit(reading)
         for row in reading.delta["t"].ids.tolist():
             reader.copy[row] = weights[row]
         stale = {row for row in range(NUM_ROWS) if reader.copy[row] != weights[row]}
@@ -179,7 +179,7 @@ class Schedule:
     def abort(self, name: str) -> None:
         reader = self.readers[name]
         if reader.open_read is not None:
-            reader.open_read[1].abort()
+            self.log.consumers.abort(reader.open_read[1])
             reader.open_read = None
 
     def add(self, name: str) -> None:

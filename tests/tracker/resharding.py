@@ -26,8 +26,8 @@ from delta_tracker.tracker.change_log import ChangeLog
 from delta_tracker.tracker.checkpoint.pack import pack
 from delta_tracker.tracker.checkpoint.rank_header import HEADER, parse
 from delta_tracker.tracker.checkpoint.reshard import Resharding
+from delta_tracker.tracker.cursors import Read
 from delta_tracker.tracker.modes import CAPTURES
-from delta_tracker.tracker.read import Read
 from delta_tracker.tracker.store.make_store import make_store
 from delta_tracker.types import DeltaRows, ShardSpec, TableSpec, TrackingMode
 
@@ -235,7 +235,7 @@ class World:
             self.check(name, rank, changed)
             keep = torch.tensor([not leave_out(row) for row in changed.ids.tolist()], dtype=torch.bool)
             reading.returns({"t": DeltaRows(changed.ids[keep])}, {"t": changed.take(~keep)})
-            reading.hold()
+            rank.log.consumers.hold(reading)
             rank.reads[name] = reading
             for row in changed.ids[~keep].tolist():
                 left[row + rank.rows.start, rank.columns] = True
@@ -274,7 +274,7 @@ class World:
         if reader.since is None:
             return
         for rank in self.ranks:
-            rank.reads.pop(name).commit()
+            rank.log.consumers.commit(rank.reads.pop(name))
         since, seen, left = reader.since
         sent = reader.cells.pending & ~left
         reader.has[sent] = seen[sent]
@@ -286,7 +286,7 @@ class World:
     def abort(self, name: str) -> None:
         if self.readers[name].since is not None:
             for rank in self.ranks:
-                rank.reads.pop(name).abort()
+                rank.log.consumers.abort(rank.reads.pop(name))
             self.readers[name].since = None
 
     def reshard(self, blocks: Blocks) -> None:

@@ -23,9 +23,9 @@ from delta_tracker.errors import (
 from delta_tracker.raw_ids import NO_OWNER
 from delta_tracker.sharding.collisions import MchOwners
 from delta_tracker.tracker.change_log import ChangeLog
+from delta_tracker.tracker.cursors import Read
 from delta_tracker.tracker.log_consumers import LogConsumers
 from delta_tracker.tracker.log_writes import LogWrites
-from delta_tracker.tracker.read import Read
 from delta_tracker.tracker.row_sets.torch import TorchRows
 from delta_tracker.tracker.store.owners import OwnerStore
 from delta_tracker.tracker.store.segments import SegmentStore
@@ -75,7 +75,7 @@ def _calls(log: ChangeLog, generator: random.Random) -> dict[str, Callable[[], o
             read = log.consumers.read("other")
             _answer(read, leaves_out=generator.random() < 0.5)
             if holds:
-                read.hold()
+                log.consumers.hold(read)
             end(read)
 
     return {
@@ -153,7 +153,7 @@ def test_every_method_takes_the_lock(name: str) -> None:
     if name in ("commit", "abort", "hold", "uncommitted"):
         read = log.consumers.read("other")
         _answer(read)
-        read.hold()
+        log.consumers.hold(read)
         calls[name] = lambda: getattr(log.consumers, name)(read.delta if name == "uncommitted" else read)
     if name == "read":
         calls[name] = lambda: log.consumers.read("other")
@@ -228,7 +228,7 @@ class _Threads:
         with self.log.lock:
             reading = self.log.consumers.read("reader")
             ids = reading.rows["u"].ids.tolist()
-            reading.commit()
+            self.log.consumers.commit(reading)
         self.received.update(ids)
 
 
@@ -245,7 +245,7 @@ def test_reads_alone_keep_the_log_short() -> None:
     log = ChangeLog({"t": store}, ["a"], delete_on_read=True, auto_compact=True, max_bytes=None)
     for number in range(100):
         log.writes.mark("t", torch.tensor([number]))
-        log.consumers.read("a").commit()
+        log.consumers.commit(log.consumers.read("a"))
     assert store.num_segments <= 17
 
 
@@ -261,12 +261,12 @@ def test_rows_left_out_of_a_moved_table_are_forgotten() -> None:
     reading = log.consumers.read("a")
     left_out = {"t": reading.rows["t"].take(torch.tensor([False, True]))}
     reading.returns({"t": DeltaRows(torch.tensor([3]))}, left_out)
-    reading.commit()
+    log.consumers.commit(reading)
     uncommitted = log.consumers.read("a")
-    uncommitted.hold()
+    log.consumers.hold(uncommitted)
     log.replace({"t": SegmentStore(10)})
     with pytest.raises(StaleDeltaError):
-        uncommitted.commit()
+        log.consumers.commit(uncommitted)
     assert log.consumers.read("a").rows["t"].ids.tolist() == list(range(10))
 
 
@@ -278,7 +278,7 @@ def test_a_slow_consumer_is_dropped_and_recovers() -> None:
         log.writes.begin_write(batch, {"t": torch.arange(batch * 10, batch * 10 + 10)})
         log.writes.end_write(batch, ["t"])
         log.consumers.step()
-        log.consumers.read("fast").commit()
+        log.consumers.commit(log.consumers.read("fast"))
         assert log.segments.memory().log_bytes <= 20_000
     with pytest.raises(NeedsSnapshotError, match="max_bytes=20000") as caught:
         log.consumers.read("slow")
@@ -310,7 +310,7 @@ def test_a_commit_succeeds_where_memory_runs_out_after_it(monkeypatch: pytest.Mo
     reading = log.consumers.read("fast")
     with monkeypatch.context() as patch:
         patch.setattr(store, "cut", _raises_memory_error)
-        reading.commit()
+        log.consumers.commit(reading)
     assert log.consumers.read("fast").rows["t"].ids.tolist() == []
 
 
@@ -352,7 +352,7 @@ def test_the_read_after_a_write_that_no_hook_could_begin_waits_for_the_write(see
         log = ChangeLog({"t": SegmentStore(4, "cuda", engine="torch")}, ["a"], delete_on_read=True, max_bytes=None)
         reader = torch.cuda.Stream()
         with torch.cuda.stream(reader):
-            log.consumers.read("a").abort()
+            log.consumers.abort(log.consumers.read("a"))
         log.writes.mark_all_later(["t"], 7)
         weights.fill_(3)
         log.writes.end_write(7, ["t"])

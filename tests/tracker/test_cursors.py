@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from delta_tracker.tracker.change_log import ChangeLog
+from delta_tracker.tracker.cursors import Read
 from delta_tracker.tracker.log_consumers import Lag
-from delta_tracker.tracker.read import Read
 from delta_tracker.tracker.store.segments import SegmentStore
 from delta_tracker.tracker.store.shadow import ShadowStore
 
@@ -38,10 +38,10 @@ def test_ages_are_those_of_all_moments_kept(clock: list[float], seed: int) -> No
                 marked.append(clock[0])
             case "read":
                 reads[name] = log.consumers.read(name), len(marked)
-                reads[name][0].hold()
+                log.consumers.hold(reads[name][0])
             case "commit" if name in reads:
                 read, num_read[name] = reads.pop(name)
-                read.commit()
+                log.consumers.commit(read)
                 read_at[name] = clock[0]
             case "compact":
                 log.compact()
@@ -55,10 +55,11 @@ def _oldest_pending(log: ChangeLog) -> float | None:
     return log.consumers.lags(counts=False)["a"].oldest_pending
 
 
-def _commit(read: Read, *, num_left_out: int) -> None:
+def _commit(log: ChangeLog, *, num_left_out: int) -> None:
     """Commit a read whose delta leaves out some rows."""
+    read = log.consumers.read("a")
     read.returns({}, {"t": read.rows["t"].take(torch.arange(num_left_out))})
-    read.commit()
+    log.consumers.commit(read)
 
 
 def test_rows_that_are_left_out_keep_their_age_until_all_are_sent(clock: list[float]) -> None:
@@ -66,13 +67,13 @@ def test_rows_that_are_left_out_keep_their_age_until_all_are_sent(clock: list[fl
     clock[0] = 5
     log.writes.mark("t", torch.tensor([1, 2]))
     clock[0] = 8
-    _commit(log.consumers.read("a"), num_left_out=1)
+    _commit(log, num_left_out=1)
     assert _oldest_pending(log) == 3
     clock[0] = 9
     log.writes.mark("t", torch.tensor([3]))
-    _commit(log.consumers.read("a"), num_left_out=1)
+    _commit(log, num_left_out=1)
     assert _oldest_pending(log) == 4
-    _commit(log.consumers.read("a"), num_left_out=0)
+    _commit(log, num_left_out=0)
     assert _oldest_pending(log) is None
     clock[0] = 10
     log.consumers.distrust("a", "t", torch.tensor([4]))
@@ -85,7 +86,7 @@ def test_a_consumer_moved_back_has_the_earlier_ages(clock: list[float]) -> None:
     log = ChangeLog({"t": SegmentStore(8)}, ["a"], delete_on_read=False, max_bytes=None)
     log.writes.mark("t", torch.tensor([1]))
     clock[0] = 4
-    log.consumers.read("a").commit()
+    log.consumers.commit(log.consumers.read("a"))
     log.compact()
     log.consumers.rewind("a")
     assert _oldest_pending(log) == 4
@@ -95,7 +96,7 @@ def test_a_row_written_during_a_read_is_pending_since_that_read(clock: list[floa
     log = ChangeLog({"t": SegmentStore(8)}, ["a"], delete_on_read=True, max_bytes=None)
     log.writes.begin_write(0, {"t": torch.tensor([3])})
     clock[0] = 5
-    log.consumers.read("a").commit()
+    log.consumers.commit(log.consumers.read("a"))
     clock[0] = 7
     assert log.consumers.num_pending("a") == {"t": 1}
     assert _oldest_pending(log) == 2
@@ -108,7 +109,7 @@ def test_a_dropped_consumer_lags_since_its_last_read(clock: list[float]) -> None
         clock[0] += 1
         log.writes.mark("t", torch.arange(9))
         log.consumers.step()
-        log.consumers.read("b").commit()
+        log.consumers.commit(log.consumers.read("b"))
         if log.consumers.find("a").is_behind:
             break
     assert log.consumers.find("a").is_behind

@@ -7,7 +7,7 @@ import torch
 
 from delta_tracker.errors import InvalidArgumentError, StaleDeltaError
 from delta_tracker.tracker.change_log import ChangeLog
-from delta_tracker.tracker.read import Read
+from delta_tracker.tracker.cursors import Read
 from delta_tracker.tracker.store.segments import SegmentStore
 
 
@@ -19,7 +19,7 @@ def _log(*consumers: str) -> ChangeLog:
 
 def _held(log: ChangeLog) -> Read:
     read = log.consumers.read("a")
-    read.hold()
+    log.consumers.hold(read)
     return read
 
 
@@ -47,11 +47,11 @@ def test_only_the_newest_read_can_be_committed_and_only_once() -> None:
     log = _log("a", "b")
     old, new = _held(log), _held(log)
     with pytest.raises(StaleDeltaError):
-        old.commit()
-    old.abort()
-    new.commit()
+        log.consumers.commit(old)
+    log.consumers.abort(old)
+    log.consumers.commit(new)
     with pytest.raises(StaleDeltaError):
-        new.commit()
+        log.consumers.commit(new)
     assert [log.cursors.consumers[name].position for name in ("a", "b")] == [new.stop, 0]
     assert [log.consumers.num_pending(name) for name in ("a", "b")] == [{"t": 0}, {"t": 1}]
 
@@ -60,9 +60,9 @@ def test_a_read_in_progress_leaves_the_uncommitted_one_valid() -> None:
     log = _log("a")
     old = _held(log)
     log.writes.mark("t", torch.tensor([2]))
-    log.consumers.read("a").abort()
+    log.consumers.abort(log.consumers.read("a"))
     log.writes.mark("t", torch.tensor([3]))
-    old.commit()
+    log.consumers.commit(old)
     assert log.consumers.read("a").rows["t"].ids.tolist() == [2, 3]
 
 
@@ -70,9 +70,9 @@ def test_a_read_that_ends_inside_another_one_of_its_consumer_discards_it() -> No
     log = _log("a")
     outer = log.consumers.read("a")
     log.writes.mark("t", torch.tensor([2]))
-    log.consumers.read("a").abort()
+    log.consumers.abort(log.consumers.read("a"))
     inner = log.consumers.read("a")
-    inner.commit()
+    log.consumers.commit(inner)
     with pytest.raises(StaleDeltaError):
-        outer.commit()
+        log.consumers.commit(outer)
     assert log.consumers.num_pending("a") == {"t": 0}

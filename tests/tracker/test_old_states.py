@@ -124,7 +124,7 @@ class _Recorder:
         rows = reading.rows["t"]
         assert torch.equal(held(rows.states)[:, 0], held(rows.ids) * float(_NUM_COLUMNS))
         assert bool(held(rows.known).all())
-        reading.commit()
+        self.log.consumers.commit(reading)
         return len(found)
 
     @property

@@ -137,13 +137,13 @@ class _History:
         end = self.draw.random()
         left = rows.former == torch.tensor(owners)[rows.ids] if end < 0.3 else torch.zeros_like(rows.ids).bool()
         reading.returns({}, {"t": reading.rows["t"].take(left)})
-        reading.hold()
+        self.log.consumers.hold(reading)
         if end < 0.8:
-            reading.commit()
+            self.log.consumers.commit(reading)
             self.known[name] = list(owners)
             self.pending[name] = set(rows.ids[left].tolist())
         else:
-            reading.abort()
+            self.log.consumers.abort(reading)
 
     def save(self) -> None:
         """Save and restore the log, as a checkpoint does."""
@@ -200,7 +200,7 @@ def test_unknown_owners_are_none() -> None:
             log.mark_everything()
         reading = log.consumers.read("a")
         assert reading.rows["t"].former.tolist() == [NO_OWNER] * _NUM_SLOTS
-        reading.commit()
+        log.consumers.commit(reading)
         log.replace({"t": SegmentStore(_NUM_SLOTS, engine="torch")}, {"t": _store(module)})
         assert log.consumers.read("a").rows["t"].former.tolist() == [NO_OWNER] * _NUM_SLOTS
 

@@ -338,7 +338,7 @@ def test_a_row_set_kept_for_reuse_drops_no_consumer(always_spare: None) -> None:
     for batch in range(3):
         for name in ("a", "b"):
             log.writes.mark("t", torch.tensor([batch]))
-            log.consumers.read(name).commit()
+            log.consumers.commit(log.consumers.read(name))
             log.consumers.step()
             assert log.segments.memory().log_bytes <= 1500
     assert not log.consumers.find("a").is_behind

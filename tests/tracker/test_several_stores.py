@@ -112,7 +112,7 @@ def _compare(alone: ChangeLog, together: ChangeLog, consumer: str) -> None:
     reads = [log.consumers.read(consumer) for log in (alone, together)]
     expected, found = (read.rows for read in reads)
     for read, log in zip(reads, (alone, together), strict=True):
-        read.abort()
+        log.consumers.abort(read)
         log.consumers.clear(consumer)
     for name, rows in expected.items():
         assert held(found[name].ids).tolist() == rows.ids.tolist()
@@ -174,7 +174,7 @@ def test_an_engine_that_fails_on_a_device_is_replaced(
             log.consumers.num_pending("reader")
         read = log.consumers.read("reader")
         rows = read.rows
-        read.abort()
+        log.consumers.abort(read)
         assert {1, 2, 5} <= set(held(rows["a"].ids).tolist())
         assert 3 in held(rows["b"].ids).tolist()
         fails = failing != ("mark" if with_states else "mark_new_padded")
