@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from delta_tracker.errors import DetachedError
 from delta_tracker.integrations.lightning_package import check_only_one, lightning_package
 from delta_tracker.publisher.publisher import Publisher
-from delta_tracker.tracker.checkpoint.agreement import agree
+from delta_tracker.tracker.checkpoint.collectives import agree
 from delta_tracker.tracker.rank_group import DEFAULT_TIMEOUT, RankGroup
 from delta_tracker.tracker.tracker import ModelDeltaTracker
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from delta_tracker.errors import CheckpointError, InvalidArgumentError
 from delta_tracker.integrations.lightning_package import check_only_one, lightning_package
-from delta_tracker.tracker.checkpoint.agreement import agree
+from delta_tracker.tracker.checkpoint.collectives import agree
 from delta_tracker.tracker.checkpoint.rank_counters import RankCounters
 from delta_tracker.tracker.rank_group import DEFAULT_TIMEOUT, RankGroup
 

@@ -23,11 +23,10 @@ from delta_tracker.errors import (
 from delta_tracker.live_objects import Uncopied
 from delta_tracker.monitor.monitor import Monitor
 from delta_tracker.monitor.recorder import Recorder
-from delta_tracker.publisher.ballots import Ballots
 from delta_tracker.publisher.cadence import Cadence, Pace
 from delta_tracker.publisher.coordinator import Coordinator
 from delta_tracker.publisher.delivery import Delivery
-from delta_tracker.publisher.exchange import Exchange, Join, Message, Phase, check_alike
+from delta_tracker.publisher.exchange import Ballots, Exchange, Join, Message, Phase, check_alike
 from delta_tracker.publisher.heartbeats import Heartbeats
 from delta_tracker.publisher.reports import Reports
 from delta_tracker.publisher.row_gatherer import EncodingChoice, name_encodings

@@ -9,11 +9,10 @@ from contextlib import suppress
 from typing import Any
 
 from delta_tracker.errors import LostEntryError, NeedsSnapshotError, RankFailedError, RankLostError
-from delta_tracker.publisher.ballots import Ballots
 from delta_tracker.publisher.cadence import Pace
 from delta_tracker.publisher.coordinator import Coordinator, Draft
 from delta_tracker.publisher.delivery import Delivery, Outcome
-from delta_tracker.publisher.exchange import Phase, Vote
+from delta_tracker.publisher.exchange import Ballots, Phase, Vote
 from delta_tracker.publisher.flight import Call, Copying, Cut, Ended, Flight, Step, decide
 from delta_tracker.publisher.heartbeats import Heartbeats
 from delta_tracker.publisher.reports import Reports

@@ -19,8 +19,8 @@ from delta_tracker.sharding.kernel_memory import one_cut
 from delta_tracker.sharding.local_shard import LocalShard
 from delta_tracker.sharding.weights import num_optimizer_states, read_optimizer, read_rows, row_chunks
 from delta_tracker.tracker.change_log import ChangeLog
+from delta_tracker.tracker.log_segments import profiler_range
 from delta_tracker.tracker.modes import Capture
-from delta_tracker.tracker.profiling import profiler_range
 from delta_tracker.tracker.top_k import AllRanks, Candidates, TopK, choose
 from delta_tracker.tracker.tracked_model import TrackedModel
 from delta_tracker.types import Delta, DeltaRows

@@ -10,6 +10,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 
 from delta_tracker.buffers.cuda_fence import StreamFence
 from delta_tracker.errors import UnsupportedModelError
@@ -17,7 +18,6 @@ from delta_tracker.raw_ids import NO_OWNER
 from delta_tracker.rows import ChangedRows, merge_first
 from delta_tracker.sharding.kernel_memory import one_cut, reading_in_place
 from delta_tracker.tracker.cursors import Consumer, Cursors
-from delta_tracker.tracker.profiling import profiler_range
 from delta_tracker.tracker.store.owners import OwnerStore
 from delta_tracker.tracker.store.segments import SegmentStore
 from delta_tracker.tracker.store.several_stores import changed_in_each, num_changed_in_each
@@ -25,6 +25,7 @@ from delta_tracker.types import Memory
 
 _logger = logging.getLogger(__name__)
 _Context = Callable[[], AbstractContextManager[None]]
+_NO_RANGE = nullcontext()
 
 
 class LogSegments:
@@ -284,6 +285,16 @@ class LogSegments:
             yield from store.tensors()
         for rows in self.cursors.rows():
             yield from rows.tensors
+
+
+def profiler_range(name: str) -> AbstractContextManager[object]:
+    """Return a context manager that ``torch.profiler`` records as a range called ``name``.
+
+    Returns a null context if no profiler is running.
+    """
+    # Opening a range takes microseconds even if no profiler is running. torch's optimizers and data loaders check this
+    # flag for the same reason.
+    return profiler.record_function(name) if profiler._is_profiler_enabled else _NO_RANGE  # noqa: SLF001
 
 
 def maintain(*tasks: Callable[[], None]) -> None:

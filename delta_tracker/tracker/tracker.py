@@ -23,7 +23,7 @@ from delta_tracker.sharding.pairs import check_pair
 from delta_tracker.sharding.torchrec_api import load_torchrec
 from delta_tracker.sharding.weights import read_rows
 from delta_tracker.tracker.change_log import ChangeLog
-from delta_tracker.tracker.checkpoint.gather import Strategy
+from delta_tracker.tracker.checkpoint.collectives import Strategy
 from delta_tracker.tracker.checkpoint.tracker_checkpoint import Restored, TrackerCheckpoint
 from delta_tracker.tracker.consumer_handle import ConsumerHandle, TrackerParts
 from delta_tracker.tracker.data_position import DataPosition
@@ -31,7 +31,7 @@ from delta_tracker.tracker.delta_reader import DeltaReader
 from delta_tracker.tracker.gauges import TrackerGauges
 from delta_tracker.tracker.hooks import TrackerHooks
 from delta_tracker.tracker.live_tables import LiveTables
-from delta_tracker.tracker.lookup_recorder import mark_lookup
+from delta_tracker.tracker.log_writes import mark_lookup
 from delta_tracker.tracker.modes import CAPTURES, UPDATE_MODE_MAP
 from delta_tracker.tracker.progress import Progress
 from delta_tracker.tracker.store.make_store import make_store

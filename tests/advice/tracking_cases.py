@@ -34,7 +34,7 @@ from delta_tracker.sharding import discover as discover_module
 from delta_tracker.sharding import optimizer_rows
 from delta_tracker.sharding.discover import discover
 from delta_tracker.sharding.torchrec_api import tbe_of
-from delta_tracker.tracker.checkpoint.agreement import agree
+from delta_tracker.tracker.checkpoint.collectives import agree
 from delta_tracker.tracker.rank_group import TORCH_TIMEOUT, RankGroup
 from tests.advice.jobs import refused
 from tests.models import Model, Spec, Table, batch, ordinary_optimizer, shard

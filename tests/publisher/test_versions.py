@@ -21,7 +21,7 @@ from tests.sweeps import SWEEPS_ARE_WHOLE
 
 _PACKAGE = Path(delta_tracker.__file__).parent
 _FILES = tuple(
-    str(_PACKAGE / f"publisher/{name}.py") for name in ("versions", "ballots", "delivery", "host_copies", "reports")
+    str(_PACKAGE / f"publisher/{name}.py") for name in ("versions", "exchange", "delivery", "host_copies", "reports")
 )
 
 

@@ -5,5 +5,5 @@ The state consists of the pending rows and the note (a JSON value) of each consu
 Open ``tracker_checkpoint.py`` first: it implements the tracker's ``state_dict`` and ``load_state_dict``.
 ``rank_header.py`` defines the format of one rank's saved state and reads its header. ``pack.py`` encodes the state of a
 rank in this format. ``reshard.py`` finds the rows of a rank in the saved states of all ranks, even if the sharding plan
-has changed. ``gather.py`` collects the states of all ranks on rank 0. ``counters.py`` merges counters.
+has changed. ``collectives.py`` collects the states of all ranks on rank 0. ``counters.py`` merges counters.
 """

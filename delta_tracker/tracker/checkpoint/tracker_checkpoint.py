@@ -21,9 +21,8 @@ from delta_tracker.errors import (
 )
 from delta_tracker.monitor.monitor import Monitor
 from delta_tracker.tracker.change_log import ChangeLog
-from delta_tracker.tracker.checkpoint.agreement import agree
+from delta_tracker.tracker.checkpoint.collectives import Strategy, agree, gather_parts
 from delta_tracker.tracker.checkpoint.counters import CounterSet
-from delta_tracker.tracker.checkpoint.gather import Strategy, gather_parts
 from delta_tracker.tracker.checkpoint.pack import pack, refuse_dcp_load
 from delta_tracker.tracker.checkpoint.rank_header import RankHeader, check_alike, check_tables, parse_all, take
 from delta_tracker.tracker.checkpoint.reshard import Resharding

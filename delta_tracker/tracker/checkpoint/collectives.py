@@ -1,18 +1,27 @@
-"""Check that all ranks build the same tracker, before one of them waits for the others in a later collective."""
+"""Collectives of checkpoints: :func:`agree` compares the ranks, and :func:`gather_parts` gathers their saved states."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from typing import Literal
 
 import torch
+from torch import Tensor
 
 from delta_tracker.errors import RankFailedError
+from delta_tracker.tracker.checkpoint.rank_header import parse
 from delta_tracker.tracker.rank_group import RankGroup
+
+Strategy = Literal["local", "gather", "gather_or_local"]
+
+_BYTE = torch.uint8
 
 
 def agree(action: Callable[[], Mapping[str, object]], group: RankGroup) -> None:
     """Call ``action`` and compare its result with those of the other ranks. All ranks must call this function.
+
+    So a difference is found before one rank waits for the others in a later collective.
 
     Args:
         action: returns a JSON object that must be equal on all ranks, and may raise an error.
@@ -43,8 +52,45 @@ def agree(action: Callable[[], Mapping[str, object]], group: RankGroup) -> None:
 
 def _exchange(message: Mapping[str, object], group: RankGroup) -> list[dict[str, dict[str, object]]]:
     """Return the JSON objects of all ranks, by rank."""
-    data = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8)
+    data = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=_BYTE)
     lengths = [int(each) for each in group.all_gather(torch.tensor([len(data)]))]
     padded = torch.nn.functional.pad(data, (0, max(lengths) - len(data)))
     gathered = zip(group.all_gather(padded), lengths, strict=True)
     return [json.loads(bytes(each[:length].numpy())) for each, length in gathered]
+
+
+def gather_parts(state: Mapping[str, Tensor], group: RankGroup) -> dict[str, Tensor]:
+    """Send the saved state of every rank, called its *part*, to rank 0. All ranks must call this function.
+
+    The tensors are sent one after the other.
+
+    Args:
+        state: this rank's part, by key. The header is the first tensor.
+        group: group of all ranks.
+
+    Returns:
+        On rank 0, the tensors of all parts by key. On the other ranks, an empty dict.
+
+    Raises:
+        CheckpointError: if a rank sends an invalid header.
+        RankLostError: if a rank died or did not answer in time.
+    """
+    header = next(iter(state.values()))
+    lengths = group.all_gather(torch.tensor([len(header)]))
+    if group.rank:
+        for tensor in state.values():
+            if tensor.numel():
+                group.send(tensor.contiguous().reshape(-1).view(_BYTE), 0)
+        return {}
+    gathered = dict(state)
+    for source in range(1, len(lengths)):
+        received = torch.empty(int(lengths[source]), dtype=_BYTE)
+        group.receive(received, source)
+        part = parse(f"rank{source}of{len(lengths)}/header", received)
+        gathered[f"{part.prefix}header"] = received
+        for name, (dtype, shape) in part.all_layouts().items():
+            tensor = torch.empty(shape, dtype=dtype)
+            if tensor.numel():
+                group.receive(tensor.reshape(-1).view(_BYTE), source)
+            gathered[part.prefix + name] = tensor
+    return gathered
