@@ -54,28 +54,22 @@ class ConsumerHandle(Uncopied, remedy="Save or copy the tracker's state_dict(), 
         holder: description of the owner, for error messages.
         parts: parts of the tracker, which builds the handle.
         is_transient: True if :meth:`release` removes the consumer.
+
+    Attributes:
+        name: the consumer's name.
+        is_released: True after :meth:`release`.
     """
 
     def __init__(self, name: str, holder: str, parts: TrackerParts, *, is_transient: bool = False) -> None:
-        self._name = name
+        self.name = name
         self._holder = holder
         self._parts = parts
         self._log, self._model, self._reader, self._checkpoint, self._hooks, _ = parts
         self._is_transient = is_transient
-        self._is_released = False
+        self.is_released = False
         # Without the log: the finalizer would keep it, and the model, which may refer to this handle.
         self._deleted = weakref.finalize(self, _abandon, name, self._log.consumers.abandoned, self._checkpoint.notes)
         self._deleted.atexit = False
-
-    @property
-    def name(self) -> str:
-        """The consumer's name."""
-        return self._name
-
-    @property
-    def is_released(self) -> bool:
-        """True after :meth:`release`."""
-        return self._is_released
 
     @property
     def position(self) -> int:
@@ -283,14 +277,14 @@ class ConsumerHandle(Uncopied, remedy="Save or copy the tracker's state_dict(), 
 
         An interrupted call may be repeated.
         """
-        if self._is_released:
+        if self.is_released:
             return
         if self._is_transient:
-            self._log.consumers.remove(self._name)
+            self._log.consumers.remove(self.name)
         else:
-            self._log.consumers.release(self._name)
+            self._log.consumers.release(self.name)
         self._deleted.detach()
-        self._is_released = True
+        self.is_released = True
 
     def __enter__(self) -> Self:
         return self
@@ -304,15 +298,15 @@ class ConsumerHandle(Uncopied, remedy="Save or copy the tracker's state_dict(), 
         Raises:
             InvalidArgumentError: if the handle was released.
         """
-        if self._is_released:
+        if self.is_released:
             raise InvalidArgumentError(
-                "consumer", self._name, "Call reserve() of the tracker again: this handle was released"
+                "consumer", self.name, "Call reserve() of the tracker again: this handle was released"
             )
-        return self._name
+        return self.name
 
     def _check_own(self, delta: Delta) -> None:
         if delta.consumer != self._held():
-            raise InvalidArgumentError("delta", delta, f"Pass a delta of consumer {self._name!r}")
+            raise InvalidArgumentError("delta", delta, f"Pass a delta of consumer {self.name!r}")
 
 
 def _abandon(name: str, abandoned: deque[str], notes: MutableMapping[str, object]) -> None:

@@ -18,13 +18,16 @@ class Progress:
     Args:
         log: the tracker's log.
         hooks: the tracker's hooks.
+
+    Attributes:
+        data_position: position in the training data; None before :meth:`attach_data`.
     """
 
     def __init__(self, log: ChangeLog, hooks: TrackerHooks) -> None:
         self._log = log
         self._hooks = hooks
         self._num_stepped = 0
-        self._data_position: DataPosition[Any] | None = None
+        self.data_position: DataPosition[Any] | None = None
 
     @property
     def num_batches(self) -> int:
@@ -50,29 +53,24 @@ class Progress:
         """
         return MappingProxyType(self._log.segments.num_recorded.copy())
 
-    @property
-    def data_position(self) -> DataPosition[Any] | None:
-        """Position in the training data; None before :meth:`attach_data`."""
-        return self._data_position
-
     def step(self) -> None:
         """Count one batch. See :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.step`."""
         # Before the batch is counted: if this is interrupted in between, the call can be repeated.
         self._num_stepped = self._hooks.num_updates()
         self._log.consumers.step()
-        if self._data_position is not None:
-            self._data_position.advance()
+        if self.data_position is not None:
+            self.data_position.advance()
 
     def attach_data(self, position: DataPosition[Any]) -> None:
         """Attach a position. See :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.attach_data`."""
         if not isinstance(position, DataPosition):
             raise InvalidArgumentError("position", type(position), "Pass a DataPosition of the loader")
-        if self._data_position is position:
+        if self.data_position is position:
             return
-        if self._data_position is not None:
+        if self.data_position is not None:
             raise InvalidArgumentError("position", position, "Keep the tracker's DataPosition: it already has one")
         if position.num_ahead:
             remedy = "Attach the position before the first batch is fetched, or after it is restored"
             raise InvalidArgumentError("batches ahead", position.num_ahead, remedy)
-        self._data_position = position
+        self.data_position = position
         position.attached()

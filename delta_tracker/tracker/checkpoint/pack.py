@@ -63,6 +63,7 @@ def pack(
         if found:
             pieces[fqn] = [[*names, _dtype_name(each.dtype), list(each.shape)] for *names, each in found]
             rows[f"rows/{fqn}"] = torch.cat([_filled_up(tensor) for *_, tensor in found])
+    tensors, plain = _split(counters)
     header = {
         "version": FORMAT_VERSION,
         "rank": rank,
@@ -75,11 +76,24 @@ def pack(
         "annotations": dict(annotations),
         "pieces": pieces,
         "counter_kinds": dict(kinds),
+        "counters": plain,
+        "layouts": {name: [_dtype_name(each.dtype), list(each.shape)] for name, each in tensors.items()},
+        "digests": {name: digest(each) for name, each in (*rows.items(), *tensors.items())},
     }
-    return _encode(header, rows, counters)
+    try:
+        encoded = json.dumps(header, allow_nan=False).encode()
+    except (TypeError, ValueError) as error:
+        remedy = f"Return only tensors and JSON values from each counter's state_dict: {error}"
+        raise InvalidArgumentError("counters", sorted(counters), remedy) from error
+    prefix = f"rank{rank}of{world_size}/"
+    return {
+        f"{prefix}header": torch.frombuffer(bytearray(encoded), dtype=torch.uint8),
+        **{prefix + name: tensor for name, tensor in (*rows.items(), *tensors.items())},
+    }
 
 
-def _encode(header: dict[str, object], rows: Mapping[str, Tensor], counters: Counters) -> dict[str, Tensor]:
+def _split(counters: Counters) -> tuple[dict[str, Tensor], dict[str, dict[str, object]]]:
+    """Return the tensors of all counters, by key, and their other fields, by counter and name."""
     tensors: dict[str, Tensor] = {}
     plain: dict[str, dict[str, object]] = {name: {} for name in counters}
     for name, fields in counters.items():
@@ -90,19 +104,7 @@ def _encode(header: dict[str, object], rows: Mapping[str, Tensor], counters: Cou
                 plain[name][field] = value
     if strange := sorted(name for name, each in tensors.items() if _dtype_name(each.dtype) not in DTYPES):
         raise InvalidArgumentError("counters", strange, f"Use tensors of the dtypes {sorted(DTYPES)}")
-    layouts = {name: [_dtype_name(each.dtype), list(each.shape)] for name, each in tensors.items()}
-    digests = {name: digest(each) for name, each in (*rows.items(), *tensors.items())}
-    try:
-        whole = {**header, "counters": plain, "layouts": layouts, "digests": digests}
-        encoded = json.dumps(whole, allow_nan=False).encode()
-    except (TypeError, ValueError) as error:
-        remedy = f"Return only tensors and JSON values from each counter's state_dict: {error}"
-        raise InvalidArgumentError("counters", sorted(counters), remedy) from error
-    prefix = f"rank{header['rank']}of{header['world_size']}/"
-    return {
-        f"{prefix}header": torch.frombuffer(bytearray(encoded), dtype=torch.uint8),
-        **{prefix + name: tensor for name, tensor in (*rows.items(), *tensors.items())},
-    }
+    return tensors, plain
 
 
 def _filled_up(tensor: Tensor) -> Tensor:

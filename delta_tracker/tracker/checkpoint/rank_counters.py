@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 from torch import Tensor
@@ -158,6 +159,7 @@ class RankCounters:
         return pack(rank, world_size, MODE, {}, LogState(0, {}), {}, states, self._counters.kinds())
 
 
+@dataclass(frozen=True, slots=True)
 class CounterPlan:
     """Parts whose counters this rank loads.
 
@@ -165,8 +167,7 @@ class CounterPlan:
         counted: headers of these parts.
     """
 
-    def __init__(self, counted: Sequence[RankHeader]) -> None:
-        self.counted = tuple(counted)
+    counted: Sequence[RankHeader]
 
     def needs(self) -> dict[str, Layout]:
         """Return the dtype and shape of every tensor that this rank reads, by key."""

@@ -58,6 +58,9 @@ class TrackerCheckpoint:
         mode: the tracking mode. Only states that were saved in the same mode can be loaded.
         capture: strategy of the tracking mode.
         monitor: receives an event if a checkpoint without tracker state is loaded.
+
+    Attributes:
+        restored: outcome of the last :meth:`load_state_dict` or :meth:`restore_from_stream`; None before the first.
     """
 
     def __init__(
@@ -72,13 +75,8 @@ class TrackerCheckpoint:
         self._annotations: dict[str, object] = {}
         self._positions: dict[str, int] = {}  # cursors after the last load
         self._noted: dict[str, int] = {}  # cursors when the notes were set or loaded
-        self._restored: Restored | None = None
+        self.restored: Restored | None = None
         self._group: RankGroup | None = None  # created at the first gather, in which all ranks participate
-
-    @property
-    def restored(self) -> Restored | None:
-        """Outcome of the last :meth:`load_state_dict` or :meth:`restore_from_stream`; None before the first."""
-        return self._restored
 
     @property
     def annotations(self) -> Mapping[str, object]:
@@ -212,7 +210,7 @@ class TrackerCheckpoint:
         self._check_free()
         if not state:
             self._log.mark_everything()
-            self._annotations, self._restored = {}, Restored.NOTHING
+            self._annotations, self.restored = {}, Restored.NOTHING
             _logger.warning("loaded a checkpoint without tracker state: every row counts as changed for every consumer")
             self._monitor.log("delta_tracker.restored_nothing", "every row counts as changed for every consumer")
             return
@@ -225,7 +223,7 @@ class TrackerCheckpoint:
         with self._log.lock:
             self._log.restore(log_state)
             self._positions = {name: each.position for name, each in self._log.cursors.consumers.items()}
-        self._annotations, self._restored = dict(plan.annotations), Restored.STATE
+        self._annotations, self.restored = dict(plan.annotations), Restored.STATE
         self._noted = dict(self._positions)
 
     def restore_from_stream(
@@ -270,7 +268,7 @@ class TrackerCheckpoint:
             }
             self._log.restore(LogState(num_batches, {name: PendingState(num_batches, rows[name]) for name in names}))
             self._positions = {name: each.position for name, each in self._log.cursors.consumers.items()}
-        self._annotations, self._restored = dict(notes), Restored.STREAM
+        self._annotations, self.restored = dict(notes), Restored.STREAM
         self._noted = dict(self._positions)
 
     def plan_load(self, parts: list[RankHeader]) -> Resharding:
