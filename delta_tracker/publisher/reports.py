@@ -35,10 +35,12 @@ class Reports:
 
     Attributes:
         error: error of the last version, without a traceback; None if it was published.
+        is_over: True if this publisher can publish no more, because it is fenced or has lost a rank.
     """
 
     def __init__(self, recorder: Recorder, writer: Coordinator) -> None:
         self.error: Exception | None = None
+        self.is_over = False
         self._recorder = recorder
         self._writer = writer
         self._failure: tuple[object, ...] | None = None  # kind of the last failure since the last version
@@ -61,11 +63,6 @@ class Reports:
         for failure in _FAILURES:
             recorder.publish_failures.cell(reason=failure.__name__)
 
-    @property
-    def is_over(self) -> bool:
-        """True if this publisher can publish no more, because it is fenced or has lost a rank."""
-        return isinstance(self.error, FencedError | RankLostError)
-
     def begin(self) -> None:
         """Forget the error of the last version, before another one that a caller waits for."""
         self.error = None
@@ -83,7 +80,7 @@ class Reports:
     def failed(self, error: Exception, version: int) -> None:
         """Report that ``version`` was not published. A failure of the same kind as the last one is not logged."""
         former, self._failure = self._failure, kind_of(error)
-        self.error = unraised(error)
+        self.error, self.is_over = unraised(error), isinstance(error, FencedError | RankLostError)
         if self._failure != former:
             level = logging.ERROR if isinstance(error, FencedError) else logging.WARNING  # it ends training
             _logger.log(level, "%s: %s", _outcome(error, version), error)

@@ -50,6 +50,7 @@ class VersionSource:
             versions of values only.
 
     Attributes:
+        tracker: the tracker.
         handle: the consumer.
         schemas: schemas of the versions.
         find_dense: finds the dense tensors that this rank writes, by name; None without dense tensors.
@@ -73,14 +74,14 @@ class VersionSource:
         encodings = choose_encodings(encoding, live)
         if recovery is not None:
             check_recoverable(live, encodings, top_k)
-        self._tracker = tracker
+        self.tracker = tracker
         self._top_k = top_k
         self._ranks = AllRanks(exchange.group)
         self._gatherer = Gatherer(live, writes_replicas=is_first, with_states=recovery is not None)
         self.find_dense: Callable[[], Mapping[str, Tensor]] | None = None
         if dense is not None:
             choice = dense if isinstance(dense, nn.Module | str) else tuple(dense)
-            self.find_dense = partial(_dense_tensors, live, choice) if is_first else dict
+            self.find_dense = partial(_published_dense, live, choice) if is_first else dict
             self.find_dense()
         self.handle = tracker.reserve(consumer, holder="Publisher")
         try:
@@ -106,24 +107,19 @@ class VersionSource:
         return not self._has_snapshot or self.handle.needs_snapshot or self.schemas.latest != self.schemas.published
 
     @property
-    def num_batches(self) -> int:
-        """Number of batches of this rank."""
-        return self._tracker.num_batches
-
-    @property
     def has_changes(self) -> bool:
         """True if the stream lacks something of this rank: a snapshot, pending rows, or what only a cut can compare.
 
         Tables without a fused optimizer, dense tensors and states are compared by the next cut, if training advanced.
         Waits for the device.
         """
-        if self.needs_snapshot or any(self._tracker.num_pending(self.handle.name).values()):
+        if self.needs_snapshot or any(self.tracker.num_pending(self.handle.name).values()):
             return True
         return self._progress() != self._progress_at_cut
 
     def place(self) -> tuple[int, RankSchema]:
         """Return the number of batches of this rank, and its schema."""
-        return self._tracker.num_batches, self.schemas.current()
+        return self.tracker.num_batches, self.schemas.current()
 
     def resume(self, exchange: Exchange, writer: Coordinator) -> None:
         """Make the rows of all versions after the loaded checkpoint pending, so that the next version repairs them.
@@ -136,7 +132,7 @@ class VersionSource:
             exchange: communication with the other ranks.
             writer: coordinator that has claimed the stream, and that knows the states of all ranks.
         """
-        tracker = self._tracker
+        tracker = self.tracker
         rows: dict[str, Tensor] | None = None
 
         def find() -> dict[str, Any]:
@@ -173,7 +169,7 @@ class VersionSource:
         self._meanwhile = self.handle.begin_copy()
         self.schemas.copying = self.schemas.current()
         with one_cut():
-            return self._gatherer.whole(self._tracker.live.fused_tables, self._tracker.live.owner_views())
+            return self._gatherer.whole(self.tracker.live.fused_tables, self.tracker.live.owner_views())
 
     def cut(self, kind: Kind, copied: Part | None, *, is_complete: bool = False) -> tuple[Draft, Delta]:
         """Read the rows of a version with their current values.
@@ -193,7 +189,7 @@ class VersionSource:
             InvalidArgumentError: if the tables were resharded while the version was copied. The errors of the objects'
                 states are those of :meth:`TrainingCuts.begin` and :meth:`TrainingCuts.take`.
         """
-        tracker, schemas, training = self._tracker, self.schemas, self._training
+        tracker, schemas, training = self.tracker, self.schemas, self._training
         schema = schemas.current()
         self._progress_at_cut = self._progress()
         if schema != (schemas.copying if kind == "snapshot" else schemas.published):
@@ -257,7 +253,7 @@ class VersionSource:
         """
         if self._ranks.is_expected and self._top_k is not None:
             with suppress(_UnreadError, RankLostError):  # a lost rank is reported by the next collective
-                choose(self._top_k, _UnreadError(), list(self._tracker.shards), self._ranks)
+                choose(self._top_k, _UnreadError(), list(self.tracker.shards), self._ranks)
 
     def end(self, read: Delta | None, committed: Manifest | None) -> None:
         """Commit or abort the read of a version.
@@ -302,7 +298,7 @@ class VersionSource:
         """Return the numbers of batches and of later updates; None if no cut finds other changes than pending rows."""
         schemas = self.schemas
         if self.find_dense is not None or self._training is not None or schemas.unfused or schemas.latest.identities:
-            return self._tracker.num_batches, self._tracker.progress.num_unstepped
+            return self.tracker.num_batches, self.tracker.progress.num_unstepped
         return None
 
     def _note(self, head: Manifest) -> None:
@@ -315,7 +311,7 @@ class _UnreadError(Exception):
     """This rank failed or was interrupted before it read its rows."""
 
 
-def _dense_tensors(live: LiveTables, choice: nn.Module | Iterable[str]) -> dict[str, Tensor]:
+def _published_dense(live: LiveTables, choice: nn.Module | Iterable[str]) -> dict[str, Tensor]:
     """Return the dense tensors of a module, or those of some names in the model's ``state_dict``, without a copy.
 
     Raises:

@@ -81,11 +81,11 @@ class Versions:
     def step(self) -> None:
         """Send the votes that this rank owes, and act on those before them."""
         ballots = self._ballots
-        while ballots.is_owed:  # several votes if the other ranks are ahead
+        while ballots.num_owed:  # several votes if the other ranks are ahead
             if ballots.is_pending:
                 self._count()
             if self._reports.is_over:
-                ballots.cancel_owed()
+                ballots.num_owed = 0  # this rank takes no part in versions any more
                 return
             self._end_read()
             ballots.send(self._step_vote())
@@ -121,7 +121,8 @@ class Versions:
             self.step()
             if ballots.is_pending and self._begun[0] != ballots.number:
                 call.last = ballots.number
-            self.land()
+            self._complete()
+            ballots.settle()
             # What the votes of the last step have begun in this call, and so at this batch, on all ranks.
             is_enough = self._begun[0] == call.last and self._begun[1] in enough
             if self._reports.is_over:
@@ -139,7 +140,7 @@ class Versions:
     def _called(self, name: str) -> Call:
         """Return the state of a call: that of the same call at the same batch, if it was interrupted."""
         try:
-            batch = self._source.num_batches
+            batch = self._source.tracker.num_batches
         except Exception:  # noqa: BLE001  it comes again when this rank votes, for which the other ranks wait
             batch = -1
         if self._call is None or (self._call.name, self._call.batch) != (name, batch):
@@ -226,7 +227,8 @@ class Versions:
                 self._wait(self._copy(flight))
                 self._ballots.send(Vote(Phase.COPYING))
             elif isinstance(flight, Cut):
-                self._start(flight)
+                if not flight.is_started:
+                    self._start(flight)
                 self._wait(flight.outcome)
                 self._end_read()
             elif flight is not None:
@@ -271,7 +273,7 @@ class Versions:
             after=self._ballots.number,
             number=number,
             kind=kind,
-            batch=self._source.num_batches,
+            batch=self._source.tracker.num_batches,
             is_complete=is_complete,
             copied=copied,
         )
@@ -279,13 +281,11 @@ class Versions:
         self._start(cut)
 
     def _start(self, cut: Cut) -> None:
-        """Read the rows of a version, and let the threads complete it, unless they do already.
+        """Read the rows of a version, and let the threads complete it. They do not do so already.
 
         After an interrupt, the rows are read again at the same batch. Later, they belong to another version. A read
         that was a collective is not repeated, because the other ranks have ended theirs.
         """
-        if cut.is_started:
-            return
         can_read = not cut.is_tried or self._can_repeat(cut)
         cut.is_tried = True
         draft: Draft | Exception
@@ -307,7 +307,7 @@ class Versions:
     def _can_repeat(self, cut: Cut) -> bool:
         """Return True if the rows of a version can be read again after an interrupt."""
         source = self._source
-        is_same = cut.batch == source.num_batches and source.can_read(cut.kind, is_complete=cut.is_complete)
+        is_same = cut.batch == source.tracker.num_batches and source.can_read(cut.kind, is_complete=cut.is_complete)
         return is_same or self._ballots.is_alone
 
     def _end_read(self) -> None:
@@ -315,8 +315,9 @@ class Versions:
         cut = self._flight
         if not isinstance(cut, Cut):
             return
-        self._start(cut)
-        if not cut.is_working:
+        if not cut.is_started:
+            self._start(cut)
+        if cut.outcome.done():
             outcome = cut.outcome.result()
             self._flight = Ended(cut.after, outcome)
             self._close_read(outcome)

@@ -96,7 +96,6 @@ class ConsumerHandle(Uncopied, remedy="Save or copy the tracker's state_dict(), 
         """
         return self._reader.read(
             self._held(),
-            lambda delta: delta,
             commit=commit,
             with_states=with_states,
             with_values=with_values,

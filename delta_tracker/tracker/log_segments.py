@@ -123,7 +123,7 @@ class LogSegments:
             self.is_compact = False
             for _, store in self._every if fqns is None else [(fqn, self.stores[fqn]) for fqn in fqns]:
                 store.cut(self.position)
-                if isinstance(store, SegmentStore) and store.has_writes:  # the cut marked the rows of the writes again
+                if isinstance(store, SegmentStore) and store.writes:  # the cut marked the rows of the writes again
                     self.cursors.note_change(self.position)
 
     def compact(self) -> None:

@@ -573,7 +573,6 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         """
         return self._reader.read(
             self._log.consumers.resolve(consumer),
-            lambda delta: delta,
             commit=commit,
             with_states=with_states,
             with_values=with_values,
@@ -586,9 +585,13 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
 
         The errors are those of :meth:`get_delta`.
         """
-        return self._reader.read(
-            self._log.consumers.resolve(consumer), lambda delta: {fqn: rows.ids for fqn, rows in delta.items()}
-        )
+        ids: dict[str, Tensor] = {}
+
+        def keep(delta: Delta) -> None:
+            ids.update({fqn: rows.ids for fqn, rows in delta.items()})
+
+        self._reader.read(self._log.consumers.resolve(consumer), received=keep)
+        return ids
 
     def commit(self, delta: Delta) -> None:
         """Move the consumer's cursor past an uncommitted read.

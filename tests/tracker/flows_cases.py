@@ -181,7 +181,7 @@ def raising(rank: int, world_size: int, where: str) -> list[int]:
         else:
             raise AssertionError("nothing was raised")
         (store,) = tracker._log.segments.stores.values()
-        half_done = {fqn: {row for ids in store._writes.values() for row in ids.tolist()} for fqn in tracker.tables}
+        half_done = {fqn: {row for ids in store.writes.values() for row in ids.tolist()} for fqn in tracker.tables}
         assert any(half_done.values()) == (where == "at"), "only a backward that raised at the node proves nothing"
         counts = [_read(copy, half_done)]
         for _ in range(3):

@@ -55,9 +55,8 @@ def _oldest_pending(log: ChangeLog) -> float | None:
     return log.consumers.lags(counts=False)["a"].oldest_pending
 
 
-def _commit(log: ChangeLog, *, num_left_out: int) -> None:
+def _commit(log: ChangeLog, read: Read, *, num_left_out: int) -> None:
     """Commit a read whose delta leaves out some rows."""
-    read = log.consumers.read("a")
     read.returns({}, {"t": read.rows["t"].take(torch.arange(num_left_out))})
     log.consumers.commit(read)
 
@@ -67,13 +66,13 @@ def test_rows_that_are_left_out_keep_their_age_until_all_are_sent(clock: list[fl
     clock[0] = 5
     log.writes.mark("t", torch.tensor([1, 2]))
     clock[0] = 8
-    _commit(log, num_left_out=1)
+    _commit(log, log.consumers.read("a"), num_left_out=1)
     assert _oldest_pending(log) == 3
     clock[0] = 9
     log.writes.mark("t", torch.tensor([3]))
-    _commit(log, num_left_out=1)
+    _commit(log, log.consumers.read("a"), num_left_out=1)
     assert _oldest_pending(log) == 4
-    _commit(log, num_left_out=0)
+    _commit(log, log.consumers.read("a"), num_left_out=0)
     assert _oldest_pending(log) is None
     clock[0] = 10
     log.consumers.distrust("a", "t", torch.tensor([4]))
@@ -134,6 +133,6 @@ def test_rows_that_a_read_finds_by_comparison_are_pending_since_that_read(clock:
     read = log.consumers.read("a")
     clock[0] = 6
     assert _oldest_pending(log) == 1
-    _commit(read, num_left_out=1)
+    _commit(log, read, num_left_out=1)
     clock[0] = 8
     assert _oldest_pending(log) == 3

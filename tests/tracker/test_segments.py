@@ -138,24 +138,24 @@ def _run_seeds(mutant: type[SegmentStore]) -> None:
 
 class _NoRemark(SegmentStore):
     def cut(self, position: int) -> None:
-        held, self._writes = self._writes, {}
+        held, self.writes = self.writes, {}
         super().cut(position)
-        self._writes = held
+        self.writes = held
 
 
 class _CloseAtCut(SegmentStore):
     def cut(self, position: int) -> None:
         super().cut(position)
-        self._writes.clear()
+        self.writes.clear()
 
 
 class _MarkOnClose(SegmentStore):
     def begin_write(self, key: int, ids: Tensor | None) -> None:
-        self._writes[key] = ids
+        self.writes[key] = ids
 
     def end_write(self, key: int) -> None:
-        if key in self._writes:
-            self.mark(self._writes.pop(key))
+        if key in self.writes:
+            self.mark(self.writes.pop(key))
 
 
 class _MergeAcrossPins(SegmentStore):
@@ -244,7 +244,7 @@ class _MarksOnceAfterAFailure(SegmentStore):
     def begin_write(self, key: int, ids: Tensor | None) -> None:
         super().begin_write(key, ids)
         if ids is None:
-            self._writes[key] = torch.empty(0, dtype=torch.int64)
+            self.writes[key] = torch.empty(0, dtype=torch.int64)
 
 
 @pytest.mark.parametrize(

@@ -280,10 +280,21 @@ class MarkedRows:
         """
         if ids is None:
             ids = torch.empty(0, dtype=torch.int64, device=self.device)
-        if not with_states or self._old_states is None:
+        found = ChangedRows(ids)
+        if with_states and self._old_states is not None:
+            found = ChangedRows(ids, *self._states_of(ids, rows, segments, self._old_states))
+        if len(segments) > 1:
             self.release(rows, segments)
-            return ChangedRows(ids)
-        states = new_rows(len(ids), self._old_states(ids[:0]))
+        return found
+
+    def _states_of(
+        self, ids: Tensor, rows: RowSet | None, segments: list[Segment], read: ReadStates
+    ) -> tuple[Tensor, Tensor]:
+        """Return the oldest state of each row in some segments, ``[N, S]``, and ``[N]`` bool, True where it is known.
+
+        ``rows`` is the set of the rows with the ids ``ids``, or None without segments.
+        """
+        states = new_rows(len(ids), read(ids[:0]))
         known = torch.zeros_like(ids, dtype=torch.bool)
         # From newest to oldest, so that the oldest segment's states are returned, even if they are unknown.
         for segment in reversed(segments):
@@ -298,8 +309,7 @@ class MarkedRows:
                 put_pieces(states, places, segment.states.states())
         if not bool(known.all()):
             states[~known] = torch.nan if states.is_floating_point() else NO_OWNER
-        self.release(rows, segments)
-        return ChangedRows(ids, states, known)
+        return states, known
 
     def release(self, rows: RowSet | None, segments: list[Segment]) -> None:
         """Keep the memory of a result of :meth:`marked` for reuse, unless it belongs to a segment."""

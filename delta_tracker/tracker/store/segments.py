@@ -33,6 +33,7 @@ class SegmentStore(MarkedRows):
 
     Attributes:
         reads_shard: True if the shard's rows are read by :meth:`cut` or by the methods that mark rows.
+        writes: ids of the writes in progress, by key; None for all rows.
 
     Example:
         >>> store = SegmentStore(num_rows=8)
@@ -58,11 +59,11 @@ class SegmentStore(MarkedRows):
         self._was_written = was_written
         self._has_unmarked = False  # the shard was written without a report, and its rows are not marked yet
         self._lost: deque[int] = deque()  # writes in progress whose rows are unknown
-        self._writes: dict[int, Tensor | None] = {}
+        self.writes: dict[int, Tensor | None] = {}
 
     def note_write(self, key: int, ids: Tensor | None) -> None:
         """Begin a write whose rows the caller marks. The arguments are those of :meth:`begin_write`."""
-        self._writes[key] = ids
+        self.writes[key] = ids
 
     def begin_write(self, key: int, ids: Tensor | None) -> None:
         """Begin a write, and mark its rows.
@@ -76,15 +77,10 @@ class SegmentStore(MarkedRows):
 
     def end_write(self, key: int) -> None:
         """End a write that is complete or will not take place. Does nothing if it is not in progress."""
-        self._writes.pop(key, None)
+        self.writes.pop(key, None)
         if key in self._lost:
             self._has_unmarked = True  # the write may have changed rows since the last cut marked them
             self._lost.remove(key)
-
-    @property
-    def has_writes(self) -> bool:
-        """True if a write is in progress."""
-        return bool(self._writes)
 
     def cut(self, position: int) -> None:
         """Start a segment at ``position`` and mark the rows of the writes in progress in it.
@@ -93,7 +89,7 @@ class SegmentStore(MarkedRows):
             position: the new position, higher than all earlier ones.
         """
         super().cut(position)
-        for ids in self._writes.values():
+        for ids in self.writes.values():
             self.mark(ids)
 
     def catch_up(self) -> None:
@@ -163,7 +159,7 @@ class SegmentStore(MarkedRows):
     def tensors(self) -> Iterator[Tensor]:
         """Yield all tensors of the store."""
         yield from super().tensors()
-        yield from (ids for ids in self._writes.values() if ids is not None)
+        yield from (ids for ids in self.writes.values() if ids is not None)
 
     @property
     def log_bytes(self) -> int:
@@ -171,4 +167,4 @@ class SegmentStore(MarkedRows):
 
         Includes memory that is reserved for further old states. Does not wait for the device.
         """
-        return super().log_bytes + sum(ids.nbytes for ids in self._writes.values() if ids is not None)
+        return super().log_bytes + sum(ids.nbytes for ids in self.writes.values() if ids is not None)

@@ -74,17 +74,22 @@ def changed_in_each(
         stop: as in :meth:`SegmentStore.changed`.
         with_states: as in :meth:`SegmentStore.changed`.
     """
-    together = {name: store for name, store in stores.items() if store.pads}
-    if with_states and together:
+    found: dict[str, ChangedRows] = {}
+    together: dict[str, SegmentStore] = {}
+    for name, store in stores.items():
+        if store.pads:
+            together[name] = store
+        else:
+            found[name] = store.changed(start, stop, with_states=with_states)
+    if not together:
+        return found
+    if with_states:
         settle(states for store in together.values() for states in store.device_states)
     marked = {name: store.marked(start, stop) for name, store in together.items()}
-    scanned = _together(marked, lambda engine, sets: engine.scan_each(sets)) if marked else {}
-    return {
-        name: store.found(*marked[name], scanned.get(name), with_states=with_states)
-        if name in marked
-        else store.changed(start, stop, with_states=with_states)
-        for name, store in stores.items()
-    }
+    scanned = _together(marked, lambda engine, sets: engine.scan_each(sets))
+    for name, store in together.items():
+        found[name] = store.found(*marked[name], scanned.get(name), with_states=with_states)
+    return {name: found[name] for name in stores}
 
 
 @retried(_replaced)
