@@ -22,7 +22,7 @@ from delta_tracker.stream.format.manifest import FORMAT, DenseSpec, Kind, Manife
 from delta_tracker.stream.format.parse import parse_manifest
 from delta_tracker.stream.format.part_writer import put_part, put_training
 from delta_tracker.stream.log import Claim, ClaimedStream, StreamLog, entry_name, part_name
-from delta_tracker.stream.reading.runtime import REAL, Runtime
+from delta_tracker.stream.reading.runtime import Runtime
 from delta_tracker.stream.storage.storage import Location, Repeatable, Storage, open_storage
 from delta_tracker.types import Identity, TableSpec, TableStates
 
@@ -74,7 +74,7 @@ class Coordinator:
         states: FQN to the states of whole tables in the next delta; empty for versions without states.
     """
 
-    def __init__(self, exchange: Exchange, recorder: Recorder, runtime: Runtime = REAL) -> None:
+    def __init__(self, exchange: Exchange, recorder: Recorder, runtime: Runtime) -> None:
         self._exchange = exchange
         self._runtime = runtime
         self.rank = exchange.rank

@@ -82,8 +82,8 @@ class HostCopies:
         waits: functions that wait until a part of the copies is complete.
     """
 
-    tensors: Sequence[Tensor] = ()
-    waits: Sequence[Callable[[], object]] = ()
+    tensors: Sequence[Tensor]
+    waits: Sequence[Callable[[], object]]
 
     def wait(self) -> None:
         """Wait until all copies are complete. Call it in the thread that reads the copies, which it may block."""

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -20,7 +19,6 @@ from delta_tracker.tracker.live_tables import LiveTables
 from delta_tracker.types import Delta, ShardSpec
 
 EncodingChoice = Encoding | str | Mapping[str, Encoding | str] | None
-_NONE: Mapping[str, Tensor] = MappingProxyType({})
 
 
 def name_encodings(choice: EncodingChoice) -> str | dict[str, str] | None:
@@ -70,9 +68,9 @@ class Gathered:
     """
 
     rows: Sequence[BlockRows]
-    dense: Mapping[str, Tensor] = field(default_factory=dict)
-    copies: HostCopies = field(default_factory=HostCopies)
-    extra: Sequence[Tensor] = ()
+    dense: Mapping[str, Tensor]
+    copies: HostCopies
+    extra: Sequence[Tensor]
 
 
 class _Place(NamedTuple):
@@ -111,7 +109,7 @@ class Gatherer:
         with_states: True to copy the optimizer's states of the rows, too.
     """
 
-    def __init__(self, live: LiveTables, *, writes_replicas: bool, with_states: bool = False) -> None:
+    def __init__(self, live: LiveTables, *, writes_replicas: bool, with_states: bool) -> None:
         self._live = live
         self._writes_replicas = writes_replicas
         self._with_states = with_states
@@ -132,10 +130,10 @@ class Gatherer:
         self,
         delta: Delta,
         *,
-        whole: frozenset[str] = frozenset(),
+        whole: frozenset[str],
         dense: Mapping[str, Tensor],
-        extra: Sequence[Source] = (),
-        owners: Mapping[str, Tensor] = _NONE,
+        extra: Sequence[Source],
+        owners: Mapping[str, Tensor],
     ) -> Gathered:
         """Start to copy rows and dense tensors with their current values. The thread does not wait for the copies.
 
@@ -176,7 +174,7 @@ class Gatherer:
         named = {name: each.view(tensor.shape) for (name, tensor), each in pairs}
         return Gathered(rows, named, copies, copied[num_own:])
 
-    def whole(self, tables: frozenset[str], owners: Mapping[str, Tensor] = _NONE) -> list[BlockRows]:
+    def whole(self, tables: frozenset[str], owners: Mapping[str, Tensor]) -> list[BlockRows]:
         """Return all rows of some tables, one block for each column range of a shard.
 
         Each chunk is copied when it is read, which another thread may do, with its values at that time. It has all

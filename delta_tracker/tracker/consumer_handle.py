@@ -7,7 +7,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import MutableMapping
-from typing import NamedTuple, Self
+from typing import NamedTuple, Self, Unpack
 
 from torch import Tensor
 
@@ -15,7 +15,7 @@ from delta_tracker.errors import InvalidArgumentError, UnfinishedStepError
 from delta_tracker.live_objects import Uncopied
 from delta_tracker.tracker.change_log import ChangeLog
 from delta_tracker.tracker.checkpoint.tracker_checkpoint import TrackerCheckpoint
-from delta_tracker.tracker.delta_reader import DeltaReader
+from delta_tracker.tracker.delta_reader import DeltaReader, ReadOptions
 from delta_tracker.tracker.hooks import TrackerHooks
 from delta_tracker.tracker.top_k import AllRanks, TopK
 from delta_tracker.tracker.tracked_model import TrackedModel
@@ -78,31 +78,14 @@ class ConsumerHandle(Uncopied, remedy="Save or copy the tracker's state_dict(), 
 
     # Reading
 
-    def read(
-        self,
-        *,
-        commit: bool = True,
-        with_states: bool = True,
-        with_values: bool = False,
-        with_optimizer: bool = False,
-        top_k: TopK | None = None,
-        ranks: AllRanks | None = None,
-    ) -> Delta:
+    def read(self, *, ranks: AllRanks | None = None, **options: Unpack[ReadOptions]) -> Delta:
         """Return the rows that changed since the consumer's last committed read.
 
         ``ranks`` are the ranks that share the budget of ``top_k``. If ``ranks`` is None, all ranks share the budget,
         and the first read with ``top_k`` creates a process group for them. The other arguments, the result and the
         errors are those of :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.get_delta`.
         """
-        return self._reader.read(
-            self._held(),
-            commit=commit,
-            with_states=with_states,
-            with_values=with_values,
-            with_optimizer=with_optimizer,
-            top_k=top_k,
-            ranks=ranks,
-        )
+        return self._reader.read(self._held(), lambda delta: delta, ranks=ranks, **options)
 
     def commit(self, delta: Delta) -> None:
         """Move the consumer's cursor past its uncommitted read.

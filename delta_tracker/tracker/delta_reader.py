@@ -6,6 +6,7 @@ Notation: ``N`` is the number of changed rows of a table.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import TypedDict, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,8 +25,19 @@ from delta_tracker.tracker.top_k import AllRanks, Candidates, TopK, choose
 from delta_tracker.tracker.tracked_model import TrackedModel
 from delta_tracker.types import Delta, DeltaRows
 
+_T = TypeVar("_T")
 _ID_BYTES = 8
 _CHUNK_ROWS = 1 << 15  # 8 MiB for rows of 64 float32 columns, which fit into a large CPU cache
+
+
+class ReadOptions(TypedDict, total=False):
+    """Arguments of :meth:`DeltaReader.read` that choose what a read returns, and whether it is committed."""
+
+    commit: bool
+    with_states: bool
+    with_values: bool
+    with_optimizer: bool
+    top_k: TopK | None
 
 
 class DeltaReader:
@@ -46,6 +58,7 @@ class DeltaReader:
     def read(
         self,
         consumer: str,
+        result: Callable[[Delta], _T],
         *,
         commit: bool = True,
         with_states: bool = True,
@@ -53,15 +66,15 @@ class DeltaReader:
         with_optimizer: bool = False,
         top_k: TopK | None = None,
         ranks: AllRanks | None = None,
-        received: Callable[[Delta], None] | None = None,
-    ) -> Delta:
-        """Return the delta of the rows that changed since a consumer's last committed read.
+    ) -> _T:
+        """Return ``result(delta)`` for the delta of the rows that changed since a consumer's last committed read.
 
-        If ``received`` raises or the call is interrupted, the rows stay pending. The other errors are those of
+        If ``result`` raises or the call is interrupted, the rows stay pending. The other errors are those of
         :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.get_delta`.
 
         Args:
             consumer: name of a consumer. Callers must have checked that it is not reserved for another owner.
+            result: function of the delta, called before the read is committed.
             commit: True to commit the read immediately.
             with_states: True to add the states, if the tracking mode has states.
             with_values: True to add the current values of the rows.
@@ -69,7 +82,6 @@ class DeltaReader:
             top_k: budget of the delta. If it is given, all ranks must make the call. None returns all pending rows.
             ranks: ranks that share the budget of ``top_k``; None for a group of all ranks, which the first read with
                 ``top_k`` creates.
-            received: called with the delta before the read is committed; None for no call.
         """
         consumers = self._log.consumers
         with self._log.lock:
@@ -96,14 +108,12 @@ class DeltaReader:
                         rows[fqn] = self._rows(
                             fqn, sent, with_states=with_states, with_values=with_values, with_optimizer=with_optimizer
                         )
-                    delta = read.returns(rows, left_out)
-                    if received is not None:
-                        received(delta)
+                    found = result(read.returns(rows, left_out))
                 if commit:
                     consumers.commit(read)
                 else:
                     consumers.hold(read)
-                return delta  # noqa: TRY300  an interrupt before it must not lose the rows
+                return found  # noqa: TRY300  an interrupt before it must not lose the rows
             except BaseException:
                 if read is not None:
                     consumers.abort(read)

@@ -11,7 +11,8 @@ from torch import Tensor
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.rows import first_per_id
 from delta_tracker.sharding.discover import Discovery
-from delta_tracker.sharding.watcher import UNSEEN, KeyedIds
+from delta_tracker.sharding.kernel_hooks import KeyedIds
+from delta_tracker.sharding.watcher import UNSEEN
 from delta_tracker.tracker.log_segments import LogSegments, maintain, profiler_range
 from delta_tracker.tracker.store.several_stores import begin_write_in_each, mark_in_each
 

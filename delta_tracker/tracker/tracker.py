@@ -573,6 +573,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         """
         return self._reader.read(
             self._log.consumers.resolve(consumer),
+            lambda delta: delta,
             commit=commit,
             with_states=with_states,
             with_values=with_values,
@@ -585,13 +586,9 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
 
         The errors are those of :meth:`get_delta`.
         """
-        ids: dict[str, Tensor] = {}
-
-        def keep(delta: Delta) -> None:
-            ids.update({fqn: rows.ids for fqn, rows in delta.items()})
-
-        self._reader.read(self._log.consumers.resolve(consumer), received=keep)
-        return ids
+        return self._reader.read(
+            self._log.consumers.resolve(consumer), lambda delta: {fqn: rows.ids for fqn, rows in delta.items()}
+        )
 
     def commit(self, delta: Delta) -> None:
         """Move the consumer's cursor past an uncommitted read.

@@ -35,6 +35,11 @@ class MetricCounter:
     Args:
         name: name of the counter, for error messages.
         metric: the metric, which contains no other metric.
+
+    Attributes:
+        unmerged: name of each state that cannot be merged, to the name of its reduction.
+        kind: class of the metric, and the reductions, default shapes and buffers that its states depend on. The buffers
+            are those at registration.
     """
 
     def __init__(self, name: str, metric: Any) -> None:  # noqa: ANN401  torchmetrics is not imported here
@@ -44,20 +49,8 @@ class MetricCounter:
             field: _reduction_name(reduction)
             for field, reduction in metric._reductions.items()  # noqa: SLF001  torchmetrics has no public access
         }
-        self._kind = self._current_kind()  # not taken later: an update may change a buffer
-
-    @property
-    def unmerged(self) -> Mapping[str, str]:
-        """Mapping from the name of each state that cannot be merged to the name of its reduction."""
-        return {field: reduction for field, reduction in self._fields.items() if reduction not in _REDUCTIONS}
-
-    @property
-    def kind(self) -> Kind:
-        """Class of the metric, and the reductions, default shapes and buffers that its states depend on.
-
-        The buffers are those at registration.
-        """
-        return self._kind
+        self.unmerged = {field: each for field, each in self._fields.items() if each not in _REDUCTIONS}
+        self.kind = self._current_kind()  # not taken later: an update may change a buffer
 
     def state_dict(self) -> State:
         """Return copies of the metric's states by name, together with the number of updates.

@@ -156,10 +156,9 @@ class TrackerCheckpoint:
             ReservedConsumerError: if a consumer is reserved.
         """
         for name in self._log.consumers.names:
-            try:
-                self._log.consumers.resolve(name)
-            except ReservedConsumerError as error:
-                raise ReservedConsumerError(error.consumer, error.owner, LOAD_BEFORE) from error
+            holder = self._log.consumers.find(name).holder
+            if holder is not None:
+                raise ReservedConsumerError(name, holder, LOAD_BEFORE)
 
     def _check_attached(self, group: RankGroup | None) -> None:
         """Check that the tracker is attached: otherwise the log lacks updates.
@@ -220,11 +219,7 @@ class TrackerCheckpoint:
         counted = self._counters.merged(plan.counted, parts, tensors)
         log_state = plan.state(tensors)
         self._counters.load(counted)
-        with self._log.lock:
-            self._log.restore(log_state)
-            self._positions = {name: each.position for name, each in self._log.cursors.consumers.items()}
-        self._annotations, self.restored = dict(plan.annotations), Restored.STATE
-        self._noted = dict(self._positions)
+        self._restore(log_state, plan.annotations, Restored.STATE)
 
     def restore_from_stream(
         self, num_batches: int, pending: Mapping[str, Mapping[str, Tensor | None]], notes: Mapping[str, object]
@@ -266,9 +261,14 @@ class TrackerCheckpoint:
                 }
                 for name in names
             }
-            self._log.restore(LogState(num_batches, {name: PendingState(num_batches, rows[name]) for name in names}))
+            state = LogState(num_batches, {name: PendingState(num_batches, rows[name]) for name in names})
+            self._restore(state, notes, Restored.STREAM)
+
+    def _restore(self, state: LogState, notes: Mapping[str, object], restored: Restored) -> None:
+        with self._log.lock:
+            self._log.restore(state)
             self._positions = {name: each.position for name, each in self._log.cursors.consumers.items()}
-        self._annotations, self.restored = dict(notes), Restored.STREAM
+        self._annotations, self.restored = dict(notes), restored
         self._noted = dict(self._positions)
 
     def plan_load(self, parts: list[RankHeader]) -> Resharding:
