@@ -58,11 +58,6 @@ class Cut:
     is_tried: bool = False
     is_started: bool = False
 
-    @property
-    def is_working(self) -> bool:
-        """True until this rank knows the outcome."""
-        return not self.outcome.done()
-
 
 @dataclass(slots=True)
 class Call:
@@ -87,11 +82,6 @@ class Ended:
 
     after: int
     outcome: Outcome
-
-    @property
-    def is_working(self) -> bool:
-        """False."""
-        return False
 
 
 Flight: TypeAlias = Copying | Cut | Ended

@@ -30,16 +30,15 @@ class LiveTables:
     Args:
         model: the tracked model.
         log: the tracker's log, which has the raw ids.
+
+    Attributes:
+        model: the tracked model.
     """
 
     def __init__(self, model: TrackedModel, log: ChangeLog) -> None:
+        self.model = model.module
         self._model = model
         self._log = log
-
-    @property
-    def model(self) -> nn.Module:
-        """The tracked model."""
-        return self._model.module
 
     @property
     def num_attached(self) -> int:
