@@ -14,7 +14,7 @@ from delta_tracker.sharding.discover import Discovery
 from delta_tracker.sharding.kernel_hooks import KeyedIds
 from delta_tracker.sharding.watcher import UNSEEN
 from delta_tracker.tracker.log_segments import LogSegments, maintain, profiler_range
-from delta_tracker.tracker.store.several_stores import begin_write_in_each, mark_in_each
+from delta_tracker.tracker.store.several_stores import mark_in_each
 
 
 class LogWrites:
@@ -47,7 +47,7 @@ class LogWrites:
                 self.end_writes()
             self._keys.add(key)
             segments.record(ids, key)
-            begin_write_in_each(segments.stores, key, ids)
+            mark_in_each(segments.stores, ids, key)
 
     def end_write(self, key: int, tables: Iterable[str]) -> None:
         """End the write ``key`` to ``tables``, those that were passed to :meth:`begin_write`."""

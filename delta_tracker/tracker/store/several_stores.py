@@ -29,35 +29,23 @@ def _replaced(stores: Mapping[str, SegmentStore], error: Exception) -> bool:
     return any(replaced)
 
 
-def begin_write_in_each(stores: Mapping[str, SegmentStore], key: int, ids: Mapping[str, Tensor | None]) -> None:
-    """Call :meth:`SegmentStore.begin_write` of each store in ``ids``.
-
-    Args:
-        stores: stores by name.
-        key: key of the write.
-        ids: name to the argument of :meth:`SegmentStore.begin_write`.
-    """
-    together = _for_devices(stores, ids)
-    for name, own in ids.items():
-        if name in together:
-            stores[name].note_write(key, own)
-        else:
-            stores[name].begin_write(key, own)
-    if together:
-        _mark(stores, together)
-
-
-def mark_in_each(stores: Mapping[str, SegmentStore], ids: Mapping[str, Tensor | None]) -> None:
-    """Call :meth:`SegmentStore.mark` of each store in ``ids``.
+def mark_in_each(stores: Mapping[str, SegmentStore], ids: Mapping[str, Tensor | None], key: int | None = None) -> None:
+    """Call :meth:`SegmentStore.mark` of each store in ``ids``, or :meth:`SegmentStore.begin_write` for a write.
 
     Args:
         stores: stores by name.
         ids: name to the argument of :meth:`SegmentStore.mark`.
+        key: key of the write that begins; None without a write.
     """
     together = _for_devices(stores, ids)
     for name, own in ids.items():
-        if name not in together:
-            stores[name].mark(own)
+        if key is None:
+            if name not in together:
+                stores[name].mark(own)
+        elif name in together:
+            stores[name].note_write(key, own)
+        else:
+            stores[name].begin_write(key, own)
     if together:
         _mark(stores, together)
 
