@@ -292,18 +292,15 @@ class _DeviceKeys(_Keys):
         self._ordered = self._keys.sort().values
 
     def histogram(self, prefix: int, shift: int) -> Tensor:
-        """Count the rows that are not due and match a prefix, by the digit at ``shift``."""
         # A search in the sorted keys needs no atomic additions, which are slow where many keys have the same digit.
         edges = torch.arange(_bins(shift) + 1, device=self._keys.device) * (1 << shift) + prefix
         counts = torch.searchsorted(self._ordered, edges).diff()
         return torch.cat([counts, counts.new_zeros(_NUM_BINS - len(counts))])
 
     def num_ties(self, threshold: int) -> Tensor:
-        """Return the number of rows that are not due and whose key is ``threshold``."""
         return (self._keys == threshold).sum()
 
     def mask(self, threshold: int, num_ties: int) -> Tensor:
-        """Return a mask of the selected rows."""
         is_tied = self._keys == threshold
         return self.is_due | (self._keys > threshold) | (is_tied & (is_tied.cumsum(0) <= num_ties))
 
