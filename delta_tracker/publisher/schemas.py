@@ -92,7 +92,7 @@ def declared_states(
         FQN to states; tables that no rank declares are missing.
 
     Raises:
-        RankFailedError: if ranks declare different optimizers or states of a table, or their column ranges do not divide
+        RankFailedError: if ranks declare different optimizers or states of a table, or their ranges do not divide
             the table's columns.
     """
     first: dict[str, Mapping[str, Any]] = {}

@@ -7,6 +7,7 @@ from datetime import timedelta
 
 from delta_tracker.errors import RankLostError
 from delta_tracker.publisher.delivery import Letter, Rounds, Sign
+from delta_tracker.tracker.rank_group import RankGroup
 
 
 def lengths(rank: int, world_size: int) -> None:
