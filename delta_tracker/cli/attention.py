@@ -101,9 +101,7 @@ def level_of(state: State) -> Level:
     return _STATES[state][0] if state in _STATES else "note"
 
 
-def of_publishers(
-    history: History, head: Manifest, now: float, described: Collection[int], *, has_snapshot: bool
-) -> list[Notice]:
+def of_publishers(history: History, head: Manifest, now: float, described: Collection[int]) -> list[Notice]:
     """Return the notices about the publishers of a stream.
 
     Args:
@@ -111,7 +109,6 @@ def of_publishers(
         head: newest entry.
         now: Unix time by the store's clock, in seconds.
         described: missing or malformed versions for which there are other notices.
-        has_snapshot: False if no entry of the stream is a snapshot.
     """
     if not history.bins:
         step = "Call Publisher.snapshot() on the trainer. Without it, predictors have nothing to start from"
@@ -122,7 +119,7 @@ def of_publishers(
         what = f"No version for {duration(age)}; before, the longest time between two was {duration(longest)}"
         step = "If training should go on, read the log of the trainer and Publisher.error"
         found.append(Notice("warning", what, step))
-    if not has_snapshot:
+    if head.snapshot is None:
         step = "Call Publisher.snapshot() on the trainer"
         found.append(Notice("warning", "The stream has no snapshot, so that no new predictor can start", step))
     if claims := history.claims:

@@ -78,9 +78,8 @@ def command(out: Path | None, seconds: float, every: float, *, is_json: bool) ->
                 time.sleep(_BATCH_SECONDS)
                 is_due = time.monotonic() >= due
             deltas.append(publisher.publish())
-            committed = time.monotonic()
             predictor.wait(deltas[-1].version, _APPLY_SECONDS)
-            applied.append(time.monotonic() - committed)
+            applied.append(time.time() - deltas[-1].created)
             advance(time.monotonic() - begin)
     tenth = max(1, len(losses) // 10)
     found = {

@@ -137,10 +137,9 @@ def gather(stream: Stream, max_versions: int, max_bytes: int) -> Figures:
     followers, num_gone = read_followers(stream.storage, head, clock, order=order)
     problems = skews.problems(followers, clock)
     described = [version for version in history.lost if any(entry_name(version) in each.problem for each in faulty)]
-    has_snapshot = head.kind == "snapshot" or head.snapshot is not None
     notices = [
         *_notices(faulty),
-        *of_publishers(history, head, clock.now(), described, has_snapshot=has_snapshot),
+        *of_publishers(history, head, clock.now(), described),
         *of_predictors(followers),
         *([] if pin is None else [_pinned(pin, clock.now())]),
         *of_clocks(problems),
