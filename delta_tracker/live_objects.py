@@ -6,7 +6,7 @@ import os
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from operator import methodcaller
 from typing import ClassVar, Never, SupportsIndex
 
@@ -61,6 +61,17 @@ _PROTECTED: weakref.WeakValueDictionary[int, Forkable] = weakref.WeakValueDictio
 def protect(forkable: Forkable) -> None:
     """Call the methods of ``forkable`` before and after each fork, until the object is garbage-collected."""
     _PROTECTED[id(forkable)] = forkable
+    _register_handlers()
+
+
+@cache
+def _register_handlers() -> None:
+    """Register handlers of forks, which cannot be removed: once, and not before the first use."""
+    os.register_at_fork(
+        before=partial(_call, methodcaller("before_fork")),
+        after_in_parent=partial(_call, methodcaller("after_fork_in_parent")),
+        after_in_child=partial(_call, methodcaller("after_fork_in_child")),
+    )
 
 
 def _call(method: Callable[[Forkable], object]) -> None:
@@ -68,10 +79,3 @@ def _call(method: Callable[[Forkable], object]) -> None:
         forkable = reference()
         if forkable is not None:
             method(forkable)
-
-
-os.register_at_fork(
-    before=partial(_call, methodcaller("before_fork")),
-    after_in_parent=partial(_call, methodcaller("after_fork_in_parent")),
-    after_in_child=partial(_call, methodcaller("after_fork_in_child")),
-)
