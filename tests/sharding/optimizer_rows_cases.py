@@ -19,7 +19,8 @@ from delta_tracker.errors import (
     UnsupportedModelError,
 )
 from delta_tracker.sharding.discover import discover
-from delta_tracker.sharding.optimizer_rows import check_scalars, refuse_unrecoverable, write_scalars
+from delta_tracker.sharding.optimizer_rows import check_scalars, write_scalars
+from delta_tracker.sharding.refusals import refuse_unrecoverable
 from delta_tracker.sharding.torchrec_api import tbe_of
 from delta_tracker.types import StateSpec
 from tests.models import Spec, Table, batch, shard
