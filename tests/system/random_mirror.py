@@ -177,7 +177,8 @@ class Copy:
         elif mode is TrackingMode.MOMENTUM_LAST:
             norms = torch.cat([states[0][ids].float() for _, states in live], dim=1).norm(dim=1)
             assert torch.allclose(rows.states, norms), f"{self.name}: momentum of {fqn}"
-        elif mode is TrackingMode.MOMENTUM_DIFF:
+        else:
+            assert mode is TrackingMode.MOMENTUM_DIFF, "another mode needs a check of its own"
             before, now = (torch.cat([states[0][ids].float() for _, states in each], dim=1) for each in (had, live))
             grown = (now - before).sum(1)[known]
             assert torch.allclose(rows.states[known], grown, atol=1e-5), f"{self.name}: growth of {fqn}"
