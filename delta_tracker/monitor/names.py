@@ -1,4 +1,4 @@
-"""Validation of names, units and labels.
+"""Validation of names and labels.
 
 The rules are those of Prometheus (https://prometheus.io/docs/concepts/data_model/), so that every sink accepts the
 names. In addition, names of stats and events may contain dots, which separate namespaces, as in ``training.loss``.
@@ -14,7 +14,6 @@ from delta_tracker.errors import InvalidArgumentError
 
 _NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*(\.[a-zA-Z_][a-zA-Z0-9_]*)*")
 _LABEL = re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*")
-_UNIT = re.compile(r"[a-z][a-z0-9_]*")
 _RESERVED_LABELS = frozenset({"le", "quantile"})
 _MAX_LENGTH = 200
 
@@ -55,17 +54,6 @@ def check_label_names(names: Iterable[str]) -> tuple[str, ...]:
     if len(set(found)) < len(found):
         raise InvalidArgumentError("labels", found, "Name each label once")
     return found
-
-
-def check_unit(unit: str) -> str:
-    """Return ``unit`` if it is empty or a lower-case name such as ``seconds``.
-
-    Raises:
-        InvalidArgumentError: for any other unit.
-    """
-    if unit and not _UNIT.fullmatch(unit):
-        raise InvalidArgumentError("unit", unit, "Spell out the base unit in lower case: seconds, bytes, ratio")
-    return unit
 
 
 def encodable(text: str) -> str:

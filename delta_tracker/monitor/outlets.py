@@ -92,15 +92,20 @@ class Runner:
         self._metrics = metrics
         self._calls: queue.SimpleQueue[Call | None] | None = None
 
-    def start(self) -> None:
-        """Start the worker thread now instead of at the first call.
+    def start(self) -> queue.SimpleQueue[Call | None]:
+        """Start the worker thread if there is none, and return the queue of its calls.
 
-        Use this method if the first call may be made at interpreter shutdown, when no thread can be started.
+        :meth:`run` does this, too. Call this method early if the first call may be made at interpreter shutdown, when
+        no thread can be started.
 
         Raises:
             RuntimeError: if no thread can be started.
         """
-        self._worker()
+        if self._calls is None:
+            calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
+            threading.Thread(target=_work, args=(calls,), name="delta_tracker-sinks", daemon=True).start()
+            self._calls = calls
+        return self._calls
 
     def run(
         self, guard: Guard, action: Callable[[], None], *, even_if_muted: bool = False, here_if_refused: bool = False
@@ -129,7 +134,7 @@ class Runner:
         call: Future[None] = Future()
         guard.call = call
         try:
-            self._worker().put((action, call))
+            self.start().put((action, call))
         except RuntimeError as refused:  # no thread can be started
             if here_if_refused:
                 _make(action, call)
@@ -153,13 +158,6 @@ class Runner:
         if self._calls is not None:
             self._calls.put(None)
             self._calls = None
-
-    def _worker(self) -> queue.SimpleQueue[Call | None]:
-        if self._calls is None:
-            calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
-            threading.Thread(target=_work, args=(calls,), name="delta_tracker-sinks", daemon=True).start()
-            self._calls = calls
-        return self._calls
 
 
 def _work(calls: queue.SimpleQueue[Call | None]) -> None:

@@ -11,15 +11,7 @@ from functools import partial
 
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.monitor.clock import Progress
-from delta_tracker.monitor.names import (
-    Labels,
-    check_label_names,
-    check_name,
-    check_unit,
-    encodable,
-    exposed,
-    order_labels,
-)
+from delta_tracker.monitor.names import Labels, check_label_names, check_name, encodable, exposed, order_labels
 from delta_tracker.monitor.policy import Policy
 from delta_tracker.monitor.series import Cell
 from delta_tracker.monitor.timer import Timer
@@ -48,6 +40,7 @@ DEFAULT_POLICIES: Mapping[Kind, Policy] = {
     Kind.HISTOGRAM: Policy(aggregations=("count", "mean", "max", "p50", "p95", "p99", "histogram")),
 }
 
+_UNIT = re.compile(r"([a-z][a-z0-9_]*)?")
 _TOTALS = re.compile(r"(_total)+$")
 # https://github.com/prometheus/OpenMetrics/blob/main/specification/OpenMetrics.md#suffixes
 _SAMPLE_SUFFIXES: Mapping[Kind, tuple[str, ...]] = {
@@ -93,7 +86,10 @@ class Definition:
         if self.kind is Kind.COUNTER and _TOTALS.fullmatch(exposed(self.name)):
             raise InvalidArgumentError("name", self.name, "Name what is counted: Prometheus appends _total")
         object.__setattr__(self, "labels", check_label_names(self.labels))
-        check_unit(self.unit)
+        if not _UNIT.fullmatch(self.unit):
+            raise InvalidArgumentError(
+                "unit", self.unit, "Spell out the base unit in lower case: seconds, bytes, ratio"
+            )
         if encodable(self.help) != self.help:
             raise InvalidArgumentError("help", self.help, "Pass a text that UTF-8 can encode")
         if type(self.max_cells) is not int or self.max_cells < 1:
