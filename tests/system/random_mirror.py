@@ -178,9 +178,7 @@ class Copy:
             norms = torch.cat([states[0][ids].float() for _, states in live], dim=1).norm(dim=1)
             assert torch.allclose(rows.states, norms), f"{self.name}: momentum of {fqn}"
         else:
-            assert mode in (TrackingMode.MOMENTUM_DIFF, TrackingMode.ROWWISE_ADAGRAD), (
-                "another mode needs a check of its own"
-            )
+            assert mode in (TrackingMode.MOMENTUM_DIFF, TrackingMode.ROWWISE_ADAGRAD), "this mode has no check"
             before, now = (torch.cat([states[0][ids].float() for _, states in each], dim=1) for each in (had, live))
             grown = (now - before).sum(1)[known]
             assert torch.allclose(rows.states[known], grown, atol=1e-5), f"{self.name}: growth of {fqn}"

@@ -128,9 +128,7 @@ class _Cell:
         elif mode is TrackingMode.MOMENTUM_LAST:
             self._expect("norms", torch.allclose(rows.states, self._states[0][ids].norm(dim=1)))
         else:
-            assert mode in (TrackingMode.MOMENTUM_DIFF, TrackingMode.ROWWISE_ADAGRAD), (
-                "another mode needs a check of its own"
-            )
+            assert mode in (TrackingMode.MOMENTUM_DIFF, TrackingMode.ROWWISE_ADAGRAD), "this mode has no check"
             growth = (self._states[0] - states[0])[ids].sum(dim=1)
             self._expect("growth", torch.allclose(rows.states, growth) and bool((growth > 0).all()))
 
