@@ -390,7 +390,7 @@ MISTAKES: Mapping[str, Mistake] = {
     "verify an empty directory": Mistake(lambda: _command("verify", _url()), "no stream", "Check the URL"),
     "tail a misspelt scheme": Mistake(lambda: _command("tail", "s4://x/y"), "s4://x/y", "Use one of the schemes"),
     "mirror onto itself": Mistake(lambda: _command("mirror", url := _stream(), url), "destination=", "another store"),
-    "misspell a command": Mistake(lambda: _command("inspct", "x"), "'inspct'", "Did you mean inspect?"),
+    "misspell a command": Mistake(lambda: _command("inspct", "x"), "'inspct'", "Did you mean 'inspect'?"),
 }
 
 

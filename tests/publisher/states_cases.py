@@ -399,10 +399,9 @@ def refused(rank: int, world_size: int, root: str) -> None:
     for kwargs, text in choices:
         with pytest.raises(DeltaTrackerError, match=text):
             trainer.publish_to(url, **kwargs)
-    hook = mark(trainer.model, 3)
+    mark(trainer.model, 3)
     with pytest.raises(IncompleteModelError):
         trainer.publish_to(url)
-    hook.remove()
     unmark(trainer.model)
     trainer.tracker.detach()
     trainer.tracker = ModelDeltaTracker(trainer.model, fqns_to_skip=["first"])
