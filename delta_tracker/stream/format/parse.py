@@ -397,8 +397,9 @@ def _check_place(manifest: Manifest) -> None:
         raise ValueError(f"it merges up to version {manifest.merges.version}")
     if manifest.kind == "snapshot" and snapshot != version:
         raise ValueError(f"it is a snapshot, but its newest snapshot is {snapshot}")
-    if snapshot is not None and snapshot > version:
-        raise ValueError(f"its newest snapshot is version {snapshot}")
+    is_own = snapshot == version and manifest.merges is None
+    if snapshot is not None and (snapshot > version or (is_own and manifest.kind != "snapshot")):
+        raise ValueError(f"it is a {manifest.kind}, but its newest snapshot is version {snapshot}")
 
 
 def _check_block(block: Block, table: TableSpec) -> None:
