@@ -245,3 +245,4 @@ def test_what_replaces_a_weight_is_refused_by_name(tmp_path: Path, name: str) ->
     for read in (published.publisher.publish, lambda: published.tracker.get_delta("audit")):
         with pytest.raises(UnsupportedModelError, match=f"'{table}'"):
             read()
+    published.publisher.close()
