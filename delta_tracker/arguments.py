@@ -23,7 +23,7 @@ def is_number(value: object) -> TypeGuard[float]:
 
 
 def check_type(argument: str, value: object, kind: type, example: str) -> None:
-    """Raise InvalidArgumentError unless ``value`` is None or a ``kind``. The message shows ``example``."""
+    """Raise InvalidArgumentError unless ``value`` is None or an instance of ``kind``. The message shows ``example``."""
     if value is not None and not isinstance(value, kind):
         raise InvalidArgumentError(argument, value, f"Pass a value such as {example}, or None")
 

@@ -60,12 +60,12 @@ from tests.stores.wrapped import WrappedStorage
 from tests.waiting import eventually
 
 _PACKAGE = Path(delta_tracker.__file__).parent
-_TRACED = tuple(str(_PACKAGE / name) for name in ("publisher", "tracker", "distributed.py"))
+_TRACED = tuple(str(_PACKAGE / name) for name in ("publisher", "tracker"))
 # Files whose lines allocate too little memory to fail on their own.
 _NO_MEMORY = (
     *(f"tracker/{name}.py" for name in ("tracker", "hooks", "progress", "live_tables")),
-    *(f"publisher/{name}.py" for name in ("publisher", "versions", "ballots", "reports", "exchange", "flight")),
-    "distributed.py",
+    *(f"publisher/{name}.py" for name in ("publisher", "versions", "reports", "exchange", "flight")),
+    "tracker/rank_group.py",
 )
 _ENTRIES = ("step", "call", "_checked", "publish", "snapshot", "flush")
 _CALLS = {
