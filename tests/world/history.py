@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from tests.world.clock import CLOCK
 from tests.world.stores import Entry, Store
@@ -101,6 +104,15 @@ class History:
             return set()
         is_whole = kind == "snapshot" or before is None
         return {(kind, name) for name, each in tensors.items() if is_whole or not each.equal(before.tensors[name])}
+
+    def has_rows(self, stream: str, versions: range, held: Mapping[str, Tensor], encoding: str | None) -> bool:
+        """Return True if each row of a reader is that of one of some versions."""
+        copies = [self.copies[stream, version] for version in versions if (stream, version) in self.copies]
+        masks = [
+            torch.stack([copy.equal_rows(name, rows, encoding) for copy in copies]).any(0)
+            for name, rows in held.items()
+        ]
+        return all(bool(mask.all()) for mask in masks)
 
     def place(self, stream: str, version: int) -> Place:
         return self.streams.index(stream), version

@@ -134,6 +134,14 @@ class Reader:
     def has_row_store(self) -> bool:
         return isinstance(self.served, ServedRows)
 
+    @property
+    def applying(self) -> int | None:
+        """Highest version of which rows may be written, as lookups are told; None if the version is complete."""
+        if isinstance(self.served, ServedRows):
+            return self.served.applying
+        with self.predictor.reading() as held:
+            return held.applying
+
     def save(self) -> Saved:
         """Return what a restart needs. A row store keeps its own position."""
         return Saved({} if self.has_row_store else self.predictor.state_dict(), self.served.state())

@@ -1,6 +1,7 @@
 """Rules that hold after each call of a predictor.
 
-- Each served row is the trainer's at the version that the predictor states.
+- Each served row is the trainer's at the version that the predictor states. While a row store or :meth:`reading` states
+  that a newer version may be written in part, it is that of one of the versions up to there.
 - A predictor never goes back, in (stream, version), without an order: a pin, its own rollback or a promotion.
 - It serves nothing that its gate rejects, that is closer than its canary, or that a pin has called bad. Only a snapshot
   of the log leads past a version that its gate holds.
@@ -12,6 +13,7 @@ from __future__ import annotations
 from tests.world.clock import CLOCK
 from tests.world.history import History, Key, Order, Place, RuleError
 from tests.world.reader import Reader
+from tests.world.served import ServedRows
 from tests.world.targets import LOOK_SECONDS
 from tests.world.trainer import TABLES, Copy
 
@@ -69,6 +71,17 @@ def check(reader: Reader, history: History, encoding: str | None, *, is_complete
         # It may be there by chance, before it has looked for the pin.
         reader.pinned = newest if reader.predictor.status().pinned == newest.version else reader.pinned
     reader.seen = max((counter for _, counter in history.ordered), default=0)
+
+
+def check_partial(reader: Reader, history: History, encoding: str | None) -> None:
+    """Check the rows of a row store that states that a newer version may be written in part."""
+    stored = reader.served
+    version, stream = reader.predictor.version, reader.predictor.status().stream
+    if not isinstance(stored, ServedRows) or stored.is_mixed or version is None or stream is None:
+        return
+    versions = range(version, (version if stored.applying is None else stored.applying) + 1)
+    if not history.has_rows(stream, versions, stored.copy(), encoding):
+        raise RuleError("rows", f"{reader.describe()} has rows of no version of {versions}")
 
 
 def _check_gate(reader: Reader, held: Copy, version: int) -> None:

@@ -133,6 +133,18 @@ class ServedRows:
         found = [self._stored.rows.get((stream, table, each)) or defaults[0] for each in ids]
         return torch.stack([row for _, row in found])
 
+    @property
+    def applying(self) -> int | None:
+        """Highest version of which rows may be written, as the row store states it; None if its version is complete."""
+        state = self._stored.state()
+        return None if state is None else state.applying
+
+    @property
+    def is_mixed(self) -> bool:
+        """True if the row store states that its rows may be of unrelated versions."""
+        state = self._stored.state()
+        return state is not None and state.is_mixed
+
     def state(self) -> dict[str, Tensor]:
         return {}
 

@@ -146,6 +146,10 @@ class Copy:
         """Return which rows of a reader differ from these, None if none do. A row store has no dense tensors."""
         return _difference(self.tensors, held, encoding)
 
+    def equal_rows(self, name: str, held: Tensor, encoding: str | None) -> Tensor:
+        """Return a mask of the rows of a table that a reader has like this."""
+        return _is_equal(self.tensors[name], held, encoding).flatten(1).all(1)
+
 
 def _difference(tensors: Mapping[str, Tensor], held: Mapping[str, Tensor], encoding: str | None) -> str | None:
     for name, other in held.items():

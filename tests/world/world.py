@@ -25,7 +25,7 @@ from tests.world.clock import CLOCK, wait_for_threads
 from tests.world.disk import FAULTS, Fault, disk
 from tests.world.history import History, Key, RuleError
 from tests.world.reader import Reader, Saved, Settings
-from tests.world.rules import check
+from tests.world.rules import check, check_partial
 from tests.world.served import InterruptionError, ServedRows, ServedTables
 from tests.world.stores import Entry, Store
 from tests.world.targets import reached, targets
@@ -583,9 +583,11 @@ class World:
 
     def _check(self, reader: Reader, *, is_complete: bool) -> None:
         """Check a predictor after a call, and remove it if a rule does not hold."""
-        if reader.is_interrupted and not self._has_rows_of_one_version(reader):
-            return
+        is_partial = reader.is_interrupted or reader.applying is not None
         try:
+            if is_partial and not self._has_rows_of_one_version(reader):
+                check_partial(reader, self._history, self._schedule.encoding)
+                return
             check(reader, self._history, self._schedule.encoding, is_complete=is_complete)
         except RuleError as error:
             self._readers.remove(reader)
