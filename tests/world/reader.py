@@ -138,7 +138,7 @@ class Reader:
     def applying(self) -> int | None:
         """Highest version of which rows may be written, as lookups are told; None if the version is complete."""
         if isinstance(self.served, ServedRows):
-            return self.served.applying
+            return None if self.served.stated is None else self.served.stated.applying
         with self.predictor.reading() as held:
             return held.applying
 

@@ -76,11 +76,11 @@ def check(reader: Reader, history: History, encoding: str | None, *, is_complete
 def check_partial(reader: Reader, history: History, encoding: str | None) -> None:
     """Check the rows of a row store that states that a newer version may be written in part."""
     stored = reader.served
-    version, stream = reader.predictor.version, reader.predictor.status().stream
-    if not isinstance(stored, ServedRows) or stored.is_mixed or version is None or stream is None:
+    state = stored.stated if isinstance(stored, ServedRows) else None
+    if state is None or state.version is None or state.is_mixed:
         return
-    versions = range(version, (version if stored.applying is None else stored.applying) + 1)
-    if not history.has_rows(stream, versions, stored.copy(), encoding):
+    versions = range(state.version, (state.version if state.applying is None else state.applying) + 1)
+    if not history.has_rows(state.stream, versions, stored.copy(), encoding):
         raise RuleError("rows", f"{reader.describe()} has rows of no version of {versions}")
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from delta_tracker import RawIdIndex, RowTarget
+from delta_tracker.sinks.row_sink import SinkState
 from tests.predictor.memory_sink import MemorySink, Stored
 from tests.world.trainer import NUM_BAGS, NUM_PLAIN, Model
 
@@ -134,16 +135,9 @@ class ServedRows:
         return torch.stack([row for _, row in found])
 
     @property
-    def applying(self) -> int | None:
-        """Highest version of which rows may be written, as the row store states it; None if its version is complete."""
-        state = self._stored.state()
-        return None if state is None else state.applying
-
-    @property
-    def is_mixed(self) -> bool:
-        """True if the row store states that its rows may be of unrelated versions."""
-        state = self._stored.state()
-        return state is not None and state.is_mixed
+    def stated(self) -> SinkState | None:
+        """What the row store states about its rows; None without any version."""
+        return self._stored.state()
 
     def state(self) -> dict[str, Tensor]:
         return {}
