@@ -23,7 +23,8 @@ from torch import Tensor
 from benchmarks.harness import Figures, Report, Sample, interleaved, parser, provide_pages, timed
 from benchmarks.workloads import Trainer, distinct_ids, one_rank, tables
 from delta_tracker import ModelDeltaTracker, Predictor, Publisher
-from delta_tracker.stream.format.encoding import Encoding, decode_rows, encode_rows
+from delta_tracker.stream.format.codec import decode_rows, encode_rows
+from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.storage.storage import Storage
 
 _DIM = 64

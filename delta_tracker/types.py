@@ -10,16 +10,39 @@ from collections.abc import ItemsView, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
-from typing import Literal
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Literal
 
 from delta_tracker.errors import InvalidArgumentError
-from delta_tracker.rows import ChangedRows
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from delta_tracker.rows import ChangedRows
 
 StateWidth = Literal["columns", "range"]
-TABLE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+TABLE_DTYPES = ("float32", "float16", "bfloat16")
+ITEM_BYTES = {
+    **dict.fromkeys(("bool", "uint8", "int8"), 1),
+    **dict.fromkeys(("int16", "float16", "bfloat16"), 2),
+    **dict.fromkeys(("int32", "float32"), 4),
+    **dict.fromkeys(("int64", "float64", "complex64"), 8),
+    "complex128": 16,
+}
+"""Size in bytes of a value of each dtype, by its name in torch."""
+
+
+def dtype_name(dtype: torch.dtype | str) -> str:
+    """Return the name of a dtype in torch, such as ``float32``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Return torch's dtype of a name. The format names dtypes, so that reading it does not import torch."""
+    import torch  # noqa: PLC0415
+
+    found: torch.dtype = getattr(torch, name)
+    return found
 
 
 class TrackingMode(Enum):
@@ -86,6 +109,7 @@ class IndexedLookup:
         states: ``[N, ...]`` recorded states; None if only ids are recorded.
 
     Example:
+        >>> import torch
         >>> IndexedLookup(3, torch.tensor([7, 42]), None).ids.tolist()
         [7, 42]
     """
@@ -95,7 +119,7 @@ class IndexedLookup:
     states: Tensor | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, init=False)
 class TableSpec:
     """Name, size and dtype of a whole embedding table, the same on every rank.
 
@@ -104,12 +128,13 @@ class TableSpec:
             ``.weight``.
         num_rows: number of rows of the whole table.
         dim: number of columns of the whole table.
-        dtype: dtype of the weight.
+        dtype: dtype of the weight, or its name in torch.
 
     Raises:
         InvalidArgumentError: if ``num_rows`` is negative or ``dim`` is less than 1.
 
     Example:
+        >>> import torch
         >>> str(TableSpec("ec.embeddings.user", 1000, 16, torch.float32))
         '1000 x 16 float32'
     """
@@ -117,30 +142,54 @@ class TableSpec:
     fqn: str
     num_rows: int
     dim: int
-    dtype: torch.dtype
+    dtype_name: str
 
-    def __post_init__(self) -> None:
-        if self.num_rows < 0 or self.dim < 1:
-            raise InvalidArgumentError("TableSpec", (self.num_rows, self.dim), "Give num_rows >= 0 and dim >= 1")
+    def __init__(self, fqn: str, num_rows: int, dim: int, dtype: torch.dtype | str) -> None:
+        if num_rows < 0 or dim < 1:
+            raise InvalidArgumentError("TableSpec", (num_rows, dim), "Give num_rows >= 0 and dim >= 1")
+        object.__setattr__(self, "fqn", fqn)
+        object.__setattr__(self, "num_rows", num_rows)
+        object.__setattr__(self, "dim", dim)
+        object.__setattr__(self, "dtype_name", dtype_name(dtype))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the weight."""
+        return torch_dtype(self.dtype_name)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size in bytes of the weight."""
+        return self.num_rows * self.dim * ITEM_BYTES[self.dtype_name]
 
     def __str__(self) -> str:
-        return f"{self.num_rows} x {self.dim} {str(self.dtype).removeprefix('torch.')}"
+        return f"{self.num_rows} x {self.dim} {self.dtype_name}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, init=False)
 class StateSpec:
     """Name, dtype and width of one state that an optimizer keeps for each row of a table.
 
     Args:
         name: name of the state, unique in its table.
-        dtype: float32, float16 or bfloat16.
+        dtype: float32, float16 or bfloat16, or its name in torch.
         width: ``columns`` if the state has one number per column, ``range`` if it has one number for each of the
             table's column ranges.
     """
 
     name: str
-    dtype: torch.dtype
+    dtype_name: str
     width: StateWidth
+
+    def __init__(self, name: str, dtype: torch.dtype | str, width: StateWidth) -> None:
+        object.__setattr__(self, "name", name)
+        object.__setattr__(self, "dtype_name", dtype_name(dtype))
+        object.__setattr__(self, "width", width)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the state."""
+        return torch_dtype(self.dtype_name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,6 +277,7 @@ class ShardSpec:
         InvalidArgumentError: if the block lies outside the table, or ``replica`` is negative.
 
     Example:
+        >>> import torch
         >>> table = TableSpec("ec.embeddings.user", num_rows=10, dim=8, dtype=torch.float32)
         >>> ShardSpec(table, row_offset=5, num_rows=5, columns=((0, 8),)).num_columns
         8
@@ -259,7 +309,9 @@ class ShardSpec:
         Raises:
             InvalidArgumentError: if ``ids`` are not ``[N]`` integers from 0 to ``num_rows - 1``.
         """
-        if not isinstance(ids, Tensor):
+        import torch  # noqa: PLC0415  the other types are used without it
+
+        if not isinstance(ids, torch.Tensor):
             raise InvalidArgumentError("ids", ids, "Pass a [N] tensor of integers, for example torch.tensor([7, 42])")
         if ids.dim() != 1 or ids.dtype.is_floating_point or ids.dtype == torch.bool:
             raise InvalidArgumentError("ids", (tuple(ids.shape), ids.dtype), "Pass a [N] tensor of integers")
@@ -303,6 +355,7 @@ class DeltaRows:
             ``evicted`` have another number of rows.
 
     Example:
+        >>> import torch
         >>> table = TableSpec("ec.embeddings.user", num_rows=10, dim=8, dtype=torch.float32)
         >>> rows = DeltaRows(torch.tensor([0, 3]), shard=ShardSpec(table, 5, 5, ((0, 8),)))
         >>> rows.global_ids
@@ -320,7 +373,7 @@ class DeltaRows:
     evicted: Tensor | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        if self.ids.dtype != torch.int64 or self.ids.dim() != 1:
+        if dtype_name(self.ids.dtype) != "int64" or self.ids.dim() != 1:
             raise InvalidArgumentError("ids", (tuple(self.ids.shape), self.ids.dtype), "Pass a [N] int64 tensor")
         for name in ("states", "values", "raw_ids", "admitted", "evicted"):
             rows = getattr(self, name)
@@ -348,6 +401,7 @@ class Delta(Mapping[str, DeltaRows]):
         left_out: table FQN to the changed rows that top-k left out; a commit keeps them pending.
 
     Example:
+        >>> import torch
         >>> from delta_tracker import ModelDeltaTracker
         >>> model = torch.nn.Sequential(torch.nn.EmbeddingBag(1000, 16, sparse=True))
         >>> tracker = ModelDeltaTracker(model)

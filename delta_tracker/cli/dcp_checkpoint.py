@@ -123,7 +123,7 @@ def _state_specs(states: TableStates, table: TableSpec) -> dict[str, DenseSpec]:
     A state with one number for each column range has one dimension: the rows of the first range, then of the next one.
     """
     shapes = {"columns": (table.num_rows, table.dim), "range": (table.num_rows * len(states.columns),)}
-    return {each.name: DenseSpec(each.dtype, shapes[each.width]) for each in states.states}
+    return {each.name: DenseSpec(each.dtype_name, shapes[each.width]) for each in states.states}
 
 
 def _target(state: StateSpec, states: TableStates, table: TableSpec, room: Tensor) -> RowTarget:

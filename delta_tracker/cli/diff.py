@@ -146,7 +146,7 @@ def _both(
         OSError: if the disk is full.
     """
     first, second = paths
-    held = DenseSpec(torch.int64, (spec.num_rows,)) if with_ids else rows_of(spec)
+    held = DenseSpec("int64", (spec.num_rows,)) if with_ids else rows_of(spec)
     is_shared = [each.link for each in second[: len(first)]] == [each.link for each in first]
     rest = second[len(first) :] if is_shared else second
     rooms: list[Tensor] = []

@@ -140,7 +140,7 @@ def _write(stream: Stream, version: int, form: str, made: Path, work: Path) -> s
     for number, (fqn, spec) in enumerate(snapshot.tables.items()):
         specs = {_weight(fqn): rows_of(spec)}
         if fqn in snapshot.identities:  # first, because its items are the widest
-            specs = {_raw_ids(fqn): DenseSpec(torch.int64, (spec.num_rows,)), **specs}
+            specs = {_raw_ids(fqn): DenseSpec("int64", (spec.num_rows,)), **specs}
         if form == "torch":
             rooms |= mapped(work / str(number), specs)
         else:

@@ -214,7 +214,7 @@ def _of_tables(newest: Manifest, start: Sequence[Entry], entries: Sequence[Entry
         fqn: {
             "rows": spec.num_rows,
             "dim": spec.dim,
-            "dtype": DTYPE_NAMES[spec.dtype],
+            "dtype": DTYPE_NAMES[spec.dtype_name],
             "snapshot_bytes": in_snapshot.get(fqn, Amount()).num_bytes,
             "delta_rows": in_deltas[fqn].rows,
             "delta_bytes": in_deltas[fqn].num_bytes,

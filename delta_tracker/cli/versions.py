@@ -109,7 +109,7 @@ def mapped(path: Path, specs: Mapping[str, DenseSpec], header: bytes = b"") -> d
 
 def rows_of(table: TableSpec) -> DenseSpec:
     """Return dtype and shape of all rows of a table."""
-    return DenseSpec(table.dtype, (table.num_rows, table.dim))
+    return DenseSpec(table.dtype_name, (table.num_rows, table.dim))
 
 
 def _check_tables(manifest: Manifest, table: str | None, like: Manifest) -> None:

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from delta_tracker.planning.workload import Workload
+from delta_tracker.stream.format.codec import pack_ids
 from delta_tracker.stream.format.digests import PIECE_BYTES
-from delta_tracker.stream.format.encoding import pack_ids
 from delta_tracker.stream.format.manifest import Block, DenseSpec, IdForm, Link, Manifest, Part
 from delta_tracker.stream.format.part_reader import MEMORY_BYTES
 from delta_tracker.stream.format.part_writer import safetensors_header
@@ -145,15 +145,15 @@ def _part_bytes(blocks: Sequence[Block], dense_bytes: int) -> int:
     tensors: dict[str, DenseSpec] = {}
     for index, block in enumerate(blocks):
         if block.ids == "list":
-            tensors[f"{index}.ids"] = DenseSpec(torch.int64, (block.num_rows,))
+            tensors[f"{index}.ids"] = DenseSpec("int64", (block.num_rows,))
         elif block.ids == "gaps":
             packed, escapes = _gaps(float(f"{block.num_rows / (block.rows[1] - block.rows[0]):.3g}"))
-            tensors[f"{index}.gaps"] = DenseSpec(torch.uint8, (round(packed * block.num_rows),))
-            tensors[f"{index}.escapes"] = DenseSpec(torch.int64, (round(escapes * block.num_rows),))
+            tensors[f"{index}.gaps"] = DenseSpec("uint8", (round(packed * block.num_rows),))
+            tensors[f"{index}.escapes"] = DenseSpec("int64", (round(escapes * block.num_rows),))
         width = block.encoding.width(block.num_columns)
-        tensors[f"{index}.values"] = DenseSpec(block.encoding.dtype, (block.num_rows, width))
+        tensors[f"{index}.values"] = DenseSpec(block.encoding.dtype_name, (block.num_rows, width))
     if dense_bytes:
-        tensors["dense.0"] = DenseSpec(torch.uint8, (dense_bytes,))
+        tensors["dense.0"] = DenseSpec("uint8", (dense_bytes,))
     return len(safetensors_header(tensors.items())) + sum(each.num_bytes for each in tensors.values())
 
 
@@ -170,4 +170,4 @@ def _gaps(density: float) -> tuple[float, float]:
 
 def table_bytes(tables: Iterable[TableSpec]) -> int:
     """Return the bytes of whole tables in their own dtypes."""
-    return sum(each.num_rows * each.dim * each.dtype.itemsize for each in tables)
+    return sum(each.num_bytes for each in tables)

@@ -13,7 +13,8 @@ from torch import Tensor
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.publisher.host_copies import HostCopier, HostCopies, Source
 from delta_tracker.stream.format.block_rows import BlockRows, held_rows
-from delta_tracker.stream.format.encoding import Encoding, encode_rows
+from delta_tracker.stream.format.codec import encode_rows
+from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.format.manifest import Block, IdForm
 from delta_tracker.tracker.live_tables import LiveTables
 from delta_tracker.types import Delta, ShardSpec

@@ -33,7 +33,7 @@ from delta_tracker.tracker.consumer_handle import ConsumerHandle
 from delta_tracker.tracker.live_tables import LiveTables
 from delta_tracker.tracker.top_k import AllRanks, TopK, choose
 from delta_tracker.tracker.tracker import ModelDeltaTracker
-from delta_tracker.types import Delta
+from delta_tracker.types import Delta, dtype_name
 
 _logger = logging.getLogger(__name__)
 
@@ -320,7 +320,7 @@ def _published_dense(live: LiveTables, choice: nn.Module | Iterable[str]) -> dic
     """
     found = dense_tensors(live.model, choice, tables=live.tables)
     for name, tensor in found.items():
-        if tensor.dtype not in DTYPE_NAMES or tensor.dim() > MAX_DIMS:
+        if dtype_name(tensor.dtype) not in DTYPE_NAMES or tensor.dim() > MAX_DIMS:
             remedy = f"Leave it out: streams do not support {tensor.dim()}-d {tensor.dtype}"
             raise InvalidArgumentError("dense", name, remedy)
     return found

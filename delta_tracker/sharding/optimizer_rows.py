@@ -21,7 +21,7 @@ from torch import Tensor
 from delta_tracker.errors import InvalidArgumentError, RestoreMismatchError, UnsupportedModelError
 from delta_tracker.sharding.local_shard import LocalShard, ShardHolder
 from delta_tracker.sharding.torchrec_api import tbe_of
-from delta_tracker.types import TABLE_DTYPES, StateSpec, TableStates
+from delta_tracker.types import TABLE_DTYPES, StateSpec, TableStates, dtype_name
 
 _PROBLEM = "a table whose states cannot be published"
 _REMEDY = "Train it with one fused optimizer with states of float32, float16 or bfloat16, or publish without recovery="
@@ -218,7 +218,7 @@ def _optimizer(kernel: ShardHolder) -> str:
 def _specs(shard: LocalShard, kernel: ShardHolder, slot: int) -> tuple[StateSpec, ...]:
     found = []
     for number, state in enumerate(kernel.memory.optimizer_states(slot), start=1):
-        if state.dtype not in TABLE_DTYPES:
+        if dtype_name(state.dtype) not in TABLE_DTYPES:
             reason = f"its optimizer has a state of {state.dtype}"
             raise UnsupportedModelError({shard.spec.table.fqn: reason}, _REMEDY, problem=_PROBLEM)
         found.append(StateSpec(f"momentum{number}", state.dtype, "columns" if state.dim() > 1 else "range"))

@@ -22,7 +22,7 @@ from delta_tracker.errors import UnsupportedModelError
 from delta_tracker.rows import take_rows
 from delta_tracker.sharding.local_shard import LocalShard
 from delta_tracker.sharding.torchrec_api import Torchrec, is_fsdp2, managed_by_fsdp
-from delta_tracker.types import TABLE_DTYPES, ShardSpec, TableSpec
+from delta_tracker.types import TABLE_DTYPES, ShardSpec, TableSpec, dtype_name
 
 PlainModule = nn.Embedding | nn.EmbeddingBag
 _LOST = "a table that can no longer be tracked"
@@ -169,8 +169,8 @@ def _obstacle(module: PlainModule, weight: Tensor | None, fsdp: set[int], replic
     if weight.is_meta or tuple(weight.shape) != shape:
         place = " on the meta device" if weight.is_meta else ""
         return f"its weight has the shape {tuple(weight.shape)}{place}, not {shape} with values"
-    if weight.dtype not in TABLE_DTYPES:
-        return f"its dtype is {weight.dtype}, not one of {[str(dtype) for dtype in TABLE_DTYPES]}"
+    if dtype_name(weight.dtype) not in TABLE_DTYPES:
+        return f"its dtype is {weight.dtype}, not one of {[*TABLE_DTYPES]}"
     if replicated is not None and id(weight) not in replicated:
         return (
             f"its rows may differ between the {dist.get_world_size()} ranks. Wrap the model in "

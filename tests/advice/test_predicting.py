@@ -24,7 +24,7 @@ from delta_tracker.errors import (
 )
 from delta_tracker.sinks.lmdb import LmdbSink
 from delta_tracker.stream.format.block_rows import BlockRows
-from delta_tracker.stream.format.encoding import encode_rows
+from delta_tracker.stream.format.codec import encode_rows
 from delta_tracker.stream.format.manifest import entry_name
 from delta_tracker.types import TableSpec
 from tests.advice.jobs import Job, refused, small_model

@@ -281,7 +281,7 @@ def unrecoverable(rank: int, world_size: int, url: str, kind: str) -> None:
         tbe.use_rowwise_bias_correction = True
         refused(UnsupportedModelError, publish, "another fused optimizer", "publish without recovery=")
     else:
-        with mock.patch.object(optimizer_rows, "TABLE_DTYPES", {torch.float16}):
+        with mock.patch.object(optimizer_rows, "TABLE_DTYPES", {"float16"}):
             refused(
                 UnsupportedModelError, lambda: publish().snapshot(), "float32, float16 or bfloat16", "without recovery="
             )

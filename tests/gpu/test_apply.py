@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from delta_tracker import Encoding, ModelTarget, Predictor, Storage
-from delta_tracker.stream.format.encoding import decode_rows, encode_rows
+from delta_tracker.stream.format.codec import decode_rows, encode_rows
 from tests.gpu.devices import IS_TINY, OF_MODULES
 from tests.stream.streams import FQN, Writer
 

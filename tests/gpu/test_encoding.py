@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from delta_tracker.stream.format.encoding import Encoding, decode_rows, encode_rows
+from delta_tracker.stream.format.codec import decode_rows, encode_rows
+from delta_tracker.stream.format.encoding import Encoding
 from tests.gpu.devices import KIND, OF_MODULES, device
 
 # The quantizing encodings write into given memory and view its bits, which the simulated device does not support.

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from delta_tracker import ModelTarget, Predictor, RawIdIndex
+from delta_tracker import ModelTarget, Predictor, RawIdIndex, TableSpec
 from delta_tracker.errors import InvalidArgumentError, MalformedError, ModelMismatchError
 from delta_tracker.predictor.identities import identities_after
 from delta_tracker.predictor.served_model import Receiver
@@ -114,7 +114,8 @@ def test_an_index_may_not_serve_two_tables() -> None:
     index = RawIdIndex(history.num_rows)
     predictor = _predictor(history, raw_ids={FQN: index})
     manifest = predictor._reader.newest()[0]
-    other = {"b": replace(manifest.tables[FQN], fqn="b")}
+    table = manifest.tables[FQN]
+    other = {"b": TableSpec("b", table.num_rows, table.dim, table.dtype)}
     both = replace(
         manifest,
         tables={**manifest.tables, **other},

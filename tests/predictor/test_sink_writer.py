@@ -431,7 +431,7 @@ def test_a_table_that_changes_within_a_stream_is_refused() -> None:
     state = stored.state()
     assert state is not None
     for tables in (
-        {FQN_OF_WRITER: replace(state.tables[FQN_OF_WRITER], num_rows=21)},
+        {FQN_OF_WRITER: TableSpec(FQN_OF_WRITER, 21, state.tables[FQN_OF_WRITER].dim, torch.float32)},
         {**state.tables, "other": TableSpec("other", 3, 4, torch.float32)},
     ):
         stored.states[state.stream] = replace(state, tables=tables).to_json()

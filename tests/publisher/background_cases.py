@@ -13,7 +13,8 @@ from delta_tracker import ModelDeltaTracker, Predictor, Publisher, TopK, Trackin
 from delta_tracker.errors import FencedError
 from delta_tracker.publisher.cadence import Cadence
 from delta_tracker.publisher.exchange import Vote
-from delta_tracker.stream.format.encoding import Encoding, decode_rows, encode_rows
+from delta_tracker.stream.format.codec import decode_rows, encode_rows
+from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.heartbeat import read_heartbeats
 from delta_tracker.stream.log import StreamLog

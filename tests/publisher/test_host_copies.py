@@ -12,7 +12,8 @@ from torch import Tensor
 from delta_tracker.publisher import host_copies
 from delta_tracker.publisher.host_copies import HostCopier, Source
 from delta_tracker.publisher.version_source import VersionSource
-from delta_tracker.stream.format.encoding import Encoding, encode_rows
+from delta_tracker.stream.format.codec import encode_rows
+from delta_tracker.stream.format.encoding import Encoding
 from tests.fake_streams.simulation import fake_streams
 from tests.publisher import stream_orders
 from tests.publisher.fake_trackers import ROW_OFFSET, FakeTracker, read, version_source

@@ -72,7 +72,7 @@ _OTHER_OPTIMIZER = {"states": {"fused": replace(_STATES, optimizer="EXACT_ADAGRA
     ("saved", "job", "words"),
     [
         ({"tables": {"fused": _FUSED}}, {}, "tables that differ is [] in the version but ['plain'] in this"),
-        ({}, shard("plain", table=replace(_PLAIN, num_rows=7)), "table 'plain' is 6 x 4 float32"),
+        ({}, shard("plain", table=TableSpec("plain", 7, 4, torch.float32)), "table 'plain' is 6 x 4 float32"),
         ({}, {"shards": {"fused": _JOB.shards["fused"]}}, "tables that differ is ['plain'] in the version but []"),
         (
             {},

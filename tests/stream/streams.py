@@ -10,7 +10,8 @@ from torch import Tensor
 
 from delta_tracker.raw_ids import NO_OWNER
 from delta_tracker.stream.format.block_rows import BlockRows
-from delta_tracker.stream.format.encoding import Encoding, encode_rows
+from delta_tracker.stream.format.codec import encode_rows
+from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.format.manifest import FORMAT, STATES_FORMAT, Block, DenseSpec, IdForm, Kind, Manifest
 from delta_tracker.stream.format.part_writer import put_part, put_training
 from delta_tracker.stream.log import Claim, StreamLog, part_name

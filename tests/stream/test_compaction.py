@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from delta_tracker.errors import CorruptPartError, InvalidArgumentError, MalformedError
 from delta_tracker.stream.format.block_rows import BlockRows
-from delta_tracker.stream.format.encoding import Encoding, encode_rows
+from delta_tracker.stream.format.codec import encode_rows
+from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.format.manifest import Block, Link
 from delta_tracker.stream.log import Merged, StreamLog, entry_name
 from delta_tracker.stream.maintenance.compaction import compact

@@ -13,7 +13,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from delta_tracker.errors import InvalidArgumentError
-from delta_tracker.stream.format.encoding import Encoding, decode_rows, encode_rows, pack_ids, unpack_ids
+from delta_tracker.stream.format.codec import decode_rows, encode_rows, pack_ids, unpack_ids
+from delta_tracker.stream.format.encoding import Encoding
 from tests.members import unknown
 from tests.stream.bounds import bound
 

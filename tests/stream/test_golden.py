@@ -110,7 +110,7 @@ def test_it_covers_every_form_of_the_format(log: StreamLog) -> None:
     blocks = {block for version in log.versions() for part in log.read(version).parts for block in part.blocks}
     assert {block.encoding for block in blocks} == set(Encoding)
     assert {block.ids for block in blocks} == set(get_args(IdForm))
-    assert {spec.dtype for spec in log.read(1).dense.values()} == set(DENSE_DTYPES.values())
+    assert {spec.dtype_name for spec in log.read(1).dense.values()} == set(DENSE_DTYPES.values())
     escapes = [
         len(reader._file.tensor(f"{index}.escapes"))
         for version in log.versions()

@@ -15,7 +15,8 @@ from torch import Tensor
 from delta_tracker.errors import CorruptPartError, StorageError
 from delta_tracker.stream.format import digests as digests_module
 from delta_tracker.stream.format.block_rows import BlockRows
-from delta_tracker.stream.format.encoding import Encoding, encode_rows
+from delta_tracker.stream.format.codec import encode_rows
+from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.format.manifest import Block, DenseSpec, Manifest, Part
 from delta_tracker.stream.format.part_reader import MEMORY_BYTES, PartReader, Ranged, read_parts
 from delta_tracker.stream.format.part_writer import put_part

@@ -9,7 +9,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from delta_tracker.stream.format.encoding import Encoding, decode_rows
+from delta_tracker.stream.format.codec import decode_rows
+from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.format.manifest import Block
 
 RowReader = Callable[[int, int], Tensor]

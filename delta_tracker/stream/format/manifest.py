@@ -8,16 +8,17 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import torch
 from msgspec import Meta, to_builtins
 
 from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.format.field_types import Count, Hex, Range
-from delta_tracker.stream.format.state_tree import TENSOR_DTYPES
 from delta_tracker.stream.store_clock import SKEW_SECONDS
-from delta_tracker.types import Identity, TableSpec, TableStates
+from delta_tracker.types import ITEM_BYTES, Identity, TableSpec, TableStates, dtype_name, torch_dtype
+
+if TYPE_CHECKING:
+    import torch
 
 FORMAT = 1  # values only
 STATES_FORMAT = 2  # values, the optimizer's states and the raw ids of the same rows, and the training state
@@ -28,8 +29,20 @@ Schema = tuple[int, Mapping[str, TableSpec], Mapping[str, TableStates], Mapping[
 
 MAX_DIMS = 16
 PartName = Annotated[str, Meta(pattern=r"\Aparts/[0-9a-z-]+\.safetensors\Z")]
-DENSE_DTYPES = {name: dtype for name, dtype in TENSOR_DTYPES.items() if not dtype.is_complex}
-DTYPE_NAMES = {dtype: name for name, dtype in DENSE_DTYPES.items()}
+DENSE_DTYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U8": "uint8",
+    "BOOL": "bool",
+}
+"""Names in torch of the dtypes of dense tensors, by their names in the format."""
+DTYPE_NAMES = {name: stored for stored, name in DENSE_DTYPES.items()}
 
 MAX_ENTRY_BYTES = 64 << 20  # a manifest has about 300 bytes per rank and table
 _DIGITS = 20  # zero-padded, so that names sort by version, up to 2**63
@@ -56,7 +69,7 @@ class Block:
     @property
     def row_bytes(self) -> int:
         """Size in bytes of one stored row, without its id."""
-        return self.encoding.width(self.num_columns) * self.encoding.dtype.itemsize
+        return self.encoding.width(self.num_columns) * ITEM_BYTES[self.encoding.dtype_name]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,20 +97,29 @@ class Part:
     states: Stored | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, init=False)
 class DenseSpec:
     """Dtype and shape of a dense parameter or buffer."""
 
-    dtype: torch.dtype
+    dtype_name: str  # in torch, such as `float32`
     shape: tuple[int, ...]
 
+    def __init__(self, dtype: torch.dtype | str, shape: tuple[int, ...]) -> None:
+        object.__setattr__(self, "dtype_name", dtype_name(dtype))
+        object.__setattr__(self, "shape", shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype in torch."""
+        return torch_dtype(self.dtype_name)
+
     def __str__(self) -> str:
-        return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
+        return f"{self.dtype_name} {list(self.shape)}"
 
     @property
     def num_bytes(self) -> int:
         """Size in bytes of the values."""
-        return math.prod(self.shape) * self.dtype.itemsize
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype_name]
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,17 +247,20 @@ class Manifest:
 
     def to_json(self) -> bytes:
         """Return the bytes of the entry as they are stored in the log."""
-        entry = to_builtins(self, enc_hook=_to_builtins)
+        entry = to_builtins(self, enc_hook=dict)
         states, identities, owners = map(entry.pop, ("states", "identities", "owner_changes"))
         del entry["xxh3"], entry["modified"]
         if self.forked_from is None:
             del entry["forked_from"]
         has_states = self.format == STATES_FORMAT
+        entry["dense"] = {
+            name: {"dtype": DTYPE_NAMES[spec.dtype_name], "shape": spec.shape} for name, spec in self.dense.items()
+        }
         for table in entry["tables"].values():
-            fqn = table.pop("fqn")
+            fqn, table["dtype"] = table.pop("fqn"), DTYPE_NAMES[table.pop("dtype_name")]
             if has_states:
                 table.update(columns=((0, table["dim"]),), optimizer=None, states=())
-                table.update(states.get(fqn, {}))
+                table.update({} if fqn not in states else states_record(self.states[fqn]))
                 table["identity"] = {"dtype": "I64", **identities[fqn]} if fqn in identities else None
         if has_states:
             entry["owners"] = {
@@ -281,9 +306,7 @@ def entry_name(version: int) -> str:
 
 def states_record(states: TableStates) -> dict[str, Any]:
     """Return the fields ``columns``, ``optimizer`` and ``states`` of a table's JSON object."""
-    record: dict[str, Any] = to_builtins(states, enc_hook=_to_builtins)
+    record: dict[str, Any] = to_builtins(states)
+    for state in record["states"]:
+        state["dtype"], state["width"] = DTYPE_NAMES[state.pop("dtype_name")], state.pop("width")
     return record
-
-
-def _to_builtins(value: torch.dtype | Mapping[str, object]) -> str | dict[str, object]:
-    return DTYPE_NAMES[value] if isinstance(value, torch.dtype) else dict(value)

@@ -351,7 +351,7 @@ def _part(
         table = tables[block.table]
         _check_block(block, table)
         if (ranges := columns.get(block.table)) is not None and (
-            block.columns not in ranges or block.encoding is not Encoding.of(table.dtype)
+            block.columns not in ranges or block.encoding is not Encoding.of(table.dtype_name)
         ):
             raise ValueError(f"block {block} of a table with states is not one of its column ranges in its dtype")
     if isinstance(part, _StatesPart):

@@ -24,14 +24,15 @@ from delta_tracker.buffers import BufferPool
 from delta_tracker.errors import CorruptPartError, MalformedError, StorageError
 from delta_tracker.raw_ids import check_owners
 from delta_tracker.stream.format.block_rows import BlockRows
+from delta_tracker.stream.format.codec import unpack_ids
 from delta_tracker.stream.format.digests import DIGESTS_KEY, is_piece, num_digests, piece_at, piece_range, total_bytes
-from delta_tracker.stream.format.encoding import unpack_ids
 from delta_tracker.stream.format.manifest import DTYPE_NAMES, Block, Manifest, Part, Stored
 from delta_tracker.stream.format.parse import load_json, reason_of
 from delta_tracker.stream.format.part_writer import ALIGNMENT, SIZE_BYTES, TRAINING_KEY
 from delta_tracker.stream.format.state_tree import StateReader
 from delta_tracker.stream.interruption import Interrupted, check
 from delta_tracker.stream.storage.storage import Storage, Transfer
+from delta_tracker.types import dtype_name
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -111,7 +112,7 @@ class _File:
                 shape = (length,)
             end = position + math.prod(shape) * dtype.itemsize  # Size.numel() would overflow
             offsets = [position - start, end - start]
-            wanted = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": offsets}
+            wanted = {"dtype": DTYPE_NAMES[dtype_name(dtype)], "shape": list(shape), "data_offsets": offsets}
             if json.dumps(entry, sort_keys=True) != json.dumps(wanted, sort_keys=True):  # 1.0 and true equal 1
                 raise ValueError(f"its tensor {key} is {entry} instead of {wanted}")
             if end > size:

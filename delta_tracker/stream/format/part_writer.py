@@ -20,8 +20,8 @@ import xxhash
 from torch import Tensor
 
 from delta_tracker.stream.format.block_rows import BlockRows
+from delta_tracker.stream.format.codec import pack_ids
 from delta_tracker.stream.format.digests import DIGEST_BYTES, DIGESTS_KEY, PieceHasher, num_digests, total_bytes
-from delta_tracker.stream.format.encoding import pack_ids
 from delta_tracker.stream.format.manifest import DTYPE_NAMES, DenseSpec, Part, Stored
 from delta_tracker.stream.storage.local import pieces
 from delta_tracker.stream.storage.storage import Repeatable, Storage
@@ -101,7 +101,7 @@ def safetensors_header(specs: Iterable[tuple[str, DenseSpec]], metadata: Mapping
     end = 0
     for key, spec in specs:
         begin, end = end, end + spec.num_bytes
-        header[key] = {"dtype": DTYPE_NAMES[spec.dtype], "shape": spec.shape, "data_offsets": (begin, end)}
+        header[key] = {"dtype": DTYPE_NAMES[spec.dtype_name], "shape": spec.shape, "data_offsets": (begin, end)}
     head = json.dumps(header, separators=(",", ":")).encode()
     head += b" " * (-len(head) % ALIGNMENT)
     return len(head).to_bytes(SIZE_BYTES, "little") + head

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from delta_tracker.stream.format.block_rows import BlockRows
-from delta_tracker.stream.format.encoding import Encoding, decode_rows, encode_rows
+from delta_tracker.stream.format.codec import decode_rows, encode_rows
+from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.format.manifest import Block, DenseSpec, IdForm, Kind, Manifest, Part
 from delta_tracker.stream.format.part_writer import put_part
 from delta_tracker.stream.log import Claim, StreamLog, part_name
