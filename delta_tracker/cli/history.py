@@ -7,7 +7,6 @@ from itertools import chain, islice
 
 from delta_tracker.cli.entries import Amount, amounts, total
 from delta_tracker.monitor.buckets import LogBuckets
-from delta_tracker.planning.version_size import table_bytes
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.types import TableSpec
 
@@ -161,4 +160,4 @@ class History:
             blocks = (block for part in manifest.parts for block in part.blocks if block.ids == "all")
             self._full_bytes, self._is_measured = sum(each.num_rows * each.row_bytes for each in blocks) + dense, True
         elif not self._is_measured:
-            self._full_bytes = dense + table_bytes(self.tables.values())
+            self._full_bytes = dense + sum(each.num_bytes for each in self.tables.values())

@@ -15,7 +15,6 @@ from delta_tracker.cli.stream_command import Number, store_options
 from delta_tracker.cli.text import count, duration, several, size
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.planning.forecast import Forecast, forecast
-from delta_tracker.planning.version_size import table_bytes
 from delta_tracker.planning.workload import Workload, observe
 from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.log import StreamLog
@@ -142,7 +141,7 @@ def _values(found: Forecast, bandwidth: float | None, prices: dict[str, float | 
     return {
         "tables": len(load.tables),
         "rows": sum(each.num_rows for each in load.tables),
-        "table_bytes": table_bytes(load.tables),
+        "table_bytes": load.table_bytes,
         "rows_per_version": sum(map(load.rows_per_version, load.tables)),
         "seconds_between_versions": load.seconds,
         "snapshot_every": load.snapshot_every,

@@ -6,7 +6,7 @@ import math
 from dataclasses import asdict, dataclass
 
 from delta_tracker.buffers import capacity
-from delta_tracker.planning.version_size import delta_size, snapshot_size, table_bytes
+from delta_tracker.planning.version_size import delta_size, snapshot_size
 from delta_tracker.planning.workload import Workload
 from delta_tracker.predictor.polling import GAP_CHECK_SECONDS
 from delta_tracker.stream.heartbeat import BEAT_SECONDS
@@ -114,7 +114,7 @@ class Forecast:
     def predictor_bytes(self) -> int:
         """Memory of a predictor: the tables, and the parts of a snapshot and a delta."""
         held = capacity(self.delta.reads().memory_bytes + self.snapshot.reads().memory_bytes)
-        return table_bytes(self.workload.tables) + self.workload.dense_bytes + held
+        return self.workload.table_bytes + self.workload.dense_bytes + held
 
     @property
     def written_bytes(self) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -15,11 +15,10 @@ from delta_tracker.planning.workload import Workload
 from delta_tracker.stream.format.codec import pack_ids
 from delta_tracker.stream.format.digests import PIECE_BYTES
 from delta_tracker.stream.format.manifest import Block, DenseSpec, IdForm, Link, Manifest, Part
-from delta_tracker.stream.format.part_reader import MEMORY_BYTES
+from delta_tracker.stream.format.object_reader import MEMORY_BYTES
 from delta_tracker.stream.format.part_writer import safetensors_header
 from delta_tracker.stream.log import part_name
 from delta_tracker.stream.storage.storage import UPLOAD_BYTES
-from delta_tracker.types import TableSpec
 
 _SAMPLE = 1 << 16
 _HASH = "0" * 32
@@ -92,6 +91,7 @@ def delta_size(workload: Workload) -> VersionSize:
     """Return the sizes of a delta.
 
     Example:
+        >>> from delta_tracker.types import TableSpec
         >>> table = TableSpec("user", 1_000_000, 64, torch.float32)
         >>> size = delta_size(Workload(tables=(table,), changed=0.01, seconds=60))
         >>> round(size.part_bytes[0], -4)  # 10,000 rows of 256 bytes and their ids of 8 bytes
@@ -166,8 +166,3 @@ def _gaps(density: float) -> tuple[float, float]:
     gaps = np.random.default_rng(0).geometric(min(1.0, density), _SAMPLE)
     packed, escapes = pack_ids(torch.from_numpy(np.cumsum(gaps) - 1))
     return len(packed) / _SAMPLE, len(escapes) / _SAMPLE
-
-
-def table_bytes(tables: Iterable[TableSpec]) -> int:
-    """Return the bytes of whole tables in their own dtypes."""
-    return sum(each.num_bytes for each in tables)

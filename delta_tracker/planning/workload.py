@@ -105,9 +105,14 @@ class Workload:
                 raise InvalidArgumentError("changed", share, f"Pass a fraction of 0 or more for {table.fqn}")
             self.encoding_of(table).width(table.dim)  # raises if the width is not supported
 
+    @property
+    def table_bytes(self) -> int:
+        """Size in bytes of all tables in their own dtypes."""
+        return sum(each.num_bytes for each in self.tables)
+
     def encoding_of(self, table: TableSpec) -> Encoding:
         """Return the encoding of a table's rows."""
-        return Encoding.of(table.dtype) if self.encoding is None else self.encoding
+        return Encoding.of(table.dtype_name) if self.encoding is None else self.encoding
 
     def rows_per_version(self, table: TableSpec) -> int:
         """Return the number of rows of a table in a delta, on all ranks."""

@@ -26,7 +26,8 @@ from delta_tracker.sharding.local_shard import LocalShard
 from delta_tracker.sharding.optimizer_rows import Scalars, check_scalars, state_views, write_scalars
 from delta_tracker.sharding.refusals import refuse_unrecoverable
 from delta_tracker.stream.format.manifest import Manifest, Part, Stored
-from delta_tracker.stream.format.part_reader import PartReader, Ranged, check_size
+from delta_tracker.stream.format.object_reader import Ranged, check_size
+from delta_tracker.stream.format.part_reader import PartReader
 from delta_tracker.stream.format.shard_rows import wanted
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.storage.storage import Storage

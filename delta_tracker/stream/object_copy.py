@@ -13,7 +13,7 @@ import xxhash
 from delta_tracker.errors import CorruptPartError
 from delta_tracker.stream.format.digests import PieceHasher
 from delta_tracker.stream.format.manifest import Part, Stored
-from delta_tracker.stream.format.part_reader import check_size, read_object
+from delta_tracker.stream.format.object_reader import check_size, read_object
 from delta_tracker.stream.storage.storage import Storage
 
 if TYPE_CHECKING:

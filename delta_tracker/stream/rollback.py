@@ -17,7 +17,7 @@ from delta_tracker.errors import (
     UnsupportedStoreError,
 )
 from delta_tracker.stream.format.manifest import Manifest
-from delta_tracker.stream.format.part_reader import PartReader, check_size
+from delta_tracker.stream.format.object_reader import MEMORY_BYTES, check_size, source_of
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.pin import (
     MAX_PIN_BYTES,
@@ -137,7 +137,7 @@ def checked_path(log: StreamLog, version: int, *, reads_parts: bool = False) -> 
     for each in path:
         _check_objects(log.storage, each)
         for part in each.parts if reads_parts else ():
-            PartReader(log.storage, part, each)
+            source_of(log.storage, part, MEMORY_BYTES, None).finish()
     return entry, min(each.version for each in path)
 
 

@@ -41,8 +41,9 @@ from delta_tracker.stream.format import digests as digests_module
 from delta_tracker.stream.format import part_reader as part_module
 from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.manifest import Manifest, Part, Stored
+from delta_tracker.stream.format.object_reader import Ranged
 from delta_tracker.stream.format.parse import parse_manifest
-from delta_tracker.stream.format.part_reader import PartReader, Ranged, read_training
+from delta_tracker.stream.format.part_reader import PartReader, read_training
 from delta_tracker.stream.log import StreamLog, entry_name
 from delta_tracker.stream.storage.storage import Storage
 from tests.stream import states_stream

@@ -23,8 +23,9 @@ from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.codec import decode_rows, encode_rows
 from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.format.manifest import STATES_FORMAT, Block, DenseSpec, Kind, Manifest, Part
+from delta_tracker.stream.format.object_reader import Ranged
 from delta_tracker.stream.format.overlay import Overlay
-from delta_tracker.stream.format.part_reader import PartReader, Ranged
+from delta_tracker.stream.format.part_reader import PartReader
 from delta_tracker.stream.format.part_writer import put_part, put_training
 from delta_tracker.stream.format.state_tree import pack
 from delta_tracker.stream.log import StreamLog, part_name

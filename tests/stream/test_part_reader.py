@@ -18,7 +18,8 @@ from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.codec import encode_rows
 from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.format.manifest import Block, DenseSpec, Manifest, Part
-from delta_tracker.stream.format.part_reader import MEMORY_BYTES, PartReader, Ranged, read_parts
+from delta_tracker.stream.format.object_reader import MEMORY_BYTES, Ranged
+from delta_tracker.stream.format.part_reader import PartReader, read_parts
 from delta_tracker.stream.format.part_writer import put_part
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import TableSpec

@@ -24,7 +24,7 @@ from torch import Tensor
 from delta_tracker import Predictor
 from delta_tracker.errors import StorageError
 from delta_tracker.stream import object_copy
-from delta_tracker.stream.format.part_reader import read_object
+from delta_tracker.stream.format.object_reader import read_object
 from delta_tracker.stream.log import StreamLog, entry_name
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.maintenance.retention import Retention, retain

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from delta_tracker.stream.format.manifest import Manifest
+from delta_tracker.stream.format.object_reader import MEMORY_BYTES
 from delta_tracker.stream.format.overlay import newest
-from delta_tracker.stream.format.part_reader import MEMORY_BYTES, PartBuffer, dense_of, read_parts
+from delta_tracker.stream.format.part_reader import PartBuffer, dense_of, read_parts
 from delta_tracker.stream.storage.storage import Storage
 
 

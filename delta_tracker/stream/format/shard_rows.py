@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from delta_tracker.stream.format.manifest import Manifest, Part
-from delta_tracker.stream.format.part_reader import PartReader, Ranged
+from delta_tracker.stream.format.object_reader import Ranged
+from delta_tracker.stream.format.part_reader import PartReader
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import ShardSpec
 

@@ -1,0 +1,169 @@
+"""Readers of the bytes of a stream's objects, which check them against their records."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+import xxhash
+
+from delta_tracker.errors import CorruptPartError, MalformedError
+from delta_tracker.stream.format.digests import is_piece, num_digests, piece_at, piece_range
+from delta_tracker.stream.format.manifest import Part, Stored
+from delta_tracker.stream.interruption import check
+from delta_tracker.stream.storage.storage import Storage, Transfer
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+# Parts up to this size are held in memory while they are applied. Larger ones are read twice, piece by piece.
+MEMORY_BYTES = 256 << 20
+PartSource: TypeAlias = "InMemory | Ranged"
+
+
+def source_of(storage: Storage, part: Part | Stored, memory_bytes: int, out: NDArray[np.uint8] | None) -> PartSource:
+    """Return a source of an object, which is held in memory if it has at most ``memory_bytes``."""
+    if part.num_bytes <= memory_bytes:
+        return InMemory(storage, part, out)
+    return Ranged(storage, part, is_whole=True)
+
+
+class InMemory:
+    """Source that reads and checks an object as a whole, into ``out`` or new memory."""
+
+    def __init__(self, storage: Storage, stored: Part | Stored, out: NDArray[np.uint8] | None) -> None:
+        self._storage = storage
+        self._stored = stored
+        self._out = out
+        self._transfer = Transfer()
+        self._data: NDArray[np.uint8] | None = None
+
+    def read(self, begin: int, end: int) -> NDArray[np.uint8]:
+        """Return the bytes ``[begin, end)``. If a download fails, the next call resumes it."""
+        if self._data is None:
+            self._data = read_object(self._storage, self._stored, out=self._out, transfer=self._transfer)
+        return self._data[begin:end]
+
+    def finish(self) -> None:
+        """See :meth:`Ranged.finish`."""
+        self.read(0, 0)
+
+
+class Ranged:
+    """Source that reads an object in pieces of 8 MiB, and checks each piece that it returns.
+
+    An object of format 2 has digests of its pieces, which are read first and compared with the record. In format 1,
+    :meth:`finish` hashes all pieces, and a piece that is read again must not have changed. Reads should ascend, because
+    only the last piece is kept in memory. With ``is_whole``, as always in format 1, :meth:`finish` reads and checks all
+    pieces, otherwise only the digests. If the store fails, the next call continues.
+    """
+
+    def __init__(self, storage: Storage, stored: Part | Stored, *, is_whole: bool = False) -> None:
+        self._storage = storage
+        self._stored = stored
+        self._end = stored.body or stored.num_bytes
+        self._is_whole = is_whole or not stored.body
+        self._is_begun = False
+        self._digests = bytearray()  # of all pieces; in format 1, of those that were read
+        self._hash = xxhash.xxh3_128()  # in format 1, of these pieces
+        self._num_checked = 0  # pieces from the beginning that were read
+        self._held: tuple[int, NDArray[np.uint8]] | None = None  # number and bytes of the piece that was read last
+
+    def read(self, begin: int, end: int) -> NDArray[np.uint8]:
+        """Return the bytes ``[begin, end)``. In format 1, they are unchecked until :meth:`finish` has returned."""
+        assert 0 <= begin <= end <= self._end, "inside the pieces"
+        pieces = []
+        while begin < end:
+            number, offset = piece_at(begin)
+            pieces.append(self._piece(number)[offset : offset + end - begin])
+            begin += len(pieces[-1])
+        if not pieces:
+            return np.empty(0, dtype=np.uint8)
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+    def finish(self) -> None:
+        """Read the remaining bytes and compare the object with its record. After a StorageError, call it again."""
+        self._begin()
+        while self._is_whole and self._num_checked < num_digests(self._end):
+            self._piece(self._num_checked)
+        if not self._stored.body:
+            _check_hash(self._stored, self._hash.hexdigest())
+
+    def _piece(self, number: int) -> NDArray[np.uint8]:
+        if self._held is None or self._held[0] != number:
+            self._held = number, self._load(number)
+        return self._held[1]
+
+    def _load(self, number: int) -> NDArray[np.uint8]:
+        """Read and check a piece."""
+        stored = self._stored
+        self._begin()
+        piece = self._fetch(*piece_range(number, self._end))
+        if stored.body or number < self._num_checked:
+            _check_piece(stored, piece, number, self._digests)
+        else:
+            assert number == self._num_checked, "before finish(), reads ascend without gaps"
+            self._hash.update(piece.data)
+            self._digests += xxhash.xxh3_128_digest(piece.data)
+        self._num_checked += number == self._num_checked
+        return piece
+
+    def _begin(self) -> None:
+        """Check the size and, in format 2, read the digests, before any piece."""
+        stored = self._stored
+        if self._is_begun:
+            return
+        check_size(stored, self._storage.size(stored.name))
+        if stored.body:
+            digests = self._fetch(stored.body, stored.num_bytes)
+            _check_hash(stored, xxhash.xxh3_128_hexdigest(digests.data))
+            self._digests += digests.data
+        self._is_begun = True
+
+    def _fetch(self, begin: int, end: int) -> NDArray[np.uint8]:
+        check()
+        data = self._storage.read_range(self._stored.name, begin, end)
+        if data is None:
+            raise CorruptPartError(self._stored.name, "it was deleted while it was read")
+        return data
+
+
+def _check_hash(part: Part | Stored, digest: str) -> None:
+    if digest != part.xxh3:
+        raise CorruptPartError(part.name, f"its xxh3 is not {part.xxh3}")
+
+
+def _check_piece(stored: Part | Stored, piece: NDArray[np.uint8], number: int, digests: bytes | bytearray) -> None:
+    if not is_piece(piece, number, digests):
+        found = f"the bytes of its piece {number} do not match their digest"
+        raise CorruptPartError(stored.name, found if stored.body else "it changed while it was read")
+
+
+def read_object(
+    storage: Storage,
+    stored: Part | Stored,
+    *,
+    out: NDArray[np.uint8] | None = None,
+    transfer: Transfer | None = None,
+) -> NDArray[np.uint8]:
+    """Return the bytes of an object, as :meth:`Storage.read`. Raise CorruptPartError unless they match its record."""
+    try:
+        data = storage.read(stored.name, max_bytes=stored.num_bytes, out=out, transfer=transfer)
+    except MalformedError as error:
+        raise CorruptPartError(stored.name, error.reason) from error
+    check_size(stored, None if data is None else len(data))
+    assert data is not None, "it has a size"
+    hashed = data[stored.body :]  # in format 1, the whole object
+    _check_hash(stored, xxhash.xxh3_128_hexdigest(hashed.data))
+    digests = hashed.tobytes() if stored.body else b""
+    for number in range(num_digests(stored.body)):
+        begin, end = piece_range(number, stored.body)
+        _check_piece(stored, data[begin:end], number, digests)
+    return data
+
+
+def check_size(stored: Part | Stored, size: int | None) -> None:
+    """Raise CorruptPartError unless an object has the size of its record. ``size`` is None if it does not exist."""
+    if size != stored.num_bytes:
+        found = "it does not exist" if size is None else f"it has {size} bytes instead of {stored.num_bytes}"
+        raise CorruptPartError(stored.name, found)
