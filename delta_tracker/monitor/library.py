@@ -121,6 +121,12 @@ class LibraryMetrics:
         "Age of the oldest version that a predictor has not applied, from its heartbeat.", "predictor", unit="seconds"
     )
     heartbeat_age_seconds = _gauge("Seconds since a predictor's last heartbeat.", "predictor", unit="seconds")
+    stream_version = _gauge("Newest version of a stream.", "url")
+    stream_age_seconds = _gauge("Time since the commit of the newest version.", "url", unit="seconds")
+    stream_pending_rows = _gauge("Changed rows that the newest version has left for later ones.", "url")
+    publisher_heartbeat_age_seconds = _gauge(
+        "Seconds since the last heartbeat of the publisher; only for versions with states.", "url", unit="seconds"
+    )
     oldest_pending_seconds = _gauge("Age of a consumer's oldest pending row.", "tracker", "consumer", unit="seconds")
     # Requests of a predictor
     store_requests = _counter("Requests of a predictor to its store.", "predictor", "operation")

@@ -108,6 +108,15 @@ PANELS = (
     Panel(row="Freshness", title="Versions behind", metric="predictor_lag_versions", by=("predictor",)),
     Panel(row="Freshness", title="Lag by heartbeat", metric="heartbeat_lag_seconds", by=("predictor",)),
     Panel(row="Freshness", title="Versions behind by heartbeat", metric="heartbeat_lag_versions", by=("predictor",)),
+    Panel(row="Freshness", title="Newest version of the stream", metric="stream_version", by=("url",)),
+    Panel(row="Freshness", title="Age of the newest version", metric="stream_age_seconds", by=("url",)),
+    Panel(row="Freshness", title="Rows left for later versions", metric="stream_pending_rows", by=("url",)),
+    Panel(
+        row="Freshness",
+        title="Age of the publisher's heartbeat",
+        metric="publisher_heartbeat_age_seconds",
+        by=("url",),
+    ),
     Panel(row="Freshness", title="Age of heartbeats", metric="heartbeat_age_seconds", by=("predictor",)),
     Panel(row="Freshness", title="Consumer lag", metric="consumer_lag_seconds", by=("tracker", "consumer")),
     Panel(

@@ -1,0 +1,42 @@
+"""``assets``: write the alert rules and the dashboard that the package contains."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from pathlib import Path
+
+import click
+
+from delta_tracker.cli.output import Output
+from delta_tracker.errors import InvalidArgumentError
+
+_FILES = {"alerts": "alerts.yml", "dashboard": "dashboard.json"}
+
+_HELP = """Write the alert rules for Prometheus or the dashboard for Grafana.
+
+The files are those of the installed version, which fit the names of its metrics.
+
+\b
+Examples:
+  delta-tracker assets alerts > delta_tracker.yml
+  delta-tracker assets dashboard --out dashboard.json
+"""
+
+
+@click.command("assets", help=_HELP)
+@click.argument("name", type=click.Choice([*_FILES]))
+@click.option("--json", "is_json", is_flag=True, help="Print the name and the text as a JSON object.")
+@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="File to write, instead of stdout.")
+def command(name: str, out: Path | None, *, is_json: bool) -> int:
+    """Write the file, or print it."""
+    text = files("delta_tracker.monitor").joinpath(_FILES[name]).read_text(encoding="utf-8")
+    if is_json:
+        Output(is_json=True).json({"name": name, "text": text})
+    elif out is None:
+        click.echo(text, nl=False)
+    if out is not None:
+        try:
+            out.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise InvalidArgumentError("--out", str(out), f"Choose another path: {error.strerror}") from error
+    return 0

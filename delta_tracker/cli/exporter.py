@@ -1,0 +1,53 @@
+"""``exporter``: serve the ages of a stream and the lags of its predictors to Prometheus."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+
+import click
+
+from delta_tracker.cli.stream_command import Number, Stream, stream_command, terminated
+from delta_tracker.errors import InvalidArgumentError
+from delta_tracker.monitor.monitor import Monitor
+from delta_tracker.monitor.sinks.prometheus import PrometheusSink
+from delta_tracker.stream.heartbeat_metrics import show_heartbeats
+from delta_tracker.stream.stream_metrics import show_stream
+
+_HELP = """Serve the state of a stream at /metrics for Prometheus, until Ctrl-C or SIGTERM.
+
+The process reads only the stream, so it needs no change of the trainer. It exports the newest version and its age, the
+age of the publisher's heartbeat (versions with states only), and the lags and heartbeats of the predictors that have a
+name. It waits for a stream that does not exist yet. If the stream cannot be read, the ages are missing and
+delta_tracker_outlet_errors_total increases. Needs the extra "prometheus".
+
+\b
+Examples:
+  delta-tracker exporter s3://bucket/ctr --port 9464
+  delta-tracker exporter s3://bucket/ctr --host 0.0.0.0 --every 30
+"""
+
+
+@click.command("exporter", help=_HELP)
+@stream_command
+@click.option("--port", default=9464, type=click.IntRange(0, 65_535), help="Port to listen on; 0 for any free one.")
+@click.option("--host", default="127.0.0.1", help="Address to listen on; 0.0.0.0 for all.")
+@click.option("--every", default=15.0, metavar="SECONDS", type=Number(1, 3600), help="Time between two reads.")
+def command(stream: Stream, port: int, host: str, every: float) -> int:
+    """Read the stream at each interval and serve the numbers, until a signal."""
+    monitor = Monitor()
+    try:
+        sink = PrometheusSink(port, host=host)
+    except OSError as error:
+        raise InvalidArgumentError("--port", port, f"Choose another port or host: {error.strerror}") from error
+    show_stream(stream.storage, monitor)
+    show_heartbeats(stream.storage, monitor)
+    monitor.start([sink], interval=timedelta(seconds=every), system=False)
+    try:
+        with terminated():
+            url = f"http://{host}:{sink.port}/metrics"
+            stream.out.answer({"url": url}, f"metrics of {stream.storage.url}: {url}")
+            threading.Event().wait()
+    finally:
+        monitor.stop()
+    return 0
