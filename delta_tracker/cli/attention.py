@@ -113,12 +113,7 @@ def of_publishers(history: History, head: Manifest, now: float, described: Colle
     if not history.bins:
         step = "Call Publisher.snapshot() on the trainer. Without it, predictors have nothing to start from"
         return [Notice("warning", "No version has been committed yet", step)]
-    found = []
-    age, longest = now - head.committed, max(each.max_gap for each in history.bins)
-    if history.gaps.count >= _MIN_GAPS and age > max(_MIN_QUIET_SECONDS, _QUIET_GAPS * longest):
-        what = f"No version for {duration(age)}; before, the longest time between two was {duration(longest)}"
-        step = "If training should go on, read the log of the trainer and Publisher.error"
-        found.append(Notice("warning", what, step))
+    found = of_silence(now - head.committed, history.gaps.count, max(each.max_gap for each in history.bins))
     if head.snapshot is None:
         step = "Call Publisher.snapshot() on the trainer"
         found.append(Notice("warning", "The stream has no snapshot, so that no new predictor can start", step))
@@ -141,6 +136,20 @@ def of_publishers(history: History, head: Manifest, now: float, described: Colle
         step = "Nothing, if a person deleted them: predictors below them continue from the next snapshot"
         found.append(Notice("warning", what, step))
     return found
+
+
+def of_silence(age: float, num_gaps: int, longest: float) -> list[Notice]:
+    """Return the notice about a publisher that has stopped.
+
+    Args:
+        age: seconds since the newest version.
+        num_gaps: number of the times between two successive versions that are known.
+        longest: longest of these times, in seconds.
+    """
+    if num_gaps < _MIN_GAPS or age <= max(_MIN_QUIET_SECONDS, _QUIET_GAPS * longest):
+        return []
+    what = f"No version for {duration(age)}; before, the longest time between two was {duration(longest)}"
+    return [Notice("warning", what, "If training should go on, read the log of the trainer and Publisher.error")]
 
 
 def of_clocks(skews: Iterable[str]) -> list[Notice]:

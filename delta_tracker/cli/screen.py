@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Literal
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from delta_tracker.cli.attention import of_clocks, of_predictors, sort_notices
+from delta_tracker.cli.attention import Notice, of_clocks, of_predictors, of_silence, sort_notices
 from delta_tracker.cli.followers import Follower
 from delta_tracker.cli.listings import PREDICTOR_COLUMNS, SIGNS, predictor_cells, version_table
 from delta_tracker.cli.output import cell, one_line, table
@@ -59,9 +60,15 @@ def screen(
     return Group(*found)
 
 
+def _silence(view: View) -> list[Notice]:
+    times = [entry.committed for entry in view.watch.entries if entry.kind != "claim"]
+    gaps = [after - before for before, after in pairwise(times)]
+    return of_silence(view.now - view.head.committed, len(gaps), max(gaps, default=0.0))
+
+
 def _notices(view: View, height: int | None) -> list[Text]:
     """Return the lines that say what needs attention, and what to do next. A low terminal has fewer of them."""
-    found = sort_notices([*of_predictors(view.followers), *of_clocks(view.skews)])
+    found = sort_notices([*_silence(view), *of_predictors(view.followers), *of_clocks(view.skews)])
     made = [] if view.problem is None else [one_line(f"✕ {view.problem}", "bold red")]
     most = _UNLIMITED if height is None else 1 if height < 20 else 4 if height < 30 else 8  # noqa: PLR2004
     with_steps = most > 1

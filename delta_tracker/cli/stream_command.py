@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -115,6 +116,15 @@ class Stream:
             raise InvalidArgumentError(
                 "URL", self.storage.url, "Check the URL, or start the publisher: there is no stream"
             )
+        return head
+
+    def wait_for_head(self, every: float) -> Manifest:
+        """Return the newest entry; while there is no stream, look again after ``every`` seconds."""
+        if (head := self.log.head()) is None:
+            self.out.note(f"there is no stream at {self.storage.url} yet: waiting for its first version")
+        while head is None:
+            time.sleep(every)
+            head = self.log.head()
         return head
 
     def check_exists(self) -> None:

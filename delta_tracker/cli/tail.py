@@ -42,11 +42,7 @@ Examples:
 @click.option("--every", default=1.0, type=Number(0.01), metavar="SECONDS", help="Polling interval.")
 def command(stream: Stream, lines: int, limit: int | None, every: float) -> int:
     """Print the last ``lines`` versions, then new versions, until Ctrl-C or until ``limit`` versions are printed."""
-    if (head := stream.log.head()) is None:
-        stream.out.note(f"there is no stream at {stream.storage.url} yet: waiting for its first version")
-    while head is None:
-        time.sleep(every)
-        head = stream.log.head()
+    head = stream.wait_for_head(every)
     if not stream.out.is_json:
         stream.out.line(
             _COLUMNS.format("committed", "version", "kind", "gen", "rows", "bytes", "took", "pending"), "bold"

@@ -23,6 +23,7 @@ from delta_tracker.stream.pin import Pin, newest_pin
 from delta_tracker.stream.store_clock import StoreClock
 
 _HELP = """Show a live screen of a stream: publish rates, rates of each table, and the lag of each predictor.
+Without --once, it waits for a stream that does not exist yet.
 
 Rates are averages over the last minute (--window). Each refresh reads only the versions committed since the last one.
 Predictors are listed by their heartbeats, with the states that delta-tracker fleet --help describes, and omitted after
@@ -44,6 +45,9 @@ Examples:
 @stream_command
 def command(stream: Stream, *, every: float, window: float, once: bool) -> int:
     """Show the screen and refresh it until ``q`` or Ctrl-C. With ``--json``, print one line per refresh instead."""
+    if not once:
+        with terminated():
+            stream.wait_for_head(every)
     views = _views(stream, window)
     console = stream.out.console
     if once or stream.out.is_json or not console.is_terminal:

@@ -18,7 +18,7 @@ from delta_tracker.cli.main import main
 from delta_tracker.errors import StorageError
 from delta_tracker.stream.log import entry_name
 from delta_tracker.stream.storage.storage import Storage
-from tests.cli.commands import HOSTILE, beat, leave, path_of
+from tests.cli.commands import HOSTILE, beat, date, interrupted, leave, path_of
 from tests.stream.streams import Writer
 
 
@@ -143,9 +143,27 @@ def test_keys_choose_a_table_and_quit(storage: Storage, capsys, monkeypatch) -> 
     assert heads == [["heartbeat", "last change", "kind"]] * 2 + [["heartbeat"], ["last change"]]
 
 
-def test_a_url_without_a_stream_is_reported_immediately(tmp_path: Path, capsys) -> None:
-    assert main(["top", str(tmp_path / "none")]) == 2
+def test_a_url_without_a_stream_is_reported_or_waited_for(storage: Storage, capsys, monkeypatch) -> None:
+    assert main(["top", storage.url, "--once"]) == 2
     assert "there is no stream" in capsys.readouterr().err
+    sleeps = iter([lambda: None, lambda: Writer(storage).snapshot(), interrupted])
+    monkeypatch.setattr(time, "sleep", lambda _: next(sleeps)())
+    assert main(["top", storage.url, "--json"]) == 130
+    shown = capsys.readouterr()
+    assert "waiting for its first version" in shown.err
+    assert json.loads(shown.out)["head"]["version"] == 1
+
+
+def test_a_publisher_that_has_stopped_needs_attention(storage: Storage, capsys) -> None:
+    writer = Writer(storage)
+    writer.snapshot()
+    for number in range(4):
+        writer.delta([number])
+    for seconds_ago, path in enumerate(sorted(path_of(writer, "log").iterdir(), reverse=True)):
+        date(path, 600 + 10 * seconds_ago)
+    shown = frames(storage, "--once", capsys)
+    assert "No version for 10 min; before, the longest time between two was 10.0 s" in shown
+    assert "next step: If training should go on, read the log of the trainer" in shown
 
 
 def test_a_key_ends_the_wait(monkeypatch) -> None:
