@@ -1,33 +1,59 @@
-"""Callback that adds tracking, checkpoints and publishing to a PyTorch Lightning ``Trainer``.
+"""Callbacks that add tracking, checkpoints, publishing and counters to a PyTorch Lightning ``Trainer``.
 
-Import the callback with ``from delta_tracker.integrations.lightning import TrackerCallback``. The import raises
-:class:`~delta_tracker.errors.MissingExtraError` if neither ``pytorch_lightning`` nor ``lightning`` is installed.
+The import raises :class:`~delta_tracker.errors.MissingExtraError` if neither ``pytorch_lightning`` nor ``lightning`` is
+installed.
 """
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
+from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 from torch import Tensor, nn
 
-from delta_tracker.errors import DetachedError
-from delta_tracker.integrations.lightning_package import check_only_one, lightning_package
+from delta_tracker.errors import CheckpointError, DetachedError, InvalidArgumentError, MissingExtraError
 from delta_tracker.publisher.publisher import Publisher
 from delta_tracker.tracker.checkpoint.collectives import agree
+from delta_tracker.tracker.checkpoint.rank_counters import RankCounters
 from delta_tracker.tracker.rank_group import DEFAULT_TIMEOUT, RankGroup
 from delta_tracker.tracker.tracker import ModelDeltaTracker
+
+_PACKAGES = ("pytorch_lightning", "lightning.pytorch")
+
+
+def _lightning_package() -> ModuleType:
+    """Return the package that is imported already, or else the first one that is installed.
+
+    The classes of the two are different, and ``Trainer(callbacks=callback)`` without a list takes only its own.
+
+    Raises:
+        MissingExtraError: if neither is installed.
+    """
+    for name in sorted(_PACKAGES, key=lambda name: sys.modules.get(name) is None):
+        try:
+            return import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name not in {name, name.partition(".")[0]}:
+                raise MissingExtraError(error.name or name, "lightning") from error
+    raise MissingExtraError(_PACKAGES[0], "lightning")
+
 
 if TYPE_CHECKING:
     from pytorch_lightning import Callback, LightningModule, Trainer
 else:
-    Callback = lightning_package().Callback
+    Callback = _lightning_package().Callback
+
+_logger = logging.getLogger(__name__)
 
 _KEY = "delta_tracker"
-
+_COUNTERS_KEY = "delta_tracker_counters"
 
 # True in a checkpoint whose weights were written after its tracker state was saved.
 _WRITTEN = "delta_tracker_weights_written"
@@ -160,7 +186,7 @@ class TrackerCallback(Callback):
             InvalidArgumentError: if ``trainer`` has another callback of this class.
         """
         del pl_module
-        check_only_one(self, trainer, "Pass one TrackerCallback: its tracker can have any number of consumers")
+        _check_only_one(self, trainer, "Pass one TrackerCallback: its tracker can have any number of consumers")
         trainer.callbacks = [self, *(each for each in trainer.callbacks if each is not self)]
         self._release()  # what a fit that raised has left
         if stage == "fit" and self._saved is not None:
@@ -305,6 +331,108 @@ class TrackerCallback(Callback):
         if saved.state and saved.weights is None:
             _mark_everything(self.tracker)
         return {"tracker state of a checkpoint": "present" if saved.state else "missing"}
+
+
+class CountersCallback(Callback):
+    """Callback that saves counters and metrics of each rank with every checkpoint, and restores them.
+
+    The checkpoint of rank 0 has the states of all ranks, and the checkpoint of any other rank its own, so that the
+    strategy may save on rank 0 or on every rank. From a checkpoint of rank 0 the states can be restored at any number
+    of ranks. The sum over all ranks stays the same, also if the metrics are persistent states of the module: those are
+    restored first, by Lightning, and then replaced.
+
+    The counters are restored whenever the trainer loads a checkpoint: in ``fit``, ``validate``, ``test`` and
+    ``predict``. This is a collective. If a rank fails, all ranks raise an error, and no counter has changed.
+
+    Args:
+        counters: the counters. They must exist before the trainer starts, for example as attributes of the module.
+        is_required: False to keep the present states, with a warning, if a checkpoint has no counters.
+
+    Raises:
+        InvalidArgumentError: if ``counters`` is not a :class:`~delta_tracker.RankCounters`.
+
+    Example:
+        >>> from delta_tracker import RankCounters
+        >>> from torchmetrics import SumMetric
+        >>> clicks = SumMetric()  # usually an attribute of the LightningModule
+        >>> callback = CountersCallback(RankCounters({"clicks": clicks}))  # for Trainer(callbacks=[callback])
+    """
+
+    def __init__(self, counters: RankCounters, *, is_required: bool = True) -> None:
+        if not isinstance(counters, RankCounters):
+            raise InvalidArgumentError("counters", counters, "Pass a RankCounters")
+        self._counters = counters
+        self._is_required = is_required
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Check that this is the only callback of its class.
+
+        Raises:
+            InvalidArgumentError: if ``trainer`` has another one.
+        """
+        del pl_module, stage
+        _check_only_one(self, trainer, "Pass one CountersCallback with all counters")
+
+    @staticmethod
+    def load_into(counters: RankCounters, checkpoint: Mapping[str, Any]) -> None:
+        """Load the counters of a checkpoint of Lightning, without a ``Trainer``.
+
+        ``load_from_checkpoint`` calls no callback: call this method on each rank.
+
+        Args:
+            counters: the counters.
+            checkpoint: the loaded file.
+
+        Raises:
+            DeltaTrackerError: the errors of :meth:`delta_tracker.RankCounters.load_state_dict`.
+        """
+        counters.load_state_dict(checkpoint.get(_COUNTERS_KEY, {}))
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Add the states to ``checkpoint``: on rank 0 those of all ranks, on other ranks this rank's.
+
+        Called by Lightning on every rank.
+        """
+        del trainer, pl_module
+        checkpoint[_COUNTERS_KEY] = self._counters.state_dict(strategy="gather_or_local")
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Restore the states in ``checkpoint``. All ranks must call this method.
+
+        Raises:
+            CheckpointError: if the checkpoint has no counters and ``is_required`` is True.
+            RankFailedError: if the ranks have other counters or checkpoints, or another rank failed.
+            RankLostError: if a rank died or did not answer in time.
+            Exception: the errors of :meth:`delta_tracker.RankCounters.load_state_dict`.
+        """
+        del trainer, pl_module
+        saved: Mapping[str, Tensor] = checkpoint.get(_COUNTERS_KEY, {})
+        with closing(RankGroup("counters of a checkpoint", "Trainer.fit(...)", DEFAULT_TIMEOUT)) as group:
+            agree(lambda: self._checked(saved), group)
+            if saved:
+                self._counters.load_state_dict(saved)
+
+    def _checked(self, saved: Mapping[str, Tensor]) -> dict[str, object]:
+        """Check a state before any rank loads it. Return what must be the same on every rank."""
+        if saved:
+            self._counters.check(saved)
+        elif self._is_required:
+            remedy = "Load a checkpoint that has them, or pass CountersCallback(..., is_required=False)"
+            raise CheckpointError(None, "it has no counters").advising(remedy)
+        else:
+            _logger.warning("the checkpoint has no counters: they keep their present states")
+        return {**self._counters.description(), "counters of a checkpoint": bool(saved)}
+
+
+def _check_only_one(callback: Callback, trainer: Trainer, remedy: str) -> None:
+    """Check that ``trainer`` has one callback of a class, because their states have the same key in a checkpoint.
+
+    Raises:
+        InvalidArgumentError: if there are several; the message ends with ``remedy``.
+    """
+    alike = [each for each in trainer.callbacks if isinstance(each, type(callback))]
+    if len(alike) > 1:
+        raise InvalidArgumentError("callbacks", alike, remedy)
 
 
 def _weights(module: nn.Module) -> list[tuple[ref[Tensor], int]]:

@@ -14,7 +14,7 @@ from pytorch_lightning.strategies import DDPStrategy
 from torch import distributed as dist
 
 from delta_tracker import RankCounters
-from delta_tracker.integrations.lightning_counters import CountersCallback
+from delta_tracker.integrations.lightning import CountersCallback
 from tests.publisher.publishing_cases import attempt
 
 

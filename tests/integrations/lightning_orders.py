@@ -28,8 +28,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from delta_tracker import Cadence, ModelDeltaTracker, Predictor, Publisher, RankCounters
-from delta_tracker.integrations.lightning import TrackerCallback
-from delta_tracker.integrations.lightning_counters import CountersCallback
+from delta_tracker.integrations.lightning import CountersCallback, TrackerCallback
 from tests.integrations.lightning_counters_cases import _EveryRank
 from tests.integrations.lightning_programs import Program
 from tests.publisher.publishing_cases import attempt

@@ -243,10 +243,9 @@ def test_a_checkpoint_is_loaded_without_a_trainer(one_rank: RankPool, tmp_path: 
     assert 0 < pending["rows"] < 40
 
 
-@pytest.mark.advice("InvalidArgumentError: check_only_one")
+@pytest.mark.advice("InvalidArgumentError: _check_only_one")
 def test_a_second_callback_of_a_trainer_is_refused() -> None:
-    from delta_tracker.integrations.lightning import TrackerCallback  # noqa: PLC0415  optional
-    from delta_tracker.integrations.lightning_counters import CountersCallback  # noqa: PLC0415
+    from delta_tracker.integrations.lightning import CountersCallback, TrackerCallback  # noqa: PLC0415  optional
 
     counters = RankCounters({"clicks": KINDS["sum"]()})
     for make in (lambda: TrackerCallback(ModelDeltaTracker), lambda: CountersCallback(counters)):

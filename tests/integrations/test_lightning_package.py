@@ -30,8 +30,7 @@ import types
 for name in ("lightning", "lightning.pytorch"):
     sys.modules[name] = types.ModuleType(name)
 sys.modules["lightning.pytorch"].Callback = type("Callback", (), {})
-from delta_tracker.integrations.lightning import TrackerCallback
-from delta_tracker.integrations.lightning_counters import CountersCallback
+from delta_tracker.integrations.lightning import CountersCallback, TrackerCallback
 print(*(each.__mro__[1] is sys.modules["lightning.pytorch"].Callback for each in (TrackerCallback, CountersCallback)))
 """,
     )
