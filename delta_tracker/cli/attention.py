@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
-from delta_tracker import errors
 from delta_tracker.cli.followers import Follower
 from delta_tracker.cli.history import History
 from delta_tracker.cli.text import duration, several
-from delta_tracker.errors import DeltaTrackerError
 from delta_tracker.stream.fleet import State
 from delta_tracker.stream.format.manifest import Manifest
 
@@ -161,22 +159,6 @@ def of_clocks(skews: Iterable[str]) -> list[Notice]:
     return [Notice("warning", skew, step) for skew in skews]
 
 
-def next_step_of(error: str) -> str | None:
-    """Return the instruction at the end of an error in a heartbeat; None if it is not an error of the library.
-
-    Example:
-        >>> next_step_of("NoSnapshotError: the stream s has no snapshot yet. Call Publisher.snapshot() on the trainer.")
-        'Call Publisher.snapshot() on the trainer'
-        >>> next_step_of("KeyError: 'x. y'") is None
-        True
-    """
-    kind, _, text = error.partition(": ")
-    known = getattr(errors, kind, None)
-    if not (isinstance(known, type) and issubclass(known, DeltaTrackerError)) or ". " not in text:
-        return None
-    return text.rpartition(". ")[2].removesuffix(".")
-
-
 def _errors(followers: Sequence[Follower], level: Level) -> list[Notice]:
     """Return one notice for each kind of error, at most five."""
     kinds: dict[str, list[Follower]] = {}
@@ -185,9 +167,8 @@ def _errors(followers: Sequence[Follower], level: Level) -> list[Notice]:
     found = []
     state = "failing" if level == "fault" else "has an error"
     for of_kind in list(kinds.values())[:_MAX_ERRORS]:
-        error = of_kind[0].beat.error or ""
-        step = next_step_of(error)
-        problem = error if step is None else error.removesuffix(".").removesuffix(step).removesuffix(". ")
+        step, error = of_kind[0].beat.next_step, of_kind[0].beat.error or ""
+        problem = error.removesuffix(f". {step}.")
         cut = "…" if len(problem) > _MAX_PROBLEM else ""
         what = f"{_names(of_kind)}: {state}, {problem[:_MAX_PROBLEM]}{cut}"
         found.append(Notice(level, what, step or "Correct the cause that its error names; it tries again by itself"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from delta_tracker.errors import InvalidArgumentError, StreamError
+from delta_tracker.errors import DeltaTrackerError, InvalidArgumentError, StreamError
 from delta_tracker.predictor.reader import Reader
 from delta_tracker.predictor.status import error_text
 from delta_tracker.stream.heartbeat import Pulse
@@ -43,6 +43,7 @@ class Heartbeats:
             canary_seconds=None if canary is None else canary.seconds,
             pin=reader.orders.followed,
             why=reader.why,
+            next_step=error.remedy if isinstance(error, DeltaTrackerError) else "",
         )
 
 

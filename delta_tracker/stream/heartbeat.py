@@ -32,7 +32,7 @@ _NAME = r"\A[A-Za-z0-9][A-Za-z0-9_-]{0,63}\Z"
 GONE_SECONDS = 3600.0  # age of a heartbeat from which the predictor is not shown
 BEAT_SECONDS = 5.0  # between two heartbeats of a process, unless a publisher sets another time
 _MAX_BYTES = 16 << 10
-_MAX_TEXT = 1000
+_MAX_TEXT, _MAX_STEP = 1000, 400  # characters
 _OBJECT = re.compile(r"predictors/[A-Za-z0-9][A-Za-z0-9_-]{0,63}\.json")
 _REMOVED_SECONDS = 86_400.0
 _MAX_HOST = 253
@@ -71,6 +71,9 @@ class Heartbeat:
     # last decision of the predictor and its reason, see `Status`; empty in heartbeats of older releases and
     # of standbys
     why: Annotated[str, Meta(max_length=_MAX_TEXT)] = ""
+    # what to do about the error; empty without one, for an error that is not of this library, in heartbeats of
+    # older releases and of standbys
+    next_step: Annotated[str, Meta(max_length=_MAX_STEP)] = ""
 
 
 def check_name(name: object) -> None:
@@ -80,9 +83,9 @@ def check_name(name: object) -> None:
 
 
 def leave_heartbeat(storage: Storage, beat: Heartbeat) -> None:
-    """Write a heartbeat, replacing one of the same name. Truncates its error and reason to 1,000 characters."""
+    """Write a heartbeat, replacing one of the same name. Truncates its error, reason and next step."""
     error = None if beat.error is None else beat.error[:_MAX_TEXT]
-    fields = asdict(beat) | {"error": error, "why": beat.why[:_MAX_TEXT]}
+    fields = asdict(beat) | {"error": error, "why": beat.why[:_MAX_TEXT], "next_step": beat.next_step[:_MAX_STEP]}
     storage.replace(heartbeat_path(beat.name), json.dumps(fields).encode())  # texts may have surrogates
 
 

@@ -23,9 +23,9 @@ def test_each_condition_has_its_next_step_and_a_word_beside_its_color(tmp_path: 
     assert Page(written(writer, tmp_path)).text.count("Next step") == 0
     assert "Nothing needs attention" in Page(written(writer, tmp_path)).text
     stuck = tuple((5.0 * (2 - index), 1, 3) for index in range(3))
-    error = str(HeldVersionError(2, "drift <b>"))
+    error = HeldVersionError(2, "drift <b>")
     for name, changes in {
-        "held": {"window": stuck, "error": f"HeldVersionError: {error}", "version": 1},
+        "held": {"window": stuck, "error": f"HeldVersionError: {error}", "next_step": error.remedy, "version": 1},
         "odd": {"window": stuck, "error": "KeyError: 'x. y'", "version": 1},
         "stuck": {"window": stuck, "version": 1},
         "elsewhere": {"stream": "1" * 32},

@@ -253,7 +253,8 @@ def test_an_error_that_ends_the_thread_is_recorded(
     eventually(lambda: not any(thread.name == "predictor" for thread in threading.enumerate()))
     said = f"FollowEndedError: the thread of follow() ended: {kind.__name__}: enough. Call follow() again."
     assert predictor.status().error == said
-    assert read_heartbeats(writer.storage)[0].error == said
+    (beat,) = read_heartbeats(writer.storage)
+    assert (beat.error, beat.next_step) == (said, "Call follow() again")
     with predictor.reading() as served:
         assert served == (1, last.version)
     with pytest.raises(StreamError, match="enough") as caught:

@@ -27,7 +27,7 @@ _BEAT = Heartbeat(
     name="p-1", time=1e9, stream="0" * 32, version=7, lag_versions=2, lag_seconds=0.5, resyncs=1, error="late"
 )
 _FIELDS = {field: getattr(_BEAT, field) for field in Heartbeat.__slots__}
-_OPTIONAL = ("canary_versions", "canary_seconds", "pin", "host", "seconds", "window", "why")
+_OPTIONAL = ("canary_versions", "canary_seconds", "pin", "host", "seconds", "window", "why", "next_step")
 _REQUIRED = [field for field in _FIELDS if field not in _OPTIONAL]  # those of all releases
 
 
@@ -71,9 +71,9 @@ def test_a_written_heartbeat_is_read(changes: dict[str, object]) -> None:
 
 def test_long_texts_are_cut() -> None:
     storage = Storage("memory://")
-    leave_heartbeat(storage, Heartbeat(**_FIELDS | {"error": "é" * 100_000, "why": "w" * 100_000}))
+    leave_heartbeat(storage, Heartbeat(**_FIELDS | dict.fromkeys(("error", "why", "next_step"), "é" * 100_000)))
     (beat,) = read_heartbeats(storage)
-    assert (beat.error, beat.why) == ("é" * 1000, "w" * 1000)
+    assert (beat.error, beat.why, beat.next_step) == ("é" * 1000, "é" * 1000, "é" * 400)
 
 
 def test_unknown_fields_of_later_releases_are_ignored() -> None:
@@ -100,7 +100,7 @@ def test_a_heartbeat_of_an_older_release_is_read() -> None:
         ]),
         *(_FIELDS | {field: value} for field, value in [
             ("canary_versions", "3"), ("canary_versions", -1), ("canary_versions", 1.5), ("canary_seconds", "3"),
-            ("canary_seconds", math.inf), ("pin", None), ("pin", -1), ("why", None),
+            ("canary_seconds", math.inf), ("pin", None), ("pin", -1), ("why", None), ("next_step", None),
         ]),
         *(_FIELDS | {field: value} for field, value in [
             ("host", "x" * 254), ("seconds", -1.0), ("window", [(-1.0, 1, 0)]), ("window", [(0.0, 1, 0)] * 17),
