@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import click
@@ -58,7 +57,7 @@ def command(stream: Stream, last: int) -> int:
 
 
 def _print(out: Output, found: dict[str, Any], newest: Sequence[Entry], followers: Sequence[Follower]) -> None:
-    screen = [_facts(found), _tables(found), _generations(found)]
+    screen = [_facts(found), _tables(found)]
     if newest:
         head = found["head"]
         screen.append(version_table(newest, head["committed"] + head["age_seconds"]))
@@ -129,7 +128,6 @@ def _survey(stream: Stream) -> tuple[dict[str, Any], list[Entry], list[Follower]
             "is_silent": beat_age is not None and min(age, beat_age) > SILENCE_SECONDS,
         },
         "new_predictor": None if snapshot is None else _new_predictor(snapshot, start),
-        "generations": list(_by_generation(entries)),
         "tables": _of_tables(log.read(last) or head, start, entries),
         "predictors": [each.to_dict() for each in followers],
         "predictors_gone": num_gone,
@@ -184,13 +182,6 @@ def _new_predictor(snapshot: Manifest, path: Sequence[Entry]) -> dict[str, objec
         "parts": sum(entry.num_parts for entry in path),
         "bytes": sum(entry.part_bytes for entry in path),
     }
-
-
-def _by_generation(entries: Sequence[Entry]) -> Iterator[dict[str, object]]:
-    for generation, group in groupby(entries, key=lambda entry: entry.generation):
-        of_one = list(group)
-        times = {"created": of_one[0].created, "committed": of_one[0].committed}
-        yield {"generation": generation} | times | _counts(of_one)
 
 
 def _counts(entries: Sequence[Entry]) -> dict[str, object]:
@@ -268,19 +259,3 @@ def _tables(found: dict[str, Any]) -> Table:
         for fqn, each in found["tables"].items()
     )
     return table(("table", ">rows x columns", ">snapshot", ">delta rows", ">delta bytes"), rows)
-
-
-def _generations(found: dict[str, Any]) -> Table:
-    rows = (
-        (
-            count(each["generation"]),
-            f"{each['first']} to {each['last']}",
-            count(each["snapshots"]),
-            count(each["deltas"]),
-            count(each["rows"]),
-            size(each["bytes"]),
-            moment(each["committed"]),
-        )
-        for each in found["generations"]
-    )
-    return table((">generation", ">versions", ">snapshots", ">deltas", ">rows", ">bytes", "since"), rows)

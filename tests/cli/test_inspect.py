@@ -37,7 +37,7 @@ def test_inspect_counts_what_is_there(cli: Cli, writer: Writer) -> None:
     assert log["entry_bytes"] == sum(path.stat().st_size for path in path_of(writer, "log").iterdir())
     table = {"rows": 50, "dim": 4, "dtype": "F32", "snapshot_bytes": 800, "delta_rows": 9, "delta_bytes": 144}
     assert found["tables"] == {FQN: table}
-    assert [each["generation"] for each in found["generations"]] == [1, 2]
+    assert [each["generation"] for each in found["versions"]] == [1] * 5 + [2]
     assert found["new_predictor"] == {
         "snapshot": 1,
         "is_merged": False,
@@ -180,7 +180,7 @@ def test_a_publisher_with_a_wrong_clock_is_shown(cli: Cli, tmp_path: Path, ahead
     leave(writer, beat(writer, "p", version=2, time=time.time()))
     found = cli.json("inspect", url)
     assert 0 <= found["head"]["age_seconds"] < 300
-    assert [0 <= time.time() - each["committed"] < 300 for each in found["generations"]] == [True, True]
+    assert all(0 <= time.time() - each["committed"] < 300 for each in found["versions"])
     top = cli.json("top", url, "--once", "--window", "300")
     assert 0 <= top["head"]["age_seconds"] < 300
     assert top["versions_per_second"] * top["window_seconds"] == pytest.approx(5)
