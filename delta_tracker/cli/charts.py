@@ -161,18 +161,13 @@ def bars(
     return "".join(steps)
 
 
-def line(places: Sequence[tuple[float, float]], *, is_area: bool = False) -> str:
-    """Return the SVG path data of a line, or of the area below it.
+def line(places: Sequence[tuple[float, float]]) -> str:
+    """Return the SVG path data of a line.
 
     Args:
         places: points of the line, at least one, in percent from the left and the bottom.
-        is_area: True for the area below the line.
     """
-    points = "L".join(f"{_number(x * WIDTH / 100)} {_number(HEIGHT - y)}" for x, y in places)
-    if not is_area:
-        return f"M{points}"
-    left, right = (_number(places[end][0] * WIDTH / 100) for end in (0, -1))
-    return f"M{left} {HEIGHT}L{points}L{right} {HEIGHT}z"
+    return "M" + "L".join(f"{_number(x * WIDTH / 100)} {_number(HEIGHT - y)}" for x, y in places)
 
 
 def slots_of(spans: Sequence[tuple[float, float]], usual: float) -> list[Slot]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from delta_tracker.monitor.buckets import HIGHEST, LOWEST, PER_OCTAVE, LogBuckets
+from delta_tracker.monitor.buckets import LogBuckets
 from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.contents import Contents
 from delta_tracker.types import TableSpec
@@ -121,7 +121,7 @@ class TableMovement:
             places = np.unique(np.concatenate([slots for slots, _ in compared]), return_inverse=True)[1]
             squares = np.bincount(places, weights=squares)
         distances = np.sqrt(squares[np.isfinite(squares)])
-        self._count(distances[distances > 0])
+        self.moves.extend(distances[distances > 0].tolist())
         if is_delta:
             self.unmoved += int((distances == 0).sum())
 
@@ -148,12 +148,6 @@ class TableMovement:
                 squares = np.einsum("nd,nd->n", moves, moves)
             self._held[slots, left:right] = values
             yield slots, squares
-
-    def _count(self, distances: NDArray[np.float64]) -> None:
-        """Add positive distances to ``moves``. Equivalent to ``moves.extend``, but vectorized."""
-        places = np.clip(np.ceil(np.log2(distances) * PER_OCTAVE) - 1, LOWEST, HIGHEST).astype(np.int64)
-        found, counts = np.unique(places, return_counts=True)
-        self.moves.positive.update(dict(zip(found.tolist(), counts.tolist(), strict=True)))
 
 
 class Movement:

@@ -12,7 +12,6 @@ import math
 from collections.abc import Sequence
 from datetime import UTC
 from functools import partial
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +58,8 @@ def render(figures: Figures) -> str:
     script = _SCRIPT.read_text(encoding="utf-8")
     template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
     return template.render(
-        _over_time(figures),
         figures=figures,
+        charts=_over_time(figures),
         cards=[_card(table) for table in figures["tables"] if table["histogram"]][:_NUM_CARDS],
         across=_across,
         hot=[table for table in figures["tables"] if table["hottest"]][:_NUM_CARDS],
@@ -139,15 +138,12 @@ class _Axis:
         return Chart(about=about, legend=legend, slots=self.slots, marks=marks, x_ticks=ticks, axis=axis)
 
 
-def _over_time(figures: Figures) -> dict[str, dict[str, Any]]:
-    """Return the charts over the life of the stream, and a line per table; none for a stream without versions."""
+def _over_time(figures: Figures) -> dict[str, Chart]:
+    """Return the charts over the life of the stream; none for a stream without versions."""
     if not figures["bins"]:
-        return {"charts": {}, "lines": {}}
+        return {}
     axis = _Axis(figures["bins"])
-    return {
-        "charts": {"sizes": _sizes(figures, axis), "saved": _saved(axis), "cadence": _cadence(axis)},
-        "lines": {table["name"]: _line(table["bin_bytes"], axis) for table in figures["tables"]},
-    }
+    return {"sizes": _sizes(figures, axis), "cadence": _cadence(axis)}
 
 
 def _sizes(figures: Figures, axis: _Axis) -> Chart:
@@ -182,25 +178,6 @@ def _sizes(figures: Figures, axis: _Axis) -> Chart:
     for index, each in enumerate(bins):
         values = [size(layer[index]) for layer in means.values()] if each["deltas"] else []
         chart.tips.append((f"{_version_title(each)} · {_contents(each)}", values))
-    return chart
-
-
-def _saved(axis: _Axis) -> Chart:
-    """Return the chart that compares the cumulative bytes of the stream with those of one full snapshot per version."""
-    legend = {"full": "as full snapshots", "s0": "this stream"}
-    chart = axis.chart("Cumulative bytes since the first version", legend)
-    full = [0, *accumulate(each["full_bytes"] for each in axis.bins)]
-    sent = [0, *accumulate(each["delta_bytes"] + each["snapshot_bytes"] for each in axis.bins)]
-    scale = linear(max(full[-1], sent[-1]))
-    chart.y_ticks = scale.ticks(size)
-    for series, sums in (("full", full), ("s0", sent)):
-        places = []
-        for slot, before, after in zip(axis.slots, sums, sums[1:], strict=False):
-            places += [(slot.left, scale(before)), (slot.right, scale(after))]
-        chart.shapes += [(series, line(places, is_area=True)), (f"{series} line", line(places))]
-    for each, whole, part in zip(axis.bins, full[1:], sent[1:], strict=True):
-        saved = f" · {share(1 - part / whole)} saved" if whole else ""
-        chart.tips.append((f"up to version {each['last']}{saved}", (size(whole), size(part))))
     return chart
 
 
@@ -252,24 +229,6 @@ def _card(table: dict[str, Any]) -> dict[str, Any]:
 def _places(count: int) -> list[float]:
     """Return places of ticks at equal distances, in percent."""
     return [100 * index / (count - 1) for index in range(count)]
-
-
-def _line(num_bytes: Sequence[int], axis: _Axis) -> dict[str, str]:
-    """Return the SVG path data and the label of a line chart of one table's mean bytes per delta in each bin.
-
-    Bins without deltas are omitted. The path is empty if fewer than two bins have deltas.
-
-    Args:
-        num_bytes: bytes of the table in the deltas of each bin.
-        axis: axis of the other charts.
-    """
-    filled = [each for each in zip(axis.slots, num_bytes, axis.bins, strict=True) if each[2]["deltas"]]
-    if len(filled) < 2:  # noqa: PLR2004  ends of a line
-        return {"path": "", "range": ""}
-    means = [(slot.middle, total / each["deltas"]) for slot, total, each in filled]
-    highest = max(mean for _, mean in means)
-    scale = Scale(0.0, highest or 1.0)
-    return {"path": line([(x, scale(mean)) for x, mean in means]), "range": f"0 to {size(highest)}"}
 
 
 def _version_title(each: dict[str, Any]) -> str:

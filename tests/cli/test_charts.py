@@ -65,10 +65,8 @@ def test_bars_are_stacked_side_by_side() -> None:
     assert bars([], []) == bars(even_slots(1), [0.0]) == ""
 
 
-def test_a_line_goes_through_its_points_and_an_area_down_to_the_ground() -> None:
-    points = [(0.0, 0.0), (50.0, 75.0), (100.0, 100.0)]
-    assert line(points) == f"M0 {HEIGHT}L500 25L{WIDTH} 0"
-    assert line(points, is_area=True) == f"M0 {HEIGHT}L0 {HEIGHT}L500 25L{WIDTH} 0L{WIDTH} {HEIGHT}z"
+def test_a_line_goes_through_its_points() -> None:
+    assert line([(0.0, 0.0), (50.0, 75.0), (100.0, 100.0)]) == f"M0 {HEIGHT}L500 25L{WIDTH} 0"
 
 
 @given(st.lists(st.tuples(st.floats(0, 1e5), st.floats(0, 1e5)), min_size=2, max_size=30), st.floats(0.1, 1e4))
