@@ -30,9 +30,12 @@ from typing import Any
 
 import torch
 from torch import distributed as dist
+from torch.distributed import distributed_c10d
 
 from delta_tracker import ModelDeltaTracker, Publisher, TopK, TrackingMode
 from delta_tracker.errors import StreamError
+from delta_tracker.publisher import coordinator, exchange
+from delta_tracker.tracker import rank_group
 from delta_tracker.tracker.rank_group import RankGroup
 from tests.models import Spec, Table, batch, shard
 from tests.publisher.publishing_cases import attempt, is_interrupted
@@ -41,7 +44,7 @@ _TIMEOUT = timedelta(seconds=1)
 _GROUP_TIMEOUT = timedelta(seconds=90)  # of the default group: far above the time in which a rank must raise
 _SLACK_SECONDS = 45.0
 _LIFE_SECONDS = 120
-_FILES = ("distributed_c10d.py", "process_group.py", "exchange.py", "coordinator.py")
+_FILES = [module.__file__ for module in (distributed_c10d, rank_group, exchange, coordinator)]
 _MAX_STEPS = 150
 _MAX_DELAY = 0.03
 
@@ -123,14 +126,14 @@ def _init(root: Path, name: str, draw: random.Random, rank: int, world_size: int
 
 
 def _arm(draw: random.Random) -> None:
-    """Kill this process at a random call of torch.distributed, or after a random time."""
+    """Kill this process at a random call of torch.distributed or of our communication, or after a random time."""
     if draw.random() < 0.6:
         last = draw.randrange(_MAX_STEPS)
         steps = 0
 
         def count(frame: FrameType, event: str, argument: object) -> None:
             nonlocal steps
-            steps += frame.f_code.co_filename.endswith(_FILES)
+            steps += frame.f_code.co_filename in _FILES
             if steps > last:
                 os.kill(os.getpid(), signal.SIGKILL)
 
