@@ -14,6 +14,7 @@ from torch import Tensor
 from delta_tracker.errors import InvalidArgumentError, LostEntryError
 from delta_tracker.monitor.recorder import Recorder
 from delta_tracker.publisher.exchange import Exchange, Message, Phase, Vote, check_alike
+from delta_tracker.publisher.host_copies import Source
 from delta_tracker.publisher.row_gatherer import Gathered
 from delta_tracker.publisher.schemas import RankSchema, declared_states, states_message
 from delta_tracker.publisher.training import TakenState
@@ -39,9 +40,8 @@ class Draft:
         gathered: rows and dense tensors to write.
         pending_rows: number of changed rows on this rank that stay pending, because ``top_k`` did not select them.
         parts: parts of the version that this rank has already written.
-        training: training state of this rank; None for a version without states.
-        training_tensors: copies of the tensors of ``training``, in their order.
-        owner_changes: FQN to a copy of the numbers of raw ids that got and lost rows of this rank since the version
+        training: training state of this rank; None for a version without states. Its tensors are copied.
+        owner_changes: FQN to the copied numbers of raw ids that got and lost rows of this rank since the version
             before, ``[2]`` int64; None if the raw ids of that version are unknown.
     """
 
@@ -53,8 +53,7 @@ class Draft:
     pending_rows: int = 0
     parts: Sequence[Part] = ()
     training: TakenState | None = None
-    training_tensors: Sequence[Tensor] = ()
-    owner_changes: Mapping[str, Tensor] | None = None
+    owner_changes: Mapping[str, Source] | None = None
 
 
 class Coordinator:
@@ -196,7 +195,8 @@ class Coordinator:
             if isinstance(draft, Exception):
                 raise draft
             gathered, schema, parts = draft.gathered, draft.schema, [*draft.parts]
-            gathered.copies.wait()
+            for copy in gathered.copies:
+                copy.result()
             if gathered.rows or gathered.dense:
                 parts.append(self.write_part(gathered.rows, gathered.dense, form=schema.format))
             content: dict[str, Any] = {
@@ -205,9 +205,9 @@ class Coordinator:
                 **self._place(draft.batches[1], schema),
             }
             if draft.owner_changes is not None:
-                content["owner_changes"] = {fqn: counts.tolist() for fqn, counts in draft.owner_changes.items()}
+                content["owner_changes"] = {fqn: counts.copied.tolist() for fqn, counts in draft.owner_changes.items()}
             if draft.training is not None:
-                training = self._write_training(draft.training, draft.training_tensors)
+                training = self._write_training(draft.training)
                 content |= {"training": asdict(training), "event_time": draft.training.event_time}
                 if draft.kind == "snapshot":
                     content["states"] = states_message(schema.states)
@@ -272,9 +272,10 @@ class Coordinator:
         """Set :attr:`head` to the claim that follows an entry of rank 0 that was deleted."""
         self.head = parse_manifest("entry of rank 0", error.claim.encode())
 
-    def _write_training(self, taken: TakenState, tensors: Sequence[Tensor]) -> Stored:
+    def _write_training(self, taken: TakenState) -> Stored:
+        copied = [source.copied for source in taken.sources]
         with self._write_timer():
-            buffers = Repeatable(lambda: taken.tree.buffers(tensors))
+            buffers = Repeatable(lambda: taken.tree.buffers(copied))
             return put_training(self.storage, self._name("t"), buffers, taken.tree.num_bytes)
 
     def _name(self, role: str) -> str:

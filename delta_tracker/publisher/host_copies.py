@@ -26,7 +26,7 @@ _ALIGNMENT = 16  # of each tensor in a buffer: enough for every dtype
 
 
 class Source:
-    """Rows to copy.
+    """Rows to copy, and their copy on the host.
 
     Args:
         rows: ``[R, ...]`` tensor on any device.
@@ -36,9 +36,12 @@ class Source:
     Attributes:
         num_rows: ``N``.
         row_bytes: size of a row in bytes.
+        copied: the copy, ``[N, ...]``, which :meth:`HostCopier.copy` sets.
     """
 
-    __slots__ = ("ids", "num_rows", "offset", "row_bytes", "rows")
+    __slots__ = ("copied", "ids", "num_rows", "offset", "row_bytes", "rows")
+
+    copied: Tensor
 
     def __init__(self, rows: Tensor, ids: Tensor | None = None, offset: int = 0) -> None:
         # Instead of no_grad(), which stays on after a KeyboardInterrupt at its start.
@@ -61,9 +64,9 @@ class Source:
         else:
             out.copy_(rows)
 
-    def copy_chunks(self, out: Tensor) -> None:
-        """Copy all rows to ``out``, on the device of ``rows``, in chunks that fit the CPU cache."""
-        step = CHUNK_BYTES // max(1, self.row_bytes)
+    def copy_chunks(self) -> None:
+        """Copy all rows, which are on the CPU, to :attr:`copied`, in chunks that fit its cache."""
+        step, out = CHUNK_BYTES // max(1, self.row_bytes), self.copied
         if self.num_rows <= step:
             self.copy(0, self.num_rows, out)
             return
@@ -71,24 +74,6 @@ class Source:
         for begin in range(0, self.num_rows, step):
             end = min(begin + step, self.num_rows)
             self.copy(begin, end, out[begin:end])
-
-
-@dataclass(frozen=True, slots=True)
-class HostCopies:
-    """Copies on the host.
-
-    Args:
-        tensors: the copies, each ``[N, ...]``; valid after :meth:`wait`.
-        waits: functions that wait until a part of the copies is complete.
-    """
-
-    tensors: Sequence[Tensor]
-    waits: Sequence[Callable[[], object]]
-
-    def wait(self) -> None:
-        """Wait until all copies are complete. Call it in the thread that reads the copies, which it may block."""
-        for wait in self.waits:
-            wait()
 
 
 class HostCopier:
@@ -111,31 +96,31 @@ class HostCopier:
         self._pool = BufferPool(sys.maxsize)
         self._streams: dict[torch.device, Any] = {}
 
-    def copy(self, sources: Sequence[Source]) -> HostCopies:
+    def copy(self, sources: Sequence[Source]) -> list[HostCopy]:
         """Start to copy rows, with their values after the work that is queued on the current streams.
 
+        Waits neither for the copies nor for the devices.
+
         Args:
-            sources: the rows. The calling thread waits neither for their copies nor for their devices.
+            sources: the rows. Each :attr:`Source.copied` is set.
+
+        Returns:
+            The copies to wait for before :attr:`Source.copied` of any source is read.
         """
-        tensors: list[Tensor] = [torch.empty(0)] * len(sources)
-        waits: list[Callable[[], object]] = []
-        groups: dict[torch.device, list[int]] = {}
-        for place, source in enumerate(sources):
-            groups.setdefault(source.rows.device, []).append(place)
-        for device, places in groups.items():
-            layout = _Layout(list(map(sources.__getitem__, places)))
+        started: list[HostCopy] = []
+        groups: dict[torch.device, list[Source]] = {}
+        for source in sources:
+            groups.setdefault(source.rows.device, []).append(source)
+        for device, group in groups.items():
+            layout = _Layout(group)
             host = self._memory(layout.num_bytes, device)
-            copies = layout.tensors(host)
+            layout.place(host)
             if device.type == "cpu":
-                for place, copied in zip(places, copies, strict=True):
-                    sources[place].copy_chunks(copied)
-            elif device.type == "cuda" and layout.num_bytes:
-                waits.append(self._start(layout, host, device).result)
-            else:
-                waits += [_copy_later(chunk, host, device) for chunk in layout.chunks(layout.num_bytes)]
-            for place, copied in zip(places, copies, strict=True):
-                tensors[place] = copied
-        return HostCopies(tensors, waits)
+                for source in group:
+                    source.copy_chunks()
+            elif layout.num_bytes:
+                started.append(self._start(layout, host, device))
+        return started
 
     def reader(self, device: torch.device) -> Callable[[Tensor], Tensor]:
         """Return a function that copies a tensor of ``device`` to the host and waits for the copy.
@@ -155,7 +140,7 @@ class HostCopier:
         return read
 
     def _start(self, layout: _Layout, host: Tensor, device: torch.device) -> HostCopy:
-        """Start the copies on a CUDA device. Return the last one, before which the others are complete."""
+        """Start the copies on a device. Return the last one, before which the others are complete."""
         chunks, buffers = _buffers(layout, device)
         copies: list[HostCopy] = []
         for number, chunk in enumerate(chunks):
@@ -233,9 +218,8 @@ class _Layout:
             num_bytes = source.num_rows * source.row_bytes
             self.num_bytes += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
-    def tensors(self, memory: Tensor) -> list[Tensor]:
-        """Return the copy of each source, as a view of the buffer ``memory``."""
-        copies = []
+    def place(self, memory: Tensor) -> None:
+        """Set the copy of each source to a view of the buffer ``memory``."""
         typed: dict[torch.dtype, Tensor] = {}
         for source, begin in zip(self._sources, self._begins, strict=True):
             dtype, size = source.rows.dtype, (source.num_rows, *source.rows.shape[1:])
@@ -245,8 +229,7 @@ class _Layout:
             for num_items in size[:0:-1]:
                 strides.insert(0, strides[0] * num_items)
             # One operation, unlike two views.
-            copies.append(typed[dtype].as_strided(size, strides, begin // dtype.itemsize))
-        return copies
+            source.copied = typed[dtype].as_strided(size, strides, begin // dtype.itemsize)
 
     def chunks(self, max_bytes: int) -> Iterator[_Chunk]:
         """Yield parts of the buffer, in order, that together have all rows.
@@ -282,23 +265,19 @@ def _rows_in(memory: Tensor, source: Source, num_rows: int) -> Tensor:
 def _buffers(layout: _Layout, device: torch.device) -> tuple[list[_Chunk], list[Tensor]]:
     """Return the chunks in which a layout is copied, and one or two buffers on ``device`` that any chunk fits into.
 
+    Other devices than CUDA devices copy all rows at once, because they have no stream that orders two buffers.
+
     Raises:
         torch.OutOfMemoryError: if the device has no memory for buffers of 4 MiB.
     """
-    max_bytes = min(MAX_BUFFER_BYTES, layout.num_bytes)
+    has_streams = device.type == "cuda"
+    max_bytes = min(MAX_BUFFER_BYTES, layout.num_bytes) if has_streams else layout.num_bytes
     while True:
         chunks = list(layout.chunks(max_bytes))
         num_bytes = max(chunk.end - chunk.base for chunk in chunks)
         try:
             return chunks, [torch.empty(num_bytes, dtype=torch.uint8, device=device) for _ in chunks[:2]]
         except torch.OutOfMemoryError:
-            if max_bytes <= CHUNK_BYTES:
+            if not has_streams or max_bytes <= CHUNK_BYTES:
                 raise
             max_bytes = max(CHUNK_BYTES, max_bytes // 2)
-
-
-def _copy_later(chunk: _Chunk, host: Tensor, device: torch.device) -> Callable[[], object]:
-    """Copy a chunk to a buffer on ``device``, and return a function that copies it to ``host`` and waits for it."""
-    buffer = torch.empty(chunk.end - chunk.base, dtype=torch.uint8, device=device)
-    chunk.copy(buffer, chunk.base)
-    return HostCopy(chunk.bytes_in(buffer), into=host[chunk.begin : chunk.end]).result

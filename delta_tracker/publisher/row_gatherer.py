@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from delta_tracker.buffers.host_copy import HostCopy
 from delta_tracker.errors import InvalidArgumentError
-from delta_tracker.publisher.host_copies import HostCopier, HostCopies, Source
+from delta_tracker.publisher.host_copies import HostCopier, Source
 from delta_tracker.stream.format.block_rows import BlockRows, held_rows
 from delta_tracker.stream.format.codec import encode_rows
 from delta_tracker.stream.format.encoding import Encoding
@@ -64,32 +64,12 @@ class Gathered:
     Args:
         rows: the rows.
         dense: name to dense tensor.
-        copies: the copies to wait for before ``rows``, ``dense`` and ``extra`` are read.
-        extra: copies of the additional tensors, in their order.
+        copies: the copies to wait for before anything is read, also the additional sources.
     """
 
     rows: Sequence[BlockRows]
     dense: Mapping[str, Tensor]
-    copies: HostCopies
-    extra: Sequence[Tensor]
-
-
-class _Place(NamedTuple):
-    """Block of a version, and the places of its tensors among those that are copied.
-
-    Args:
-        block: record of the block.
-        ids: place of the ids; None for all rows.
-        rows: place of the rows, which their states follow.
-        num_states: number of states.
-        owners: place of the raw ids; None for a table without managed collisions.
-    """
-
-    block: Block
-    ids: int | None
-    rows: int
-    num_states: int
-    owners: int | None
+    copies: Sequence[HostCopy]
 
 
 class Gatherer:
@@ -153,27 +133,15 @@ class Gatherer:
             The copies, with one block of rows for each column range of a shard.
         """
         sources: list[Source] = []
-        places: list[_Place] = []
+        views: list[Callable[[], BlockRows]] = []
         for fqn, shard in self._shards.items():
             ids = None if fqn in whole else delta[fqn].ids
             if shard.num_rows if ids is None else len(ids):
-                self._add(sources, places, shard, ids, owners.get(fqn))
-        num_blocks = len(sources)
-        if dense:
-            sources += [Source(tensor if tensor.dim() else tensor.view(1)) for tensor in dense.values()]
-        num_own = len(sources)
-        sources += extra
-        copies = self._copier.copy(sources)
-        copied = copies.tensors
-        rows = []
-        for block, ids_at, at, num_states, owners_at in places:
-            listed = None if ids_at is None else copied[ids_at]
-            states = tuple(map(held_rows, copied[at + 1 : at + 1 + num_states])) if num_states else ()
-            owned_by = None if owners_at is None else held_rows(copied[owners_at])
-            rows.append(BlockRows(block, listed, partial(_encoded, copied[at], block), states, owned_by))
-        pairs = zip(dense.items(), copied[num_blocks:num_own], strict=True)
-        named = {name: each.view(tensor.shape) for (name, tensor), each in pairs}
-        return Gathered(rows, named, copies, copied[num_own:])
+                self._add(sources, views, shard, ids, owners.get(fqn))
+        held = {name: Source(tensor if tensor.dim() else tensor.view(1)) for name, tensor in dense.items()}
+        copies = self._copier.copy([*sources, *held.values(), *extra])
+        named = {name: source.copied.view(dense[name].shape) for name, source in held.items()}
+        return Gathered([view() for view in views], named, copies)
 
     def whole(self, tables: frozenset[str], owners: Mapping[str, Tensor]) -> list[BlockRows]:
         """Return all rows of some tables, one block for each column range of a shard.
@@ -209,13 +177,18 @@ class Gatherer:
         return blocks
 
     def _add(
-        self, sources: list[Source], places: list[_Place], shard: ShardSpec, ids: Tensor | None, owners: Tensor | None
+        self,
+        sources: list[Source],
+        views: list[Callable[[], BlockRows]],
+        shard: ShardSpec,
+        ids: Tensor | None,
+        owners: Tensor | None,
     ) -> None:
-        """Append the sources of a table's rows, and the places of these sources.
+        """Append the sources of a table's rows, and functions that return views of the copied blocks.
 
         Args:
             sources: sources of the version.
-            places: places of the blocks of the version.
+            views: views of the version's blocks.
             shard: this rank's shard of the table.
             ids: ``[N]`` local ids of the rows; None for all rows, without their states.
             owners: ``[R]`` raw ids of the shard's rows; None for a table without managed collisions.
@@ -223,21 +196,16 @@ class Gatherer:
         fqn = shard.table.fqn
         form: IdForm = "all" if ids is None else self._encodings[fqn].listed_form
         num_rows = shard.num_rows if ids is None else len(ids)
-        ids_at = owners_at = None
+        listed = owned = None
         if ids is not None:
-            ids_at = len(sources)
-            sources.append(Source(ids, offset=shard.row_offset))
+            sources.append(listed := Source(ids, offset=shard.row_offset))
         if owners is not None:
-            owners_at = len(sources)
-            sources.append(Source(owners.unsqueeze(1), ids))
+            sources.append(owned := Source(owners.unsqueeze(1), ids))
         for columns, view, held in self._columns(fqn, shard):
-            num_states = 0 if ids is None else len(held)
-            places.append(
-                _Place(self._block(fqn, shard, columns, num_rows, form), ids_at, len(sources), num_states, owners_at)
-            )
-            sources.append(Source(view, ids))
-            if num_states:
-                sources += [Source(state, ids) for state in held]
+            values, states = Source(view, ids), [] if ids is None else [Source(state, ids) for state in held]
+            sources += [values, *states]
+            block = self._block(fqn, shard, columns, num_rows, form)
+            views.append(partial(_view, block, listed, values, states, owned))
 
     def _columns(self, fqn: str, shard: ShardSpec) -> Iterator[tuple[tuple[int, int], Tensor, Sequence[Tensor]]]:
         """Yield each column range of a shard, the live view of its rows, and those of its states to copy."""
@@ -249,6 +217,19 @@ class Gatherer:
     def _block(self, fqn: str, shard: ShardSpec, columns: tuple[int, int], num_rows: int, ids: IdForm) -> Block:
         rows = (shard.row_offset, shard.row_offset + shard.num_rows)
         return Block(fqn, rows, columns, num_rows, ids, self._encodings[fqn])
+
+
+def _view(
+    block: Block, ids: Source | None, values: Source, states: Sequence[Source], owners: Source | None
+) -> BlockRows:
+    """Return a view of the copies of a block: its ids, or None for all rows, its rows, their states and raw ids."""
+    return BlockRows(
+        block,
+        None if ids is None else ids.copied,
+        partial(_encoded, values.copied, block),
+        tuple([held_rows(state.copied) for state in states]),
+        None if owners is None else held_rows(owners.copied),
+    )
 
 
 def _encoded(held: Tensor, block: Block, begin: int, end: int) -> Tensor:

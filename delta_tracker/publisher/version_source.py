@@ -204,7 +204,6 @@ class VersionSource:
             # First, because it calls the user's code, which may raise.
             taken = None if training is None else training.take(dense)
             extra = [] if taken is None else [*taken.sources]
-            num_taken = len(extra)
             if kind == "snapshot":
                 # The rows that changed during the copy. Tables without a fused optimizer are copied whole only now:
                 # their changes are found by comparison, which misses a value that changed and then changed back.
@@ -220,7 +219,7 @@ class VersionSource:
             compared = schemas.unfused if kind == "snapshot" else frozenset[str]()
             with nullcontext() if kind == "snapshot" else self._encode_timer():
                 counts = _count_owner_changes(read, counted) if counted else {}
-                extra.extend(map(Source, counts.values()))
+                extra += counts.values()
                 owners = tracker.live.owner_views() if schema.identities else {}
                 gathered = self._gatherer.gather(changed, whole=compared, dense=dense, extra=extra, owners=owners)
         draft = Draft(
@@ -232,8 +231,7 @@ class VersionSource:
             pending_rows=read.pending_rows,
             parts=[] if copied is None else [copied],
             training=taken,
-            training_tensors=gathered.extra[:num_taken],
-            owner_changes=dict(zip(counts, gathered.extra[num_taken:], strict=True)) if counted else None,
+            owner_changes=counts if counted else None,
         )
         return draft, read
 
@@ -326,11 +324,11 @@ def _published_dense(live: LiveTables, choice: nn.Module | Iterable[str]) -> dic
     return found
 
 
-def _count_owner_changes(read: Delta, identities: Iterable[str]) -> dict[str, Tensor]:
+def _count_owner_changes(read: Delta, identities: Iterable[str]) -> dict[str, Source]:
     """Return the numbers of raw ids that got and lost rows, ``[2]`` int64, by FQN. Does not wait for a device."""
     found = {}
     for fqn in identities:
         rows = read[fqn]
         if rows.admitted is not None and rows.evicted is not None and len(rows):
-            found[fqn] = torch.stack([(each != NO_OWNER).sum() for each in (rows.admitted, rows.evicted)])
+            found[fqn] = Source(torch.stack([(each != NO_OWNER).sum() for each in (rows.admitted, rows.evicted)]))
     return found

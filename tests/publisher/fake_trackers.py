@@ -115,7 +115,8 @@ def version_source(
 def read(draft: Draft) -> dict[str, tuple[list[int], Tensor]]:
     """Return what a draft's writer would write: FQN to global ids and stored rows, with dense tensors by name."""
     gathered = draft.gathered
-    gathered.copies.wait()
+    for copy in gathered.copies:
+        copy.result()
     return read_blocks(gathered.rows) | {name: ([], tensor.clone()) for name, tensor in gathered.dense.items()}
 
 

@@ -59,8 +59,10 @@ def test_copies_are_exact(seed: int, device: str, monkeypatch: pytest.MonkeyPatc
     with find_syncs() as found:
         copies = HostCopier().copy(sources)
     assert not found
-    copies.wait()
-    for copied, (_, expected) in zip(copies.tensors, pairs, strict=True):
+    for copy in copies:
+        copy.result()
+    for source, (_, expected) in zip(sources, pairs, strict=True):
+        copied = source.copied
         assert copied.device.type == "cpu"
         assert copied.dtype == expected.dtype
         assert torch.equal(copied, expected)
@@ -160,7 +162,7 @@ def test_smaller_buffers_are_used_if_device_memory_runs_out(largest: int, monkey
             with pytest.raises(torch.OutOfMemoryError):
                 HostCopier().copy([source])
         else:
-            copies = HostCopier().copy([source])
-            copies.wait()
-            assert torch.equal(copies.tensors[0], rows)
+            (copy,) = HostCopier().copy([source])
+            copy.result()
+            assert torch.equal(source.copied, rows)
     assert sizes[:4] == [1600, 800, 400, 192]
