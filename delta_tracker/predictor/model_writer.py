@@ -19,8 +19,7 @@ from delta_tracker.predictor.status import Served
 from delta_tracker.predictor.table_fence import TableFence
 from delta_tracker.stream.format.contents import Contents
 from delta_tracker.stream.format.manifest import Manifest
-from delta_tracker.stream.reading.orders import SavedOrder
-from delta_tracker.stream.reading.position import Position, Rows, replaces
+from delta_tracker.stream.reading.position import Position, Rows, SavedOrder, Written
 from delta_tracker.types import Identity
 
 
@@ -32,6 +31,8 @@ class ModelWriter(Forkable):
     Attributes:
         manifest: manifest of the last applied snapshot or delta; None before the first.
         identities: table FQN to the buckets by which unknown raw ids are routed now.
+        written: versions that were written. While rows of another stream are, those of the former one, mixed.
+        position: position of the tables; None before the first version.
     """
 
     def __init__(self, target: ModelTarget, gauges: PredictorGauges) -> None:
@@ -40,11 +41,9 @@ class ModelWriter(Forkable):
         self._gauges, self._chunk_rows = gauges, target.chunk_rows
         self.lock, self.fence, self.model = TableLock(), TableFence(), ServedModel(target)
         self.fence.cover(self.model.first_devices)
-        # After the last complete version; its rows are ahead until a snapshot replaces those that were saved with it.
-        self._position: Position | None = None
-        self._is_mixed = False
-        self._followed: SavedOrder | None = None
-        self._begun: Manifest | None = None  # newest version that may be partly written
+        self.written = Written(stream="")
+        self.position: Position | None = None
+        self._has_newer_rows = False  # rows that were saved after the position, until a snapshot replaces them
         self._applying: int | None = None  # last version of which rows were written, until it is complete
         self._is_torn = False
         protect(self)
@@ -54,21 +53,13 @@ class ModelWriter(Forkable):
         """True if this thread is inside :meth:`reading`."""
         return self.lock.is_reading
 
-    @property
-    def position(self) -> Position | None:
-        """Position of the tables; None before the first version."""
-        held = self._position
-        if held is None or (self._applying is None and not self._is_mixed):
-            return held
-        return replace(held, rows=Rows.MIXED if self._is_mixed else Rows.AHEAD)
-
     @contextmanager
     def reading(self) -> Iterator[Served]:
         """Context manager that blocks writes during lookups, and yields the versions that the tables hold."""
         with self.lock.reading():
             if self._is_torn:
                 raise FollowEndedError("rows were being written and may be torn", "Call sync() in this process first")
-            served = Served(None if self._position is None else self._position.version, self._applying)
+            served = Served(self.written.version, self._applying)
             if not self.fence.devices:  # all tables are on the CPU
                 yield served
                 return
@@ -78,14 +69,9 @@ class ModelWriter(Forkable):
             finally:
                 self.fence.leave_reading(streams)
 
-    @property
-    def followed(self) -> SavedOrder | None:
-        """Last order that was followed; that of the loaded state before the first."""
-        return self._followed
-
     def follow(self, followed: SavedOrder) -> None:
         """Return an order that was followed in the next :meth:`state_dict`."""
-        self._followed = followed
+        self._hold(self.written.following(followed))
 
     def restore(self) -> None:
         """No-op: the position is known."""
@@ -93,13 +79,6 @@ class ModelWriter(Forkable):
     def resolve(self, manifest: Manifest) -> Receiver:
         """Return the tables that the model has now."""
         return self.model.resolve(manifest)
-
-    def leaves_rows(self, manifest: Manifest) -> bool:
-        """Return True if rows of a replaced version may remain; see :func:`replaces`."""
-        begun = self._begun
-        if begun is None or begun.stream != manifest.stream:
-            return False
-        return replaces(manifest, begun.link, begun.generation)
 
     def write(self, receiver: Receiver, contents: Contents, *, is_elsewhere: bool) -> None:
         """Check a version and write it to ``receiver``, and advance the position when it is complete.
@@ -118,8 +97,7 @@ class ModelWriter(Forkable):
             default_rows = receiver.default_rows(contents, changes)
         with self.lock.writing():
             self.fence.cover(receiver.devices)
-            self._is_mixed = self._is_mixed or is_elsewhere
-            self.begin(manifest)
+            begun = self._begin(manifest, is_elsewhere=is_elsewhere)
             if changes:
                 self._unmap(changes, default_rows)
         self.write_rows(placements)
@@ -127,25 +105,10 @@ class ModelWriter(Forkable):
             self._map(change)
         with self.lock.writing(), self.fence.writing():
             receiver.write_dense(contents)
-            former = self._position
-            is_same = former is not None and former.stream == manifest.stream
-            if not is_same or (self._followed is not None and self._followed.kind == "pin"):
-                self._followed = None
-            self._position = Position.after(manifest)
-            if former is not None and former.rows is Rows.AHEAD and manifest.kind != "snapshot":
-                self._position = replace(self._position, rows=Rows.AHEAD)
-            self._finish(manifest)
+            self._finish(begun, manifest)
             if manifest.kind != "claim":
                 self.manifest, self.identities = manifest, identities
-            self._is_mixed = False
         self._gauges.applied(manifest)
-
-    def begin(self, manifest: Manifest) -> None:
-        """Record that rows of a version are about to be written."""
-        begun = self._begun
-        if begun is None or begun.stream != manifest.stream or begun.version <= manifest.version:
-            self._begun = manifest
-        self._applying = manifest.version
 
     def write_rows(self, placements: Iterable[Placement]) -> None:
         """Write rows chunk by chunk, between lookups."""
@@ -159,10 +122,11 @@ class ModelWriter(Forkable):
 
     def state_dict(self) -> dict[str, str | int]:
         """Return the stream position of the tables."""
-        held = None if self._is_mixed else self._position
+        written = self.written
+        held = None if written.is_mixed else written.position
         position = {} if held is None else held.to_dict()
-        if position and self._followed is not None:
-            position[self._followed.kind] = self._followed.counter
+        if position and written.followed is not None:
+            position[written.followed.kind] = written.followed.counter
         # Without a position too: until the snapshot is applied, unknown raw ids read the default rows of these buckets.
         if self.identities:
             position["identities"] = msgspec.json.encode(self.identities).decode()
@@ -174,16 +138,14 @@ class ModelWriter(Forkable):
             raise InvalidArgumentError("state", state, "Pass what state_dict() returned")
         fields = dict(state)
         identities = _identities(fields)
-        followed = _followed(fields)
-        position = replace(Position.from_dict(fields), rows=Rows.AHEAD) if fields else None
+        written = _written(fields)
         with self.lock.writing():
             with self.fence.writing():
                 self.model.adopt(identities)
             self.identities = identities
-            self._position, self._is_mixed, self._followed = position, False, followed
-            self.manifest = self._begun = None
-            self._applying = None
-            self._is_torn = False
+            self.manifest = None
+            self._has_newer_rows, self._applying, self._is_torn = True, None, False
+            self._hold(written)
 
     def before_fork(self) -> None:
         """Wait up to one second until no row is being written, and block new writes until the fork is done."""
@@ -221,21 +183,34 @@ class ModelWriter(Forkable):
         ready = change.raw_ids.prepare(change.final)  # lookups may run meanwhile
         with self.lock.writing(), self.fence.writing():
             # Only a snapshot has all raw ids of a mapping that is half written.
-            is_mixed, self._is_mixed = self._is_mixed, True
+            written = self.written
+            self._hold(replace(written, is_mixed=True))
             change.raw_ids.map(ready)
-            self._is_mixed = is_mixed
+            self._hold(written)
         self._gauges.admitted(change.fqn, change.num_admitted())
 
-    def _finish(self, manifest: Manifest) -> None:
-        """Record that all rows of a version are written.
+    def _begin(self, manifest: Manifest, *, is_elsewhere: bool) -> Written:
+        """Record that rows of a version are about to be written. Return what is written of its stream."""
+        held = self.written
+        of_stream = held if held.stream == manifest.stream else Written(stream=manifest.stream)
+        begun = of_stream.begun(manifest, is_elsewhere=is_elsewhere)
+        is_other = held.version is not None and held.stream != manifest.stream
+        self._hold(replace(held, is_mixed=True) if is_other else begun)
+        self._applying = manifest.version
+        return begun
 
-        The tables may also have rows of a newer version, whose write was interrupted. It remains recorded as partly
-        written until a snapshot or a version with the same or a higher number is applied.
-        """
-        begun = self._begun
-        if begun is None or manifest.kind == "snapshot" or begun.version <= manifest.version:
-            self._begun, self._is_torn = None, False
-        self._applying = None if self._begun is None else self._begun.version
+    def _finish(self, begun: Written, manifest: Manifest) -> None:
+        """Record that all rows of a version are written."""
+        self._has_newer_rows = self._has_newer_rows and manifest.kind != "snapshot"
+        self._hold(begun.finished(manifest))
+        self._applying = self.written.applying
+        self._is_torn = self._is_torn and self._applying is not None
+
+    def _hold(self, written: Written) -> None:
+        position = written.position
+        if position is not None and position.rows is Rows.WHOLE and self._has_newer_rows:
+            position = replace(position, rows=Rows.AHEAD)
+        self.written, self.position = written, position
 
 
 def _identities(state: dict[str, str | int]) -> dict[str, Identity]:
@@ -247,9 +222,19 @@ def _identities(state: dict[str, str | int]) -> dict[str, Identity]:
         raise InvalidArgumentError("state", text, "Pass what state_dict() returned") from error
 
 
-def _followed(state: dict[str, str | int]) -> SavedOrder | None:
-    """Take the order that was followed out of a saved state. Raise InvalidArgumentError if it is invalid."""
+def _written(state: dict[str, str | int]) -> Written:
+    """Return what a saved state says. Raise InvalidArgumentError if it is invalid."""
     found = [SavedOrder(kind, state.pop(kind)) for kind in ("pin", "release") if kind in state]  # type: ignore[arg-type]
     if any(type(each.counter) is not int or each.counter < 1 for each in found) or len(found) > 1:
         raise InvalidArgumentError("state", state, "Pass what state_dict() returned")
-    return found[0] if found else None
+    if not state:
+        return Written(stream="")
+    held = Position.from_dict(state)
+    written = Written(
+        stream=held.stream,
+        version=held.version,
+        xxh3=held.link.xxh3,
+        generation=held.generation,
+        created=held.created,
+    )
+    return written.following(found[0]) if found else written

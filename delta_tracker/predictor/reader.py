@@ -79,7 +79,7 @@ class Reader:
         self._in_a_row = _CATCH_UP  # versions applied since the end of the log was seen
         self._num_failures = 0  # consecutive rounds that failed
         self._surveyed_at = float("-inf")  # monotonic time of the last look at all sources
-        self.orders.load(writer.destination.followed, self.position)
+        self.orders.load(writer.destination.written.followed, self.position)
 
     @property
     def source(self) -> Source:
@@ -154,7 +154,7 @@ class Reader:
 
     def loaded(self) -> None:
         """Begin anew, because the rows have another position."""
-        self.orders.load(self.writer.destination.followed, self.position)
+        self.orders.load(self.writer.destination.written.followed, self.position)
         self._in_a_row = _CATCH_UP
         self.source.settling.clear()
 

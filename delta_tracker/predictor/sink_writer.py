@@ -20,7 +20,6 @@ import logging
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,10 +35,9 @@ from delta_tracker.raw_ids import NO_OWNER, default_rows
 from delta_tracker.row_target import RowTarget
 from delta_tracker.sinks.row_sink import RowSink, SinkState
 from delta_tracker.stream.format.contents import Contents
-from delta_tracker.stream.format.manifest import Link, Manifest
+from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.interruption import check
-from delta_tracker.stream.reading.orders import SavedOrder
-from delta_tracker.stream.reading.position import Position, Rows, replaces
+from delta_tracker.stream.reading.position import Position, SavedOrder
 from delta_tracker.types import Identity, TableSpec
 
 _logger = logging.getLogger(__name__)
@@ -53,6 +51,12 @@ class SinkWriter(Forkable):
 
     A version with raw ids takes up to 64 bytes of memory per row of its tables with raw ids. After each error, the
     position is read from the row store again, because a request may have been executed although its response was lost.
+
+    Attributes:
+        manifest: manifest of the last applied snapshot or delta; None before the first.
+        identities: table FQN to the buckets by which unknown raw ids are routed now.
+        written: state of the stream that readers read.
+        position: position of the stored rows; None before the first version.
     """
 
     is_reading = False  # lookups read the row store
@@ -60,42 +64,23 @@ class SinkWriter(Forkable):
     def __init__(self, sink: RowSink, gauges: PredictorGauges) -> None:
         self.manifest: Manifest | None = None
         self.identities: Mapping[str, Identity] = {}
+        self.written = SinkState(stream="")
+        self.position: Position | None = None
         self._gauges, self._sink = gauges, sink
-        self._position: Position | None = None  # of the state, with the generation if it is known
-        self._state: SinkState | None = None  # of the stream that readers read
         self._is_known = False  # False if the row store may have another state
         self._has_logged_dense = False
         self.restore()
         protect(self)
 
-    @property
-    def position(self) -> Position | None:
-        """Position of the stored rows; None before the first version."""
-        held, state = self._position, self._state
-        if held is None or state is None:
-            return None
-        if state.is_mixed:
-            return replace(held, rows=Rows.MIXED)
-        return held if state.applying is None else replace(held, rows=Rows.AHEAD)
-
-    @property
-    def followed(self) -> SavedOrder | None:
-        """Last order that was followed, as it is stored with the position."""
-        state = self._state
-        if state is None or not (state.pin or state.release):
-            return None
-        return SavedOrder("pin", state.pin) if state.pin else SavedOrder("release", state.release)
-
     def follow(self, followed: SavedOrder) -> None:
         """Store with the position which order was followed."""
-        held = self._state
-        if held is None or held.applying is not None or held.is_settling or followed == self.followed:
+        held = self.written
+        if held.version is None or held.applying is not None or held.is_settling or followed == held.followed:
             return  # the log of owners of an interrupted version must not be cleared
-        is_pin = followed.kind == "pin"
-        state = replace(held, pin=followed.counter if is_pin else 0, release=0 if is_pin else followed.counter)
+        state = held.following(followed)
         self._is_known = False
         self._sink.settle(state)
-        self._holds(state)
+        self._hold(state)
         self._is_known = True
 
     def reading(self) -> AbstractContextManager[Served]:
@@ -127,7 +112,7 @@ class SinkWriter(Forkable):
         for stream in states:
             if stream != current:  # a former one, or one whose first snapshot was interrupted
                 self._sink.remove(stream)
-        self._holds(None if current is None else self._recovered(states[current]))
+        self._hold(SinkState(stream="") if current is None else self._recovered(states[current]))
         self._is_known = True
 
     def resolve(self, manifest: Manifest) -> Receiver:
@@ -139,33 +124,26 @@ class SinkWriter(Forkable):
                 _check_table(fqn, manifest, held)
         return Receiver({fqn: _SinkTable(table) for fqn, table in manifest.tables.items()}, {}, {})
 
-    def leaves_rows(self, manifest: Manifest) -> bool:
-        """Return True if rows of a replaced version may remain; see :func:`replaces`."""
-        held = self._held(manifest)
-        if held is None or held.applying is None or held.applying_xxh3 is None:
-            return False
-        generation = manifest.generation if held.applying_generation is None else held.applying_generation
-        return replaces(manifest, Link(held.applying, held.applying_xxh3), generation)
-
     def write(self, receiver: Receiver, contents: Contents, *, is_elsewhere: bool) -> None:
         """Write a version; see :meth:`ModelWriter.write`."""
         manifest = contents.manifest
-        former, held = self._state, self._held(manifest)
+        former, held = self.written, self._held(manifest)
         identities = identities_after(manifest, {} if held is None else held.identities)
         placements = receiver.place(contents)
         owners = version_owners(contents) if manifest.identities else {}
-        begun = _begun(manifest, held, identities, is_elsewhere=is_elsewhere)
+        state = held or SinkState(stream=manifest.stream, tables=manifest.tables, identities=identities)
+        begun = _begun(state, manifest, identities, is_elsewhere=is_elsewhere)
         self._is_known = False
         self._sink.begin(begun)
         if held is not None:  # otherwise readers keep the former stream, whose rows do not change
-            self._holds(begun)
+            self._hold(begun)
         with self._gauges.apply_timer():
             changes = self._write(manifest, placements, owners)
         has_changed = any(num_admitted or len(left) for left, num_admitted in changes.values())
-        finished = _finished(manifest, begun, identities, has_changed=has_changed)
+        is_settling = has_changed or dict(begun.default_slots) != _defaults(identities)
+        finished = replace(begun.finished(manifest), is_settling=is_settling, identities=identities)
         check()
         self._sink.finish(finished)
-        self._position = Position.after(manifest)
         if manifest.kind != "claim":
             self.manifest = manifest
         self._gauges.applied(manifest)
@@ -175,27 +153,19 @@ class SinkWriter(Forkable):
         if manifest.dense and not self._has_logged_dense:
             self._has_logged_dense = True
             _logger.info("dense tensors are not written to a row store: tensors=%d", len(manifest.dense))
-        self._holds(finished)
+        self._hold(finished)
         if finished.is_settling:
-            self._holds(self._settled(finished))
-        if former is not None and held is None:
+            self._hold(self._settled(finished))
+        if former.stream and held is None:
             self._sink.remove(former.stream)
         self._is_known = True
 
     def _held(self, manifest: Manifest) -> SinkState | None:
         """Return the state of the version's stream; None if readers read another stream or none."""
-        return self._state if self._state is not None and self._state.stream == manifest.stream else None
+        return self.written if self.written.stream == manifest.stream else None
 
-    def _holds(self, state: SinkState | None) -> None:
-        """Record the state of the stream that readers read."""
-        self._state = state
-        self.identities = {} if state is None else state.identities
-        if state is None or state.version is None or state.xxh3 is None:
-            self._position = None
-            return
-        link, held = Link(state.version, state.xxh3), self._position
-        if held is None or (held.stream, held.link) != (state.stream, link):  # a position of this entry has more fields
-            self._position = Position(state.stream, link, state.generation, created=state.created)
+    def _hold(self, state: SinkState) -> None:
+        self.written, self.position, self.identities = state, state.position, state.identities
 
     def _write(
         self, manifest: Manifest, placements: list[Placement], owners: VersionOwners
@@ -316,58 +286,23 @@ class _SinkTable(RowTarget):
 
 
 def _begun(
-    manifest: Manifest, held: SinkState | None, identities: Mapping[str, Identity], *, is_elsewhere: bool
+    state: SinkState, manifest: Manifest, identities: Mapping[str, Identity], *, is_elsewhere: bool
 ) -> SinkState:
-    """Return the state before the first row of a version. ``held`` is that of its stream.
+    """Return the state before the first row of a version.
 
     The version that readers get goes down here if the new one is older, because rows may then be as old as that one.
     """
-    state = held or SinkState(stream=manifest.stream, tables=manifest.tables, identities=identities)
+    begun = state.begun(manifest, is_elsewhere=is_elsewhere)
     if state.version is not None and manifest.version < state.version:
-        state = replace(state, **_complete(manifest))
-    if state.applying is None or state.applying <= manifest.version:
-        link = manifest.link
-        state = replace(state, applying=link.version, applying_xxh3=link.xxh3, applying_generation=manifest.generation)
-    both = {
+        begun = begun.at(manifest)
+    defaults = {
         fqn: tuple(sorted({*state.default_slots.get(fqn, ()), *slots})) for fqn, slots in _defaults(identities).items()
     }
     return replace(
-        state,
-        is_mixed=state.is_mixed or (is_elsewhere and held is not None),
-        tables={**state.tables, **manifest.tables},
-        default_slots={**state.default_slots, **both},
-    )
-
-
-def _finished(
-    manifest: Manifest, begun: SinkState, identities: Mapping[str, Identity], *, has_changed: bool
-) -> SinkState:
-    """Return the state after the last row of a version.
-
-    An interrupted newer version stays recorded until a snapshot, the same or a later version replaces its rows.
-    """
-    is_complete = manifest.kind == "snapshot" or begun.applying is None or begun.applying <= manifest.version
-    if is_complete:
-        begun = replace(begun, applying=None, applying_xxh3=None, applying_generation=None)
-    return replace(
         begun,
-        **_complete(manifest),
-        is_mixed=False,
-        pin=0,
-        is_settling=has_changed or dict(begun.default_slots) != _defaults(identities),
-        identities=identities,
+        tables={**state.tables, **manifest.tables},
+        default_slots={**state.default_slots, **defaults},
     )
-
-
-def _complete(manifest: Manifest) -> dict[str, Any]:
-    """Return the fields of a state whose version is that of ``manifest``."""
-    link = manifest.link
-    return {
-        "version": link.version,
-        "xxh3": link.xxh3,
-        "generation": manifest.generation,
-        "created": int(manifest.created),
-    }
 
 
 _ANEW = "Pass a row store with another prefix or directory, or start a new stream at another url"

@@ -35,7 +35,7 @@ class VersionWriter:
 
     def apply(self, entry: Manifest, storage: Storage, *, is_elsewhere: bool) -> None:
         """Read and validate a version, then write it."""
-        if self.destination.leaves_rows(entry):
+        if self.destination.written.leaves_rows(entry):
             raise StreamReplacedError(storage.url, entry.version)
         gate = self.gate if entry.kind != "claim" else None
         receiver = self.destination.resolve(entry)

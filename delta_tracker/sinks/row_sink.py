@@ -14,40 +14,39 @@ from msgspec import Meta
 from torch import Tensor
 
 from delta_tracker.errors import InvalidArgumentError, MalformedSinkError
+from delta_tracker.stream.format.field_types import Count, Hex
 from delta_tracker.stream.format.state_tree import TENSOR_DTYPES
+from delta_tracker.stream.reading.position import Written
 from delta_tracker.types import Identity, TableSpec
 
 _FORMAT = 1
 _DTYPES = {name: dtype for name, dtype in TENSOR_DTYPES.items() if dtype.is_floating_point}
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
-_Hex = Annotated[str, Meta(pattern=r"\A[0-9a-f]{32}\Z")]
-_Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
-
 
 class _StoredTable(msgspec.Struct, forbid_unknown_fields=True):
-    num_rows: _Count
+    num_rows: Count
     dim: Annotated[int, Meta(ge=1, lt=1 << 31)]
     dtype: str
 
 
 class _StoredState(msgspec.Struct, forbid_unknown_fields=True):
     format: int
-    stream: _Hex
-    version: _Count | None
-    xxh3: _Hex | None
-    applying: _Count | None
-    applying_xxh3: _Hex | None
+    stream: Hex
+    version: Count | None
+    xxh3: Hex | None
+    applying: Count | None
+    applying_xxh3: Hex | None
     is_mixed: bool
     is_settling: bool
     tables: dict[str, _StoredTable]
     identities: dict[str, Identity]
-    default_slots: dict[str, tuple[_Count, ...]]
-    generation: _Count | None = None  # absent in states of earlier releases, as are the others with a default
-    created: _Count | None = None
-    applying_generation: _Count | None = None
-    pin: _Count = 0
-    release: _Count = 0
+    default_slots: dict[str, tuple[Count, ...]]
+    generation: Count | None = None  # absent in states of earlier releases, as are the others with a default
+    created: Count | None = None
+    applying_generation: Count | None = None
+    pin: Count = 0
+    release: Count = 0
 
     def __post_init__(self) -> None:
         if self.format != _FORMAT:
@@ -55,25 +54,10 @@ class _StoredState(msgspec.Struct, forbid_unknown_fields=True):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SinkState:
-    """State of one stream in a row store.
-
-    Each row has its value as of :attr:`version`, or as of a later version up to :attr:`applying`. If :attr:`is_mixed`
-    is True, it may also have its value as of any version that was applied before.
+class SinkState(Written):
+    """State of one stream in a row store, with the fields of :class:`~delta_tracker.stream.reading.position.Written`.
 
     Args:
-        stream: id of the stream, 32 hex digits.
-        version: version that no row is older than; None until the first snapshot is complete.
-        xxh3: 128-bit xxh3 of the entry of ``version``, in hex; None if ``version`` is.
-        generation: generation of that entry; None if it is unknown.
-        created: Unix time at which that entry was committed, in whole seconds; None if it is unknown.
-        pin: counter of the pin that led to ``version``; 0 without one.
-        release: counter of the release that was followed last; 0 if a pin was, or neither.
-        applying: highest version of which some rows may be written; None if the rows of ``version`` are complete and no
-            others were written.
-        applying_xxh3: 128-bit xxh3 of the entry of ``applying``, in hex; None if ``applying`` is.
-        applying_generation: generation of that entry; None if it is unknown, or if ``applying`` is None.
-        is_mixed: True if the rows may be of unrelated versions, so that only a snapshot may be applied next.
         is_settling: True if ``version`` is complete, but the logged owners are not in the stored map yet, and default
             rows of former buckets may be stored.
         tables: FQN to size and dtype of each table.
@@ -93,17 +77,6 @@ class SinkState:
         True
     """
 
-    stream: str
-    version: int | None = None
-    xxh3: str | None = None
-    generation: int | None = None
-    created: int | None = None
-    pin: int = 0
-    release: int = 0
-    applying: int | None = None
-    applying_xxh3: str | None = None
-    applying_generation: int | None = None
-    is_mixed: bool = False
     is_settling: bool = False
     tables: Mapping[str, TableSpec] = field(default_factory=dict)
     identities: Mapping[str, Identity] = field(default_factory=dict)

@@ -8,8 +8,8 @@ from typing import Any
 from delta_tracker.predictor.reader import Reader
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.log import StreamLog
-from delta_tracker.stream.reading.orders import Policy, SavedOrder
-from delta_tracker.stream.reading.position import Position
+from delta_tracker.stream.reading.orders import Policy
+from delta_tracker.stream.reading.position import Position, SavedOrder
 from delta_tracker.stream.reading.sources import Sources
 from delta_tracker.stream.storage.storage import Storage
 
@@ -20,7 +20,7 @@ class Nothing:
     def __init__(self, position: Position | None) -> None:
         self.position = position
         self.followed: SavedOrder | None = None
-        self.destination = self.age = self
+        self.destination = self.written = self.age = self
 
     def follow(self, followed: SavedOrder) -> None:
         self.followed = followed

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from delta_tracker.stream.format.manifest import Link, Manifest
 from delta_tracker.stream.pin import Pin
-from delta_tracker.stream.reading.position import Position, Rows
+from delta_tracker.stream.reading.position import Position, Rows, SavedOrder
 from delta_tracker.stream.reading.source import Source
 
 
@@ -68,14 +68,6 @@ class Policy:
         """Return True if an order no longer applies to this process."""
         released = self.released
         return released is not None and order.stream == released.stream and order.counter <= released.counter
-
-
-@dataclass(frozen=True, slots=True)
-class SavedOrder:
-    """Last ``pin`` or ``release`` that a reader has followed, as it is saved with the position."""
-
-    kind: str
-    counter: int
 
 
 class Orders:

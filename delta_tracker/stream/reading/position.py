@@ -1,10 +1,10 @@
-"""Position of a reader in a stream: :class:`Position`."""
+"""Position of a reader in a stream, and what it has written: :class:`Position` and :class:`Written`."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
-from typing import cast
+from typing import Self, cast
 
 from msgspec import Struct, convert, to_builtins
 
@@ -41,14 +41,14 @@ class Position:
         stream: id of the stream, 32 hex digits.
         generation: generation of the entry; None if it was saved without it.
         rows: what else the tables may hold.
-        created: Unix time at which the entry was committed, in seconds; None if it was saved without it.
+        created: Unix time at which the entry was committed, in whole seconds; None if it was saved without it.
     """
 
     stream: str
     link: Link
     generation: int | None = None
     rows: Rows = Rows.WHOLE
-    created: float | None = None
+    created: int | None = None
 
     @property
     def version(self) -> int:
@@ -58,7 +58,7 @@ class Position:
     @classmethod
     def after(cls, entry: Manifest) -> Position:
         """Return the position of a reader that has applied an entry completely."""
-        return cls(entry.stream, entry.link, entry.generation, created=entry.created)
+        return cls(entry.stream, entry.link, entry.generation, created=int(entry.created))
 
     def names(self, entry: Manifest | None) -> bool:
         """Return True if an entry that was read is the one of this position."""
@@ -84,8 +84,7 @@ class Position:
 
     def to_dict(self) -> dict[str, str | int]:
         """Return the position as plain values, for JSON."""
-        created = None if self.created is None else int(self.created)
-        saved = _SavedPosition(self.stream, self.version, self.link.xxh3, self.generation, created)
+        saved = _SavedPosition(self.stream, self.version, self.link.xxh3, self.generation, self.created)
         return cast("dict[str, str | int]", to_builtins(saved))
 
     @classmethod
@@ -98,13 +97,103 @@ class Position:
         return cls(saved.stream, Link(saved.version, saved.xxh3), saved.generation, created=saved.created)
 
 
-def replaces(manifest: Manifest, begun: Link, generation: int) -> bool:
-    """Return True if a claim or delta belongs to a history without ``begun``, a version that is written in part.
+@dataclass(frozen=True, slots=True)
+class SavedOrder:
+    """Last ``pin`` or ``release`` that a reader has followed, as it is saved with the position."""
 
-    ``begun`` is then another entry with the same number, or a later one of a lower ``generation``. Only a snapshot
-    replaces all of its rows.
+    kind: str
+    counter: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """Versions of one stream that were written.
+
+    Each row has its value as of :attr:`version`, or as of a later version up to :attr:`applying`. If :attr:`is_mixed`
+    is True, it may also have its value as of any version that was applied before.
+
+    Args:
+        stream: id of the stream, 32 hex digits; empty if nothing was written.
+        version: version that no row is older than; None until the first snapshot is complete.
+        xxh3: 128-bit xxh3 of the entry of ``version``, in hex; None if ``version`` is.
+        generation: generation of that entry; None if it is unknown.
+        created: Unix time at which that entry was committed, in whole seconds; None if it is unknown.
+        pin: counter of the pin that led to ``version``; 0 without one.
+        release: counter of the last release that was followed; 0 without one, or if ``pin`` is above 0.
+        applying: newest version that may be partly written; None if there is no such version.
+        applying_xxh3: 128-bit xxh3 of the entry of ``applying``, in hex; None if ``applying`` is.
+        applying_generation: generation of that entry; None if it is unknown.
+        is_mixed: True if the rows may be of unrelated versions, so that only a snapshot may be applied next.
     """
-    if manifest.kind == "snapshot":
-        return False
-    is_fenced = begun.version > manifest.version and generation < manifest.generation
-    return is_fenced or (begun.version == manifest.version and begun != manifest.link)
+
+    stream: str
+    version: int | None = None
+    xxh3: str | None = None
+    generation: int | None = None
+    created: int | None = None
+    pin: int = 0
+    release: int = 0
+    applying: int | None = None
+    applying_xxh3: str | None = None
+    applying_generation: int | None = None
+    is_mixed: bool = False
+
+    @property
+    def position(self) -> Position | None:
+        """Position after :attr:`version`; None before the first one."""
+        if self.version is None or self.xxh3 is None:
+            return None
+        rows = Rows.MIXED if self.is_mixed else Rows.WHOLE if self.applying is None else Rows.AHEAD
+        return Position(self.stream, Link(self.version, self.xxh3), self.generation, rows, self.created)
+
+    @property
+    def followed(self) -> SavedOrder | None:
+        """Last order that was followed; None before the first."""
+        if self.pin:
+            return SavedOrder("pin", self.pin)
+        return SavedOrder("release", self.release) if self.release else None
+
+    def leaves_rows(self, entry: Manifest) -> bool:
+        """Return True if rows of a version that is partly written would remain after an entry of another history.
+
+        That version is another entry with the same number, or a later one of a lower generation. Only a snapshot
+        replaces all of its rows.
+        """
+        if self.applying is None or entry.kind == "snapshot" or entry.stream != self.stream:
+            return False
+        if self.applying == entry.version:
+            return self.applying_xxh3 != entry.link.xxh3
+        generation = entry.generation if self.applying_generation is None else self.applying_generation
+        return self.applying > entry.version and generation < entry.generation
+
+    def begun(self, entry: Manifest, *, is_elsewhere: bool) -> Self:
+        """Return what is written once rows of an entry of this stream are.
+
+        Its rows may belong to another history than those of :attr:`version` if ``is_elsewhere``.
+        """
+        begun = replace(self, is_mixed=self.is_mixed or is_elsewhere)
+        if self.applying is not None and self.applying > entry.version:
+            return begun
+        link = entry.link
+        return replace(begun, applying=link.version, applying_xxh3=link.xxh3, applying_generation=entry.generation)
+
+    def finished(self, entry: Manifest) -> Self:
+        """Return what is written once all rows of an entry of this stream are.
+
+        A newer version that was interrupted remains partly written until a snapshot, or a version with the same or a
+        higher number, is complete.
+        """
+        finished = replace(self.at(entry), is_mixed=False, pin=0)
+        if self.applying is not None and self.applying > entry.version and entry.kind != "snapshot":
+            return finished
+        return replace(finished, applying=None, applying_xxh3=None, applying_generation=None)
+
+    def at(self, entry: Manifest) -> Self:
+        """Return this with the version of an entry."""
+        link, created = entry.link, int(entry.created)
+        return replace(self, version=link.version, xxh3=link.xxh3, generation=entry.generation, created=created)
+
+    def following(self, order: SavedOrder) -> Self:
+        """Return this with an order as the last one that was followed."""
+        is_pin = order.kind == "pin"
+        return replace(self, pin=order.counter if is_pin else 0, release=0 if is_pin else order.counter)
