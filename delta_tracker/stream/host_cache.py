@@ -16,10 +16,10 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 from weakref import finalize
 
 import numpy as np
+from numpy.typing import NDArray
 
 from delta_tracker.arguments import check_count
 from delta_tracker.errors import CorruptPartError, InvalidArgumentError, StorageError
@@ -31,9 +31,6 @@ from delta_tracker.stream.object_copy import checked_pieces
 from delta_tracker.stream.storage.local import delete_draft, identity, list_files, lock, read_into
 from delta_tracker.stream.storage.storage import Storage, StoredObject, Transfer
 from delta_tracker.stream.storage.store import Span, Store
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 _logger = logging.getLogger(__name__)
 

@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from delta_tracker.errors import CorruptPartError
 from delta_tracker.stream.format.digests import PieceHasher
 from delta_tracker.stream.format.manifest import Part, Stored
 from delta_tracker.stream.format.object_reader import check_size, read_object
 from delta_tracker.stream.storage.storage import Storage
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 ReadRange: TypeAlias = "Callable[[int, int], NDArray[np.uint8] | None]"
 _PIECE_BYTES = 8 << 20

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from delta_tracker.errors import CorruptPartError, MalformedError
 from delta_tracker.stream.format.digests import is_piece, num_digests, piece_at, piece_range
 from delta_tracker.stream.format.manifest import Part, Stored
 from delta_tracker.stream.interruption import check
 from delta_tracker.stream.storage.storage import Storage, Transfer
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 # Parts up to this size are held in memory while they are applied. Larger ones are read twice, piece by piece.
 MEMORY_BYTES = 256 << 20

@@ -13,10 +13,11 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from delta_tracker.buffers import BufferPool
@@ -33,9 +34,6 @@ from delta_tracker.stream.format.state_tree import StateReader
 from delta_tracker.stream.interruption import Interrupted
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import dtype_name
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 _BUFFER_ALIGNMENT = 64
 _MAX_FREE_BYTES = 320 << 20

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
 
 from delta_tracker.errors import CorruptPartError, MalformedError, MissingVersionError, StreamError, StreamReplacedError
 from delta_tracker.stream.log import entry_name
@@ -12,10 +14,6 @@ from delta_tracker.stream.pointer import POINTER_NAME
 from delta_tracker.stream.reading.position import Position
 from delta_tracker.stream.storage.storage import Storage, StoredObject, Transfer
 from delta_tracker.stream.storage.store import Span, Store
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
 
 _MAX_KEPT_BYTES = 64 << 20
 

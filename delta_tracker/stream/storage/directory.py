@@ -9,7 +9,10 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from delta_tracker.errors import StorageError, UnknownOutcomeError, WriteRefusedError
 from delta_tracker.stream.interruption import checked
@@ -24,10 +27,6 @@ from delta_tracker.stream.storage.local import (
 )
 from delta_tracker.stream.storage.store import Span, Store, StoredObject, Transfer
 from delta_tracker.stream.storage.url import PLAIN_NAME, is_name
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
 
 T = TypeVar("T")
 # Non-blocking, because a named pipe must not block the reader.

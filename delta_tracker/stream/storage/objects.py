@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import numpy as np
 import obstore
+from numpy.typing import NDArray
 from obstore.exceptions import AlreadyExistsError, BaseError, NotSupportedError, UnknownConfigurationKeyError
 from obstore.store import from_url
 
@@ -23,8 +24,7 @@ from delta_tracker.stream.storage.local import pieces
 from delta_tracker.stream.storage.store import Span, Store, StoredObject, Transfer
 from delta_tracker.stream.storage.url import connection, seconds_of
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
+if TYPE_CHECKING:  # obstore has these names only in its stubs
     from obstore import GetOptions, GetResult
     from obstore.store import ObjectStore
 

@@ -9,8 +9,11 @@ import secrets
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from types import TracebackType
+from typing import Self
 
+import numpy as np
+from numpy.typing import NDArray
 from obstore.exceptions import BaseError, NotSupportedError
 
 from delta_tracker.errors import (
@@ -45,12 +48,6 @@ __all__ = [
     "back_off",
     "open_storage",
 ]
-
-if TYPE_CHECKING:
-    from types import TracebackType
-
-    import numpy as np
-    from numpy.typing import NDArray
 
 # Hosts that obstore asks for credentials if none are configured.
 _METADATA_HOSTS = ("169.254.169.254", "metadata.google.internal")
