@@ -170,11 +170,21 @@ class ServedModel:
         return Receiver(targets, self._dense(manifest.dense), maps)
 
     def _warn_of_others(self, manifest: Manifest) -> None:
-        """Warn of tables of the model that the stream does not have, and that therefore keep their values."""
+        """Warn of tables and dense parameters that the stream does not have, and that therefore keep their values."""
         sent = {self._names.get(name, name).removesuffix(".weight") for name in (*manifest.tables, *manifest.dense)}
         self._has_compared = True
         if others := sorted(table_names(self._model) - sent):
             _logger.warning("the stream has no rows for these tables of the model, which keep their values: %s", others)
+        if self._takes_dense and isinstance(self._model, nn.Module):
+            trained = {name.removesuffix(".weight") for name, _ in self._model.named_parameters()} - sent
+            held = {name.removesuffix(".weight"): name for name in _tensors(self._model)}
+            if dense := sorted(held[name] for name in trained & held.keys() - table_names(self._model)):
+                _logger.warning(
+                    "the stream has no values for these dense parameters of the model, which keep their own: %s. "
+                    "Publish them with Publisher(dense=True), or pass ModelTarget(model, dense=False) if they are set "
+                    "elsewhere",
+                    dense,
+                )
 
     def raw_ids(self) -> dict[str, tuple[RawIdMap, ...]]:
         """Return the live mappings of raw ids, by table FQN in the stream."""

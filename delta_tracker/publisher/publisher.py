@@ -6,13 +6,11 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Self
-
-from torch import nn
 
 from delta_tracker.arguments import check_type
 from delta_tracker.errors import (
@@ -34,6 +32,7 @@ from delta_tracker.publisher.schemas import states_message
 from delta_tracker.publisher.training import Recovery, check_recovery
 from delta_tracker.publisher.version_source import VersionSource
 from delta_tracker.publisher.versions import Versions
+from delta_tracker.sharding.dense import DenseChoice
 from delta_tracker.sharding.interrupted import check_complete
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.log import ClaimedStream
@@ -84,9 +83,10 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
         consumer: name of the tracker's consumer; None if the tracker has only one.
         top_k: bound on the rows of a delta: only the rows that changed most are published, and the others stay pending.
             None publishes all changed rows.
-        dense: module of the model, whose dense parameters and buffers are published, or names in the model's
-            ``state_dict``. Each version contains these tensors with rank 0's values at the cut. Tensors of which each
-            rank has a part are rejected by name. None publishes no dense tensors.
+        dense: dense parameters and buffers to publish: True for all of the model, a module, names in the model's
+            ``state_dict``, a list of modules, or a dict of names to modules. Each version has these tensors with rank
+            0's values at the cut. Tensors of which each rank has a part are rejected by name. False publishes none;
+            None warns if the model has some that train.
         encoding: :class:`~delta_tracker.stream.format.encoding.Encoding` of all tables, or a mapping of FQN to
             encoding. Tables without an encoding are stored in their own dtype.
         cadence: bounds at which :meth:`step` publishes; None if :meth:`step` is not used.
@@ -144,7 +144,7 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
         consumer: str | None = None,
         *,
         top_k: TopK | None = None,
-        dense: nn.Module | Iterable[str] | None = None,
+        dense: DenseChoice | bool | None = None,
         encoding: EncodingChoice = None,
         cadence: Cadence | None = None,
         upkeep: Upkeep | None = None,

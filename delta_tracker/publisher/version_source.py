@@ -10,30 +10,30 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from delta_tracker.errors import InvalidArgumentError, RankLostError, StaleDeltaError
 from delta_tracker.monitor.recorder import Recorder
 from delta_tracker.publisher.coordinator import Coordinator, Draft
 from delta_tracker.publisher.exchange import Exchange, Message, Phase
 from delta_tracker.publisher.host_copies import Source
+from delta_tracker.publisher.published_dense import chosen_dense, published_dense, warn_of_dense
 from delta_tracker.publisher.repair import rows_to_repair
 from delta_tracker.publisher.row_gatherer import EncodingChoice, Gatherer, choose_encodings
 from delta_tracker.publisher.schemas import RankSchema, Schemas
 from delta_tracker.publisher.training import Recovery, TrainingCuts, check_recoverable
 from delta_tracker.raw_ids import NO_OWNER
-from delta_tracker.sharding.dense import dense_tensors
+from delta_tracker.sharding.dense import DenseChoice
 from delta_tracker.sharding.kernel_memory import one_cut
 from delta_tracker.stream.format.block_rows import BlockRows
-from delta_tracker.stream.format.manifest import DTYPE_NAMES, MAX_DIMS, Kind, Manifest, Part, Schema
+from delta_tracker.stream.format.manifest import Kind, Manifest, Part, Schema
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.reading.position import Position
 from delta_tracker.tracker.checkpoint.tracker_checkpoint import Restored
 from delta_tracker.tracker.consumer_handle import ConsumerHandle
-from delta_tracker.tracker.live_tables import LiveTables
 from delta_tracker.tracker.top_k import AllRanks, TopK, choose
 from delta_tracker.tracker.tracker import ModelDeltaTracker
-from delta_tracker.types import Delta, dtype_name
+from delta_tracker.types import Delta
 
 _logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class VersionSource:
         consumer: str | None,
         *,
         top_k: TopK | None,
-        dense: nn.Module | Iterable[str] | None,
+        dense: DenseChoice | bool | None,
         encoding: EncodingChoice,
         exchange: Exchange,
         recorder: Recorder,
@@ -79,9 +79,10 @@ class VersionSource:
         self._ranks = AllRanks(exchange.group)
         self._gatherer = Gatherer(live, writes_replicas=is_first, with_states=recovery is not None)
         self.find_dense: Callable[[], Mapping[str, Tensor]] | None = None
-        if dense is not None:
-            choice = dense if isinstance(dense, nn.Module | str) else tuple(dense)
-            self.find_dense = partial(_published_dense, live, choice) if is_first else dict
+        if dense is None and is_first:
+            warn_of_dense(live)
+        elif dense is not None and dense is not False:
+            self.find_dense = partial(published_dense, live, chosen_dense(dense, live)) if is_first else dict
             self.find_dense()
         self.handle = tracker.reserve(consumer, holder="Publisher")
         try:
@@ -307,21 +308,6 @@ class VersionSource:
 
 class _UnreadError(Exception):
     """This rank failed or was interrupted before it read its rows."""
-
-
-def _published_dense(live: LiveTables, choice: nn.Module | Iterable[str]) -> dict[str, Tensor]:
-    """Return the dense tensors of a module, or those of some names in the model's ``state_dict``, without a copy.
-
-    Raises:
-        InvalidArgumentError: if the model has no such tensor, or if it has an unsupported dtype or number of
-            dimensions.
-    """
-    found = dense_tensors(live.model, choice, tables=live.tables)
-    for name, tensor in found.items():
-        if dtype_name(tensor.dtype) not in DTYPE_NAMES or tensor.dim() > MAX_DIMS:
-            remedy = f"Leave it out: streams do not support {tensor.dim()}-d {tensor.dtype}"
-            raise InvalidArgumentError("dense", name, remedy)
-    return found
 
 
 def _count_owner_changes(read: Delta, identities: Iterable[str]) -> dict[str, Source]:

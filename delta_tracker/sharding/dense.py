@@ -6,7 +6,8 @@ Those of sharded managed collisions are left out: a stream has the raw ids of ro
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import TypeAlias
 
 from torch import Tensor, nn
 
@@ -17,65 +18,103 @@ from delta_tracker.sharding.torchrec_api import known_torchrec, managed_by_fsdp
 _PARTS = "Leave it out, because each rank has a part of it: pass the names of whole tensors"
 
 
+DenseChoice: TypeAlias = nn.Module | Mapping[str, nn.Module] | Iterable[str | nn.Module]
+
+
 def dense_tensors(
-    model: nn.Module, dense: nn.Module | Iterable[str], *, tables: Collection[str] = (), skip_sharded: bool = False
+    model: nn.Module, dense: DenseChoice, *, tables: Collection[str] = (), skip_sharded: bool = False
 ) -> dict[str, Tensor]:
     """Return the dense tensors that ``dense`` selects, without copying them.
 
     Args:
         model: the model whose tables are tracked.
-        dense: a module, whose parameters and persistent buffers outside sharded modules are selected; or names of
-            tensors, as in the model's ``state_dict``.
+        dense: a module, whose parameters and persistent buffers outside sharded modules are selected; names of tensors,
+            as in the model's ``state_dict``; a list of both; or a mapping of names to modules.
         tables: FQNs of the tracked tables. Their weights are left out if ``dense`` is a module.
         skip_sharded: True to leave out tensors of which this rank has only a part, and the dense tensors of embedding
             towers, instead of raising an error for them.
 
     Returns:
-        Name to detached tensor. Names are those of the model's ``state_dict``; if ``dense`` is a module outside the
-        model, those of this module's ``state_dict``. A tensor with several names is returned under each of them.
+        Name to detached tensor. Names are those of the model's ``state_dict``; of a module outside the model, those of
+        its own ``state_dict``, after its name in a mapping and a dot. A tensor with several names is returned under
+        each of them.
 
     Raises:
         InvalidArgumentError: if ``dense`` is a string, if the model has no dense tensor with a given name, if each rank
-            has only a part of a selected tensor, if a name is that of a tracked table, or if a selected tensor is
-            sparse, on the meta device, or of a subclass such as ``DTensor``.
+            has only a part of a selected tensor, if a name is that of a tracked table or of two tensors, or if a
+            selected tensor is sparse, on the meta device, or of a subclass such as ``DTensor``.
     """
     rows = {f"{fqn}.weight" for fqn in tables}
-    if isinstance(dense, nn.Module):
-        every = {name: tensor for name, tensor in _tensors(model, dense).items() if name not in rows}
-        sharded = sorted(name for name, tensor in every.items() if tensor is None)
-        found = {name: tensor for name, tensor in every.items() if tensor is not None}
-        if sharded and not skip_sharded:
-            raise InvalidArgumentError("dense", sharded, f"{_PARTS}, some of {sorted(found)}")
-    else:
-        if isinstance(dense, str):
-            raise InvalidArgumentError("dense", dense, "Pass a module, or a list of names")
-        every = _tensors(model, model)
-        whole = {name: tensor for name, tensor in every.items() if tensor is not None}
-        for name in (names := list(dense)):
-            if name in rows:
-                raise InvalidArgumentError("dense", name, "Leave it out: the tracker sends its changed rows")
-            if name not in whole:
-                remedy = f"{_PARTS}, some of" if name in every else "Pass some of"
-                raise InvalidArgumentError("dense", name, f"{remedy} {sorted(whole.keys() - rows)}")
-        found = {name: whole[name] for name in names}
+    found: dict[str, Tensor] = {}
+    parts = _parts(dense)
+    of_model = _tensors(model, model) if any(isinstance(each, str) for _, each in parts) else {}
+    for prefix, each in parts:
+        if isinstance(each, str):
+            chosen = {each: _named(of_model, each, rows)}
+        else:
+            every = {name: tensor for name, tensor in _tensors(model, each, prefix).items() if name not in rows}
+            sharded = sorted(name for name, tensor in every.items() if tensor is None)
+            chosen = {name: tensor for name, tensor in every.items() if tensor is not None}
+            if sharded and not skip_sharded:
+                raise InvalidArgumentError("dense", sharded, f"{_PARTS}, some of {sorted(chosen)}")
+        for name, tensor in chosen.items():
+            if found.setdefault(name, tensor) is not tensor:
+                raise InvalidArgumentError(
+                    "dense", name, "Pass a mapping of names to modules: two tensors have the name"
+                )
     for name, tensor in found.items():
         if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_meta or tensor.is_sparse:
             raise InvalidArgumentError("dense", name, f"Leave it out: a {type(tensor).__name__} is not whole here")
     return {name: tensor.detach() for name, tensor in found.items()}
 
 
-def _tensors(model: nn.Module, root: nn.Module) -> dict[str, Tensor | None]:
+def _parts(dense: DenseChoice) -> list[tuple[str, str | nn.Module]]:
+    """Return the names and modules of a choice, each with its name in a mapping."""
+    if isinstance(dense, nn.Module):
+        return [("", dense)]
+    if isinstance(dense, Mapping):
+        found: list[tuple[str, str | nn.Module]] = list(dense.items())
+    else:
+        found = [] if isinstance(dense, str) else [("", each) for each in dense]
+    wrong = [each for prefix, each in found if not isinstance(each, nn.Module if prefix else str | nn.Module)]
+    if wrong or isinstance(dense, str):
+        raise InvalidArgumentError(
+            "dense", wrong or dense, "Pass a module, a list of names or modules, or a dict of modules"
+        )
+    return found
+
+
+def dense_parameters(model: nn.Module, tables: Collection[str]) -> list[str]:
+    """Return the names of the parameters that train and are whole on this rank, without the weights of tables."""
+    rows = {f"{fqn}.weight" for fqn in tables}
+    found = ((name, each) for name, each in _tensors(model, model).items() if name not in rows)
+    return sorted(name for name, each in found if isinstance(each, nn.Parameter) and each.requires_grad)
+
+
+def _named(every: Mapping[str, Tensor | None], name: str, rows: Collection[str]) -> Tensor:
+    """Return a tensor by its name in the model's ``state_dict``. Raise InvalidArgumentError if it is not whole here."""
+    tensor = every.get(name)
+    if name in rows:
+        raise InvalidArgumentError("dense", name, "Leave it out: the tracker sends its changed rows")
+    if tensor is None:
+        whole = {each for each, held in every.items() if held is not None}
+        remedy = f"{_PARTS}, some of" if name in every else "Pass some of"
+        raise InvalidArgumentError("dense", name, f"{remedy} {sorted(whole.difference(rows))}")
+    return tensor
+
+
+def _tensors(model: nn.Module, root: nn.Module, prefix: str = "") -> dict[str, Tensor | None]:
     """Return the parameters and persistent buffers of ``root`` outside sharded modules, by name.
 
     The value is None for a tensor of which this rank has only a part, and for an embedding tower, whose dense tensors
     exist only on the ranks of one host. Names are relative to ``model`` if ``root`` is part of it, otherwise to
-    ``root``.
+    ``root``, after ``prefix`` and a dot.
     """
     torchrec = known_torchrec()
     inside = {id(module) for _, module in walk(root, torchrec)}
     top, modules = model, list(walk(model, torchrec))
     if not any(id(module) in inside for _, module in modules):
-        top, modules = root, list(walk(root, torchrec))
+        top, modules = root, [(f"{prefix}.{fqn}".strip("."), each) for fqn, each in walk(root, torchrec)]
     flattened = managed_by_fsdp(top, torchrec)
     found: dict[str, Tensor | None] = {}
     collisions = [module for _, module in modules if isinstance(module, torchrec.without_rows)]

@@ -219,13 +219,16 @@ def recorded(rank: int, world_size: int, url: str) -> None:
     rows = torch.zeros(ids.values().numel(), 8)
     with ModelDeltaTracker(model, fqns_to_skip=["u"]) as tracker:
         refused(InvalidArgumentError, lambda: tracker.record_embeddings(ids, rows), "Track in EMBEDDING mode")
-        skipped = partial(Publisher, tracker, url, dense=["ec.embeddings.u.weight"])
-        if rank:
-            refused(RankFailedError, skipped, "Fix the problem on that rank")
-        else:
-            refused(InvalidArgumentError, skipped, "Pass some of", "dense.weight")
+        for wrong, words in ((["ec.embeddings.u.weight"], ("Pass some of", "dense.weight")), ("dense", ("a module",))):
+            publish = partial(Publisher, tracker, url, dense=wrong)
+            if rank:
+                refused(RankFailedError, publish, "Fix the problem on that rank")
+            else:
+                refused(InvalidArgumentError, publish, *words)
         with Publisher(tracker, url, dense=["dense.weight"]) as publisher:
             assert list(publisher.snapshot().dense) == ["dense.weight"]
+        with Publisher(tracker, url, dense=model.module.dense) as publisher:
+            assert list(publisher.snapshot().dense) == ["dense.weight", "dense.bias"]
 
 
 def unsupported(rank: int, world_size: int, kind: str) -> None:

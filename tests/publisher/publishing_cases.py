@@ -229,7 +229,7 @@ def logged_once(rank: int, world_size: int, url: str) -> list[str]:
     logger.addHandler(handler)
     with ModelDeltaTracker(model) as tracker:
         storage = WrappedStorage(Storage(url, create=True))
-        publisher = Publisher(tracker, storage, cadence=Cadence(batches=1))
+        publisher = Publisher(tracker, storage, cadence=Cadence(batches=1), dense=False)
         publisher.publish()
         for call in (publisher.publish, publisher.step):
             storage.rules.append(_full("put"))

@@ -1,0 +1,52 @@
+"""Choice of the dense tensors that a publisher sends with each version."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Literal
+
+from torch import Tensor, nn
+
+from delta_tracker.errors import InvalidArgumentError
+from delta_tracker.sharding.dense import DenseChoice, dense_parameters, dense_tensors
+from delta_tracker.stream.format.manifest import DTYPE_NAMES, MAX_DIMS
+from delta_tracker.tracker.live_tables import LiveTables
+from delta_tracker.types import dtype_name
+
+_logger = logging.getLogger(__name__)
+
+_MAX_NAMES = 5
+
+
+def chosen_dense(dense: DenseChoice | Literal[True], live: LiveTables) -> DenseChoice:
+    """Return a choice of dense tensors that can be read more than once; True is the whole model."""
+    if dense is True:
+        return live.model
+    return dense if isinstance(dense, nn.Module | Mapping | str) else tuple(dense)
+
+
+def warn_of_dense(live: LiveTables) -> None:
+    """Warn of parameters that train and are not published."""
+    if names := dense_parameters(live.model, live.tables):
+        shown = ", ".join(names[:_MAX_NAMES]) + (f" and {len(names) - _MAX_NAMES} more" if names[_MAX_NAMES:] else "")
+        _logger.warning(
+            "these parameters of the model are not published, so that predictors keep their own values: %s. Pass "
+            "dense=True to publish all dense parameters, or dense=False if they are sent in another way",
+            shown,
+        )
+
+
+def published_dense(live: LiveTables, choice: DenseChoice) -> dict[str, Tensor]:
+    """Return the chosen dense tensors, without a copy.
+
+    Raises:
+        InvalidArgumentError: if the model has no such tensor, or if it has an unsupported dtype or number of
+            dimensions.
+    """
+    found = dense_tensors(live.model, choice, tables=live.tables)
+    for name, tensor in found.items():
+        if dtype_name(tensor.dtype) not in DTYPE_NAMES or tensor.dim() > MAX_DIMS:
+            remedy = f"Leave it out: streams do not support {tensor.dim()}-d {tensor.dtype}"
+            raise InvalidArgumentError("dense", name, remedy)
+    return found
