@@ -26,6 +26,7 @@ from delta_tracker.stream.format.manifest import STATES_FORMAT, Block, Kind, Man
 from delta_tracker.stream.format.part_writer import put_part
 from delta_tracker.stream.log import Claim, StreamLog, part_name
 from delta_tracker.stream.maintenance.compaction import compact
+from delta_tracker.stream.reading.position import Written
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import Bucket, Identity, TableSpec
 from tests.predictor.serving import Breakable
@@ -236,13 +237,13 @@ class Follower:
         self.num_checks = 0
         writer = predictor._destination
         assert isinstance(writer, ModelWriter)
-        begin = writer.begin
+        begin = writer._begin
 
-        def begun(manifest: Manifest) -> None:
+        def begun(manifest: Manifest, *, is_elsewhere: bool) -> Written:
             self.served.add(manifest.version)
-            begin(manifest)
+            return begin(manifest, is_elsewhere=is_elsewhere)
 
-        writer.begin = begun  # type: ignore[method-assign]
+        writer._begin = begun  # type: ignore[method-assign]
         lock = writer.lock
         writing = lock.writing
 
