@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -64,7 +64,9 @@ def entries_of(log: StreamLog, version: int) -> list[Manifest]:
     return path
 
 
-def write_checkpoint(storage: Storage, path: Sequence[Manifest], directory: Path, work: Path) -> None:
+def write_checkpoint(
+    storage: Storage, path: Sequence[Manifest], directory: Path, work: Path, advance: Callable[[int], None]
+) -> None:
     """Write the last of some entries as a DCP checkpoint.
 
     The checkpoint has the keys of ``{"model": model.state_dict(), "optimizer": model.fused_optimizer.state_dict()}`` of
@@ -76,6 +78,7 @@ def write_checkpoint(storage: Storage, path: Sequence[Manifest], directory: Path
         path: the entries of :func:`entries_of`.
         directory: directory of the checkpoint, which must not exist.
         work: existing directory for memory-mapped files as large as the tables and their states.
+        advance: called with the bytes of each entry that was read.
 
     Raises:
         CorruptPartError: if an object does not match its record.
@@ -85,15 +88,21 @@ def write_checkpoint(storage: Storage, path: Sequence[Manifest], directory: Path
     """
     rows = mapped(work / "tables", {fqn: rows_of(spec) for fqn, spec in path[0].tables.items()})
     if path[-1].training:
-        state = _with_states(storage, path, rows, work)
+        state = _with_states(storage, path, rows, work, advance)
     else:
-        state = {"model": _weights(rows) | write_versions(storage, path, rows, {}, like=path[0])}
+        state = {"model": _weights(rows) | write_versions(storage, path, rows, {}, like=path[0], advance=advance)}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # one process writes the checkpoint, as intended
         dcp.save(state, storage_writer=dcp.FileSystemWriter(directory), no_dist=True)
 
 
-def _with_states(storage: Storage, path: Sequence[Manifest], rows: Mapping[str, Tensor], work: Path) -> dict[str, Any]:
+def _with_states(
+    storage: Storage,
+    path: Sequence[Manifest],
+    rows: Mapping[str, Tensor],
+    work: Path,
+    advance: Callable[[int], None],
+) -> dict[str, Any]:
     """Write the rows and states of versions with states, and return everything that the checkpoint has."""
     last = path[-1]
     targets: dict[str, RowTarget] = {fqn: TensorTarget.of(room) for fqn, room in rows.items()}
@@ -110,6 +119,7 @@ def _with_states(storage: Storage, path: Sequence[Manifest], rows: Mapping[str, 
     writer = RowWriter(storage, shards, targets)
     for entry in path:
         writer.write(entry)
+        advance(entry.num_bytes)
     training = TrainingStates(storage, last)
     parts = tuple(part for part in last.parts if part.dense)
     dense = training.dense() | dense_of(read_parts(storage, replace(last, parts=parts)))

@@ -16,7 +16,7 @@ from torch import Tensor
 from delta_tracker.cli.output import table
 from delta_tracker.cli.stream_command import Stream, stream_command
 from delta_tracker.cli.text import count, plain, several
-from delta_tracker.cli.versions import bytes_to_read, mapped, rows_of, write_versions
+from delta_tracker.cli.versions import mapped, num_bytes_of, rows_of, write_versions
 from delta_tracker.errors import InvalidArgumentError, StorageError
 from delta_tracker.raw_ids import NO_OWNER
 from delta_tracker.stream.format.manifest import DenseSpec, Manifest
@@ -150,13 +150,13 @@ def _both(
     is_shared = [each.link for each in second[: len(first)]] == [each.link for each in first]
     rest = second[len(first) :] if is_shared else second
     rooms: list[Tensor] = []
-    with stream.reading("reading", bytes_to_read([*first, *rest], spec.fqn)):
+    with stream.out.progress("reading", num_bytes_of([*first, *rest])) as advance:
         for name, manifests in (("first", first), ("second", rest)):
             room = mapped(scratch / name, {spec.fqn: held})
             if rooms and is_shared:
                 room[spec.fqn].copy_(rooms[0])
             rows, owners = ({}, room) if with_ids else (room, {})
-            write_versions(stream.storage, manifests, rows, owners, like=first[0], table=spec.fqn)
+            write_versions(stream.storage, manifests, rows, owners, like=first[0], table=spec.fqn, advance=advance)
             rooms.append(room[spec.fqn])
     before, after = rooms
     return before, after

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TypeVar
 
 import click
 
@@ -19,10 +19,6 @@ from delta_tracker.errors import InvalidArgumentError, MalformedError
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.storage.storage import Storage
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
 
 _R = TypeVar("_R")
 
@@ -39,29 +35,6 @@ _OPTION = click.Option(
 _JSON = click.Option(["--json", "is_json"], is_flag=True, help="Print JSON on stdout instead of tables.")
 
 
-class MeteredStorage(Storage):
-    """Storage that calls ``on_read`` with the number of bytes of each read.
-
-    Attributes:
-        on_read: function to call after each read; may be None.
-    """
-
-    on_read: Callable[[int], None] | None = None
-
-    def read(self, name: str, **options: Any) -> NDArray[np.uint8] | None:  # noqa: ANN401  those of the base class
-        """Read an object as :meth:`Storage.read` does, and pass the number of bytes to ``on_read``."""
-        return self._metered(super().read(name, **options))
-
-    def read_range(self, name: str, begin: int, end: int) -> NDArray[np.uint8] | None:
-        """Read a range as :meth:`Storage.read_range` does, and pass the number of bytes to ``on_read``."""
-        return self._metered(super().read_range(name, begin, end))
-
-    def _metered(self, data: NDArray[np.uint8] | None) -> NDArray[np.uint8] | None:
-        if data is not None and self.on_read is not None:
-            self.on_read(len(data))
-        return data
-
-
 @dataclass(frozen=True, slots=True)
 class Stream:
     """Stream that a command works on, and the output of the command.
@@ -72,24 +45,9 @@ class Stream:
         out: output of the command.
     """
 
-    storage: MeteredStorage
+    storage: Storage
     log: StreamLog
     out: Output
-
-    @contextmanager
-    def reading(self, doing: str, num_bytes: int) -> Iterator[None]:
-        """Show a progress bar of the bytes that are read from the store inside the ``with`` statement.
-
-        Args:
-            doing: description of the work.
-            num_bytes: approximate number of bytes to read.
-        """
-        with self.out.progress(doing, num_bytes) as advance:
-            self.storage.on_read = advance
-            try:
-                yield
-            finally:
-                self.storage.on_read = None
 
     def entries(
         self, versions: Sequence[int], keep: Callable[[Manifest], _R]
@@ -148,7 +106,7 @@ def stream_command(function: Callable[..., int]) -> Callable[..., int]:
 
     @functools.wraps(function)
     def wrapped(url: str, options: Sequence[str], *, is_json: bool, **own: object) -> int:
-        storage = MeteredStorage(url, options=store_options(options))
+        storage = Storage(url, options=store_options(options))
         return function(Stream(storage, StreamLog(storage), Output(is_json=is_json)), **own)
 
     # click reverses this list: the URL precedes the command's own parameters, the options follow them.

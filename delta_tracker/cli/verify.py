@@ -181,6 +181,7 @@ class _Check:
     _so_far: str = ""  # stream of the entries that were checked so far
     _streams: set[str] = field(default_factory=set)  # this one and the former ones
     _owners: _Owners = field(default_factory=_Owners)
+    _advance: Callable[[int], None] = field(init=False)  # of the progress bar
 
     def run(self) -> None:
         """Check the log, then the merged entries."""
@@ -193,7 +194,7 @@ class _Check:
         # The listing is made after the head was read, so that it contains the parts of all entries up to the head.
         self._sizes = {each.name: each.num_bytes for each in storage.objects("parts")}
         listed = self.stream.log.versions()
-        with self.stream.reading("verifying", 0 if self.is_quick else sum(self._sizes.values())):
+        with self.stream.out.progress("verifying", sum(self._sizes.values())) as self._advance:
             self._check_strays([version for version in listed if version > newest], newest)  # before it can be deleted
             self._check_log([version for version in listed if version <= newest], head)
             self._check_merged()
@@ -289,6 +290,7 @@ class _Check:
                     return is_whole
                 self._find(error.path, error.reason, manifest.version)
             self.counts.update(parts=1, bytes=each.num_bytes)
+            self._advance(each.num_bytes)
         return is_whole
 
     def _is_without_parts(self, manifest: Manifest, stored: Part | Stored) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,17 +25,9 @@ _MEMORY_BYTES = 64 << 20
 _CHUNK_ROWS = 4096
 
 
-def bytes_to_read(manifests: Iterable[Manifest], table: str | None = None) -> int:
-    """Return the approximate number of bytes that :func:`write_versions` reads.
-
-    A part above 64 MiB is counted twice, because it is checked before its rows are written.
-
-    Args:
-        manifests: manifests of the versions.
-        table: FQN of the table whose parts are read; None for all.
-    """
-    parts = [part for manifest in manifests for part in _parts(manifest, table)]
-    return sum(part.num_bytes * (1 if part.num_bytes <= _MEMORY_BYTES else 2) for part in parts)
+def num_bytes_of(manifests: Iterable[Manifest]) -> int:
+    """Return the bytes of the parts of some versions."""
+    return sum(manifest.num_bytes for manifest in manifests)
 
 
 def write_versions(
@@ -46,6 +38,7 @@ def write_versions(
     *,
     like: Manifest,
     table: str | None = None,
+    advance: Callable[[int], None],
 ) -> dict[str, Tensor]:
     """Write the rows and raw ids of versions to tensors, in order, and return their dense tensors by name.
 
@@ -56,6 +49,7 @@ def write_versions(
         owners: FQN to ``[rows]`` int64, written in place; raw ids of other tables are skipped.
         like: manifest whose tables those of the versions must be like.
         table: FQN of the table whose parts are read; None for all.
+        advance: called with the bytes of each version that was written.
 
     Raises:
         MalformedError: if the spec or the rule for raw ids of a table differs, or ``like`` does not have the table.
@@ -66,8 +60,10 @@ def write_versions(
     dense: dict[str, Tensor] = {}
     for manifest in manifests:
         _check_tables(manifest, table, like)
-        parts = replace(manifest, parts=_parts(manifest, table))
-        contents = Contents(storage, parts, memory_bytes=_MEMORY_BYTES)
+        parts = tuple(
+            each for each in manifest.parts if table is None or any(block.table == table for block in each.blocks)
+        )
+        contents = Contents(storage, replace(manifest, parts=parts), memory_bytes=_MEMORY_BYTES)
         for kind in (contents.whole, contents.listed):
             for placement in place([each for each in kind if each.block.table in targets], targets):
                 for chunk in placement.chunks(_CHUNK_ROWS):
@@ -76,6 +72,7 @@ def write_versions(
             if fqn in owners:
                 owners[fqn][ids] = raw_ids
         dense |= {name: tensor.clone() for name, tensor in contents.dense.items()}
+        advance(manifest.num_bytes)
     return dense
 
 
@@ -125,6 +122,6 @@ def _check_tables(manifest: Manifest, table: str | None, like: Manifest) -> None
             raise MalformedError(entry_name(manifest.version), reason)
 
 
-def _parts(manifest: Manifest, table: str | None) -> tuple[Part, ...]:
-    """Return the parts with rows of a table; all parts if it is None."""
-    return tuple(part for part in manifest.parts if table is None or any(block.table == table for block in part.blocks))
+def _parts(manifest: Manifest, table: str) -> tuple[Part, ...]:
+    """Return the parts with rows of a table."""
+    return tuple(part for part in manifest.parts if any(block.table == table for block in part.blocks))

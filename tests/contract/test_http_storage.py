@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from delta_tracker.cli.stream_command import MeteredStorage
 from delta_tracker.errors import InvalidArgumentError, StorageError, UnsupportedStoreError
 from delta_tracker.stream.storage.storage import Storage, Transfer
 from delta_tracker.stream.storage.url import default_poll_seconds
@@ -134,10 +133,9 @@ def test_http_stores_refuse_to_write_and_to_list_before_a_request(operation: int
 
 def test_reads_past_the_caches_say_so_and_count_as_the_stores() -> None:
     with web_server(_serve({"parts/x": b"x"})) as server:
-        storage = MeteredStorage(server.storage.url)
+        storage = Storage(server.storage.url)
         assert _read(storage, "parts/x") == b"x"
         assert _read(storage.uncached, "parts/x") == b"x"
-        assert type(storage.uncached) is MeteredStorage
         assert storage.uncached is storage.uncached.uncached
         assert storage.requests["read"] == 2
         assert server.requests == [("GET", "parts/x", ""), ("GET", "parts/x", "no-cache")]
