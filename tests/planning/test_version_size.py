@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from delta_tracker import Encoding
-from delta_tracker.planning.version_size import delta_size, snapshot_size
+from delta_tracker.planning.forecast import version_size
 from delta_tracker.planning.workload import Workload
 from delta_tracker.stream.format.part_reader import read_parts
 from delta_tracker.stream.log import entry_name
@@ -30,8 +30,8 @@ def test_a_published_version_has_the_planned_sizes(
     job = Job(storage, share, encoding=encoding)
     load = job.workload(encoding=encoding)
     for planned, manifest in (
-        (snapshot_size(load), job.publish(snapshot=True)),
-        (delta_size(load), job.publish()),
+        (version_size(load, "snapshot"), job.publish(snapshot=True)),
+        (version_size(load, "delta"), job.publish()),
     ):
         assert planned.part_bytes == pytest.approx([part.num_bytes for part in manifest.parts], rel=tolerance)
         assert planned.entry_bytes == pytest.approx(storage.size(entry_name(manifest.version)), rel=0.05)
@@ -44,7 +44,7 @@ def test_dense_tensors_are_counted(tmp_path: Path) -> None:
     job.trained.register_buffer("mean", torch.zeros(100_000))
     job.publisher.close()
     again = Job(storage, 0.01, dense=["mean"], model=job.trained)
-    planned = snapshot_size(again.workload(dense_bytes=400_000))
+    planned = version_size(again.workload(dense_bytes=400_000), "snapshot")
     manifest = again.publish(snapshot=True)
     assert planned.part_bytes == pytest.approx([part.num_bytes for part in manifest.parts], rel=0.01)
     again.publisher.close()
@@ -58,7 +58,7 @@ def test_parts_are_read_with_the_planned_requests(tmp_path: Path, memory_bytes: 
     writer = Writer(storage.inner, num_rows=90_000, dim=64)
     manifest = writer.snapshot()
     load = Workload(tables=(writer.spec,), changed=0.01, seconds=60.0)
-    planned = snapshot_size(load).reads(memory_bytes)
+    planned = version_size(load, "snapshot").reads(memory_bytes)
     before = dict(storage.requests)
     for reader in read_parts(storage, manifest, memory_bytes=memory_bytes):
         for rows in reader.rows:
@@ -75,10 +75,11 @@ def test_each_rank_writes_its_share_of_the_rows() -> None:
     table = TableSpec("t", 1003, 8, torch.float32)
     load = Workload(tables=(table,), changed=0.1, seconds=60.0, ranks=4)
     alone = Workload(tables=(table,), changed=0.1, seconds=60.0)
-    for size in (snapshot_size, delta_size):
-        assert len(size(load).part_bytes) == 4
-        assert sum(size(load).part_bytes) == pytest.approx(sum(size(alone).part_bytes), rel=0.1)
+    for kind in ("snapshot", "delta"):
+        sizes = version_size(load, kind).part_bytes
+        assert len(sizes) == 4
+        assert sum(sizes) == pytest.approx(sum(version_size(alone, kind).part_bytes), rel=0.1)
     assert [load.rows_of_rank(table, rank) for rank in range(4)] == [(0, 251), (251, 502), (502, 753), (753, 1003)]
     few = Workload(tables=(TableSpec("t", 2, 8, torch.float32),), changed=0.1, seconds=60.0, ranks=4)
-    assert len(snapshot_size(few).part_bytes) == 2, "the other ranks have no rows"
-    assert math.isclose(snapshot_size(load).num_writes, 5)
+    assert len(version_size(few, "snapshot").part_bytes) == 2, "the other ranks have no rows"
+    assert math.isclose(version_size(load, "snapshot").num_writes, 5)

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 import pytest
 
 from delta_tracker import Predictor, Upkeep
-from delta_tracker.planning.forecast import forecast
-from delta_tracker.planning.version_size import VersionSize
+from delta_tracker.planning.forecast import VersionSize, forecast
 from delta_tracker.stream.storage.storage import Storage
 from tests.planning.streams import Job, new_model
 from tests.servers import S3, proxy
