@@ -1,10 +1,19 @@
-"""Clock and training progress, which provide the times, steps and epochs that windows report."""
+"""Clock and training progress, which provide the times, steps and epochs that windows report; and timers."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import time
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import ParamSpec, Protocol, Self, TypeVar, cast
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+_NS = 1e-9
 
 
 class Clock(Protocol):
@@ -33,3 +42,54 @@ class Progress:
     clock: Clock = time
     step: int | None = None
     epoch: int | None = None
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Timer:
+    """Context manager and decorator that records the duration of its body, even if the body raises.
+
+    A timer is not reentrant. As a decorator it uses a new timer for each call.
+
+    Args:
+        record: function that is called with the duration in seconds.
+        clock: source of the monotonic time.
+
+    Example:
+        >>> import time
+        >>> seconds = []
+        >>> with Timer(seconds.append, time):
+        ...     pass
+        >>> seconds[0] >= 0
+        True
+    """
+
+    record: Callable[[float], None]
+    clock: Clock
+    _begin_ns: int = field(default=0, init=False)
+
+    def __enter__(self) -> Self:
+        self._begin_ns = self.clock.monotonic_ns()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.record((self.clock.monotonic_ns() - self._begin_ns) * _NS)
+
+    def __call__(self, function: Callable[_P, _T]) -> Callable[_P, _T]:
+        """Wrap ``function`` so that the duration of each call is recorded. Coroutine functions are supported."""
+        if inspect.iscoroutinefunction(function):
+
+            @functools.wraps(function)
+            async def timed_coroutine(*args: _P.args, **kwargs: _P.kwargs) -> object:
+                with Timer(self.record, self.clock):
+                    return await function(*args, **kwargs)
+
+            return cast("Callable[_P, _T]", timed_coroutine)
+
+        @functools.wraps(function)
+        def timed(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+            with Timer(self.record, self.clock):
+                return function(*args, **kwargs)
+
+        return timed

@@ -13,14 +13,13 @@ from delta_tracker.live_objects import Forkable, protect
 from delta_tracker.monitor.batch import Batch
 from delta_tracker.monitor.clock import Clock, Progress
 from delta_tracker.monitor.collector import Collector
-from delta_tracker.monitor.event import Event, Severity, Value, renew_ids
+from delta_tracker.monitor.event import Event, Severity, Span, Value, launched_run_id, renew_ids, trace_of
 from delta_tracker.monitor.event_log import EventLog, EventRule, Handler, Subscription
 from delta_tracker.monitor.library import LibraryMetrics
 from delta_tracker.monitor.names import check_label_names, encodable
 from delta_tracker.monitor.polled_stats import Passive, Readings, Source
 from delta_tracker.monitor.registry import Registry
 from delta_tracker.monitor.sinks.sink import Sink
-from delta_tracker.monitor.span import Span, launched_run_id, trace_of
 from delta_tracker.monitor.stat import Counter, Definition, Gauge, Histogram, Kind, Stat
 from delta_tracker.monitor.system import SystemMetrics
 

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 from delta_tracker.errors import InvalidArgumentError
+from delta_tracker.monitor.clock import Timer
 from delta_tracker.monitor.library import PREFIX
 from delta_tracker.monitor.monitor import MONITOR, Monitor
 from delta_tracker.monitor.polled_stats import Source
 from delta_tracker.monitor.series import Cell
 from delta_tracker.monitor.stat import Gauge, Kind, Stat
-from delta_tracker.monitor.timer import Timer
 
 _MAX_LENGTH = 200
 

@@ -122,14 +122,6 @@ class Registry:
             found = [stat for stat in self._stats.values() if fnmatchcase(stat.name, pattern)]
         return sorted((s for s in found if kind is None or s.definition.kind is kind), key=lambda stat: stat.name)
 
-    def unregister(self, name: str) -> None:
-        """Remove a stat and its callback. Later records of the stat are not collected. No-op if the name is unknown."""
-        with self._lock:
-            stat = self._stats.pop(exposed(name), None)
-            self._exposed = {key: each for key, each in self._exposed.items() if each is not stat}
-            self._defaults.pop(exposed(name), None)
-            self._sources.pop(name, None)
-
     @property
     def sources(self) -> list[Source]:
         """Sources that are read at every collection."""

@@ -10,11 +10,10 @@ from enum import StrEnum
 from functools import partial
 
 from delta_tracker.errors import InvalidArgumentError
-from delta_tracker.monitor.clock import Progress
+from delta_tracker.monitor.clock import Progress, Timer
 from delta_tracker.monitor.names import Labels, check_label_names, check_name, encodable, exposed, order_labels
 from delta_tracker.monitor.policy import Policy
 from delta_tracker.monitor.series import Cell
-from delta_tracker.monitor.timer import Timer
 
 OTHER = "other"
 """Value of all labels of the shared cell, which receives the records of every label set beyond ``max_cells``."""

@@ -46,8 +46,6 @@ def test_names_that_are_equal_in_prometheus_are_rejected(first, second, is_swapp
         define(*other)
     assert (caught.value.value, repr(one[1]) in caught.value.remedy) == (other[1], True)
     assert [stat.name for stat in monitor.find()] == [one[1]]
-    monitor.registry.unregister(one[1])
-    define(*other)
 
 
 def test_names_that_differ_in_prometheus_are_accepted(monitor) -> None:
@@ -71,14 +69,3 @@ def test_find_by_pattern_and_kind(monitor) -> None:
     assert [stat.name for stat in monitor.find(kind=Kind.GAUGE)] == ["a.g"]
     (found,) = monitor.find("b.*")
     assert (found.definition.help, found.definition.unit) == ("Help.", "seconds")
-
-
-def test_unregistered_stats_are_gone_and_harmless(monitor) -> None:
-    stat = monitor.counter("c")
-    stat.add(1)
-    monitor.registry.unregister("c")
-    monitor.registry.unregister("c")
-    stat.add(1)
-    assert not monitor.collect().totals
-    monitor.gauge("c").set(2.0)
-    assert monitor.collect().totals[0].definition.kind is Kind.GAUGE

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from delta_tracker.monitor.batch import Batch, TotalReport, WindowReport
 from delta_tracker.monitor.event import Event, json_value
-from delta_tracker.monitor.sinks.file_sink import FileSink
+from delta_tracker.monitor.sinks.sink import FileSink
 
 _S = 1e-9
 
