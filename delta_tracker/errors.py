@@ -10,7 +10,9 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Iterable, Mapping
+from importlib import import_module
 from itertools import islice
+from types import ModuleType
 from typing import Any, ClassVar, Literal, Self, TypeVar
 
 _MAX_HELD = 10_000
@@ -98,6 +100,14 @@ class MissingExtraError(DeltaTrackerError, ImportError):
         else:
             problem = f"{package} was not built for {other} and cannot be loaded"
             super().__init__(problem, f"Install its match: {self.command}")
+
+
+def import_optional(module: str, package: str, extra: str | None) -> ModuleType:
+    """Import and return ``module``. If that fails, raise MissingExtraError with ``package`` and ``extra``."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise MissingExtraError(package, extra) from error
 
 
 # Trackers and their saved states

@@ -41,6 +41,12 @@ def sites() -> dict[Site, list[ast.AST]]:
     return found
 
 
+def calls_of(name: str) -> list[ast.Call]:
+    """Return the calls of a function or class in the package."""
+    nodes = (node for tree in _trees() for node in ast.walk(tree))
+    return [node for node in nodes if isinstance(node, ast.Call) and _name(node.func) == name]
+
+
 @cache
 def _trees() -> list[ast.Module]:
     paths = sorted(set(_PACKAGE.rglob("*.py")) - {_PACKAGE / "errors.py"})

@@ -15,7 +15,7 @@ import re
 import tomllib
 from pathlib import Path
 
-from tests.raise_sites import ERRORS, Site, advice_of, followed, sites
+from tests.raise_sites import ERRORS, Site, advice_of, calls_of, followed, sites
 
 _ROOT = Path(__file__).parent.parent
 
@@ -45,11 +45,11 @@ def test_a_test_follows_the_advice_of_each_error() -> None:
 
 def test_a_missing_package_is_in_the_extra_that_the_error_names() -> None:
     extras = tomllib.loads((_ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    calls = [call for site, calls in sites().items() if site.error == "MissingExtraError" for call in calls]
-    missing = [call for call in calls if isinstance(call.func, ast.Name)]  # not those of MissingExtraError.unmatched()
+    calls = calls_of("MissingExtraError")
+    missing = [call.args for call in calls] + [call.args[1:] for call in calls_of("import_optional")]
     assert len(missing) >= 18
-    for call in missing:
-        package, extra = map(_constant, call.args)
+    for arguments in missing:
+        package, extra = map(_constant, arguments)
         names = [re.match(r"[\w-]+", line).group() for line in extras[extra]] if extra else [package]
         assert package in (None, *names), f"{package} of {extra}"
 

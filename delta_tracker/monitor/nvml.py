@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from delta_tracker.errors import InvalidArgumentError, MissingExtraError
+from delta_tracker.errors import InvalidArgumentError, import_optional
 from delta_tracker.monitor.polled_stats import Passive, Readings, Source
 from delta_tracker.monitor.registry import Registry
 from delta_tracker.monitor.stat import Definition, Kind
@@ -37,11 +37,7 @@ class NvmlMetrics(Source):
     def __init__(self, registry: Registry, *, grams_per_kilowatt_hour: float | None = None) -> None:
         if grams_per_kilowatt_hour is not None and not grams_per_kilowatt_hour >= 0:
             raise InvalidArgumentError("grams_per_kilowatt_hour", grams_per_kilowatt_hour, "Pass 0 or more, or None")
-        try:
-            import pynvml  # noqa: PLC0415  optional
-        except ModuleNotFoundError as error:
-            raise MissingExtraError("nvidia-ml-py", "nvml") from error
-        self._nvml: Any = pynvml
+        self._nvml = pynvml = import_optional("pynvml", "nvidia-ml-py", "nvml")
         pynvml.nvmlInit()
         self._devices = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
         self._intensity = grams_per_kilowatt_hour

@@ -5,7 +5,6 @@ Notation: ``N`` is the number of ids of a call.
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from delta_tracker.errors import NO_VERSION, InvalidArgumentError, MissingExtraError, SinkError
+from delta_tracker.errors import NO_VERSION, InvalidArgumentError, SinkError, import_optional
 from delta_tracker.sinks.lookup import LookedUp, Lookup, current_state
 from delta_tracker.sinks.row_sink import SinkState
 
@@ -130,10 +129,7 @@ class LmdbStore:
     def __init__(self, directory: str) -> None:
         if not directory or "\0" in directory:
             raise InvalidArgumentError("directory", directory, "Pass the path of a directory")
-        try:
-            self.package: Any = importlib.import_module("lmdb")
-        except ModuleNotFoundError as error:
-            raise MissingExtraError("lmdb", "lmdb") from error
+        self.package = import_optional("lmdb", "lmdb", "lmdb")
         self.path = Path(directory).absolute()
         self.name = f"lmdb://{self.path}"
 

@@ -5,7 +5,6 @@ Notation: ``N`` is the number of ids of a call.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,7 +13,7 @@ from urllib.parse import urlsplit
 import torch
 from torch import Tensor
 
-from delta_tracker.errors import NO_VERSION, InvalidArgumentError, MalformedSinkError, MissingExtraError, SinkError
+from delta_tracker.errors import NO_VERSION, InvalidArgumentError, MalformedSinkError, SinkError, import_optional
 from delta_tracker.sinks.lookup import LookedUp, Lookup, current_state, joined
 from delta_tracker.sinks.row_sink import SinkState
 from delta_tracker.sinks.stored_values import num_value_bytes
@@ -149,10 +148,7 @@ class RedisServer:
             raise InvalidArgumentError("prefix", prefix, "Pass a text that is not empty")
         if not timeout_seconds > 0:
             raise InvalidArgumentError("timeout_seconds", timeout_seconds, "Pass a positive number of seconds")
-        try:
-            self._redis: Any = importlib.import_module("redis")
-        except ModuleNotFoundError as error:
-            raise MissingExtraError("redis", "redis") from error
+        self._redis = import_optional("redis", "redis", "redis")
         self._url = url
         self._prefix = prefix
         self._timeout_seconds = timeout_seconds

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from delta_tracker.buffers.cuda_fence import StreamFence
 from delta_tracker.buffers.host_copy import HostCopy
-from delta_tracker.errors import InvalidArgumentError, MissingExtraError
+from delta_tracker.errors import InvalidArgumentError, import_optional
 from delta_tracker.monitor.monitor import MONITOR, Monitor
 from delta_tracker.monitor.polled_stats import Source
 
@@ -232,10 +232,7 @@ def _state_names(metric: Any) -> tuple[str, ...]:  # noqa: ANN401
         InvalidArgumentError: if it is no metric, has no states, or contains other metrics.
         MissingExtraError: if torchmetrics is not installed.
     """
-    try:
-        import torchmetrics  # noqa: PLC0415  optional
-    except ModuleNotFoundError as error:
-        raise MissingExtraError("torchmetrics", "torchmetrics") from error
+    torchmetrics = import_optional("torchmetrics", "torchmetrics", "torchmetrics")
     if not isinstance(metric, torchmetrics.Metric):
         raise InvalidArgumentError("metric", type(metric).__name__, "Pass one torchmetrics.Metric")
     # In submodules, and in the lists, tuples and dicts of the attributes.

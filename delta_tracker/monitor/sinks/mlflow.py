@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from delta_tracker.errors import MissingExtraError
+from delta_tracker.errors import import_optional
 from delta_tracker.monitor.batch import Batch, TotalReport, WindowReport
 from delta_tracker.monitor.event import Event, Value
 from delta_tracker.monitor.library import DEFINITIONS
@@ -54,15 +54,10 @@ class MlflowSink(Sink):
         parameters: Mapping[str, Value] | None = None,
         tracking_uri: str | None = None,
     ) -> None:
-        try:
-            from mlflow import MlflowClient, entities  # noqa: PLC0415  optional
-            from mlflow.exceptions import MlflowException  # noqa: PLC0415
-        except ModuleNotFoundError as error:
-            raise MissingExtraError("mlflow-skinny", "mlflow") from error
-        self._entities: Any = entities
-        self._error: Any = MlflowException
+        mlflow = import_optional("mlflow", "mlflow-skinny", "mlflow")
+        self._entities, self._error = mlflow.entities, mlflow.exceptions.MlflowException
         self._refused: set[tuple[str, str]] = set()
-        self._client: Any = MlflowClient(tracking_uri)
+        self._client: Any = mlflow.MlflowClient(tracking_uri)
         found = self._client.get_experiment_by_name(experiment)
         experiment_id = self._client.create_experiment(experiment) if found is None else found.experiment_id
         self.run_id: str = self._client.create_run(experiment_id, run_name=run_name).info.run_id

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any, assert_never
 
-from delta_tracker.errors import MissingExtraError
+from delta_tracker.errors import import_optional
 from delta_tracker.monitor.aggregate import Aggregate
 from delta_tracker.monitor.batch import Batch, TotalReport
 from delta_tracker.monitor.buckets import LOWEST, SCALE
@@ -25,6 +25,7 @@ from delta_tracker.monitor.sinks.sink import Sink
 from delta_tracker.monitor.stat import Definition, Kind
 
 _SCOPE = "delta_tracker"
+_EXPORTERS = "opentelemetry.exporter.otlp.proto.http"
 _NS_PER_S = 1_000_000_000
 _INT64 = 2**63
 # OpenTelemetry uses UCUM units: https://opentelemetry.io/docs/specs/semconv/general/metrics/#instrument-units
@@ -63,18 +64,16 @@ class OpenTelemetrySink(Sink):
         headers: Mapping[str, str] | None = None,
         timeout_seconds: float = 3,
     ) -> None:
-        try:
-            from opentelemetry.exporter.otlp.proto.http._log_exporter import OTLPLogExporter  # noqa: PLC0415
-            from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter  # noqa: PLC0415
-            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter  # noqa: PLC0415
-        except ModuleNotFoundError as error:
-            raise MissingExtraError("opentelemetry-exporter-otlp-proto-http", "opentelemetry") from error
+        logs, metrics, traces = (
+            import_optional(f"{_EXPORTERS}.{name}", "opentelemetry-exporter-otlp-proto-http", "opentelemetry")
+            for name in ("_log_exporter", "metric_exporter", "trace_exporter")
+        )
         base = endpoint.rstrip("/")
         options: dict[str, Any] = {"headers": dict(headers or {}), "timeout": timeout_seconds}
         self._service = service
-        self._metrics = OTLPMetricExporter(f"{base}/v1/metrics", **options)
-        self._spans = OTLPSpanExporter(f"{base}/v1/traces", **options)
-        self._logs = OTLPLogExporter(f"{base}/v1/logs", **options)
+        self._metrics = metrics.OTLPMetricExporter(f"{base}/v1/metrics", **options)
+        self._spans = traces.OTLPSpanExporter(f"{base}/v1/traces", **options)
+        self._logs = logs.OTLPLogExporter(f"{base}/v1/logs", **options)
 
     def deliver(self, batch: Batch) -> None:
         """Send a batch to the OpenTelemetry collector.

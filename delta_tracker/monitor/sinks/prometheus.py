@@ -12,7 +12,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from delta_tracker.errors import MissingExtraError
+from delta_tracker.errors import import_optional
 from delta_tracker.monitor.batch import Batch, TotalReport
 from delta_tracker.monitor.sinks.sink import Sink
 from delta_tracker.monitor.stat import Definition, Kind
@@ -29,13 +29,9 @@ class _TotalsSink(Sink):
     """Sink that keeps the newest batch. For ``prometheus_client`` it is the collector of the batch's totals."""
 
     def __init__(self) -> None:
-        try:
-            import prometheus_client  # noqa: PLC0415  optional
-        except ModuleNotFoundError as error:
-            raise MissingExtraError("prometheus_client", "prometheus") from error
-        self._client: Any = prometheus_client
+        self._client = import_optional("prometheus_client", "prometheus_client", "prometheus")
         self._batch: Batch | None = None
-        self._registry: Any = prometheus_client.CollectorRegistry(auto_describe=False)
+        self._registry: Any = self._client.CollectorRegistry(auto_describe=False)
         self._registry.register(self)
 
     def deliver(self, batch: Batch) -> None:

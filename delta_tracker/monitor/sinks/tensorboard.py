@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from delta_tracker.errors import MissingExtraError
+from delta_tracker.errors import import_optional
 from delta_tracker.monitor.batch import Batch, WindowReport
 from delta_tracker.monitor.buckets import LogBuckets
 from delta_tracker.monitor.event import Event
@@ -29,11 +29,8 @@ class TensorBoardSink(Sink):
     """
 
     def __init__(self, folder: str | Path) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415  optional
-        except ImportError as error:
-            raise MissingExtraError("tensorboard", "tensorboard") from error
-        self._writer: Any = SummaryWriter(str(folder))
+        tensorboard = import_optional("torch.utils.tensorboard", "tensorboard", "tensorboard")
+        self._writer: Any = tensorboard.SummaryWriter(str(folder))
 
     def deliver(self, batch: Batch) -> None:
         """Write and flush the batch."""

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import datetime as dt
-from typing import Any
 
-from delta_tracker.errors import MissingExtraError
+from delta_tracker.errors import import_optional
 from delta_tracker.monitor.batch import Batch
 from delta_tracker.monitor.event import Value
 from delta_tracker.monitor.sinks.sink import Sink
@@ -24,11 +23,7 @@ class TorchMonitorSink(Sink):
     """
 
     def __init__(self) -> None:
-        try:
-            from torch import monitor  # noqa: PLC0415  the monitor package does not depend on torch
-        except ImportError as error:
-            raise MissingExtraError("torch", None) from error
-        self._torch: Any = monitor
+        self._torch = import_optional("torch.monitor", "torch", None)  # the monitor package does not depend on torch
 
     def deliver(self, batch: Batch) -> None:
         """Log the batch to ``torch.monitor``."""

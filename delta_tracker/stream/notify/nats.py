@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from delta_tracker.errors import InvalidArgumentError, MissingExtraError
+from delta_tracker.errors import InvalidArgumentError, import_optional
 from delta_tracker.live_objects import Forkable, protect
 from delta_tracker.stream.format.field_types import MAX_COUNT
 
@@ -49,10 +49,7 @@ class NatsNotifier(Forkable):
         if not 0 < timeout_seconds < float("inf"):
             raise InvalidArgumentError("timeout_seconds", timeout_seconds, "Pass a positive number of seconds")
         self._url, self._subject, self._timeout_seconds = url, subject, timeout_seconds
-        try:
-            self._nats: Any = importlib.import_module("nats")
-        except ModuleNotFoundError as error:
-            raise MissingExtraError("nats-py", "nats") from error
+        self._nats = import_optional("nats", "nats-py", "nats")
         self._control = threading.Lock()  # held while the thread is started or ended
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None

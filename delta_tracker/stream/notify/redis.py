@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
 from urllib.parse import urlsplit
 
-from delta_tracker.errors import InvalidArgumentError, MissingExtraError
+from delta_tracker.errors import InvalidArgumentError, import_optional
 
 
 class RedisNotifier:
@@ -31,10 +29,7 @@ class RedisNotifier:
             raise InvalidArgumentError("timeout_seconds", timeout_seconds, "Pass a positive number of seconds")
         self._key = key
         self._timeout_seconds = timeout_seconds
-        try:
-            redis: Any = importlib.import_module("redis")
-        except ModuleNotFoundError as error:
-            raise MissingExtraError("redis", "redis") from error
+        redis = import_optional("redis", "redis", "redis")
         self._refused: type[Exception] = redis.ResponseError
         try:
             self._redis = redis.Redis.from_url(

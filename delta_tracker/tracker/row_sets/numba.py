@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import cache
-from importlib import import_module
 from types import ModuleType
 from typing import Self
 
@@ -17,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from delta_tracker.errors import MissingExtraError
+from delta_tracker.errors import import_optional
 from delta_tracker.tracker.row_sets.row_set import RowSet
 
 _ROWS_PER_BLOCK = 128
@@ -287,10 +286,7 @@ def load_loops() -> ModuleType:
     Raises:
         MissingExtraError: if numba is not installed or does not support the installed numpy.
     """
-    try:
-        return import_module("delta_tracker.tracker.row_sets.numba_loops")
-    except ImportError as error:
-        raise MissingExtraError("numba", "numba") from error
+    return import_optional("delta_tracker.tracker.row_sets.numba_loops", "numba", "numba")
 
 
 def _array(ids: Tensor) -> NDArray[np.int64]:

@@ -11,7 +11,6 @@ import os
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import cache
-from importlib import import_module
 from itertools import accumulate
 from types import ModuleType
 from typing import NamedTuple, Self
@@ -19,7 +18,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from delta_tracker.errors import MissingExtraError
+from delta_tracker.errors import import_optional
 from delta_tracker.rows import to_device
 from delta_tracker.tracker.row_sets.row_set import RowSet
 from delta_tracker.tracker.row_sets.torch import within
@@ -241,10 +240,7 @@ class TritonRows(RowSet):
 
 @cache
 def _load_programs() -> ModuleType:
-    try:
-        return import_module("delta_tracker.tracker.row_sets.triton_programs")
-    except ImportError as error:
-        raise MissingExtraError("triton", "triton") from error
+    return import_optional("delta_tracker.tracker.row_sets.triton_programs", "triton", "triton")
 
 
 def _set_first(words: Tensor, num_bits: int) -> None:
