@@ -22,8 +22,8 @@ from benchmarks.workloads import Trainer, distinct_ids, one_rank, tables
 from delta_tracker import ModelDeltaTracker, Publisher
 from delta_tracker.publisher.cadence import Cadence
 from delta_tracker.stream.format.codec import decode_rows, encode_rows
-from delta_tracker.stream.format.contents import Contents
 from delta_tracker.stream.format.encoding import Encoding
+from delta_tracker.stream.format.part_reader import Contents
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.storage.storage import Storage
 

@@ -40,8 +40,8 @@ from benchmarks.harness import Figures, Report, Sample, interleaved, parser
 from benchmarks.stores import Ours, lookups
 from benchmarks.workloads import uniform_ids
 from delta_tracker import ModelDeltaTracker, Predictor, Publisher, Retention
-from delta_tracker.stream.format.manifest import Kind, Link
-from delta_tracker.stream.log import StreamLog, entry_name, part_name
+from delta_tracker.stream.format.manifest import Kind, Link, entry_name
+from delta_tracker.stream.log import StreamLog, part_name
 from delta_tracker.stream.maintenance.upkeep import Upkeep, UpkeepThread
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.stream.storage.url import local_directory

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from delta_tracker.stream.reading.decisions import Rule
+from delta_tracker.stream.reading.decide import Rule
 
 _FLEET = Path(__file__).parent.parent / "delta_tracker" / "FLEET.md"
 _BEGIN, _END = "<!-- rules -->\n", "<!-- /rules -->"

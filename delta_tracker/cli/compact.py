@@ -8,8 +8,7 @@ from msgspec import to_builtins
 from delta_tracker.cli.entries import Entry
 from delta_tracker.cli.stream_command import Stream, stream_command
 from delta_tracker.cli.text import size
-from delta_tracker.stream.format.manifest import Manifest
-from delta_tracker.stream.log import Merged
+from delta_tracker.stream.format.manifest import Manifest, Merged
 from delta_tracker.stream.maintenance.compaction import DEFAULT_MAX_BYTES, compact
 
 _HELP = """Merge the deltas after the newest snapshot into larger ones, or with it into a newer snapshot.

@@ -10,7 +10,7 @@ import numpy as np
 
 from delta_tracker.monitor.buckets import LogBuckets
 from delta_tracker.stream.format.block_rows import BlockRows
-from delta_tracker.stream.format.contents import Contents
+from delta_tracker.stream.format.part_reader import Contents
 from delta_tracker.types import TableSpec
 
 if TYPE_CHECKING:

@@ -22,9 +22,8 @@ from delta_tracker.cli.stream_command import Stream, stream_command
 from delta_tracker.cli.text import duration, several, size
 from delta_tracker.errors import CorruptPartError, InvalidArgumentError, MalformedError, StreamError
 from delta_tracker.monitor.buckets import PER_OCTAVE, LogBuckets, upper_bound
-from delta_tracker.stream.format.contents import Contents
-from delta_tracker.stream.format.manifest import DTYPE_NAMES
-from delta_tracker.stream.log import entry_name
+from delta_tracker.stream.format.manifest import DTYPE_NAMES, entry_name
+from delta_tracker.stream.format.part_reader import Contents
 from delta_tracker.stream.pin import Pin, newest_pin
 from delta_tracker.stream.store_clock import StoreClock
 

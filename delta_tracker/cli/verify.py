@@ -18,10 +18,9 @@ from delta_tracker.cli.text import plain, several, size
 from delta_tracker.errors import CorruptPartError, MalformedError
 from delta_tracker.raw_ids import NO_OWNER, check_owners, check_unique
 from delta_tracker.stream.format.block_rows import BlockRows
-from delta_tracker.stream.format.manifest import Link, Manifest, Part, Stored
+from delta_tracker.stream.format.manifest import Link, Manifest, Part, Stored, entry_name
 from delta_tracker.stream.format.object_reader import Ranged, check_size
 from delta_tracker.stream.format.part_reader import PartReader, read_training
-from delta_tracker.stream.log import entry_name
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import Identity
 

@@ -14,9 +14,8 @@ from torch import Tensor
 from delta_tracker.errors import MalformedError
 from delta_tracker.predictor.placement import place
 from delta_tracker.row_target import TensorTarget
-from delta_tracker.stream.format.contents import Contents
-from delta_tracker.stream.format.manifest import DenseSpec, Manifest, Part
-from delta_tracker.stream.log import entry_name
+from delta_tracker.stream.format.manifest import DenseSpec, Manifest, Part, entry_name
+from delta_tracker.stream.format.part_reader import Contents
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import TableSpec
 

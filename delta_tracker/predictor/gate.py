@@ -9,8 +9,8 @@ from typing import NoReturn
 
 from delta_tracker.arguments import check_count, check_switch, is_number
 from delta_tracker.errors import HeldVersionError, InvalidArgumentError, unraised
-from delta_tracker.stream.format.contents import Contents
 from delta_tracker.stream.format.manifest import Link, Manifest, Merged
+from delta_tracker.stream.format.part_reader import Contents
 
 _logger = logging.getLogger(__name__)
 

@@ -22,9 +22,8 @@ from torch import Tensor
 
 from delta_tracker.errors import MalformedError, ModelMismatchError
 from delta_tracker.raw_ids import NO_OWNER, RawIdMap, check_owners
-from delta_tracker.stream.format.contents import Contents
-from delta_tracker.stream.format.manifest import Manifest
-from delta_tracker.stream.log import entry_name
+from delta_tracker.stream.format.manifest import Manifest, entry_name
+from delta_tracker.stream.format.part_reader import Contents
 from delta_tracker.types import Identity
 
 VersionOwners = Mapping[str, tuple[Tensor, Tensor]]

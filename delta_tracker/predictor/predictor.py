@@ -30,10 +30,10 @@ from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.host_cache import HostCache
 from delta_tracker.stream.notify.notifier import Notifier
 from delta_tracker.stream.reading.canary import Canary
-from delta_tracker.stream.reading.decisions import FAULTS
+from delta_tracker.stream.reading.decide import FAULTS
 from delta_tracker.stream.reading.orders import Policy
 from delta_tracker.stream.reading.runtime import REAL, Runtime
-from delta_tracker.stream.reading.sources import Sources
+from delta_tracker.stream.reading.source import Sources
 from delta_tracker.stream.storage.storage import Location, Storage
 
 

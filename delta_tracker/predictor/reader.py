@@ -24,15 +24,13 @@ from delta_tracker.predictor.gauges import PredictorGauges
 from delta_tracker.predictor.version_writer import VersionWriter
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.pin import newest_pin
-from delta_tracker.stream.reading.decide import decide
-from delta_tracker.stream.reading.decisions import FAULTS, Apply, Doubt, Fail, Fault, Rule, Stay, View
+from delta_tracker.stream.reading.decide import FAULTS, Apply, Doubt, Fail, Fault, Rule, Stay, View, decide
 from delta_tracker.stream.reading.orders import Orders, Policy
 from delta_tracker.stream.reading.path import path_to
 from delta_tracker.stream.reading.position import Position, Rows
 from delta_tracker.stream.reading.runtime import REAL, Runtime
 from delta_tracker.stream.reading.seen import SeenLog
-from delta_tracker.stream.reading.source import Source
-from delta_tracker.stream.reading.sources import Sources
+from delta_tracker.stream.reading.source import Source, Sources
 from delta_tracker.stream.storage.storage import Storage
 
 _logger = logging.getLogger(__name__)

@@ -31,8 +31,8 @@ from delta_tracker.row_target import WRITABLE, RowTarget, obstacle_of
 from delta_tracker.rows import copy_from_host
 from delta_tracker.sharding.presence import has_collisions, has_sharded, traced_collisions
 from delta_tracker.sinks.row_sink import RowSink
-from delta_tracker.stream.format.contents import Contents
 from delta_tracker.stream.format.manifest import DenseSpec, Manifest
+from delta_tracker.stream.format.part_reader import Contents
 from delta_tracker.types import Identity
 
 _logger = logging.getLogger(__name__)

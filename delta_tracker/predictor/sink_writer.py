@@ -34,8 +34,8 @@ from delta_tracker.predictor.status import Served
 from delta_tracker.raw_ids import NO_OWNER, default_rows
 from delta_tracker.row_target import RowTarget
 from delta_tracker.sinks.row_sink import RowSink, SinkState
-from delta_tracker.stream.format.contents import Contents
 from delta_tracker.stream.format.manifest import Manifest
+from delta_tracker.stream.format.part_reader import Contents
 from delta_tracker.stream.interruption import check
 from delta_tracker.stream.reading.position import Position, SavedOrder
 from delta_tracker.types import Identity, TableSpec

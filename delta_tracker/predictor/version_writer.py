@@ -9,9 +9,8 @@ from delta_tracker.predictor.gate import GateKeeper
 from delta_tracker.predictor.identities import identities_after, version_owners
 from delta_tracker.predictor.model_writer import ModelWriter
 from delta_tracker.predictor.sink_writer import SinkWriter
-from delta_tracker.stream.format.contents import Contents
 from delta_tracker.stream.format.manifest import Manifest
-from delta_tracker.stream.format.part_reader import PartBuffer
+from delta_tracker.stream.format.part_reader import Contents, PartBuffer
 from delta_tracker.stream.host_cache import HostCache
 from delta_tracker.stream.storage.storage import Storage
 

@@ -19,10 +19,10 @@ from delta_tracker.publisher.row_gatherer import Gathered
 from delta_tracker.publisher.schemas import RankSchema, declared_states, states_message
 from delta_tracker.publisher.training import TakenState
 from delta_tracker.stream.format.block_rows import BlockRows
-from delta_tracker.stream.format.manifest import FORMAT, DenseSpec, Kind, Manifest, Part, Stored
+from delta_tracker.stream.format.manifest import FORMAT, DenseSpec, Kind, Manifest, Part, Stored, entry_name
 from delta_tracker.stream.format.parse import parse_manifest
 from delta_tracker.stream.format.part_writer import put_part, put_training
-from delta_tracker.stream.log import Claim, ClaimedStream, StreamLog, entry_name, part_name
+from delta_tracker.stream.log import Claim, ClaimedStream, StreamLog, part_name
 from delta_tracker.stream.reading.runtime import Runtime
 from delta_tracker.stream.storage.storage import Location, Repeatable, Storage, open_storage
 from delta_tracker.types import Identity, TableSpec, TableStates

@@ -17,9 +17,9 @@ from delta_tracker.errors import (
     NotRecoverableError,
 )
 from delta_tracker.recovery.training_states import TrainingStates
-from delta_tracker.stream.format.manifest import STATES_FORMAT, Manifest
+from delta_tracker.stream.format.manifest import STATES_FORMAT, Manifest, Merged
 from delta_tracker.stream.format.shard_rows import local_rows, rows_of
-from delta_tracker.stream.log import Merged, StreamLog
+from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.reading.orders import Orders, Policy
 from delta_tracker.stream.reading.path import committed_entry, path_to_entry
 from delta_tracker.stream.reading.position import Position

@@ -15,11 +15,10 @@ from torch import Tensor
 
 from delta_tracker.predictor.placement import place
 from delta_tracker.row_target import Region, RowTarget, TensorTarget
-from delta_tracker.stream.format.block_rows import CHUNK_BYTES, BlockRows
+from delta_tracker.stream.format.block_rows import CHUNK_BYTES, BlockRows, newest
 from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.format.object_reader import Ranged
-from delta_tracker.stream.format.overlay import newest
 from delta_tracker.stream.format.part_reader import PartReader
 from delta_tracker.stream.format.shard_rows import wanted
 from delta_tracker.stream.storage.storage import Storage

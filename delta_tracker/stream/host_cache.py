@@ -25,10 +25,9 @@ from delta_tracker.arguments import check_count
 from delta_tracker.errors import CorruptPartError, InvalidArgumentError, StorageError
 from delta_tracker.stream.format.digests import PIECE_BYTES
 from delta_tracker.stream.format.manifest import Manifest, Part
-from delta_tracker.stream.format.object_reader import check_size
+from delta_tracker.stream.format.object_reader import check_size, checked_pieces
 from delta_tracker.stream.interruption import check
-from delta_tracker.stream.object_copy import checked_pieces
-from delta_tracker.stream.storage.local import delete_draft, identity, list_files, lock, read_into
+from delta_tracker.stream.storage.directory import delete_draft, identity, list_files, lock, read_into
 from delta_tracker.stream.storage.storage import Storage, StoredObject, Transfer
 from delta_tracker.stream.storage.store import Span, Store
 

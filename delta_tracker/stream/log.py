@@ -48,19 +48,6 @@ from delta_tracker.stream.pointer import HeadPointer, PointerView, read_pointer
 from delta_tracker.stream.reading.runtime import REAL, Runtime
 from delta_tracker.stream.storage.storage import Storage, Transfer, back_off
 
-__all__ = [
-    "Claim",
-    "ClaimedStream",
-    "Merged",
-    "StreamLog",
-    "check_merged",
-    "entry_name",
-    "generation_error",
-    "part_name",
-    "read_bytes",
-    "version_error",
-]
-
 _PART_GENERATION = re.compile(r"parts/[0-9]{20}-g([0-9]+)-")
 _BEAT_GENERATION = re.compile(r"publishers/([0-9]{20})\.json")
 _CLAIM_ATTEMPTS = 100  # attempts that may be lost to other publishers

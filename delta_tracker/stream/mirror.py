@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache, partial
 
+import numpy as np
 import xxhash
 from msgspec.json import decode
+from numpy.typing import NDArray
 
 from delta_tracker.errors import (
     CorruptPartError,
@@ -29,11 +32,11 @@ from delta_tracker.errors import (
     StorageError,
 )
 from delta_tracker.live_objects import Uncopied
-from delta_tracker.stream.format.manifest import Manifest
+from delta_tracker.stream.format.manifest import Manifest, Merged, Part, Stored, entry_name
+from delta_tracker.stream.format.object_reader import check_size, checked_pieces, read_object
 from delta_tracker.stream.format.parse import parse_manifest
-from delta_tracker.stream.log import Merged, StreamLog, check_merged, entry_name, read_bytes, version_error
+from delta_tracker.stream.log import StreamLog, check_merged, read_bytes, version_error
 from delta_tracker.stream.maintenance.retention import Retained, Retention, RetentionPasses
-from delta_tracker.stream.object_copy import ObjectCopier
 from delta_tracker.stream.pin import MAX_PIN_BYTES, Pin, newest_pin, pin_name
 from delta_tracker.stream.pointer_writer import POINTER_SECONDS, PointerWriter, uncovered_deltas
 from delta_tracker.stream.reading.path import forks, path_to
@@ -354,6 +357,65 @@ def promote(storage: Storage) -> Manifest:
     if head.forked_from is not None:
         return head
     return log.claim(after=head.link, forks=True).head
+
+
+class ObjectCopier:
+    """Copier of the objects that entries name. Those above ``memory_bytes`` are copied in pieces of 8 MiB."""
+
+    def __init__(self, source: Storage, destination: Storage, memory_bytes: int) -> None:
+        self._source = source
+        self._destination = destination
+        self._memory_bytes = memory_bytes
+
+    def copy(self, stored: Part | Stored) -> None:
+        """Copy an object unless the destination has it.
+
+        It becomes visible only if its bytes match its record. A corrupt object is read again past the caches of the
+        source before CorruptPartError is raised.
+        """
+        if self._is_there(stored):
+            return
+        try:
+            self._copy(self._source, stored)
+        except CorruptPartError:
+            if self._source is self._source.uncached:
+                raise
+            self._copy(self._source.uncached, stored)
+
+    def _is_there(self, stored: Part | Stored) -> bool:
+        """Return True if the destination has an object with these bytes, from an interrupted copy or another entry."""
+        if self._destination.size(stored.name) != stored.num_bytes:
+            return False
+        try:
+            for _ in self._checked(self._destination, stored):
+                pass
+        except CorruptPartError:
+            return False
+        return True
+
+    def _copy(self, source: Storage, stored: Part | Stored) -> None:
+        pieces = self._checked(source, stored)
+        if stored.num_bytes <= self._memory_bytes:
+            self._destination.put(stored.name, (piece.data for piece in pieces))
+            return
+
+        def buffers(reader: ThreadPoolExecutor) -> Iterator[memoryview]:
+            pending = reader.submit(next, pieces, None)
+            while (piece := pending.result()) is not None:
+                pending = reader.submit(next, pieces, None)
+                yield piece.data
+
+        # obstore requests the buffers in a thread of its runtime, which must not call obstore.
+        with ThreadPoolExecutor(1) as reader:
+            self._destination.put(stored.name, buffers(reader))
+
+    def _checked(self, storage: Storage, stored: Part | Stored) -> Iterator[NDArray[np.uint8]]:
+        """Yield the bytes of an object, in order. The last piece is yielded only if all bytes match the record."""
+        if stored.num_bytes <= self._memory_bytes:
+            yield read_object(storage, stored)
+            return
+        check_size(stored, storage.size(stored.name))
+        yield from checked_pieces(partial(storage.read_range, stored.name), stored)
 
 
 @dataclass(frozen=True, slots=True)

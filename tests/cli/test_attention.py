@@ -7,7 +7,8 @@ from pathlib import Path
 
 from delta_tracker.cli.main import main
 from delta_tracker.errors import HeldVersionError
-from delta_tracker.stream.log import StreamLog, entry_name
+from delta_tracker.stream.format.manifest import entry_name
+from delta_tracker.stream.log import StreamLog
 from tests.cli.commands import beat, entry, flip, leave, make, path_of
 from tests.cli.trainer import Page, figures_of
 from tests.stream.streams import Writer

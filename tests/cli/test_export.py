@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from delta_tracker.cli import export as export_command
 from delta_tracker.predictor.predictor import Predictor
 from delta_tracker.stream.format.encoding import Encoding
-from delta_tracker.stream.log import entry_name
+from delta_tracker.stream.format.manifest import entry_name
 from tests.cli.commands import (
     IDENTITY,
     Cli,

@@ -11,7 +11,7 @@ import pytest
 from delta_tracker.cli.main import main
 from delta_tracker.cli.page import render
 from delta_tracker.monitor.buckets import RELATIVE_ERROR
-from delta_tracker.stream.log import entry_name
+from delta_tracker.stream.format.manifest import entry_name
 from tests.cli.trainer import HOSTILE, Page, Trainer, figures_of
 from tests.stream.streams import FQN
 

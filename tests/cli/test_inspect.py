@@ -12,8 +12,9 @@ import torch
 
 from delta_tracker.cli.silence import SILENCE_SECONDS
 from delta_tracker.predictor.predictor import Predictor
+from delta_tracker.stream.format.manifest import entry_name
 from delta_tracker.stream.heartbeat import GONE_SECONDS, Heartbeat, PublisherPulse, leave_heartbeat
-from delta_tracker.stream.log import StreamLog, entry_name
+from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.pointer import POINTER_NAME
 from delta_tracker.stream.storage.storage import Storage

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from delta_tracker.cli.movement import Movement, RowCounts
 from delta_tracker.monitor.buckets import RELATIVE_ERROR
 from delta_tracker.stream.format.block_rows import BlockRows
-from delta_tracker.stream.format.contents import Contents
 from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.format.manifest import Block
+from delta_tracker.stream.format.part_reader import Contents
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import TableSpec
 from tests.cli.trainer import HOSTILE, Trainer

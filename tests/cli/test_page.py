@@ -19,9 +19,8 @@ from delta_tracker.cli.report import MAX_TABLES
 from delta_tracker.stream import log as log_module
 from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.encoding import Encoding
-from delta_tracker.stream.format.manifest import Block
+from delta_tracker.stream.format.manifest import Block, entry_name
 from delta_tracker.stream.heartbeat import Heartbeat, leave_heartbeat
-from delta_tracker.stream.log import entry_name
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import TableSpec
 from tests.cli.commands import beat, leave, make, path_of

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from delta_tracker.cli.main import main
-from delta_tracker.stream.log import entry_name
+from delta_tracker.stream.format.manifest import entry_name
 from tests.cli.trainer import Trainer
 
 

@@ -16,7 +16,7 @@ import pytest
 from delta_tracker.cli import top as top_command
 from delta_tracker.cli.main import main
 from delta_tracker.errors import StorageError
-from delta_tracker.stream.log import entry_name
+from delta_tracker.stream.format.manifest import entry_name
 from delta_tracker.stream.storage.storage import Storage
 from tests.cli.commands import HOSTILE, beat, date, interrupted, leave, path_of
 from tests.stream.streams import Writer

@@ -18,10 +18,10 @@ from delta_tracker.raw_ids import NO_OWNER
 from delta_tracker.stream.format import digests
 from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.encoding import Encoding
-from delta_tracker.stream.format.manifest import Block, Manifest
+from delta_tracker.stream.format.manifest import Block, Manifest, entry_name
 from delta_tracker.stream.format.part_reader import PartReader
 from delta_tracker.stream.format.state_tree import pack
-from delta_tracker.stream.log import StreamLog, entry_name
+from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.maintenance.retention import Retention, retain
 from delta_tracker.stream.mirror import Mirror, promote

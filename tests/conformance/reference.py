@@ -20,8 +20,8 @@ from delta_tracker.errors import InvalidArgumentError, NewerFormatError, NoSnaps
 from delta_tracker.predictor.predictor import Predictor
 from delta_tracker.predictor.served_model import ModelTarget
 from delta_tracker.raw_ids.index import RawIdIndex
-from delta_tracker.stream.format.contents import Contents
 from delta_tracker.stream.format.manifest import Manifest
+from delta_tracker.stream.format.part_reader import Contents
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.reading.path import path_to, snapshots
 from delta_tracker.stream.storage.storage import Storage

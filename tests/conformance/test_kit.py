@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from delta_tracker.predictor import identities
-from delta_tracker.stream.format import block_rows, contents, parse, part_reader
+from delta_tracker.stream.format import block_rows, parse, part_reader
 from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.format.manifest import Manifest
@@ -81,7 +81,7 @@ _FAULTS: dict[str, tuple[Any, str, Any, list[str]]] = {
     "it accepts bytes in BOOL": (part_reader, "_check_flags", lambda *_: None, ["BOOL of"]),
     "it does not check owners": (part_reader, "check_owners", lambda *_, **__: None, ["raw ids an owner"]),
     "it accepts a raw id with two rows": (identities, "check_owners", lambda *_: None, ["raw ids a raw id with"]),
-    "it writes listed rows first": (contents, "newest", _listed_first, ["listed rows"]),
+    "it writes listed rows first": (part_reader, "newest", _listed_first, ["listed rows"]),
     "it cuts the lower bits": (block_rows, "decode_rows", _truncates, ["form F32 in a table of BF16"]),
     "it ignores merged entries": (StreamLog, "merged", lambda *_, **__: [], ["log a merged snapshot"]),
     "it accepts a lower generation": (Position, "after", _forgets_generation, ["generation is"]),

@@ -11,8 +11,8 @@ import torch
 from delta_tracker import Encoding
 from delta_tracker.planning.forecast import version_size
 from delta_tracker.planning.workload import Workload
+from delta_tracker.stream.format.manifest import entry_name
 from delta_tracker.stream.format.part_reader import read_parts
-from delta_tracker.stream.log import entry_name
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import TableSpec
 from tests.planning.streams import Job, counting

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from delta_tracker import Gate, ModelTarget, Predictor, Rollout, Storage
 from delta_tracker.errors import HeldVersionError, StreamError
 from delta_tracker.monitor import Monitor
-from delta_tracker.stream.log import Merged, StreamLog, entry_name
+from delta_tracker.stream.format.manifest import Merged, entry_name
+from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.maintenance.retention import Retention, retain
 from delta_tracker.stream.reading.position import Position

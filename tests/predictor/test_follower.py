@@ -25,9 +25,8 @@ from delta_tracker.row_target import RowTarget
 from delta_tracker.stream import heartbeat as heartbeat_module
 from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.encoding import Encoding
-from delta_tracker.stream.format.manifest import Block, Manifest
+from delta_tracker.stream.format.manifest import Block, Manifest, Merged, entry_name
 from delta_tracker.stream.heartbeat import read_heartbeats
-from delta_tracker.stream.log import Merged, entry_name
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.storage.memory import MemoryStore
 from delta_tracker.stream.storage.storage import Storage

@@ -15,9 +15,9 @@ from delta_tracker.errors import HeldVersionError, InvalidArgumentError, Missing
 from delta_tracker.predictor import version_writer as version_writer_module
 from delta_tracker.predictor.gate import Gate
 from delta_tracker.stream.format.block_rows import BlockRows
-from delta_tracker.stream.format.contents import Contents
 from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.format.manifest import Block, Manifest, entry_name
+from delta_tracker.stream.format.part_reader import Contents
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.storage.storage import Storage
 from tests.predictor.serving import eventually

@@ -16,7 +16,8 @@ import torch
 
 from delta_tracker import Predictor, Rollout
 from delta_tracker.errors import StorageError, StreamError
-from delta_tracker.stream.log import StreamLog, entry_name
+from delta_tracker.stream.format.manifest import entry_name
+from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.rollback import pin_version, release_pin
 from delta_tracker.stream.storage.storage import Storage

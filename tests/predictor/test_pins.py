@@ -21,7 +21,8 @@ from delta_tracker.errors import (
     PinError,
     StreamError,
 )
-from delta_tracker.stream.log import StreamLog, entry_name
+from delta_tracker.stream.format.manifest import entry_name
+from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.maintenance.retention import Retention, retain
 from delta_tracker.stream.pin import Pin, PinReader, newest_pin, pin_name

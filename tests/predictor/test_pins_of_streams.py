@@ -13,7 +13,8 @@ import torch
 from delta_tracker import Predictor, Rollout
 from delta_tracker.errors import CorruptPartError, InvalidArgumentError, SinkError, StorageError, StreamError
 from delta_tracker.predictor import sink_writer
-from delta_tracker.stream.log import StreamLog, entry_name
+from delta_tracker.stream.format.manifest import entry_name
+from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.maintenance.retention import Retention, retain
 from delta_tracker.stream.mirror import Mirror

@@ -14,7 +14,7 @@ from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
 from delta_tracker.errors import FencedError, InvalidArgumentError, StreamError
-from delta_tracker.stream.log import entry_name
+from delta_tracker.stream.format.manifest import entry_name
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.maintenance.retention import Retention, retain
 from tests.predictor.serving import Follower, a_history, read

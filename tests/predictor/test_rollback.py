@@ -21,7 +21,7 @@ from delta_tracker.errors import (
     StorageError,
     StreamReplacedError,
 )
-from delta_tracker.stream.log import Merged, entry_name
+from delta_tracker.stream.format.manifest import Merged, entry_name
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.maintenance.retention import Retention, retain
 from delta_tracker.stream.storage.storage import Storage

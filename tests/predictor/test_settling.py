@@ -27,8 +27,7 @@ from delta_tracker.errors import (
 from delta_tracker.monitor import Monitor
 from delta_tracker.predictor import follower
 from delta_tracker.predictor import reader as reader_module
-from delta_tracker.stream.format.manifest import Link, Manifest
-from delta_tracker.stream.log import entry_name
+from delta_tracker.stream.format.manifest import Link, Manifest, entry_name
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.pin import PinReader
 from delta_tracker.stream.pointer import POINTER_NAME

@@ -11,7 +11,7 @@ import torch
 
 from delta_tracker import Predictor
 from delta_tracker.errors import NoSnapshotError, StorageError
-from delta_tracker.stream.log import entry_name
+from delta_tracker.stream.format.manifest import entry_name
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.storage.storage import Storage
 from tests.predictor.serving import eventually

@@ -9,7 +9,8 @@ import pytest
 from delta_tracker.errors import LostEntryError
 from delta_tracker.publisher.repair import rows_to_repair
 from delta_tracker.stream.format.encoding import Encoding
-from delta_tracker.stream.log import StreamLog, entry_name
+from delta_tracker.stream.format.manifest import entry_name
+from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.reading.position import Position
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import Bucket, Identity, ShardSpec

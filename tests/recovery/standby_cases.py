@@ -29,8 +29,9 @@ from delta_tracker.recovery.following import Following
 from delta_tracker.recovery.random_states import RandomStates
 from delta_tracker.recovery.targets import RowWriter
 from delta_tracker.sharding.interrupted import check_complete
+from delta_tracker.stream.format.manifest import entry_name
 from delta_tracker.stream.heartbeat import BEAT_SECONDS, PublisherPulse, read_heartbeats
-from delta_tracker.stream.log import StreamLog, entry_name
+from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.mirror import Mirror, promote
 from delta_tracker.stream.reading.runtime import Runtime

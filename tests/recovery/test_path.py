@@ -11,10 +11,10 @@ from torch import Tensor
 
 from delta_tracker.errors import InvalidArgumentError, MalformedError, NotRecoverableError
 from delta_tracker.recovery.path import recovery_path, rows_after
-from delta_tracker.stream.format.manifest import Manifest
+from delta_tracker.stream.format.manifest import Manifest, Merged, entry_name
 from delta_tracker.stream.format.shard_rows import local_rows
 from delta_tracker.stream.format.state_tree import pack
-from delta_tracker.stream.log import Merged, StreamLog, entry_name
+from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.reading.path import path_to
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import Bucket, Identity, ShardSpec, StateSpec, TableStates

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from delta_tracker.stream.reading.decisions import Rule
+from delta_tracker.stream.reading.decide import Rule
 from tests.reverts.mutation import DoesNothing, Loses, Replaces, Returns
 from tests.reverts.revert import Revert
 

@@ -40,11 +40,11 @@ from delta_tracker.recovery.path import recovery_path
 from delta_tracker.stream.format import digests as digests_module
 from delta_tracker.stream.format import part_reader as part_module
 from delta_tracker.stream.format.block_rows import BlockRows
-from delta_tracker.stream.format.manifest import Manifest, Part, Stored
+from delta_tracker.stream.format.manifest import Manifest, Part, Stored, entry_name
 from delta_tracker.stream.format.object_reader import Ranged
 from delta_tracker.stream.format.parse import parse_manifest
 from delta_tracker.stream.format.part_reader import PartReader, read_training
-from delta_tracker.stream.log import StreamLog, entry_name
+from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.storage.storage import Storage
 from tests.stream import states_stream
 from tests.stream.golden import reader as page

@@ -19,10 +19,10 @@ from delta_tracker.stream import log as log_module
 from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.codec import encode_rows
 from delta_tracker.stream.format.encoding import Encoding
-from delta_tracker.stream.format.manifest import Block, DenseSpec, Manifest, Part
+from delta_tracker.stream.format.manifest import Block, DenseSpec, Manifest, Merged, Part
 from delta_tracker.stream.format.part_reader import read_parts
 from delta_tracker.stream.format.part_writer import put_part
-from delta_tracker.stream.log import Merged, StreamLog, part_name
+from delta_tracker.stream.log import StreamLog, part_name
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import TableSpec
 from tests.stores.rules import Dated, Killed

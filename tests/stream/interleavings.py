@@ -20,9 +20,9 @@ import numpy as np
 
 from delta_tracker.errors import FencedError, StorageError, StreamError
 from delta_tracker.stream import log
-from delta_tracker.stream.format.manifest import Manifest
+from delta_tracker.stream.format.manifest import Manifest, entry_name
 from delta_tracker.stream.format.parse import parse_manifest
-from delta_tracker.stream.log import Claim, StreamLog, entry_name
+from delta_tracker.stream.log import Claim, StreamLog
 from delta_tracker.stream.maintenance.retention import Retention, retain
 from delta_tracker.stream.reading.path import next_entry, path_to
 from delta_tracker.stream.reading.position import Position

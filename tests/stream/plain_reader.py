@@ -10,7 +10,7 @@ from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.reading.orders import Policy
 from delta_tracker.stream.reading.position import Position, SavedOrder
-from delta_tracker.stream.reading.sources import Sources
+from delta_tracker.stream.reading.source import Sources
 from delta_tracker.stream.storage.storage import Storage
 
 

@@ -19,12 +19,11 @@ import torch
 from torch import Tensor
 
 from delta_tracker.raw_ids import NO_OWNER
-from delta_tracker.stream.format.block_rows import BlockRows
+from delta_tracker.stream.format.block_rows import BlockRows, Overlay
 from delta_tracker.stream.format.codec import decode_rows, encode_rows
 from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.format.manifest import STATES_FORMAT, Block, DenseSpec, Kind, Manifest, Part
 from delta_tracker.stream.format.object_reader import Ranged
-from delta_tracker.stream.format.overlay import Overlay
 from delta_tracker.stream.format.part_reader import PartReader
 from delta_tracker.stream.format.part_writer import put_part, put_training
 from delta_tracker.stream.format.state_tree import pack

@@ -14,8 +14,8 @@ from delta_tracker.errors import CorruptPartError, InvalidArgumentError, Malform
 from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.codec import encode_rows
 from delta_tracker.stream.format.encoding import Encoding
-from delta_tracker.stream.format.manifest import Block, Link
-from delta_tracker.stream.log import Merged, StreamLog, entry_name
+from delta_tracker.stream.format.manifest import Block, Link, Merged, entry_name
+from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.maintenance.retention import Retention, retain
 from delta_tracker.stream.storage.storage import Storage

@@ -18,10 +18,10 @@ from delta_tracker import Predictor, Storage
 from delta_tracker.errors import CorruptPartError, MalformedError, StreamReplacedError
 from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.encoding import Encoding
-from delta_tracker.stream.format.manifest import Block, Manifest, Part
+from delta_tracker.stream.format.manifest import Block, Manifest, Part, entry_name
 from delta_tracker.stream.format.part_reader import read_parts
 from delta_tracker.stream.format.part_writer import put_part
-from delta_tracker.stream.log import StreamLog, entry_name
+from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.maintenance.compaction import compact
 from tests.stores.wrapped import WrappedStorage
 from tests.stream.streams import FQN, Writer

@@ -13,13 +13,11 @@ from torch import Tensor
 
 from delta_tracker.errors import CorruptPartError
 from delta_tracker.raw_ids import NO_OWNER
-from delta_tracker.stream.format.block_rows import BlockRows
-from delta_tracker.stream.format.contents import Contents
+from delta_tracker.stream.format.block_rows import BlockRows, Overlay
 from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.format.manifest import STATES_FORMAT, Block, Manifest
 from delta_tracker.stream.format.object_reader import MEMORY_BYTES, Ranged
-from delta_tracker.stream.format.overlay import Overlay
-from delta_tracker.stream.format.part_reader import PartReader, read_parts
+from delta_tracker.stream.format.part_reader import Contents, PartReader, read_parts
 from delta_tracker.stream.format.part_writer import put_part
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.maintenance.compaction import compact

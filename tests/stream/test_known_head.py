@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from delta_tracker.stream.format.manifest import Manifest
-from delta_tracker.stream.log import StreamLog, entry_name
+from delta_tracker.stream.format.manifest import Manifest, entry_name
+from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.maintenance.retention import Retention, retain
 from delta_tracker.stream.pin import announce_deletions
 from delta_tracker.stream.pointer import POINTER_NAME, read_pointer

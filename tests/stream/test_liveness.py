@@ -11,8 +11,9 @@ import pytest
 
 from delta_tracker.errors import InvalidArgumentError, StorageError
 from delta_tracker.stream import heartbeat as heartbeat_module
+from delta_tracker.stream.format.manifest import entry_name
 from delta_tracker.stream.heartbeat import PublisherPulse, read_heartbeats
-from delta_tracker.stream.log import StreamLog, entry_name
+from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.maintenance.retention import Retention, retain
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.stream.takeover import Liveness, Signs

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from delta_tracker.stream.storage import local as files
-from delta_tracker.stream.storage.local import make_directory, write_file
+from delta_tracker.stream.storage import directory as files
+from delta_tracker.stream.storage.directory import make_directory, write_file
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.stream.store_clock import StoreClock
 

@@ -33,9 +33,9 @@ from delta_tracker.errors import (
 from delta_tracker.stream import log as log_module
 from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.encoding import Encoding
-from delta_tracker.stream.format.manifest import Block, Manifest
+from delta_tracker.stream.format.manifest import Block, Manifest, Merged, entry_name
 from delta_tracker.stream.format.parse import parse_manifest
-from delta_tracker.stream.log import Merged, StreamLog, entry_name
+from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import TableStates
 from tests.raised import frames_of_each, has_frames

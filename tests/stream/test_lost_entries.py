@@ -18,8 +18,8 @@ from delta_tracker.errors import (
     StorageError,
     UnknownOutcomeError,
 )
-from delta_tracker.stream.format.manifest import Kind
-from delta_tracker.stream.log import Claim, StreamLog, entry_name
+from delta_tracker.stream.format.manifest import Kind, entry_name
+from delta_tracker.stream.log import Claim, StreamLog
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.maintenance.retention import Retention, retain
 from delta_tracker.stream.mirror import Mirror

@@ -23,9 +23,10 @@ from delta_tracker.errors import (
     UnreadablePointerError,
 )
 from delta_tracker.stream import mirror as mirror_module
-from delta_tracker.stream import object_copy
+from delta_tracker.stream.format import object_reader
+from delta_tracker.stream.format.manifest import Merged, entry_name
 from delta_tracker.stream.format.parse import parse_manifest
-from delta_tracker.stream.log import Merged, StreamLog, entry_name
+from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.maintenance.retention import Retention, retain
 from delta_tracker.stream.mirror import Mirror
@@ -149,7 +150,7 @@ def test_nothing_is_copied_before_the_first_snapshot() -> None:
 @pytest.mark.parametrize("memory_bytes", [0, 1 << 20])
 @pytest.mark.parametrize("has_states", [False, True])
 def test_a_corrupt_object_is_not_copied(has_states: bool, memory_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(object_copy, "_PIECE_BYTES", 100)
+    monkeypatch.setattr(object_reader, "_READ_BYTES", 100)
     writer = Writer(Storage("memory://"), states=_STATES if has_states else None)
     writer.training = [b"rank 0"] if has_states else []
     entry = writer.snapshot()

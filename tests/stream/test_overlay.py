@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from delta_tracker import Predictor
-from delta_tracker.stream.format.block_rows import BlockRows
+from delta_tracker.stream.format.block_rows import BlockRows, Overlay, WholeBlocks
 from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.format.manifest import Block
-from delta_tracker.stream.format.overlay import Overlay, WholeBlocks
 from delta_tracker.stream.storage.storage import Storage
 from tests.stream.streams import FQN, Writer, chunks_of
 

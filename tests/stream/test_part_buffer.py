@@ -11,8 +11,7 @@ from torch import Tensor
 
 from delta_tracker import Predictor, RowTarget
 from delta_tracker.errors import InvalidArgumentError
-from delta_tracker.stream.format.contents import Contents
-from delta_tracker.stream.format.part_reader import PartBuffer
+from delta_tracker.stream.format.part_reader import Contents, PartBuffer
 from delta_tracker.stream.storage.storage import Storage
 from tests.stream.streams import FQN, Writer
 

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from delta_tracker import Predictor
 from delta_tracker.errors import StaleCacheError, StreamError, UnreadablePointerError
-from delta_tracker.stream.log import StreamLog, entry_name
+from delta_tracker.stream.format.manifest import entry_name
+from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.mirror import promote
 from delta_tracker.stream.pointer import POINTER_NAME, HeadPointer, PointedSnapshot, PointerView, read_pointer
 from delta_tracker.stream.reading.runtime import Runtime

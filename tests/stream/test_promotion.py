@@ -23,9 +23,9 @@ from delta_tracker.errors import (
 )
 from delta_tracker.publisher.repair import rows_to_repair
 from delta_tracker.recovery.path import recovery_path
-from delta_tracker.stream.format.manifest import Fork, Manifest
+from delta_tracker.stream.format.manifest import Fork, Manifest, entry_name
 from delta_tracker.stream.format.parse import parse_manifest
-from delta_tracker.stream.log import StreamLog, entry_name
+from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.maintenance.retention import Retention, retain
 from delta_tracker.stream.mirror import Mirror, promote

@@ -18,9 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from delta_tracker.errors import FencedError, InvalidArgumentError, MalformedError, StorageError
-from delta_tracker.stream.format.manifest import Manifest
+from delta_tracker.stream.format.manifest import Manifest, Merged, entry_name
 from delta_tracker.stream.format.state_tree import pack
-from delta_tracker.stream.log import Merged, StreamLog, entry_name, part_name
+from delta_tracker.stream.log import StreamLog, part_name
 from delta_tracker.stream.maintenance import retention as retention_module
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.maintenance.retention import HEARTBEAT_SECONDS, ORPHAN_SECONDS, Retained, Retention, retain

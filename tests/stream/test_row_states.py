@@ -20,12 +20,12 @@ from delta_tracker.errors import CorruptPartError, NewerFormatError
 from delta_tracker.stream.format import digests as digests_module
 from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.encoding import Encoding
-from delta_tracker.stream.format.manifest import STATES_FORMAT, Block, Manifest, Part, Stored
+from delta_tracker.stream.format.manifest import STATES_FORMAT, Block, Manifest, Part, Stored, entry_name
 from delta_tracker.stream.format.object_reader import MEMORY_BYTES, Ranged
 from delta_tracker.stream.format.part_reader import PartReader, read_parts, read_training
 from delta_tracker.stream.format.part_writer import put_part, put_training
 from delta_tracker.stream.format.state_tree import pack
-from delta_tracker.stream.log import StreamLog, entry_name
+from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import StateSpec, TableSpec, TableStates

@@ -15,10 +15,9 @@ from torch import Tensor
 
 from delta_tracker import Predictor, RowTarget
 from delta_tracker.errors import CorruptPartError, StorageError
-from delta_tracker.stream.format.contents import Contents
 from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.format.manifest import Block, Manifest
-from delta_tracker.stream.format.part_reader import PartBuffer
+from delta_tracker.stream.format.part_reader import Contents, PartBuffer
 from delta_tracker.stream.maintenance.retention import Retention
 from delta_tracker.stream.maintenance.upkeep import Upkeep, UpkeepThread
 from delta_tracker.stream.pointer_writer import PointerWriter

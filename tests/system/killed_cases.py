@@ -25,7 +25,7 @@ from torch import Tensor
 from delta_tracker import ModelTarget, Predictor
 from delta_tracker.predictor.served_model import Receiver
 from delta_tracker.row_target import TensorTarget
-from delta_tracker.stream.format.contents import Contents
+from delta_tracker.stream.format.part_reader import Contents
 from delta_tracker.stream.storage.storage import Storage
 from tests.stores.rules import calls, on
 from tests.stores.wrapped import WrappedStorage

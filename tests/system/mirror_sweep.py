@@ -23,9 +23,10 @@ from torch import Tensor
 
 from delta_tracker import Predictor
 from delta_tracker.errors import StorageError
-from delta_tracker.stream import object_copy
+from delta_tracker.stream.format import object_reader
+from delta_tracker.stream.format.manifest import entry_name
 from delta_tracker.stream.format.object_reader import read_object
-from delta_tracker.stream.log import StreamLog, entry_name
+from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.maintenance.retention import Retention, retain
 from delta_tracker.stream.mirror import Mirror
@@ -83,7 +84,7 @@ class Scenario:
 
     def play(self, mirror: Callable[[], Mirror], stages: Iterable[int] | None = None) -> None:
         """Copy the source up to each of the versions ``stages``, with a new mirror for each."""
-        with mock.patch.object(object_copy, "_PIECE_BYTES", 100):
+        with mock.patch.object(object_reader, "_READ_BYTES", 100):
             for version in self.stages if stages is None else stages:
                 self.limit = version
                 mirror().run(stop=threading.Event(), poll_seconds=0.001, once=True)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from delta_tracker import Predictor
-from delta_tracker.stream.log import entry_name
+from delta_tracker.stream.format.manifest import entry_name
 from delta_tracker.stream.storage.storage import Storage
 from tests import forked
 from tests.predictor.serving import assert_holds, empty_model

@@ -17,7 +17,8 @@ from delta_tracker.monitor.monitor import Monitor
 from delta_tracker.publisher.version_source import VersionSource
 from delta_tracker.recovery.restore import restore
 from delta_tracker.recovery.standby import Standby
-from delta_tracker.stream.log import StreamLog, entry_name
+from delta_tracker.stream.format.manifest import entry_name
+from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.storage.storage import Storage
 
 

@@ -15,7 +15,8 @@ import torch
 
 from delta_tracker.predictor.predictor import Predictor
 from delta_tracker.stream import log as log_module
-from delta_tracker.stream.log import StreamLog, entry_name
+from delta_tracker.stream.format.manifest import entry_name
+from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.storage.storage import Storage
 from tests.predictor.pointed import point_at_the_head
 from tests.servers import cache_conf, free_ports, nginx

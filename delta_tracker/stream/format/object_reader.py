@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
 import numpy as np
@@ -9,13 +10,15 @@ import xxhash
 from numpy.typing import NDArray
 
 from delta_tracker.errors import CorruptPartError, MalformedError
-from delta_tracker.stream.format.digests import is_piece, num_digests, piece_at, piece_range
+from delta_tracker.stream.format.digests import PieceHasher, is_piece, num_digests, piece_at, piece_range
 from delta_tracker.stream.format.manifest import Part, Stored
 from delta_tracker.stream.interruption import check
 from delta_tracker.stream.storage.storage import Storage, Transfer
 
 # Parts up to this size are held in memory while they are applied. Larger ones are read twice, piece by piece.
 MEMORY_BYTES = 256 << 20
+_READ_BYTES = 8 << 20  # of an object that is checked while it is copied
+ReadRange = Callable[[int, int], NDArray[np.uint8] | None]
 PartSource: TypeAlias = "InMemory | Ranged"
 
 
@@ -165,3 +168,26 @@ def check_size(stored: Part | Stored, size: int | None) -> None:
     if size != stored.num_bytes:
         found = "it does not exist" if size is None else f"it has {size} bytes instead of {stored.num_bytes}"
         raise CorruptPartError(stored.name, found)
+
+
+def checked_pieces(
+    read: Callable[[int, int], NDArray[np.uint8] | None], stored: Part | Stored
+) -> Iterator[NDArray[np.uint8]]:
+    """Yield an object in pieces, the last only if all match the record. ``read`` returns None if it was deleted."""
+    # In format 2, the hash covers the digests of the pieces of the body; in format 1, it covers the whole object.
+    whole, body = xxhash.xxh3_128(), PieceHasher()
+    digests = bytearray()
+    for begin in range(0, stored.num_bytes, _READ_BYTES):
+        end = min(begin + _READ_BYTES, stored.num_bytes)
+        piece = read(begin, end)
+        if piece is None:
+            raise CorruptPartError(stored.name, "it does not exist")
+        num_body = max(0, min(len(piece), stored.body - begin))
+        body.update(piece[:num_body].data)
+        whole.update(piece[num_body:].data)
+        digests += piece[num_body:].data if stored.body else b""
+        if end == stored.num_bytes:
+            is_body = not stored.body or body.digests() == bytes(digests)
+            if whole.hexdigest() != stored.xxh3 or not is_body:
+                raise CorruptPartError(stored.name, "its bytes do not match its record")
+        yield piece

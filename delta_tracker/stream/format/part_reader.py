@@ -23,7 +23,7 @@ from torch import Tensor
 from delta_tracker.buffers import BufferPool
 from delta_tracker.errors import CorruptPartError, StorageError
 from delta_tracker.raw_ids import check_owners
-from delta_tracker.stream.format.block_rows import BlockRows
+from delta_tracker.stream.format.block_rows import BlockRows, newest
 from delta_tracker.stream.format.codec import unpack_ids
 from delta_tracker.stream.format.digests import DIGESTS_KEY, total_bytes
 from delta_tracker.stream.format.manifest import DTYPE_NAMES, Block, Manifest, Part, Stored
@@ -345,3 +345,45 @@ def read_parts(
 def dense_of(readers: Iterable[PartReader]) -> dict[str, Tensor]:
     """Return the dense tensors of all parts in ``readers``, by name."""
     return {name: tensor for reader in readers for name, tensor in reader.dense().items()}
+
+
+class Contents:
+    """Rows and dense tensors of a version. The constructor reads and checks all parts, see :func:`read_parts`.
+
+    Attributes:
+        manifest: manifest of the version.
+        whole: whole blocks, decoded, with the listed rows, which may be newer, written over them. Apply these first.
+        listed: listed rows, decoded. Rows whose listed columns all lie in one whole block are omitted.
+        dense: name to dense tensor.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        manifest: Manifest,
+        *,
+        memory_bytes: int = MEMORY_BYTES,
+        buffer: PartBuffer | None = None,
+    ) -> None:
+        self.manifest = manifest
+        readers = read_parts(storage, manifest, memory_bytes=memory_bytes, buffer=buffer)
+        tables = manifest.tables
+        rows = [each.decoded(tables[each.block.table].dtype) for reader in readers for each in reader.rows]
+        self.whole, self.listed = newest(rows)
+        self.dense = dense_of(readers)
+
+    def owners(self) -> Iterator[tuple[str, Tensor | slice, Tensor]]:
+        """Yield the raw ids of all rows of tables with raw ids: of the whole blocks first, then of the listed rows.
+
+        Each item has the table FQN, the ``n`` global row ids as a slice or as ascending int64, and the ``[n]`` int64
+        raw ids, 2**63 - 1 for a row without one. Do not write to the tensors: they may be views of a part.
+        """
+        for rows in (*self.whole, *self.listed):
+            for ids, owners in rows.owned():
+                yield rows.block.table, ids, owners
+
+    def chunks(self, num_rows: int = 16_384) -> Iterator[tuple[str, Tensor]]:
+        """Yield all rows as pairs of a table FQN and decoded values, ``[n, columns]`` with ``n <= num_rows``."""
+        for rows in (*self.whole, *self.listed):
+            for values in rows.chunks(num_rows):
+                yield rows.block.table, values

@@ -23,8 +23,8 @@ from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.codec import pack_ids
 from delta_tracker.stream.format.digests import DIGEST_BYTES, DIGESTS_KEY, PieceHasher, num_digests, total_bytes
 from delta_tracker.stream.format.manifest import DTYPE_NAMES, DenseSpec, Part, Stored
-from delta_tracker.stream.storage.local import pieces
-from delta_tracker.stream.storage.storage import Repeatable, Storage
+from delta_tracker.stream.storage.storage import Storage
+from delta_tracker.stream.storage.store import Repeatable, pieces
 
 SIZE_BYTES = 8
 ALIGNMENT = 8

@@ -21,13 +21,22 @@ from torch import Tensor
 
 from delta_tracker.arguments import check_count
 from delta_tracker.errors import CorruptPartError, InvalidArgumentError, MalformedError, StorageError
-from delta_tracker.stream.format.block_rows import BlockRows, Column, gather
+from delta_tracker.stream.format.block_rows import BlockRows, Column, Overlay, WholeBlocks, gather
 from delta_tracker.stream.format.encoding import Encoding
-from delta_tracker.stream.format.manifest import FORMAT, STATES_FORMAT, Block, DenseSpec, Manifest, Part, Schema
-from delta_tracker.stream.format.overlay import Overlay, WholeBlocks
+from delta_tracker.stream.format.manifest import (
+    FORMAT,
+    STATES_FORMAT,
+    Block,
+    DenseSpec,
+    Manifest,
+    Merged,
+    Part,
+    Schema,
+    entry_name,
+)
 from delta_tracker.stream.format.part_reader import PartReader, dense_of, read_parts
 from delta_tracker.stream.format.part_writer import put_part
-from delta_tracker.stream.log import Merged, StreamLog, entry_name, generation_error, part_name
+from delta_tracker.stream.log import StreamLog, generation_error, part_name
 from delta_tracker.stream.maintenance.retention import ORPHAN_SECONDS
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import TableSpec

@@ -30,8 +30,8 @@ from itertools import takewhile
 from typing import TypeVar
 
 from delta_tracker.errors import InvalidArgumentError, MissingVersionError, NoSnapshotError
-from delta_tracker.stream.format.manifest import Manifest
-from delta_tracker.stream.log import Merged, StreamLog, entry_name
+from delta_tracker.stream.format.manifest import Manifest, Merged, entry_name
+from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.pin import (
     DELETIONS_NAME,
     DELETIONS_SECONDS,

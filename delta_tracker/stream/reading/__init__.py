@@ -1,8 +1,8 @@
 """What a reader of a log applies next. The loop that applies it is ``delta_tracker/predictor/reader.py``.
 
-Open ``decisions.py`` first: it has the decisions and their rules. ``position.py`` and ``seen.py`` define what they
-depend on, ``decide.py`` decides, and ``path.py`` finds the entries that lead to a version. ``orders.py`` keeps pins,
-releases and rollbacks, ``sources.py`` the urls, and ``source.py`` looks up in one of them what a decision needs:
-``catch_up.py`` entries that replace many versions, ``canary.py`` what a canary may apply. ``settling.py`` doubts faults
-over http, and ``runtime.py`` has the clock.
+Open ``decide.py`` first: it has the decisions and their rules. ``position.py`` and ``seen.py`` define what they depend
+on, and ``path.py`` finds the entries that lead to a version. ``orders.py`` keeps pins, releases and rollbacks.
+``source.py`` has the urls, and looks up in one of them what a decision needs: ``catch_up.py`` entries that replace many
+versions, ``canary.py`` what a canary may apply. ``settling.py`` doubts faults over http, and ``runtime.py`` has the
+clock.
 """

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from delta_tracker.errors import CorruptPartError, MalformedError, MissingVersionError, StreamError, StreamReplacedError
-from delta_tracker.stream.log import entry_name
+from delta_tracker.stream.format.manifest import entry_name
 from delta_tracker.stream.pointer import POINTER_NAME
 from delta_tracker.stream.reading.position import Position
 from delta_tracker.stream.storage.storage import Storage, StoredObject, Transfer

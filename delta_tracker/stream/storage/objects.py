@@ -20,8 +20,7 @@ from obstore.store import from_url
 
 from delta_tracker.errors import InvalidArgumentError, StorageError
 from delta_tracker.stream.interruption import answer, checked, is_interruptible
-from delta_tracker.stream.storage.local import pieces
-from delta_tracker.stream.storage.store import Span, Store, StoredObject, Transfer
+from delta_tracker.stream.storage.store import Span, Store, StoredObject, Transfer, pieces
 from delta_tracker.stream.storage.url import connection, seconds_of
 
 if TYPE_CHECKING:  # obstore has these names only in its stubs

@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 from delta_tracker.errors import MalformedError, StorageError
 
 T = TypeVar("T")
+# Large enough for a negligible cost per chunk, small enough to stay in the cache while it is copied.
+CHUNK_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +83,21 @@ class Repeatable(Iterable[T]):
 
     def __iter__(self) -> Iterator[T]:
         return self.make()
+
+
+def pieces(buffers: Iterable[memoryview]) -> Iterator[memoryview]:
+    """Yield the bytes of ``buffers`` as views that end at multiples of ``CHUNK_BYTES`` and at the end of each buffer.
+
+    This alignment to the start of the first buffer lets a file system use large pages.
+    """
+    position = 0
+    for buffer in buffers:
+        rest = memoryview(buffer).cast("B")
+        while rest:
+            piece = rest[: CHUNK_BYTES - position % CHUNK_BYTES]
+            yield piece
+            position += len(piece)
+            rest = rest[len(piece) :]
 
 
 class Store(ABC):

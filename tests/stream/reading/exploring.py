@@ -7,7 +7,7 @@ import time
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field, replace
 
-from delta_tracker.stream.reading.decisions import Apply, Decision
+from delta_tracker.stream.reading.decide import Apply, Decision
 from delta_tracker.stream.reading.orders import Order, Policy
 from tests.stream.reading.families import FAMILIES, State
 from tests.stream.reading.readers import Reader, ViolationError, World, advance

@@ -18,7 +18,7 @@ from delta_tracker.errors import (
 from delta_tracker.stream.format.manifest import Link, Manifest
 from delta_tracker.stream.reading import decide as rules
 from delta_tracker.stream.reading import position as positions
-from delta_tracker.stream.reading.decisions import (
+from delta_tracker.stream.reading.decide import (
     CACHE_FAULTS,
     Apply,
     Decision,

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from delta_tracker.errors import NoSnapshotError
 from delta_tracker.stream.format.manifest import Manifest, Merged
-from delta_tracker.stream.reading.decisions import Apply, Decision, Fail, Stay
+from delta_tracker.stream.reading.decide import Apply, Decision, Fail, Stay
 from delta_tracker.stream.reading.orders import Order
 from tests.stream.reading.logs import Log, created, generation_of, lineage, rows_after, stream_of, word_of
 from tests.stream.reading.readers import Reader, ViolationError, World, leaves_rows

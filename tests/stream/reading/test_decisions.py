@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import cycle, islice, product
 
-from delta_tracker.stream.reading.decisions import Apply, Decision, Rule, Stay
+from delta_tracker.stream.reading.decide import Apply, Decision, Rule, Stay
 from delta_tracker.stream.reading.orders import Order
 from tests import reader_rules
 from tests.reader_rules import Step

@@ -19,7 +19,7 @@ from delta_tracker.errors import StreamError
 from delta_tracker.predictor import reader
 from delta_tracker.stream.mirror import Mirror, promote
 from delta_tracker.stream.pin import Pin, pin_name
-from delta_tracker.stream.reading import orders, sources
+from delta_tracker.stream.reading import orders
 from delta_tracker.stream.reading import source as source_module
 from delta_tracker.stream.rollback import pin_version
 from delta_tracker.stream.storage.storage import Storage
@@ -33,7 +33,7 @@ from tests.stream.streams import Writer
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("delta_tracker.stream.pin._RECHECK_SECONDS", 0.0)
     monkeypatch.setattr(reader, "_SURVEY_SECONDS", 0.0)
-    monkeypatch.setattr(sources, "_FIRST_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(source_module, "_FIRST_PAUSE_SECONDS", 0.0)
 
 
 @pytest.fixture
