@@ -8,6 +8,7 @@ changes no state: no cursor moves, no row is applied, no version is committed.
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 from collections.abc import Iterable, Mapping
 from importlib import import_module
@@ -16,6 +17,7 @@ from types import ModuleType
 from typing import Any, ClassVar, Literal, Self, TypeVar
 
 _MAX_HELD = 10_000
+_MAX_ITEMS = 10  # of a tensor that is shown
 _MAX_REPR = 500  # characters of a value in a message
 _Error = TypeVar("_Error", bound=BaseException)
 _Own = TypeVar("_Own", bound="DeltaTrackerError")
@@ -800,7 +802,10 @@ def _picklable(error: BaseException | None) -> BaseException | None:
 
 
 def _brief(value: object) -> str:
-    """Return the ``repr`` of a value in one line of at most 500 characters."""
+    """Return the ``repr`` of a value in one line of at most 500 characters; of a tensor or array, kind and shape."""
+    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+    if shape is not None and dtype is not None and math.prod(shape) > _MAX_ITEMS:
+        return f"<{type(value).__name__} {list(shape)} of {str(dtype).removeprefix('torch.')}>"
     text = " ".join(line.strip() for line in repr(value).splitlines())
     return text if len(text) <= _MAX_REPR else f"{text[:_MAX_REPR]}..."
 

@@ -91,7 +91,7 @@ class LogBuckets:
         return self.positive.total() + self.negative.total() + self.zero
 
     def quantile(self, fraction: float) -> float:
-        """Estimate a quantile: the number at index ``floor(fraction * (count - 1))`` when all numbers are sorted.
+        """Estimate a quantile by its nearest rank: the smallest number that at least ``fraction`` of all do not exceed.
 
         Args:
             fraction: fraction in [0, 1], such as 0.5 for the median.
@@ -104,7 +104,8 @@ class LogBuckets:
         if not ranges:
             return math.nan
         cumulative = list(accumulate(count for _, _, count in ranges))
-        lower, upper, _ = ranges[bisect_left(cumulative, math.floor(fraction * (cumulative[-1] - 1)) + 1)]
+        rank = math.ceil(round(fraction * cumulative[-1], 6))  # 0.07 * 100 is 7.000000000000001
+        lower, upper, _ = ranges[bisect_left(cumulative, max(1, rank))]
         # The harmonic mean of the bucket's bounds has the same relative distance to both.
         return 2 * lower * upper / (lower + upper) if upper else 0.0
 

@@ -152,11 +152,15 @@ def discover(model: nn.Module, fqns_to_skip: Sequence[str] = ()) -> Discovery:
             "Pass a model with nn.Embedding, nn.EmbeddingBag or TorchRec's (sharded) collections",
             problem="no table to track; other embedding modules found",
         )
-    _warn_of_unused(fqns_to_skip, [*found.tables, *found.skipped])
+    _warn_of_skips(fqns_to_skip, found)
     return found
 
 
-def _warn_of_unused(skips: Sequence[str], known: Sequence[str]) -> None:
+def _warn_of_skips(skips: Sequence[str], found: Discovery) -> None:
+    """Warn if all tables are skipped, and of each name that skips nothing."""
+    known = [*found.tables, *found.skipped]
+    if not found.tables:
+        warnings.warn(f"fqns_to_skip={list(skips)} leaves no table to track; it skips {sorted(known)}", stacklevel=4)
     for skip in skips:
         if not any(_is_skipped(fqn, [skip]) for fqn in known):
             warnings.warn(f"fqns_to_skip: {skip!r} matches no table; known tables: {sorted(known)}", stacklevel=4)

@@ -208,8 +208,12 @@ def mark_lookup(writes: LogWrites, found: Discovery, kjt: KeyedIds, states: Tens
             current ones, if the log keeps them.
 
     Raises:
-        InvalidArgumentError: if the number or width of the rows in ``states`` is wrong. No row is marked then.
+        InvalidArgumentError: if no tracked table has one of the features, if an id on the CPU is outside its table, or
+            if the number or width of the rows in ``states`` is wrong. No row is marked then.
     """
+    known = {feature for features in found.features.values() for feature in features}
+    if kjt.keys() and not known.intersection(kjt.keys()):
+        raise InvalidArgumentError("features", list(kjt.keys()), f"Pass some of {sorted(known)}")
     num_ids = kjt.values().numel()
     if states is not None:
         if states.numel() and (num_ids == 0 or states.numel() % num_ids):
@@ -224,6 +228,8 @@ def mark_lookup(writes: LogWrites, found: Discovery, kjt: KeyedIds, states: Tens
             spec = found.shards[fqn].spec
             if feature in features and spec.num_rows:
                 ids = kjt.values()[rows].long()
+                if not ids.is_cuda:  # otherwise the check would wait for the device
+                    spec.check_ids(ids)
                 if states is not None and states.shape[1] != spec.num_columns:
                     remedy = f"Pass rows of {spec.num_columns} columns for {fqn!r}"
                     raise InvalidArgumentError("embeddings", tuple(states.shape), remedy)

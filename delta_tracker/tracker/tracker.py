@@ -350,6 +350,9 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
 
         Args:
             kjt: a KeyedJaggedTensor of local ids. The ids of a feature are marked in each table of the feature.
+
+        Raises:
+            InvalidArgumentError: if no tracked table has one of the features, or an id on the CPU is outside its table.
         """
         mark_lookup(self._log.writes, self._model.found, kjt)
 

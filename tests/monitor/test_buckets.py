@@ -22,8 +22,15 @@ _POWERS = [2.0**exponent for exponent in range(-6, 9)]
 def test_a_quantile_is_off_by_the_stated_fraction_at_most(values, fraction) -> None:
     buckets = LogBuckets()
     buckets.extend(values)
-    exact = sorted(values)[math.floor(fraction * (len(values) - 1))]
+    rank = math.ceil(round(fraction * len(values), 6))
+    exact = sorted(values)[max(0, rank - 1)]
     assert abs(buckets.quantile(fraction) - exact) <= (RELATIVE_ERROR + _ROUNDING) * abs(exact)
+
+
+def test_a_small_window_has_its_slow_value_in_the_high_quantiles() -> None:
+    buckets = LogBuckets()
+    buckets.extend([0.1, 30.0])
+    assert [round(buckets.quantile(fraction), 0) for fraction in (0.5, 0.95, 0.99)] == [0, 30, 30]
 
 
 def test_the_stated_error_is_reached() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import distributed as dist
+from torchrec import KeyedJaggedTensor
 
 from delta_tracker import ModelDeltaTracker, TopK, TrackingMode
 from tests.models import Spec, Table, batch, kernels_of, ordinary_optimizer, shard
@@ -328,6 +329,12 @@ def recorded_by_hand(rank: int, world_size: int) -> None:
         assert ("rows of 8 columns" in said) == (rank == 0)
         assert tracker.get_delta().num_rows == 0
         assert "embeddings=(3,)" in attempt(lambda: tracker.record_embeddings(features, torch.empty(3)))
+    with ModelDeltaTracker(model) as tracker:
+        unknown = KeyedJaggedTensor(["x"], torch.tensor([1]), lengths=torch.tensor([1]))
+        assert "features=['x']" in attempt(lambda: tracker.record_ids(unknown))
+        outside = KeyedJaggedTensor(["t"], torch.tensor([1, 30, -1]), lengths=torch.tensor([3]))
+        assert ("ids=[30, -1]" in attempt(lambda: tracker.record_ids(outside))) == (rank == 0)
+        assert tracker.get_delta().num_rows == 0
 
 
 def slow_consumer(rank: int, world_size: int) -> str:
