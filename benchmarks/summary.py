@@ -11,6 +11,7 @@ from benchmarks.harness import RESULTS
 from benchmarks.targets import TARGETS, Results, Target
 
 README = Path(__file__).parent / "README.md"
+COMPARISON = README.parent.parent / "delta_tracker" / "guide" / "compare.md"
 _ALTERNATIVES = {
     "delta_tracker": "this library",
     "torch.save": "`torch.save` of the table",
@@ -82,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Write each table between its markers."""
     assert not argv, "no arguments"
     _fill(README, "benchmarks", markdown(RESULTS))
-    _fill(README.parent.parent / "README.md", "alternatives", alternatives(RESULTS))
+    _fill(COMPARISON, "alternatives", alternatives(RESULTS))
     return 0
 
 

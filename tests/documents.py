@@ -8,6 +8,9 @@ ROOT = Path(__file__).parent.parent
 
 README = ROOT / "README.md"
 
+GUIDE = ROOT / "delta_tracker" / "guide"
+"""Folder of the pages for users."""
+
 # Measurements, which a benchmark writes.
 _RESULTS = ROOT / "benchmarks" / "results"
 

@@ -1,4 +1,4 @@
-"""The README's promises and the tests that check them: ``python -m tests.promises`` writes the table.
+"""The promises of the library and the tests that check them: ``python -m tests.promises`` writes the table.
 
 The marker ``@pytest.mark.promise("lossless")`` lists a test's file; it takes one or more names of ``PROMISES``.
 """
@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _ROOT = Path(__file__).parent.parent
+PAGE = _ROOT / "delta_tracker" / "guide" / "promises.md"
 _BEGIN, _END = "<!-- promises -->\n", "<!-- /promises -->"
 
 PROMISES = {
@@ -62,16 +63,15 @@ def markdown() -> str:
     return "".join(["| promise | tests |\n", "|---|---|\n", *rows])
 
 
-def table_of(readme: str) -> str:
-    """Return the table in the README."""
-    return readme.partition(_BEGIN)[2].partition(_END)[0]
+def table_of(page: str) -> str:
+    """Return the table in the text of the page."""
+    return page.partition(_BEGIN)[2].partition(_END)[0]
 
 
 def main() -> None:
-    """Write the table into the README."""
-    path = _ROOT / "README.md"
-    before, _, rest = path.read_text().partition(_BEGIN)
-    path.write_text(before + _BEGIN + markdown() + _END + rest.partition(_END)[2])
+    """Write the table into the page."""
+    before, _, rest = PAGE.read_text().partition(_BEGIN)
+    PAGE.write_text(before + _BEGIN + markdown() + _END + rest.partition(_END)[2])
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Rules of a reader and steps between its states, as FLEET.md has them."""
+"""Rules of a reader and steps between its states, as `guide/fleet.md` has them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ from pathlib import Path
 
 from delta_tracker.stream.reading.decide import Rule
 
-_FLEET = Path(__file__).parent.parent / "delta_tracker" / "FLEET.md"
-_BEGIN, _END = "<!-- rules -->\n", "<!-- /rules -->"
-_ARROW = re.compile(r"^ +(\S+) --> (\S+): ([A-Z_, ]+)$", flags=re.MULTILINE)
+_PAGE = Path(__file__).parent.parent / "delta_tracker" / "guide" / "fleet.md"
 
 Step = tuple[str, str, Rule]
 """State before a decision, state after it, and its rule."""
@@ -17,12 +15,20 @@ Step = tuple[str, str, Rule]
 
 def table() -> list[tuple[str, str]]:
     """Return the rules in the table of the document, each with its condition."""
-    rows = _FLEET.read_text().partition(_BEGIN)[2].partition(_END)[0].splitlines()[2:]
-    return [(name.strip(" `"), when.strip()) for _, name, when, *_ in (row.split("|") for row in rows)]
+    return [(name.strip("`"), when) for name, when, *_ in _rows("rules")]
 
 
 def steps() -> set[Step]:
-    """Return the steps in the diagram of the document."""
-    diagram = re.findall(r"```mermaid\n(.*?)```", _FLEET.read_text(), flags=re.DOTALL)
-    arrows = _ARROW.findall("".join(diagram))
-    return {(before, after, Rule[name]) for before, after, names in arrows for name in names.split(", ")}
+    """Return the steps in the table of the document."""
+    return {
+        (before, after, Rule[name])
+        for origins, after, cause in _rows("steps")
+        for before in origins.split(", ")
+        for name in re.findall(r"`([A-Z_]+)`", cause)
+    }
+
+
+def _rows(name: str) -> list[list[str]]:
+    """Return the cells of a table that is marked with its name, without its head."""
+    table = _PAGE.read_text().partition(f"<!-- {name} -->\n")[2].partition(f"<!-- /{name} -->")[0]
+    return [[cell.strip() for cell in row.split("|")[1:-1]] for row in table.splitlines()[2:]]

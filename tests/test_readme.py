@@ -11,7 +11,7 @@ import pytest
 from delta_tracker.cli.commands import commands
 from delta_tracker.stream.storage import url
 from tests import promises
-from tests.documents import DOCUMENTS, README, ROOT, name_of
+from tests.documents import DOCUMENTS, GUIDE, README, ROOT, name_of
 from tests.raise_sites import ERRORS
 
 _each_document = pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
@@ -41,7 +41,7 @@ def test_every_promise_is_shown_by_a_test() -> None:
     shown = promises.shown_by()
     assert shown.keys() == promises.PROMISES.keys(), "a marker names no promise"
     assert all(shown.values())
-    assert promises.table_of(README.read_text()) == promises.markdown(), "run python -m tests.promises"
+    assert promises.table_of(promises.PAGE.read_text()) == promises.markdown(), "run python -m tests.promises"
 
 
 def test_every_document_is_reached_from_the_readme() -> None:
@@ -51,6 +51,10 @@ def test_every_document_is_reached_from_the_readme() -> None:
         reached |= new
         waiting += new
     assert not {name_of(path) for path in set(DOCUMENTS) - reached}
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.read_text().splitlines()) <= 150, "move it to a page of the guide"
 
 
 @_each_document
@@ -85,18 +89,19 @@ def _rows(document: Path, title: str) -> set[str]:
 
 def test_every_error_has_a_cause_and_a_remedy() -> None:
     raised = {name for name, kind in ERRORS.items() if not (kind.__doc__ or "").startswith("Base class")}
-    assert _rows(ROOT / "delta_tracker" / "README.md", "Errors") == raised
+    assert _rows(GUIDE / "errors.md", "Errors") == raised
 
 
 def test_every_example_and_every_command_is_listed() -> None:
     examples = {path.stem for path in (ROOT / "examples").glob("*.py")} - {"__init__"} | {"quickstart"}
     assert _rows(ROOT / "examples" / "README.md", "Examples") == examples
-    listed = {call.removeprefix("delta-tracker ").split()[0] for call in _rows(README, "Command line")}
+    listed = {call.removeprefix("delta-tracker ").split()[0] for call in _rows(GUIDE / "operate.md", "Command line")}
     assert listed == set(commands.list_commands(click.Context(commands)))
 
 
 @pytest.mark.parametrize("scheme", url.SCHEMES)
-def test_the_readme_and_the_help_name_every_kind_of_store(scheme: str) -> None:
-    assert f"{scheme}://" in README.read_text() or scheme == "http", "add it to the stores in README.md"
+def test_the_guide_and_the_help_name_every_kind_of_store(scheme: str) -> None:
+    page = GUIDE / "operate.md"
+    assert f"{scheme}://" in page.read_text(), f"add it to the stores in {page.name}"
     help_text = commands.help or ""
     assert f"{scheme}://" in help_text or scheme == "memory", "add it to _HELP in delta_tracker/cli/commands.py"

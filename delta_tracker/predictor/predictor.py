@@ -70,7 +70,7 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
     A predictor starts from the newest snapshot and applies every later version. A version is validated completely
     before its first row is written, so that an invalid one leaves the tables and :attr:`version` unchanged. If the next
     version cannot be applied, the predictor resyncs: it continues from a merged version or a newer snapshot, and logs a
-    warning. FLEET.md has all rules, failover and limits.
+    warning. ``guide/fleet.md`` has all rules, failover and limits.
 
     Lookups in other threads run inside ``with predictor.reading()``, where no row changes. While a version is applied,
     lookups see some of its rows, but no torn (partly written) one, and no raw id reads the row of another one. All
@@ -219,7 +219,7 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
         )
 
     def sync(self, limit: int | None = None) -> int:
-        """Apply the committed versions that are not applied yet, by the rules in FLEET.md.
+        """Apply the committed versions that are not applied yet, by the rules in ``guide/fleet.md``.
 
         After :meth:`rollback`, and at the version of a pin, no newer version is applied until a release. A predictor
         that is many versions behind applies merged versions and newer snapshots, each of which replaces several
@@ -239,7 +239,7 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
             StaleCacheError: if an object is missing, short or altered behind an http cache, also when it is read past
                 the caches. A call 10 seconds after the first one resyncs.
             StreamError: if the next version is missing, damaged, of another stream or an older copy, or does not fit
-                the model, and no resync is possible. The table of errors in README.md names the types and what to do.
+                the model, and no resync is possible. ``guide/errors.md`` names the types and what to do.
         """
         if limit is not None:
             check_count("limit", limit)
@@ -267,7 +267,7 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
         :attr:`error` is then a :class:`FollowEndedError`, which :meth:`stop` raises.
 
         Args:
-            poll_seconds: number of seconds between two polls, more than 0; None for the intervals in FLEET.md.
+            poll_seconds: seconds between two polls, more than 0; None for the intervals in ``guide/fleet.md``.
             notifier: delivers hints of new versions; None to find versions by polling only.
 
         Raises:

@@ -66,7 +66,7 @@ def restore(
     before they build a publisher. If the model contains ``DistributedDataParallel``, as a ``DistributedModelParallel``
     with dense parameters does, they train two batches before, without a pipeline; the call overwrites their effect.
     Afterwards, training continues as after the version. The section "Continuous checkpoints" of
-    ``delta_tracker/README.md`` says how far it is equal, and what may differ between the jobs.
+    ``guide/recover.md`` says how far it is equal, and what may differ between the jobs.
 
     Each rank reads only the rows of its shards. Everything is compared before the first write. If the call raises after
     the first write, or is interrupted, the model raises :class:`~delta_tracker.errors.IncompleteModelError` when it

@@ -81,7 +81,7 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
     :class:`~delta_tracker.errors.IncompleteModelError` when it is called. A takeover claims the recovery stream first,
     which fences the former trainer. It then restores the newest version before the claim as
     :func:`~delta_tracker.recovery.restore.restore` does, and claims the serving streams. The section "Warm standby" of
-    ``delta_tracker/README.md`` has the limits, and what to do after a failure.
+    ``guide/recover.md`` has the limits, and what to do after a failure.
 
     The constructor and the methods except :meth:`close` are collectives. The arguments ``model``, ``tracker``,
     ``recovery``, ``data`` and ``ignore`` are those of ``restore``, with the same errors.

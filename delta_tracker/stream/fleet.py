@@ -19,7 +19,7 @@ _MIN_LOOKS = 3
 
 
 def evaluate(beat: Heartbeat, seconds_since: float, head: Manifest, *, order: Pin | None = None) -> State:
-    """Return the state of a predictor. The table of `FLEET.md`, "The fleet view", defines the states.
+    """Return the state of a predictor. ``guide/fleet.md`` defines the states.
 
     ``beat`` is its last heartbeat, ``seconds_since`` its age in seconds by the store's clock, ``head`` the newest entry
     of the stream, and ``order`` the newest pin or release, None without one. One of another stream is ignored.

@@ -13,12 +13,12 @@ from delta_tracker.types import StateSpec, TableStates
 from tests.cli.commands import Cli, url_of
 from tests.stream.streams import Writer
 
-_README = Path(__file__).parent.parent.parent / "delta_tracker" / "README.md"
+_PAGE = Path(__file__).parent.parent.parent / "delta_tracker" / "guide" / "operate.md"
 
 
 def test_the_worked_example_of_the_docs_is_what_the_command_prints(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    match = re.search(r"```console\n\$ delta-tracker (plan (?:.*\\\n)*.*)\n([^`]*)```", _README.read_text())
+    match = re.search(r"```console\n\$ delta-tracker (plan (?:.*\\\n)*.*)\n([^`]*)```", _PAGE.read_text())
     assert match is not None
     arguments = match[1].replace("\\\n", " ").split()
     shown = [line.rstrip() for line in cli(*arguments).splitlines()]

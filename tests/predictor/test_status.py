@@ -42,7 +42,7 @@ def test_the_status_counts_what_was_applied(clock: Clock) -> None:
 
 
 def test_the_status_says_why() -> None:
-    """The rules are in FLEET.md."""
+    """The rules are in `guide/fleet.md`."""
     writer = Writer(Storage("memory://"))
     predictor = Predictor(ModelTarget(writer.model(), dense=False), writer.storage, rollout=Rollout(follows_pins=True))
     predictor._reader.source.pins = PinReader(seconds=0.0)

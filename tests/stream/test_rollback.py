@@ -321,8 +321,8 @@ def test_a_pin_whose_versions_are_deleted_meanwhile_is_undone() -> None:
 
 
 def test_the_documented_loop_pins_the_last_good_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    guide = (Path(delta_tracker.__file__).parent / "FLEET.md").read_text()
-    (loop,) = (each for each in re.findall(r"```python\n(.*?)```", guide, flags=re.DOTALL) if "pin_version" in each)
+    page = (Path(delta_tracker.__file__).parent / "guide" / "fleet.md").read_text()
+    (loop,) = (each for each in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL) if "pin_version" in each)
     writer, pauses = stream(), list[float]()
     monkeypatch.setattr("time.sleep", pauses.append)
     measured = iter([(1, 0.80), (2, 0.81), (3, 0.60)])

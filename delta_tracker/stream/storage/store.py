@@ -1,4 +1,4 @@
-"""Interface of a kind of store. A new kind implements it in one file, see ``delta_tracker/README.md``."""
+"""Interface of a kind of store. A new kind implements it in one file, see ``guide/extend.md``."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def test_the_table_has_the_rules() -> None:
     assert reader_rules.table() == [(rule.name, rule.value) for rule in Rule]
 
 
-def test_the_diagram_has_the_steps_of_a_reader() -> None:
+def test_the_table_has_the_steps_of_a_reader() -> None:
     """Interrupted writes, which mix rows, have no rule."""
     found: set[Step] = set()
     variants = cycle(product(("pin", "release"), (False, True)))
