@@ -27,6 +27,16 @@ def test_python_blocks_run(name: str, tmp_path: Path) -> None:
     assert f"block {len(blocks) - 1} begins" in done.stdout
 
 
+def test_the_page_of_the_code_names_functions_that_the_first_program_runs() -> None:
+    page = (ROOT / "delta_tracker" / "README.md").read_text()
+    named = re.findall(r"\| `([\w.]+)` \| `delta_tracker/([\w/.]+)` \|$", page, flags=re.MULTILINE)
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.spine", "--show"]
+    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=True).stdout
+    files = dict(re.findall(r"^(\S+\.py)\n((?:    .+\n)+)", shown, flags=re.MULTILINE))
+    assert named
+    assert not [each for each in named if each[0] not in files.get(each[1], "").split()]
+
+
 def test_the_first_quickstart_needs_torch_alone(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(_BLOCKS["README.md"][0])
     without = os.pathsep.join(map(str, (ROOT / "tests" / "without_torchrec", ROOT)))
