@@ -80,10 +80,8 @@ bench-gpu: $(INSTALLED)  ## run the benchmark on a GPU, or a tiny one everywhere
 	@$(PYTHON) -m benchmarks.gpu_needs
 	@$(PYTHON) -W ignore -m benchmarks.bench_gpu --device $(DEVICE) $(ARGS)
 
-docs: $(VENV)/.installed  ## write the API reference to docs-output/
-	@$(BIN)/python -W ignore -m pdoc --docformat google --output-directory docs-output \
-	    $$(find delta_tracker -name '[a-z]*.py' | sed -e 's|\.py$$||' -e 's|/|.|g') delta_tracker \
-	    '!delta_tracker.tracker.row_sets.triton_programs' '!delta_tracker.cli.__main__'
+docs: $(VENV)/.installed  ## build the site of the documents and the reference in docs-output/; warnings fail
+	@$(BIN)/python -W ignore -m sphinx --quiet --fail-on-warning --keep-going -c .ci/docs . docs-output
 
 lint: $(VENV)/.installed  ## check code and format
 	@$(BIN)/python -m ruff check $(CODE)

@@ -250,7 +250,7 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
 
     @property
     def stream(self) -> str:
-        """Id of the stream: 32 hexadecimal digits."""
+        """Id of the stream, 32 hexadecimal digits."""
         return self._writer.head.stream
 
     @property

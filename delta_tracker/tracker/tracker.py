@@ -279,7 +279,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
 
     @property
     def progress(self) -> Progress:
-        """Progress of training: batches, updates, recorded rows and the position in the data. Publishers read it."""
+        """Batches, updates, recorded rows and the position in the data, as publishers read them."""
         return self._progress
 
     @property

@@ -59,7 +59,7 @@ class Encoding(StrEnum):
 
     @property
     def listed_form(self) -> Literal["list", "gaps"]:
-        """Form in which writers store the ids of listed rows: compressed gaps if the rows are quantized, too."""
+        """Form in which writers store the ids of listed rows; compressed gaps if the rows are quantized."""
         return "gaps" if self.is_quantized else "list"
 
     def width(self, num_columns: int) -> int:
