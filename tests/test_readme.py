@@ -80,10 +80,12 @@ def test_programs_that_a_document_names_exist(document: Path) -> None:
 
 
 def _rows(document: Path, title: str) -> set[str]:
-    """Return the names in backticks in the first column of a section's tables."""
-    section = re.search(rf"^#+ {title}\n(.*?)(?=^#+ |\Z)", document.read_text(), flags=re.DOTALL | re.MULTILINE)
+    """Return the names in backticks in the first column of a section's tables, with those of its subsections."""
+    section = re.search(
+        rf"^(#+) {title}\n(.*?)(?=^(?!\1#)#+ |\Z)", document.read_text(), flags=re.DOTALL | re.MULTILINE
+    )
     assert section is not None, title
-    firsts = re.findall(r"^\| (`[^|]+) \|", section[1], flags=re.MULTILINE)
+    firsts = re.findall(r"^\| (`[^|]+) \|", section[2], flags=re.MULTILINE)
     return {name for first in firsts for name in re.findall(r"`([^`]+)`", first)}
 
 
