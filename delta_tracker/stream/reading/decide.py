@@ -111,7 +111,7 @@ class View:
 
 
 class Rule(Enum):
-    """Rule of a decision, and when it applies. The table in FLEET.md says what a reader then does."""
+    """Rule of a decision, and when it applies. The table in ``guide/fleet.md`` says what a reader then does."""
 
     NEXT = "the next version is committed"
     CATCH_UP = "8 versions or more are not applied"
