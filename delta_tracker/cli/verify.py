@@ -21,6 +21,7 @@ from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.manifest import Link, Manifest, Part, Stored, entry_name
 from delta_tracker.stream.format.object_reader import Ranged, check_size
 from delta_tracker.stream.format.part_reader import PartReader, read_training
+from delta_tracker.stream.reading.path import newest_readable
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import Identity
 
@@ -208,7 +209,7 @@ class _Check:
         try:
             head = self.stream.head()
         except MalformedError:  # reported when the entry is checked
-            return self.stream.log.newest_readable(), max(self.stream.log.versions(), default=-1)
+            return newest_readable(self.stream.log), max(self.stream.log.versions(), default=-1)
         return head, head.version
 
     def _check_log(self, versions: Sequence[int], head: Manifest | None) -> None:

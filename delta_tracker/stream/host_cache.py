@@ -291,7 +291,7 @@ class CachedStore(Store):
         self._opened: dict[str, int | None] = {}
         finalize(self, _close, self._opened)
 
-    def read(self, span: Span, transfer: Transfer | None) -> NDArray[np.uint8] | None:
+    def read(self, span: Span, transfer: Transfer) -> NDArray[np.uint8] | None:
         """See :meth:`Store.read`."""
         descriptor = self._descriptor(span.name)
         if descriptor is None or (span.end or 0) > self._parts[span.name].num_bytes:

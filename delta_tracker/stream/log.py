@@ -140,8 +140,7 @@ class StreamLog:
             return ahead[0]
         manifest = self._read(entry_name(version))
         if manifest is not None:
-            if manifest.version != version or manifest.merges is not None:
-                raise version_error(manifest, version)
+            check_version(manifest, version)
             self._known = max(self._known, version)
             if not self.is_listed:
                 self.pointer.saw(manifest)
@@ -193,14 +192,6 @@ class StreamLog:
         if head is None:
             raise StaleCacheError(self.url, entry_name(pointer.version), _DOUBT_SECONDS)
         return head
-
-    def newest_readable(self) -> Manifest | None:
-        """Return the newest entry that follows the format; None if there is none. Lists the log."""
-        for version in reversed(self.versions()):
-            with suppress(MalformedError):
-                if (entry := self.read(version)) is not None:
-                    return entry
-        return None
 
     def _known_head(self) -> Manifest | None:
         """Return the newest entry, found from a known version on; None if only a whole listing shows it."""
@@ -910,9 +901,11 @@ def _newer_publisher(storage: Storage, head: Manifest, entries: list[Manifest], 
     return (generation, head.version + 1) if generation > head.generation else None
 
 
-def version_error(entry: Manifest, version: int) -> MalformedError:
-    """Return the error for an ``entry`` under the name of ``version`` that is another or a merged one."""
-    return MalformedError(entry_name(version), f"it is the entry of version {entry.version}, merged: {entry.merges}")
+def check_version(entry: Manifest, version: int) -> Manifest:
+    """Return an entry read under the name of a version. Raise MalformedError if it is another or a merged one."""
+    if entry.version != version or entry.merges is not None:
+        raise MalformedError(entry_name(version), f"it is the entry of version {entry.version}, merged: {entry.merges}")
+    return entry
 
 
 def check_merged(entry: Manifest, merged: Merged) -> Manifest:

@@ -35,7 +35,7 @@ from delta_tracker.live_objects import Uncopied
 from delta_tracker.stream.format.manifest import Manifest, Merged, Part, Stored, entry_name
 from delta_tracker.stream.format.object_reader import check_size, checked_pieces, read_object
 from delta_tracker.stream.format.parse import parse_manifest
-from delta_tracker.stream.log import StreamLog, check_merged, read_bytes, version_error
+from delta_tracker.stream.log import StreamLog, check_merged, check_version, read_bytes
 from delta_tracker.stream.maintenance.retention import Retained, Retention, RetentionPasses
 from delta_tracker.stream.pin import MAX_PIN_BYTES, Pin, newest_pin, pin_name
 from delta_tracker.stream.pointer_writer import POINTER_SECONDS, PointerWriter, uncovered_deltas
@@ -576,10 +576,7 @@ def _read(log: StreamLog, version: int) -> bytes | None:
 
 
 def _parsed(version: int, data: bytes) -> Manifest:
-    entry = parse_manifest(entry_name(version), data)
-    if entry.version != version or entry.merges is not None:
-        raise version_error(entry, version)
-    return entry
+    return check_version(parse_manifest(entry_name(version), data), version)
 
 
 def _understood(version: int, data: bytes, before: Manifest) -> tuple[Manifest, MalformedError | None]:

@@ -267,17 +267,13 @@ class PointerView(Forkable):
     def _take(self, pointer: HeadPointer, *, is_uncached: bool) -> None:
         """Take a pointer into account that was read."""
         known = self.confirmed
-        if known is not None and known.stream != pointer.stream:
-            if (other := self._replacement(known, pointer, is_uncached=is_uncached)) is not None:
-                self._move_to(other)
-        elif known is not None and _link(known) == _link(pointer):
+        if known is not None and _link(known) == _link(pointer):
             self._move_to(pointer)
-        elif known is not None and _order(pointer) < _order(known):
-            if self._is_restored(known, pointer):
-                self._move_to(pointer)
-        else:
+        elif known is None or (known.stream == pointer.stream and _order(known) <= _order(pointer)):
             with self._lock:
                 self._claimed = pointer
+        elif (other := self._replacement(known, pointer, is_uncached=is_uncached)) is not None:
+            self._move_to(other)
 
     def _move_to(self, pointer: HeadPointer) -> None:
         """Replace the confirmed pointer and drop the claimed one, which was read before."""
@@ -289,25 +285,23 @@ class PointerView(Forkable):
         return self._runtime.monotonic() - since >= _DOUBT_SECONDS
 
     def _replacement(self, known: HeadPointer, pointer: HeadPointer, *, is_uncached: bool) -> HeadPointer | None:
-        """Return the pointer past all caches if the log now has its stream instead of that of ``known``."""
-        if not self._is_later(self._doubted_at):
+        """Return the pointer that the log has instead of ``known``, by their entries past all caches; else None.
+
+        That is one of another stream, or of a copy of the log that lacks the entry of ``known``.
+        """
+        is_other = pointer.stream != known.stream
+        base = self._base  # a pointer that was read before entries raised it is not lower than itself
+        is_late = not is_other and base is not None and _order(pointer) >= _order(base)
+        if is_late or not self._is_later(self._doubted_at):
             return None
         self._doubted_at = self._runtime.monotonic()
-        if not is_uncached and self._storage.uncached is not self._storage:
+        if is_other and not is_uncached and self._storage.uncached is not self._storage:
             again = read_pointer(self._storage.uncached)
             if again is None or again.stream != pointer.stream:
                 return None
             pointer = again
-        is_newer = self._has_entry(pointer) and (pointer.generation > known.generation or not self._has_entry(known))
-        return pointer if is_newer else None
-
-    def _is_restored(self, known: HeadPointer, pointer: HeadPointer) -> bool:
-        """Return True if the log was restored from a copy that has the entry of ``pointer``, but not of ``known``."""
-        base = self._base  # a pointer that was read before entries raised it is not lower than itself
-        if (base is not None and _order(pointer) >= _order(base)) or not self._is_later(self._doubted_at):
-            return False
-        self._doubted_at = self._runtime.monotonic()
-        return not self._has_entry(known) and self._has_entry(pointer)
+        is_newer = is_other and pointer.generation > known.generation
+        return pointer if self._has_entry(pointer) and (is_newer or not self._has_entry(known)) else None
 
     def _has_entry(self, pointer: HeadPointer) -> bool:
         """Return True if the log has the entry of a pointer, read past all caches."""

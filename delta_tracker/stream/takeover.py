@@ -63,7 +63,7 @@ class Liveness:
         if not self._storage.has_directory("log"):
             return None
         now = self._store_time(version, error)
-        head = self._head = self._newest()
+        head = self._head = self._log.head()
         if head is None:
             return None
         beat, modified = see_publisher(self._storage, head) or (None, None)
@@ -89,16 +89,6 @@ class Liveness:
         if self._storage.read(name, max_bytes=_MAX_BYTES, transfer=response) is None or response.modified is None:
             raise StorageError(self._storage.url, f"{name} is missing after it was written")
         return response.modified
-
-    def _newest(self) -> Manifest | None:
-        """Return the newest entry, if possible without listing the log."""
-        head, log = self._head, self._log
-        found = None if head is None else log.followers(head)
-        if head is None or found is None:
-            return log.head()
-        head = [head, *found][-1]
-        # Retention keeps claims: it may have deleted the entries after this one.
-        return log.head() if head.kind == "claim" and not log.is_surely_newest(head) else head
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

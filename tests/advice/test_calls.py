@@ -301,7 +301,7 @@ def test_a_garbled_announcement_is_deleted(tmp_path: Path) -> None:
     assert pin_version(store, 1).version == 1
 
 
-@pytest.mark.advice("MalformedError: parse_manifest version_error check_merged _check_tables _pieces")
+@pytest.mark.advice("MalformedError: parse_manifest check_version check_merged _check_tables _pieces")
 def test_a_garbled_entry_is_copied_back_or_passed_by_a_snapshot(cli: Cli, tmp_path: Path) -> None:
     job, store = Job(tmp_path), Storage(f"file://{tmp_path}/stream")
     copy = Storage(f"file://{tmp_path}/copy", create=True)

@@ -184,7 +184,7 @@ def _damage(job: Job, version: int, kind: str) -> type[Exception]:
 
 @pytest.mark.advice(
     "CorruptPartError: read_object Ranged._fetch _check_hash _check_piece check_size _refusals",
-    "MalformedError: parse_manifest version_error check_merged generation_error Span.memory "
+    "MalformedError: parse_manifest check_version check_merged generation_error Span.memory "
     "version_owners identities_after",
     "MissingVersionError: Source._check_gap next_entry",
 )

@@ -26,10 +26,9 @@ class SqliteStore(Store):
         self._database = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
         self._ask("CREATE TABLE objects (name TEXT PRIMARY KEY, data BLOB, modified REAL) WITHOUT ROWID")
 
-    def read(self, span: Span, transfer: Transfer | None) -> NDArray[np.uint8] | None:
+    def read(self, span: Span, transfer: Transfer) -> NDArray[np.uint8] | None:
         for data, modified in self._ask("SELECT data, modified FROM objects WHERE name = ?", span.name):
-            if transfer is not None:
-                transfer.modified = modified
+            transfer.modified = modified
             return span.of(data)
         return None
 

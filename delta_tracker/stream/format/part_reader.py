@@ -344,7 +344,8 @@ def read_parts(
 
 def dense_of(readers: Iterable[PartReader]) -> dict[str, Tensor]:
     """Return the dense tensors of all parts in ``readers``, by name."""
-    return {name: tensor for reader in readers for name, tensor in reader.dense().items()}
+    holders = (reader for reader in readers if reader.part.dense)
+    return {name: tensor for reader in holders for name, tensor in reader.dense().items()}
 
 
 class Contents:

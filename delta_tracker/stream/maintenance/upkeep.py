@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from delta_tracker.arguments import check_count, check_seconds, check_type
-from delta_tracker.errors import InvalidArgumentError, kind_of, unraised
+from delta_tracker.errors import kind_of, unraised
 from delta_tracker.stream.interruption import Interrupted, interruptible
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.maintenance.compaction import compact
@@ -92,9 +92,6 @@ class UpkeepThread:
         on_pass: Callable[[bool], None] | None = None,
         on_failure: Callable[[str], None] | None = None,
     ) -> None:
-        check_count("retain_every", retain_every)
-        if not 0 <= close_seconds < threading.TIMEOUT_MAX:
-            raise InvalidArgumentError("close_seconds", close_seconds, "Pass seconds, 0 or more")
         self._log = log = StreamLog(storage)
         self._steps: list[_Step] = []
         if upkeep.compact_every is not None:

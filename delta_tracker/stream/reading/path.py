@@ -70,6 +70,12 @@ def readable(read: Callable[[_T], Manifest | None], what: _T) -> Manifest | None
         return None
 
 
+def newest_readable(log: Entries) -> Manifest | None:
+    """Return the newest entry that can be read and follows the format; None if there is none. Lists the log."""
+    found = (readable(log.read, version) for version in reversed(log.versions()))
+    return next((each for each in found if each is not None), None)
+
+
 def next_entry(log: Entries, position: Position, entry: Manifest | None) -> Manifest | None:
     """Return the entry that :meth:`Source.next` found after a position, None if it found none.
 
@@ -289,8 +295,7 @@ def _newest_below(log: Entries, version: int) -> Manifest | None:
     try:
         return log.head()
     except MalformedError:
-        found = (readable(log.read, each) for each in reversed(log.versions()))
-        head = next((each for each in found if each is not None), None)
+        head = newest_readable(log)
         if head is None or version > head.version:
             raise
         return head

@@ -102,23 +102,21 @@ class DoubtedStore(Store):
         self._names |= names
         return is_new
 
-    def read(self, span: Span, transfer: Transfer | None) -> NDArray[np.uint8] | None:
+    def read(self, span: Span, transfer: Transfer) -> NDArray[np.uint8] | None:
         """See :meth:`Store.read`."""
         name = span.name
         if name in self._kept and ((kept := self._kept[name]) is None or span.end is None or span.end <= len(kept[0])):
             if kept is None:
                 return None
-            if transfer is not None:
-                transfer.modified = kept[1]
+            transfer.modified = kept[1]
             return span.of(kept[0])
-        response = Transfer() if transfer is None else transfer
-        data = self._store_of(name).read_span(span, response)
+        data = self._store_of(name).read_span(span, transfer)
         if name in self._names and span.end is None:
             if data is None:
                 self._kept[name] = None
             elif self._num_kept_bytes + len(data) <= _MAX_KEPT_BYTES:
                 self._num_kept_bytes += len(data)
-                self._kept[name] = data.tobytes(), response.modified
+                self._kept[name] = data.tobytes(), transfer.modified
         return data
 
     def stat(self, name: str) -> StoredObject | None:

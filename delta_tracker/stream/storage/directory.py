@@ -58,7 +58,7 @@ class DirectoryStore(Store):
             make_directory(directory, fsync=fsync)
         self._find()
 
-    def read(self, span: Span, transfer: Transfer | None) -> NDArray[np.uint8] | None:
+    def read(self, span: Span, transfer: Transfer) -> NDArray[np.uint8] | None:
         name = span.name
         if (descriptor := self._at(name, _open)) is None:
             return None
@@ -68,8 +68,7 @@ class DirectoryStore(Store):
                 return None
             if not stat.S_ISREG(status.st_mode):
                 raise StorageError(self.url, f"{name} is not a regular file", "Delete it: no publisher has written it")
-            if transfer is not None:
-                transfer.modified = status.st_mtime
+            transfer.modified = status.st_mtime
             data = span.memory(status.st_size)
             filled = read_into(descriptor, data.data, span.begin)
             if filled < len(data):

@@ -21,12 +21,11 @@ class MemoryStore(Store):
         self.url = url
         self._objects: dict[str, tuple[bytes, float]] = {}
 
-    def read(self, span: Span, transfer: Transfer | None) -> NDArray[np.uint8] | None:
+    def read(self, span: Span, transfer: Transfer) -> NDArray[np.uint8] | None:
         found = self._objects.get(span.name)
         if found is None:
             return None
-        if transfer is not None:
-            transfer.modified = found[1]
+        transfer.modified = found[1]
         return span.of(found[0])
 
     def stat(self, name: str) -> StoredObject | None:

@@ -53,6 +53,10 @@ class BucketStore(Store):
         past_cache: True to ask caches for the origin's objects.
     """
 
+    # True to compare only the size with that of an earlier response, because two caches of one object may differ in its
+    # ETag and date. Its hash is checked in the end.
+    _is_cached = False
+
     def __init__(self, url: str, options: Mapping[str, str] | None, *, past_cache: bool = False) -> None:
         self.url = url
         settings = connection(url, options, past_cache=past_cache)
@@ -64,16 +68,11 @@ class BucketStore(Store):
 
         self._silence_seconds = seconds_of(settings["client_options"]["read_timeout"])
 
-    def read(self, span: Span, transfer: Transfer | None) -> NDArray[np.uint8] | None:
-        """A call with the transfer of a failed one requests only the rest of the object."""
-        return self.download(span, Transfer() if transfer is None else transfer)
+    def read(self, span: Span, transfer: Transfer) -> NDArray[np.uint8] | None:
+        """If a request ends before all bytes arrived, the rest is requested, as long as each request brings some.
 
-    def download(self, span: Span, transfer: Transfer, *, is_cached: bool = False) -> NDArray[np.uint8] | None:
-        """Return bytes of an object, None if it does not exist.
-
-        If a request ends before all bytes arrived, the remaining bytes are requested, as long as each brings some.
-        Raises StorageError if the object has changed since the first one; ``is_cached`` compares only the size, because
-        two caches of one object may differ in its ETag and date, and its hash is checked in the end.
+        A call with the transfer of a failed one requests only the rest, too. Raises StorageError if the object has
+        changed since the first request.
         """
         if span.begin == span.end:  # stores reject a request for an empty range
             found = self.stat(span.name)
@@ -84,7 +83,7 @@ class BucketStore(Store):
             try:
                 result = self._request(span.name, span.begin + transfer.num_bytes, span.end)
                 source = result.meta["size"], result.meta["e_tag"], result.meta["last_modified"]
-                if is_cached and transfer.source is not None:
+                if self._is_cached and transfer.source is not None:
                     source = source[0], *transfer.source[1:]
                 if transfer.source not in (None, source):
                     transfer.out, transfer.num_bytes, transfer.source = None, 0, None
@@ -215,15 +214,16 @@ class HttpStore(BucketStore):
 
     is_read_only = True
     lists_from = False
+    _is_cached = True
 
     def __init__(self, url: str, options: Mapping[str, str] | None, *, past_cache: bool = False) -> None:
         super().__init__(url, options, past_cache=past_cache)
         self._options = options
         self._past_cache = past_cache
 
-    def read(self, span: Span, transfer: Transfer | None) -> NDArray[np.uint8] | None:
+    def read(self, span: Span, transfer: Transfer) -> NDArray[np.uint8] | None:
         try:
-            return self.download(span, Transfer() if transfer is None else transfer, is_cached=True)
+            return super().read(span, transfer)
         except NotSupportedError as error:
             reason = f"{span.name}: the server answers a range with the whole object"
             raise StorageError(self.url, reason, "Make it pass ranges on, or cache slices") from error

@@ -225,7 +225,7 @@ class Storage:
         if out is not None and len(out) < max_bytes:
             raise InvalidArgumentError("out", len(out), f"Pass an array of {max_bytes} bytes")
         with self._operation("read", name):
-            return self._store.read(Span(self.url, name, max_bytes, out), transfer)
+            return self._store.read(Span(self.url, name, max_bytes, out), Transfer() if transfer is None else transfer)
 
     def read_range(self, name: str, begin: int, end: int) -> NDArray[np.uint8] | None:
         """Return the bytes ``[begin, end)`` of an object, None if it does not exist.
@@ -235,9 +235,9 @@ class Storage:
         if not 0 <= begin <= end:
             raise InvalidArgumentError("begin, end", (begin, end), "Pass 0 <= begin <= end")
         with self._operation("read", name):
-            return self._store.read(Span(self.url, name, end - begin, None, begin, end), None)
+            return self._store.read(Span(self.url, name, end - begin, None, begin, end), Transfer())
 
-    def read_span(self, span: Span, transfer: Transfer | None) -> NDArray[np.uint8] | None:
+    def read_span(self, span: Span, transfer: Transfer) -> NDArray[np.uint8] | None:
         """Call :meth:`read` or :meth:`read_range`, for a store that wraps this object."""
         if span.end is None:
             return self.read(span.name, max_bytes=span.max_bytes, out=span.out, transfer=transfer)

@@ -116,7 +116,7 @@ class Store(ABC):
     lists_from = True
 
     @abstractmethod
-    def read(self, span: Span, transfer: Transfer | None) -> NDArray[np.uint8] | None:
+    def read(self, span: Span, transfer: Transfer) -> NDArray[np.uint8] | None:
         """Return bytes of an object in ``span.memory(size)``, None if it does not exist.
 
         Sets ``transfer.modified``, the modification time. A store may continue an interrupted transfer.
