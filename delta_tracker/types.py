@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import ItemsView, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
@@ -32,11 +33,13 @@ ITEM_BYTES = {
 """Size in bytes of a value of each dtype, by its name in torch."""
 
 
+@cache
 def dtype_name(dtype: torch.dtype | str) -> str:
     """Return the name of a dtype in torch, such as ``float32``."""
     return str(dtype).removeprefix("torch.")
 
 
+@cache
 def torch_dtype(name: str) -> torch.dtype:
     """Return torch's dtype of a name. The format names dtypes, so that reading it does not import torch."""
     import torch  # noqa: PLC0415

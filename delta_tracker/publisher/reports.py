@@ -17,6 +17,7 @@ from delta_tracker.errors import (
 )
 from delta_tracker.monitor.recorder import Recorder
 from delta_tracker.publisher.coordinator import Coordinator
+from delta_tracker.publisher.large_deltas import LargeDeltas
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.maintenance.upkeep import UPKEEP_STEPS
 from delta_tracker.stream.storage.url import shown_url
@@ -44,6 +45,7 @@ class Reports:
         self._recorder = recorder
         self._writer = writer
         self._failure: tuple[object, ...] | None = None  # kind of the last failure since the last version
+        self._large_deltas = LargeDeltas()
         self._measured: int | None = None  # version at which the clock was compared
 
     def open(self) -> None:
@@ -97,8 +99,11 @@ class Reports:
         recorder.published_versions.cell(kind=kind).add(1)
         num_bytes = committed.total_bytes if committed.training else committed.num_bytes
         recorder.published_bytes.cell(kind=kind).add(num_bytes)
-        for fqn, num_rows in committed.rows_by_table.items():
+        rows = committed.rows_by_table
+        for fqn, num_rows in rows.items():
             recorder.published_rows.cell(table=fqn).add(num_rows)
+        if kind == "delta":
+            self._large_deltas.saw(rows, committed.tables)
         recorder.published_version.set(committed.version)
 
     def _show_skew(self) -> None:

@@ -1,0 +1,36 @@
+"""The log line about an optimizer that changes most rows of a table."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adam
+
+from delta_tracker import ModelDeltaTracker, Publisher, Storage
+
+
+def _warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "is_large"), [(Adam, True), (partial(SGD, weight_decay=0.01), True), (partial(SGD, lr=0.1), False)]
+)
+def test_a_table_whose_deltas_are_large_is_named_once(optimizer, is_large: bool, caplog) -> None:
+    model = nn.ModuleDict({"user": nn.EmbeddingBag(20, 4)})
+    training = optimizer(model.parameters())
+    with ModelDeltaTracker(model) as tracker, Publisher(tracker, Storage("memory://")) as publisher:
+        publisher.snapshot()
+        for number in range(30):
+            training.zero_grad()
+            model["user"](torch.tensor([[number % 20]])).sum().backward()
+            training.step()
+            tracker.step()
+            publisher.publish()
+    found = _warnings(caplog)
+    assert len(found) == is_large
+    assert not is_large or "deltas has more than half of the rows of user. Adam" in found[0]
