@@ -86,7 +86,14 @@ def __getattr__(name: str) -> object:
         return importlib.import_module(f"{__name__}.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value: object = getattr(importlib.import_module(_HOMES[name]), name)
+    try:
+        value: object = getattr(importlib.import_module(_HOMES[name]), name)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        from delta_tracker.errors import MissingExtraError  # noqa: PLC0415
+
+        raise MissingExtraError("torch", "torch") from error
     globals()[name] = value
     return value
 

@@ -6,6 +6,8 @@ import importlib
 
 import click
 
+from delta_tracker.errors import import_optional
+
 # Command name to the summary in the list of commands. The file of a command has the same name.
 _SUMMARIES = {
     "demo": "Train, publish and follow a small model; creates a stream to try other commands on.",
@@ -27,6 +29,8 @@ _SUMMARIES = {
     "plan": "Forecast memory, bytes, requests, disk and start-up time of a stream.",
     "report": "Write a self-contained HTML report about a stream.",
 }
+
+_WITH_TORCH = ("compact", "demo", "diff", "export", "plan", "sink", "verify")
 
 _HELP = """Inspect and verify streams of embedding deltas, and export versions.
 
@@ -59,6 +63,8 @@ class _Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002  click's interface
         if cmd_name not in _SUMMARIES:
             return None
+        if cmd_name in _WITH_TORCH:
+            import_optional("torch", "torch", "torch")
         command = importlib.import_module(f"{__package__}.{cmd_name}").command
         assert isinstance(command, click.Command)
         return command

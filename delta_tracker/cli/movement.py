@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from delta_tracker.monitor.buckets import LogBuckets
-from delta_tracker.stream.format.block_rows import BlockRows
-from delta_tracker.stream.format.part_reader import Contents
 from delta_tracker.types import TableSpec
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+    from delta_tracker.stream.format.block_rows import BlockRows
+    from delta_tracker.stream.format.part_reader import Contents
 
 _CHUNK_ROWS = 16_384
 SAMPLE_BYTES = 256 << 20

@@ -20,10 +20,16 @@ from delta_tracker.cli.page import Figures, render
 from delta_tracker.cli.skews import Skews
 from delta_tracker.cli.stream_command import Stream, stream_command
 from delta_tracker.cli.text import duration, several, size
-from delta_tracker.errors import CorruptPartError, InvalidArgumentError, MalformedError, StreamError
+from delta_tracker.errors import (
+    CorruptPartError,
+    InvalidArgumentError,
+    MalformedError,
+    MissingExtraError,
+    StreamError,
+    import_optional,
+)
 from delta_tracker.monitor.buckets import PER_OCTAVE, LogBuckets, upper_bound
 from delta_tracker.stream.format.manifest import DTYPE_NAMES, entry_name
-from delta_tracker.stream.format.part_reader import Contents
 from delta_tracker.stream.pin import Pin, newest_pin
 from delta_tracker.stream.store_clock import StoreClock
 
@@ -128,7 +134,11 @@ def gather(stream: Stream, max_versions: int, max_bytes: int) -> Figures:
     totals = total(each.tables for each in history.bins)
     names = sorted(history.tables, key=lambda fqn: (-totals[fqn].num_bytes, fqn))
     movement = Movement({fqn: history.tables[fqn] for fqn in names[:MAX_TABLES]})
-    read = _read_rows(stream, movement, _newest(sizes, max_bytes), faulty)
+    unread: list[Notice] = []
+    try:
+        read = _read_rows(stream, movement, _newest(sizes, max_bytes), faulty)
+    except MissingExtraError as error:
+        read, unread = [], [Notice("note", f"The rows of the versions were not read: {error.problem}", error.remedy)]
     clock = StoreClock()
     clock.saw("log", [(history.newest or head).committed], began=clock.reader_time())
     order = newest_pin(stream.storage)
@@ -142,6 +152,7 @@ def gather(stream: Stream, max_versions: int, max_bytes: int) -> Figures:
         *of_predictors(followers),
         *([] if pin is None else [_pinned(pin, clock.now())]),
         *of_clocks(problems),
+        *unread,
     ]
     sums = {name: sum(getattr(each, name) for each in history.bins) for name in _SUMS}
     others = total({"": totals[fqn]} for fqn in names[MAX_TABLES:])[""]
@@ -229,7 +240,13 @@ def _read_rows(
 
     Returns:
         Those of the versions that were read.
+
+    Raises:
+        MissingExtraError: if torch is not installed.
     """
+    import_optional("torch", "torch", "torch")
+    from delta_tracker.stream.format.part_reader import Contents  # noqa: PLC0415  it imports torch
+
     found = []
     with stream.out.progress("reading rows", sum(num_bytes for _, num_bytes in sizes)) as advance:
         for version, num_bytes in sizes:
