@@ -112,8 +112,10 @@ $(VENV)/.requirements: requirements-cpu.txt
 	@$(PIP) --no-deps -r requirements-cpu.txt
 	@touch $@
 
+# The package had the name delta_tracker before. An environment with both names has two owners of one command.
 $(VENV)/.installed: $(VENV)/.requirements pyproject.toml
 	@echo '[4/4] delta_tracker itself'
+	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip uninstall -qq -y delta_tracker
 	@$(PIP) --no-deps --no-build-isolation -e .
 	@touch $@
 

@@ -11,6 +11,7 @@ import copy
 import math
 import pickle
 from collections.abc import Iterable, Mapping
+from functools import cache
 from importlib import import_module
 from itertools import islice
 from types import ModuleType
@@ -91,14 +92,20 @@ class MissingExtraError(DeltaTrackerError, ImportError):
     """A required package is not installed, or was not built for the installed release of another one.
 
     ``extra`` is the extra of this library that installs ``package``, or None if every installation of the library does.
-    ``other`` is the other package with its release, if there is one. ``command`` installs what is missing.
+    ``other`` is the other package with its release, if there is one. ``command`` installs what is missing. It names the
+    distribution that this library was installed from; without its metadata, the command is one for a checkout.
     """
 
     def __init__(self, package: str, extra: str | None, *, other: str | None = None, command: str = "") -> None:
         self.package, self.extra, self.other = package, extra, other
-        self.command = command or "pip install " + (package if extra is None else f"'delta_tracker[{extra}]'")
+        where = ""
+        if extra is not None and not command:
+            name = _distribution()
+            where = "" if name else " in a checkout of delta_tracker"
+            command = f"pip install '{name or '.'}[{extra}]'"
+        self.command = command or f"pip install {package}"
         if other is None:
-            super().__init__(f"the package {package!r} is not installed", f"Install it with: {self.command}")
+            super().__init__(f"the package {package!r} is not installed", f"Install it{where} with: {self.command}")
         else:
             problem = f"{package} was not built for {other} and cannot be loaded"
             super().__init__(problem, f"Install its match: {self.command}")
@@ -799,6 +806,22 @@ def _picklable(error: BaseException | None) -> BaseException | None:
     except Exception:  # noqa: BLE001  the constructor of any class may run
         return None
     return error
+
+
+@cache
+def _distribution() -> str | None:
+    """Return the name of the distribution that installed this library; None if no or several metadata claim it.
+
+    It is the one whose command runs this library's code: an editable install does not list the files of the library.
+    """
+    from importlib.metadata import entry_points  # noqa: PLC0415  slow to import
+
+    try:
+        scripts = entry_points(group="console_scripts", name="delta-tracker")
+        names = {each.dist.name for each in scripts if each.dist and each.module.startswith("delta_tracker.")}
+    except Exception:  # noqa: BLE001  the metadata of any package may be malformed
+        return None
+    return names.pop() if len(names) == 1 else None
 
 
 def _brief(value: object) -> str:

@@ -5,11 +5,16 @@ from __future__ import annotations
 import copy
 import gc
 import inspect
+import os
 import pickle
+import subprocess
+import sys
 import threading
+import tomllib
 import weakref
 from collections import abc
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
@@ -20,6 +25,7 @@ from delta_tracker.errors import (
     FencedError,
     FollowEndedError,
     MalformedError,
+    MissingExtraError,
     MissingVersionError,
     NewerFormatError,
     StorageError,
@@ -27,6 +33,8 @@ from delta_tracker.errors import (
     unraised,
 )
 from tests.raise_sites import ERRORS
+
+_ROOT = Path(__file__).parent.parent
 
 
 def test_every_error_of_a_stream_is_a_stream_error() -> None:
@@ -143,3 +151,53 @@ def test_an_error_that_is_kept_keeps_no_rows(held: Callable[[Exception], Excepti
     gc.collect()
     assert kept is not None
     assert [reference() for reference in alive] == [None]
+
+
+_CHECKOUT = "Install it in a checkout of delta_tracker with: pip install '.[redis]'."
+_SCRIPT = "[console_scripts]\ndelta-tracker = {}\n"
+_OWN = _SCRIPT.format("delta_tracker.cli.main:main")
+
+
+def _advice(folder: Path, scripts: dict[str, str]) -> str:
+    """Return the advice for a missing package, where only some distributions with these scripts are installed."""
+    for name, script in scripts.items():
+        metadata = folder / f"{name.replace('-', '_')}-0.2.dist-info"
+        metadata.mkdir(parents=True)
+        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.2\n")
+        (metadata / "top_level.txt").write_text("delta_tracker\n")
+        (metadata / "entry_points.txt").write_text(script)
+    program = "from delta_tracker.errors import MissingExtraError; print(MissingExtraError('redis', 'redis'))"
+    done = subprocess.run(
+        [sys.executable, "-S", "-W", "error", "-c", program],  # -S leaves out what is installed here
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (_ROOT, folder)))},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    return done.stdout.strip().removeprefix("the package 'redis' is not installed. ")
+
+
+@pytest.mark.promise("refused")
+def test_a_missing_extra_is_of_the_distribution_that_is_installed(tmp_path: Path) -> None:
+    assert _advice(tmp_path, {"renamed-by-a-fork": _OWN}) == "Install it with: pip install 'renamed-by-a-fork[redis]'."
+
+
+@pytest.mark.parametrize(
+    "scripts",
+    [
+        {},
+        {"delta-tracker": ""},  # another project of the package index
+        {"delta-tracker": _SCRIPT.format("audit:main")},
+        {"delta-tracker": _OWN, "embedding-delta-tracker": _OWN},  # which of them it is is unknown
+        {"embedding-delta-tracker": "[console_scripts]\ndelta-tracker\n"},
+    ],
+)
+def test_without_its_own_metadata_no_distribution_is_named(tmp_path: Path, scripts: dict[str, str]) -> None:
+    assert _advice(tmp_path, scripts) == _CHECKOUT
+
+
+def test_an_editable_install_has_the_name_of_the_project() -> None:
+    name = tomllib.loads((_ROOT / "pyproject.toml").read_text())["project"]["name"]
+    assert MissingExtraError("redis", "redis").command == f"pip install '{name}[redis]'"
+    assert MissingExtraError("torch", None).command == "pip install torch"

@@ -402,8 +402,8 @@ def test_wrong_arguments_are_refused_without_showing_a_password() -> None:
 
 def test_the_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "redis", None)
-    with pytest.raises(MissingExtraError, match=r"delta_tracker\[redis\]"):
+    with pytest.raises(MissingExtraError, match=r"\[redis\]'"):
         RedisNotifier("redis://127.0.0.1")
     monkeypatch.setitem(sys.modules, "nats", None)
-    with pytest.raises(MissingExtraError, match=r"delta_tracker\[nats\]"):
+    with pytest.raises(MissingExtraError, match=r"\[nats\]'"):
         NatsNotifier("nats://127.0.0.1")

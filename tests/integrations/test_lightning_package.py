@@ -19,7 +19,7 @@ except Exception as error:
 """,
     )
     assert said.startswith("MissingExtraError the package 'pytorch_lightning' is not installed")
-    assert "delta_tracker[lightning]" in said
+    assert "[lightning]'" in said
 
 
 def test_the_callbacks_are_of_the_package_that_is_imported(tmp_path: Path) -> None:
