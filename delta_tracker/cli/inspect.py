@@ -11,11 +11,10 @@ from msgspec import to_builtins
 from rich.table import Table
 
 from delta_tracker.cli.entries import Amount, Entry, contiguous, total
-from delta_tracker.cli.followers import Follower, read_followers
+from delta_tracker.cli.followers import Follower, Skews, read_followers
 from delta_tracker.cli.listings import PREDICTOR_COLUMNS, predictor_cells, version_table
 from delta_tracker.cli.output import Output, facts, table
 from delta_tracker.cli.silence import SILENCE_SECONDS
-from delta_tracker.cli.skews import Skews
 from delta_tracker.cli.stream_command import Stream, stream_command
 from delta_tracker.cli.text import count, duration, moment, plain, several, size
 from delta_tracker.errors import MalformedError, NoSnapshotError

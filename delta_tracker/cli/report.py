@@ -13,11 +13,10 @@ from msgspec import to_builtins
 
 from delta_tracker.cli.attention import Notice, of_clocks, of_predictors, of_publishers, sort_notices
 from delta_tracker.cli.entries import Amount, contiguous, total
-from delta_tracker.cli.followers import hosts_of, read_followers
+from delta_tracker.cli.followers import Skews, hosts_of, read_followers
 from delta_tracker.cli.history import Bin, History
 from delta_tracker.cli.movement import Movement, TableMovement
 from delta_tracker.cli.page import Figures, render
-from delta_tracker.cli.skews import Skews
 from delta_tracker.cli.stream_command import Stream, stream_command
 from delta_tracker.cli.text import duration, several, size
 from delta_tracker.errors import (

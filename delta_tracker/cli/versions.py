@@ -14,7 +14,7 @@ from torch import Tensor
 from delta_tracker.errors import MalformedError
 from delta_tracker.predictor.placement import place
 from delta_tracker.row_target import TensorTarget
-from delta_tracker.stream.format.manifest import DenseSpec, Manifest, Part, entry_name
+from delta_tracker.stream.format.manifest import DenseSpec, Manifest, entry_name
 from delta_tracker.stream.format.part_reader import Contents
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import TableSpec
@@ -119,8 +119,3 @@ def _check_tables(manifest: Manifest, table: str | None, like: Manifest) -> None
             reason = f"its table {fqn!r} has other buckets of raw ids than in snapshot {like.version}"
         if reason is not None:
             raise MalformedError(entry_name(manifest.version), reason)
-
-
-def _parts(manifest: Manifest, table: str) -> tuple[Part, ...]:
-    """Return the parts with rows of a table."""
-    return tuple(part for part in manifest.parts if any(block.table == table for block in part.blocks))

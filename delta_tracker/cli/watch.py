@@ -11,8 +11,7 @@ from itertools import islice
 from msgspec import to_builtins
 
 from delta_tracker.cli.entries import Amount, Entry, total
-from delta_tracker.cli.followers import Follower
-from delta_tracker.cli.skews import Skews
+from delta_tracker.cli.followers import Follower, Skews
 from delta_tracker.errors import MalformedError, MissingVersionError, StreamReplacedError
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.log import StreamLog

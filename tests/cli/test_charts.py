@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from delta_tracker.cli.charts import (
+from delta_tracker.cli.page import (
     HEIGHT,
     WIDTH,
     Scale,
