@@ -185,7 +185,6 @@ class TrackerCallback(Callback):
         Raises:
             InvalidArgumentError: if ``trainer`` has another callback of this class.
         """
-        del pl_module
         _check_only_one(self, trainer, "Pass one TrackerCallback: its tracker can have any number of consumers")
         trainer.callbacks = [self, *(each for each in trainer.callbacks if each is not self)]
         self._release()  # what a fit that raised has left
@@ -222,7 +221,6 @@ class TrackerCallback(Callback):
             RankLostError: if a rank died or did not build its tracker in time.
             Exception: the error that was raised while the tracker was built or its state loaded.
         """
-        del trainer
         saved = self._saved
         try:
             with closing(RankGroup("trackers", "Trainer.fit(...)", DEFAULT_TIMEOUT)) as group:
@@ -239,7 +237,6 @@ class TrackerCallback(Callback):
         Raises:
             Exception: the error that was raised while the publisher was built.
         """
-        del trainer, pl_module
         self._open_publisher()
 
     def on_train_batch_end(
@@ -251,10 +248,8 @@ class TrackerCallback(Callback):
         batch_idx: int,
     ) -> None:
         """Call ``step()`` of the tracker and then, if publishing is enabled, of the publisher."""
-        del trainer, pl_module, outputs, batch, batch_idx
         self.tracker.step()
-        publisher = self._open_publisher()
-        if publisher is not None:
+        if (publisher := self._open_publisher()) is not None:
             publisher.step()
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -265,7 +260,6 @@ class TrackerCallback(Callback):
         changed when it is loaded, before the first ``fit``, and after a ``fit`` that raised an error and was followed
         by another call of ``trainer``.
         """
-        del trainer
         if self._tracker is not None:
             checkpoint[_KEY] = self._state()
             return
@@ -280,9 +274,7 @@ class TrackerCallback(Callback):
             DeltaTrackerError: the errors of :meth:`~delta_tracker.publisher.publisher.Publisher.publish`. The rows then
                 stay pending in the checkpoints that were saved.
         """
-        del trainer
-        publisher = self._open_publisher()
-        if publisher is not None:
+        if (publisher := self._open_publisher()) is not None:
             publisher.publish()
         self._saved = _Saved(self._state(), _weights(pl_module))
 
@@ -292,7 +284,6 @@ class TrackerCallback(Callback):
         Lightning does not call this method if ``fit`` raised an error, so that callbacks can still save a checkpoint
         then. :meth:`setup` does the same at the next call of ``trainer``.
         """
-        del trainer, pl_module, stage
         self._release()
 
     def _release(self) -> None:
@@ -370,7 +361,6 @@ class CountersCallback(Callback):
         Raises:
             InvalidArgumentError: if ``trainer`` has another one.
         """
-        del pl_module, stage
         _check_only_one(self, trainer, "Pass one CountersCallback with all counters")
 
     @staticmethod
@@ -393,7 +383,6 @@ class CountersCallback(Callback):
 
         Called by Lightning on every rank.
         """
-        del trainer, pl_module
         checkpoint[_COUNTERS_KEY] = self._counters.state_dict(strategy="gather_or_local")
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -405,7 +394,6 @@ class CountersCallback(Callback):
             RankLostError: if a rank died or did not answer in time.
             Exception: the errors of :meth:`delta_tracker.RankCounters.load_state_dict`.
         """
-        del trainer, pl_module
         saved: Mapping[str, Tensor] = checkpoint.get(_COUNTERS_KEY, {})
         with closing(RankGroup("counters of a checkpoint", "Trainer.fit(...)", DEFAULT_TIMEOUT)) as group:
             agree(lambda: self._checked(saved), group)
