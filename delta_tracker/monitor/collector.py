@@ -66,8 +66,8 @@ class Collector:
         self._guards: dict[str, Guard] = {}  # of the sources, by name
         self._undelivered: list[Event] = []
         self._attributes: dict[str, str] = {}
-        # An inner queue is a request of flush(): collect, then put None into the inner queue.
-        self._wakeups: queue.SimpleQueue[_Wake | queue.SimpleQueue[None]] = queue.SimpleQueue()
+        # An event is a request of flush(): collect, then set the event.
+        self._wakeups: queue.SimpleQueue[_Wake | threading.Event] = queue.SimpleQueue()
         self._is_woken = False
         self._thread: threading.Thread | None = None
 
@@ -139,13 +139,9 @@ class Collector:
         if self._thread is None:
             self.collect()
             return True
-        done: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._wakeups.put(done)
-        try:
-            done.get(timeout=timeout_seconds)
-        except queue.Empty:
-            return False
-        return True
+        is_done = threading.Event()
+        self._wakeups.put(is_done)
+        return is_done.wait(timeout_seconds)
 
     def wake(self) -> None:
         """Request delivery of queued events to the handlers. Can be called in any thread and in signal handlers."""
@@ -248,7 +244,7 @@ class Collector:
         del self._undelivered[: -self._events.capacity]
         return is_behind
 
-    def _loop(self, interval_seconds: float, wakeups: queue.SimpleQueue[_Wake | queue.SimpleQueue[None]]) -> None:
+    def _loop(self, interval_seconds: float, wakeups: queue.SimpleQueue[_Wake | threading.Event]) -> None:
         runner, due = self._runner, time.monotonic() + interval_seconds
         handler_seconds = min(interval_seconds, self._deadline_seconds) / 2
         while True:
@@ -266,9 +262,9 @@ class Collector:
                 if is_behind:
                     self.wake()
                 continue
-            if isinstance(wake, queue.SimpleQueue):
+            if isinstance(wake, threading.Event):
                 self._collect_once()
-                wake.put(None)
+                wake.set()
             else:
                 self._collect_once(handler_seconds=handler_seconds)
             due = max(due, time.monotonic() - interval_seconds) + interval_seconds

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
+from functools import cache
 from types import MappingProxyType, TracebackType
 from typing import Self
 
@@ -72,14 +73,12 @@ class _Ids:
         return (self._high << _COUNT_BITS | low) or self.next()
 
 
-_ids: list[_Ids] = []
+_ids = cache(_Ids)  # not at import, because RANK may be set later
 
 
 def new_id() -> int:
     """Return a new 64-bit id for an event or span, unique across ranks."""
-    if not _ids:
-        _ids.append(_Ids())  # not at import, because RANK may be set later
-    return _ids[0].next()
+    return _ids().next()
 
 
 def new_trace() -> int:
@@ -89,7 +88,7 @@ def new_trace() -> int:
 
 def renew_ids() -> None:
     """Make later ids continue from a new random number. Called in a forked child."""
-    _ids.clear()
+    _ids.cache_clear()
 
 
 CURRENT_SPAN: contextvars.ContextVar[tuple[int, int]] = contextvars.ContextVar("CURRENT_SPAN", default=(0, 0))

@@ -148,11 +148,13 @@ class EventLog:
 
     Args:
         clock: clock for the rate limits.
-        capacity: maximum number of queued events, and maximum number of events in :attr:`recent`. If an event is added
-            to a full queue, the oldest event is dropped.
+        capacity: maximum number of queued events. If an event is added to a full queue, the oldest event is dropped.
         dropped: function called for each dropped event with the reason: ``severity``, ``sample``, ``rate``,
             ``overrun`` or ``unhandled``.
         wake: function called for each event that is queued.
+
+    Attributes:
+        subscriptions: all current subscriptions.
 
     Raises:
         InvalidArgumentError: for a capacity below 1.
@@ -168,10 +170,9 @@ class EventLog:
         self.dropped = dropped
         self._wake = wake
         self._waiting: deque[Event] = deque()
-        self._recent: deque[Event] = deque(maxlen=capacity)
         self._rules: dict[str, EventRule] = {}
         self._gates: dict[str, _Gate] = {}
-        self._subscriptions: tuple[Subscription, ...] = ()
+        self.subscriptions: tuple[Subscription, ...] = ()
 
     def emit(self, event: Event) -> None:
         """Queue an event, unless the rule for the event's name rejects it."""
@@ -180,7 +181,6 @@ class EventLog:
         if refusal is not None:
             self.dropped(refusal)
             return
-        self._recent.append(event)
         self._waiting.append(event)
         if len(self._waiting) > self.capacity:
             try:
@@ -217,22 +217,12 @@ class EventLog:
             The subscription. Call its ``remove()`` to end it.
         """
         subscription = Subscription(self, pattern, severity, handler)
-        self._subscriptions = (*self._subscriptions, subscription)
+        self.subscriptions = (*self.subscriptions, subscription)
         return subscription
 
     def unsubscribe(self, subscription: Subscription) -> None:
         """Remove a subscription. No-op if it was already removed."""
-        self._subscriptions = tuple(each for each in self._subscriptions if each is not subscription)
-
-    @property
-    def subscriptions(self) -> tuple[Subscription, ...]:
-        """All current subscriptions."""
-        return self._subscriptions
-
-    @property
-    def recent(self) -> list[Event]:
-        """Newest accepted events, at most ``capacity``, oldest first. Includes events that were already delivered."""
-        return list(self._recent)
+        self.subscriptions = tuple(each for each in self.subscriptions if each is not subscription)
 
     def take(self) -> list[Event]:
         """Remove all queued events and return them, oldest first."""
@@ -247,8 +237,7 @@ class EventLog:
     def reset(self) -> None:
         """Discard all events. Called in a forked child."""
         self._waiting.clear()
-        self._recent.clear()
-        for subscription in self._subscriptions:
+        for subscription in self.subscriptions:
             subscription.reset()
 
     def _gate(self, name: str) -> _Gate:

@@ -129,7 +129,7 @@ class Stat:
         self, definition: Definition, policy: Policy, progress: Progress, overflowed: Callable[[str], None]
     ) -> None:
         self.definition = definition
-        self._policy = policy
+        self.policy = policy
         self._progress = progress
         self._overflowed = overflowed
         self._lock = threading.RLock()
@@ -143,14 +143,9 @@ class Stat:
         return self.definition.name
 
     @property
-    def policy(self) -> Policy:
-        """Policy that configures the aggregation of the records."""
-        return self._policy
-
-    @property
     def enabled(self) -> bool:
         """True if records are kept. Check it before computing an expensive value."""
-        return self._policy.enabled
+        return self.policy.enabled
 
     @property
     def cells(self) -> list[Cell]:
@@ -203,7 +198,7 @@ class Stat:
     def configure(self, policy: Policy) -> None:
         """Replace the policy of all cells."""
         with self._lock:
-            self._policy = policy
+            self.policy = policy
             for cell in self._cells.values():
                 cell.configure(policy)
 
@@ -229,7 +224,7 @@ class Stat:
                 key = tuple((name, OTHER) for name, _ in key)
             if key not in self._cells:
                 is_counter = self.definition.kind is Kind.COUNTER
-                self._cells[key] = Cell(key, self._policy, self._progress, is_counter=is_counter)
+                self._cells[key] = Cell(key, self.policy, self._progress, is_counter=is_counter)
             found = self._cells[key]
         # Outside the lock: the callback takes the registry's lock, whose holder may wait for this stat's lock.
         if is_full:

@@ -64,8 +64,9 @@ class Schedule:
         for _ in range(self._choose.randrange(20)):
             self._records.add(1)
             self._num_recorded += 1
-        self._monitor.log("mark")
-        self._marks.add(next(each.id for each in reversed(self._monitor.events.recent) if each.name == "mark"))
+        mark = Event("mark")
+        self._monitor.emit(mark)
+        self._marks.add(mark.id)
 
     def script(self) -> None:
         """Choose the behavior of a sink at its next deliveries."""

@@ -89,7 +89,7 @@ def main(folder: Path, num_forks: int) -> None:
     sinks = [
         _Unforgetting(),
         JsonlSink(folder / "pipe"),
-        JsonlSink(folder / "lines", totals=True),
+        JsonlSink(folder / "lines"),
         ChromeTraceSink(folder / "trace"),
         LoggingSink(),
         PrometheusFileSink(folder / "metrics.prom"),
@@ -136,7 +136,7 @@ def _live_as_child(monitor: Monitor, counter, *, ends_normally: bool) -> None:
         batch = monitor.collect()
         totals = {each.definition.name: each.figures.total for each in batch.totals}
         num_errors = sum(cell.collect_total() for cell in monitor.metrics.outlet_errors.cells)
-        status = 0 if totals["records"] == 1 and num_errors == 2 and not monitor.events.recent else 2
+        status = 0 if totals["records"] == 1 and num_errors == 2 and not monitor.events.take() else 2
     finally:
         if not (ends_normally and status == 0):
             os._exit(status)

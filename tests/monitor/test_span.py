@@ -16,7 +16,7 @@ def test_spans_nest_and_end_also_where_the_body_raises(monitor, clock) -> None:
             raise KeyError("x")
         clock.go(1)
     monitor.log("after")
-    begin, inside, inner, inner_end, end, after = monitor.events.recent
+    begin, inside, inner, inner_end, end, after = monitor.events.take()
     assert [each.phase for each in (begin, inner, inner_end, end)] == [Phase.BEGIN, Phase.BEGIN, Phase.END, Phase.END]
     assert begin.span == end.span == inside.span == inner.parent == outer.id
     assert inner.span == inner_end.span != outer.id
@@ -28,13 +28,15 @@ def test_spans_nest_and_end_also_where_the_body_raises(monitor, clock) -> None:
 
 def _trace(number: int | None, run_id: str | None = None) -> int:
     """Return the trace of a span in a monitor of its own."""
-    monitor = Monitor()
+    monitor, events = Monitor(), []
+    monitor.on("*", events.append)
     if run_id is not None:
         monitor.start(system=False, run_id=run_id)
     with monitor.span("step", trace=number), monitor.span("part"):
         pass
     monitor.stop()
-    (trace,) = {event.trace for event in monitor.events.recent}
+    monitor.collect()  # if it was not started
+    (trace,) = {event.trace for event in events}
     return trace
 
 
@@ -70,5 +72,6 @@ def test_spans_by_start_and_stop(monitor) -> None:
     monitor.log("inside")
     span.stop()
     span.stop()
-    assert [event.span for event in monitor.events.recent] == [span.id] * 3
-    assert monitor.events.recent[-1].phase is Phase.END
+    events = monitor.events.take()
+    assert [event.span for event in events] == [span.id] * 3
+    assert events[-1].phase is Phase.END

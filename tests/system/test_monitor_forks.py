@@ -65,7 +65,7 @@ def test_a_forked_child_begins_empty_and_can_start_again() -> None:
 
     def child() -> None:
         assert not monitor.is_running
-        assert not monitor.events.recent
+        assert not monitor.events.take()
         assert total(monitor, "c") == 0
         stat.add(1)
         own = Kept()

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from pathlib import Path
 
-from delta_tracker.monitor.batch import Batch, TotalReport, WindowReport
+from delta_tracker.monitor.batch import Batch, WindowReport
 from delta_tracker.monitor.event import Event, json_value
 from delta_tracker.monitor.sinks.sink import FileSink
 
@@ -16,21 +14,15 @@ _S = 1e-9
 class JsonlSink(FileSink):
     """Sink that appends windows and events to a file. If a write fails, no part of the batch is written.
 
-    Each line is an object with ``kind`` ("window", "total" or "event"), ``time`` in seconds since the epoch, and
-    further fields. An undefined value is omitted from a window, and is null in a total. Numbers that are not finite are
-    written as strings.
+    Each line is an object with ``kind`` ("window" or "event"), ``time`` in seconds since the epoch, and further fields.
+    Undefined values are omitted. Numbers that are not finite are written as strings.
 
     Args:
         path: the file; its folder is created if missing.
-        totals: True to also write the totals of all stats at every collection.
 
     Raises:
         OSError: if the file cannot be opened.
     """
-
-    def __init__(self, path: str | Path, *, totals: bool = False) -> None:
-        super().__init__(path)
-        self._totals = totals
 
     def deliver(self, batch: Batch) -> None:
         """Append the lines of the batch. If the write fails, the file is unchanged.
@@ -39,8 +31,6 @@ class JsonlSink(FileSink):
             OSError: if the write fails, for example on a full disk.
         """
         lines = [window_line(report, batch.attributes) for report in batch.windows]
-        if self._totals:
-            lines += [total_line(report, batch) for report in batch.totals]
         lines += [event_line(event, batch.attributes) for event in batch.events]
         self.append(lines, "\n")
 
@@ -67,20 +57,6 @@ def window_line(report: WindowReport, attributes: Mapping[str, str]) -> dict[str
         "raw": list(window.raw) or None,
     }
     return line | {name: value for name, value in optional.items() if value not in (None, {})}
-
-
-def total_line(report: TotalReport, batch: Batch) -> dict[str, object]:
-    """Return the totals of a cell as a JSON object."""
-    figures = report.figures
-    return {
-        "kind": "total",
-        "time": batch.time_ns * _S,
-        "name": report.definition.name,
-        "labels": dict(report.labels),
-        "count": figures.count,
-        "sum": json_value(figures.total),
-        "value": None if math.isnan(figures.last) else figures.last,
-    }
 
 
 def event_line(event: Event, attributes: Mapping[str, str]) -> dict[str, object]:
