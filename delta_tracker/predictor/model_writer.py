@@ -11,7 +11,14 @@ import msgspec
 from delta_tracker.errors import FollowEndedError, InvalidArgumentError
 from delta_tracker.live_objects import Forkable, protect
 from delta_tracker.predictor.gauges import PredictorGauges
-from delta_tracker.predictor.identities import OwnerChange, identities_after, owner_changes, version_owners
+from delta_tracker.predictor.identities import (
+    OwnerChange,
+    adopt_saved,
+    default_chunks,
+    identities_after,
+    owner_changes,
+    version_owners,
+)
 from delta_tracker.predictor.lock import TableLock
 from delta_tracker.predictor.placement import Chunk, Placement
 from delta_tracker.predictor.served_model import ModelTarget, Receiver, ServedModel
@@ -40,7 +47,7 @@ class ModelWriter(Forkable):
         self.identities: Mapping[str, Identity] = {}
         self._gauges, self._chunk_rows = gauges, target.chunk_rows
         self.lock, self.fence, self.model = TableLock(), TableFence(), ServedModel(target)
-        self.fence.cover(self.model.first_devices)
+        self.fence.cover(self.model.receiver.devices)
         self.written = Written(stream="")
         self.position: Position | None = None
         self._has_newer_rows = False  # rows that were saved after the position, until a snapshot replaces them
@@ -87,14 +94,15 @@ class ModelWriter(Forkable):
         version or a snapshot can be applied next.
         """
         manifest = contents.manifest
-        identities = identities_after(manifest, self.identities)
+        has_raw_ids = bool(manifest.identities or self.identities)
+        identities = identities_after(manifest, self.identities) if has_raw_ids else {}
         placements = receiver.place(contents)
         changes: list[OwnerChange] = []
         default_rows: list[Chunk] = []
         if manifest.identities:
             self.fence.enter_reading()  # the owners are read on the current stream
             changes = owner_changes(version_owners(contents), manifest.identities, receiver.raw_ids)
-            default_rows = receiver.default_rows(contents, changes)
+            default_rows = default_chunks(contents, changes, receiver.targets)
         with self.lock.writing():
             self.fence.cover(receiver.devices)
             begun = self._begin(manifest, is_elsewhere=is_elsewhere)
@@ -140,8 +148,9 @@ class ModelWriter(Forkable):
         identities = _identities(fields)
         written = _written(fields)
         with self.lock.writing():
-            with self.fence.writing():
-                self.model.adopt(identities)
+            if identities:
+                with self.fence.writing():
+                    adopt_saved(identities, self.model.raw_ids())
             self.identities = identities
             self.manifest = None
             self._has_newer_rows, self._applying, self._is_torn = True, None, False

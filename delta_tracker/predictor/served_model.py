@@ -13,30 +13,23 @@ from torch import Tensor, nn
 
 from delta_tracker.arguments import check_count, check_switch
 from delta_tracker.errors import InvalidArgumentError, ModelMismatchError
-from delta_tracker.predictor.identities import OwnerChange
-from delta_tracker.predictor.placement import Chunk, Placement, place
-from delta_tracker.predictor.targets import (
-    check_hidden,
-    check_indexes,
-    check_maps,
-    check_targets,
-    find_maps,
-    find_targets,
-    renamed,
-    table_names,
-)
-from delta_tracker.raw_ids import NO_OWNER, RawIdMap, check_owners
+from delta_tracker.predictor.identities import check_hidden, check_indexes, check_maps, find_maps
+from delta_tracker.predictor.placement import Placement, place
+from delta_tracker.raw_ids import RawIdMap
 from delta_tracker.raw_ids.index import RawIdIndex
-from delta_tracker.row_target import WRITABLE, RowTarget, obstacle_of
+from delta_tracker.row_target import WRITABLE, RowTarget, TensorTarget, obstacle_of
 from delta_tracker.rows import copy_from_host
-from delta_tracker.sharding.presence import has_collisions, has_sharded, traced_collisions
+from delta_tracker.sharding.presence import has_collisions, has_fbgemm_tables, has_sharded, traced_collisions
 from delta_tracker.sinks.row_sink import RowSink
 from delta_tracker.stream.format.manifest import DenseSpec, Manifest
 from delta_tracker.stream.format.part_reader import Contents
-from delta_tracker.types import Identity
+from delta_tracker.types import ShardSpec
 
 _logger = logging.getLogger(__name__)
 
+_MATRIX_DIMS = 2
+_COMPILED = "_orig_mod."
+_MODEL = "Pass a module, or a mapping of FQN to tensor or RowTarget"
 _DENSE = "dense tensor"
 
 Model = nn.Module | Mapping[str, Tensor | RowTarget]
@@ -138,7 +131,7 @@ class Names:
 class ServedModel:
     """Tables, dense tensors and mappings of raw ids of a model, found for each version that is written to them.
 
-    ``first_devices`` are the devices of the model at the construction.
+    ``receiver`` is that of the last version; at first, that of the model at the construction.
     """
 
     def __init__(self, target: ModelTarget) -> None:
@@ -147,14 +140,22 @@ class ServedModel:
         tables, dense = find_targets(model), _tensors(model)
         self._rule = Names(target.names, {*tables, *dense})
         self._names = self._rule.of(target.raw_ids)  # of the last resolved version
-        self._indexes = check_indexes(target.raw_ids, renamed(tables, self._names))
+        self._indexes = check_indexes(target.raw_ids, renamed(tables, self._names)) if target.raw_ids else {}
         self._has_compared = False  # the tables of the model and of the stream
         self._hidden = traced_collisions(model) if isinstance(model, nn.Module) else []
         self._has_raw_ids = bool(self._indexes) or (isinstance(model, nn.Module) and has_collisions(model))
-        self.first_devices = Receiver(tables, dense, self.raw_ids()).devices
+        self.receiver = Receiver(tables, dense, self.raw_ids() if self._has_raw_ids else {})
+        self._found_for: object = None  # what the receiver depends on; None to find it again
 
     def resolve(self, manifest: Manifest) -> Receiver:
         """Return the tables and dense tensors of the model that a version is written to. Raise if it does not fit."""
+        memory = None if manifest.identities or self._has_raw_ids else _memory(self._model)
+        asked = None if memory is None else (memory, manifest.tables, manifest.dense)
+        if asked is None or asked != self._found_for:
+            self.receiver, self._found_for = self._find(manifest), asked
+        return self.receiver
+
+    def _find(self, manifest: Manifest) -> Receiver:
         tables = find_targets(self._model)
         if self._rule.depends_on_stream:
             self._names = self._rule.of((*manifest.tables, *manifest.dense))
@@ -173,12 +174,12 @@ class ServedModel:
         """Warn of tables and dense parameters that the stream does not have, and that therefore keep their values."""
         sent = {self._names.get(name, name).removesuffix(".weight") for name in (*manifest.tables, *manifest.dense)}
         self._has_compared = True
-        if others := sorted(table_names(self._model) - sent):
+        if others := sorted(_table_names(self._model) - sent):
             _logger.warning("the stream has no rows for these tables of the model, which keep their values: %s", others)
         if self._takes_dense and isinstance(self._model, nn.Module):
             trained = {name.removesuffix(".weight") for name, _ in self._model.named_parameters()} - sent
             held = {name.removesuffix(".weight"): name for name in _tensors(self._model)}
-            if dense := sorted(held[name] for name in trained & held.keys() - table_names(self._model)):
+            if dense := sorted(held[name] for name in trained & held.keys() - _table_names(self._model)):
                 _logger.warning(
                     "the stream has no values for these dense parameters of the model, which keep their own: %s. "
                     "Publish them with Publisher(dense=True), or pass ModelTarget(model, dense=False) if they are set "
@@ -192,30 +193,6 @@ class ServedModel:
         for fqn, index in self._indexes.items():
             found[fqn] = (*found.get(fqn, ()), index)
         return found
-
-    def adopt(self, identities: Mapping[str, Identity]) -> None:
-        """Route unknown raw ids by the buckets of saved tables. The caller must hold the lock for writing."""
-        found = [
-            (fqn, raw_ids, identity) for fqn, identity in identities.items() for raw_ids in self.raw_ids().get(fqn, ())
-        ]
-        for fqn, raw_ids, identity in found:
-            refusal = raw_ids.refusal(identity)
-            if refusal:
-                raise InvalidArgumentError("state", fqn, f"Load it with the model that it was saved with: {refusal}")
-            if isinstance(raw_ids, RawIdIndex) and raw_ids.identity != identity:
-                text = "Load the state of its RawIdIndex first that was saved with the position"
-                raise InvalidArgumentError("state", fqn, text)
-            first, end = raw_ids.rows
-            owners = raw_ids.owners()
-            try:
-                check_owners(identity, torch.arange(first, end), owners)
-            except ValueError as error:
-                text = f"Load the mapping of raw ids that was saved with the position: {error}"
-                raise InvalidArgumentError("state", fqn, text) from error
-            if bool((owners == NO_OWNER).all()):
-                _logger.warning("no row of %s has a raw id: load the mapping before the position", fqn)
-        for _, raw_ids, identity in found:
-            raw_ids.adopt(identity)
 
     def _dense(self, specs: Mapping[str, DenseSpec]) -> dict[str, Tensor]:
         """Return the tensors of the model for dense tensors, by name in the stream; empty if none are written."""
@@ -240,44 +217,49 @@ class ServedModel:
         return found
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Receiver:
-    """Tables, dense tensors and mappings of raw ids that one version is written to, by name in the stream."""
+    """Tables, dense tensors and mappings of raw ids that one version is written to, by name in the stream.
+
+    ``devices`` are those of all of them. A target that is not a tensor may have an attribute of this name.
+    """
 
     targets: Mapping[str, RowTarget]
     dense: Mapping[str, Tensor]
     raw_ids: Mapping[str, tuple[RawIdMap, ...]]
+    devices: set[torch.device] = field(init=False)
 
-    @property
-    def devices(self) -> set[torch.device]:
-        """Devices of the tables, dense tensors and mappings. Of targets that are not tensors, their ``devices``."""
+    def __post_init__(self) -> None:
         held = [getattr(target, "devices", ()) for target in self.targets.values()]
         held += [each.devices for maps in self.raw_ids.values() for each in maps]
-        return {tensor.device for tensor in self.dense.values()}.union(*held)
+        self.devices = {tensor.device for tensor in self.dense.values()}.union(*held)
 
     def place(self, contents: Contents) -> list[Placement]:
         """Return the placements of the version's rows, in the order of writing. Nothing is written."""
         return [*place(contents.whole, self.targets), *place(contents.listed, self.targets)]
-
-    def default_rows(self, contents: Contents, changes: Iterable[OwnerChange]) -> list[Chunk]:
-        """Return chunks with the default rows that must be written before the changes are adopted."""
-        chunks: list[Chunk] = []
-        for change in changes:
-            for slot in change.default_rows:
-                rows = [
-                    each.within((slot, slot + 1), each.block.columns)
-                    for each in (*contents.whole, *contents.listed)
-                    if each.block.table == change.fqn and each.block.rows[0] <= slot < each.block.rows[1]
-                ]
-                for placement in place(rows, self.targets):
-                    chunks += placement.chunks(1)
-        return chunks
 
     @torch.no_grad()
     def write_dense(self, contents: Contents) -> None:
         """Write the dense tensors of the version. The caller must hold the lock for writing."""
         for name, tensor in self.dense.items():
             copy_from_host(tensor, contents.dense[name])
+
+
+def _memory(model: Model) -> list[tuple[object, ...]] | None:
+    """Return the names of all tensors of a model, and where they are; None if some tables are not plain tensors."""
+    if isinstance(model, nn.Module) and has_fbgemm_tables(model):
+        return None
+    named = _named_tensors(model) if isinstance(model, nn.Module) else model.items()
+    found: list[tuple[object, ...]] = []
+    for name, each in named:
+        if not isinstance(each, Tensor) or type(each) not in (Tensor, nn.Parameter) or each.layout is not torch.strided:
+            return None
+        found.append((name, each.device, each.data_ptr(), each.dtype, each.shape, each.stride()))
+    return found
+
+
+def _named_tensors(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
+    return itertools.chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
 
 
 def _tensors(model: Model) -> dict[str, Tensor]:
@@ -288,5 +270,101 @@ def _tensors(model: Model) -> dict[str, Tensor]:
         from delta_tracker.sharding.dense import dense_tensors  # noqa: PLC0415  it needs torchrec
 
         return dense_tensors(model, model, skip_sharded=True)
-    named = itertools.chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
-    return {name.replace("_orig_mod.", ""): tensor for name, tensor in named}
+    return {name.replace(_COMPILED, ""): tensor for name, tensor in _named_tensors(model)}
+
+
+def find_targets(model: Model) -> dict[str, RowTarget]:
+    """Return the tables of a model by FQN, as targets that write to the memory that lookups read.
+
+    The tables of a module are its two-dimensional parameters and buffers, for example ``<fqn>.weight`` of
+    ``nn.Embedding`` and of TorchRec collections, which may be sharded (each rank then holds its own rows and columns),
+    quantized or compiled. The keys of a mapping are FQNs, optionally followed by ``.weight``; its values are
+    ``[rows, columns]`` tensors or targets.
+    """
+    given: object = model
+    if not isinstance(given, nn.Module | Mapping):
+        raise InvalidArgumentError("model", type(model).__name__, _MODEL)
+    targets: dict[str, RowTarget] = {}
+    for name, table in _modules_tables(given) if isinstance(given, nn.Module) else given.items():
+        fqn = str(name).replace(_COMPILED, "").removesuffix(".weight")
+        if isinstance(table, Tensor):
+            if table.dim() != _MATRIX_DIMS:
+                continue
+            table = TensorTarget.of(table)  # noqa: PLW2901
+        elif not isinstance(table, RowTarget):
+            raise InvalidArgumentError("model", type(model).__name__, _MODEL)
+        if fqn in targets:
+            raise InvalidArgumentError("model", fqn, f"Pass one of {fqn!r} and {fqn + '.weight'!r}, not both")
+        targets[fqn] = table
+    if not targets:
+        raise InvalidArgumentError("model", type(model).__name__, "Pass a module or mapping with embedding tables")
+    return targets
+
+
+def _modules_tables(model: nn.Module) -> Iterable[tuple[str, Tensor | RowTarget]]:
+    if has_fbgemm_tables(model):
+        from delta_tracker.sharding.inference_tables import model_tables  # noqa: PLC0415  it needs torchrec
+
+        return model_tables(model)
+    return _named_tensors(model)
+
+
+def _table_names(model: Model) -> set[str]:
+    """Return the FQNs of a model's embedding tables, without those of sharded and quantized modules."""
+    if not isinstance(model, nn.Module):
+        return {str(name).removesuffix(".weight") for name in model}
+    tables = nn.Embedding, nn.EmbeddingBag
+    return {name.replace(_COMPILED, "") for name, module in model.named_modules() if isinstance(module, tables)}
+
+
+def renamed(targets: dict[str, RowTarget], names: Mapping[str, str]) -> dict[str, RowTarget]:
+    """Return the targets under their names in the stream. ``names`` has those that differ, also of dense tensors."""
+    if not names:
+        return targets
+    own = {fqn: name for fqn, name in names.items() if name in targets}
+    if len(set(own.values())) < len(own):
+        raise InvalidArgumentError("names", own, "Map each table of the model once")
+    kept = {fqn: target for fqn, target in targets.items() if fqn not in own.values()}
+    return kept | {fqn: targets[name] for fqn, name in own.items()}
+
+
+def check_targets(manifest: Manifest, targets: Mapping[str, RowTarget]) -> None:
+    """Raise ModelMismatchError for the first table of a version that does not fit the model.
+
+    It is missing, has another shape or dtype, cannot be written in place, or shares its memory with another table of
+    the stream. A target whose block lies outside its table raises InvalidArgumentError.
+    """
+    for fqn, table in manifest.tables.items():
+        target = targets.get(fqn)
+        if target is None:
+            raise ModelMismatchError(fqn, str(table), "missing", sorted(targets))
+        dtype = target.dtype or table.dtype
+        if (target.num_rows, target.dim, dtype) != (table.num_rows, table.dim, table.dtype):
+            found = f"{target.num_rows} x {target.dim} {str(dtype).removeprefix('torch.')}"
+            raise ModelMismatchError(fqn, str(table), found)
+        ShardSpec(table, target.rows[0], target.rows[1] - target.rows[0], target.columns)
+        if isinstance(target, TensorTarget) and target.obstacle:
+            raise ModelMismatchError(fqn, str(table), target.obstacle).advising(target.remedy)
+    _refuse_shared_memory(manifest, targets)
+
+
+def _refuse_shared_memory(manifest: Manifest, targets: Mapping[str, RowTarget]) -> None:
+    memories = [
+        (fqn, region.memory)
+        for fqn in manifest.tables
+        if isinstance(target := targets[fqn], TensorTarget)
+        for region in target.regions
+        if region.memory.numel()
+    ]
+    spans = sorted((*_span(memory), fqn) for fqn, memory in memories) if len(memories) > 1 else []
+    for (device, _, end, fqn), (other_device, begin, _, other) in itertools.pairwise(spans):
+        if begin < end and device == other_device:
+            remedy = f"Name {other!r} or {fqn!r} in fqns_to_skip of the trainer's tracker, or give each its own memory"
+            shared = f"in memory shared with {fqn!r} (tied weights)"
+            raise ModelMismatchError(other, str(manifest.tables[other]), shared).advising(remedy)
+
+
+def _span(tensor: Tensor) -> tuple[str, int, int]:
+    """Return the device of a tensor, the address of its first byte, and the address after its last byte."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from delta_tracker.errors import NotRecoverableError, RestoreMismatchError
-from delta_tracker.predictor.targets import check_targets, find_targets
+from delta_tracker.predictor.served_model import check_targets, find_targets
 from delta_tracker.recovery.fit import Saved, check_fit, check_objects
 from delta_tracker.recovery.job import LocalJob, check_warm, spec_of
 from delta_tracker.recovery.path import pending_rows

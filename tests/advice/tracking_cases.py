@@ -28,7 +28,7 @@ from delta_tracker.errors import (
     UnsupportedModelError,
 )
 from delta_tracker.integrations.dcp import SavedCounters, SavedTracker
-from delta_tracker.predictor.targets import find_targets
+from delta_tracker.predictor.served_model import find_targets
 from delta_tracker.publisher import training
 from delta_tracker.sharding import discover as discover_module
 from delta_tracker.sharding import optimizer_rows

@@ -13,7 +13,7 @@ from torch import distributed as dist
 
 from delta_tracker import ModelDeltaTracker, Predictor, Publisher
 from delta_tracker.errors import PartialRowsError
-from delta_tracker.predictor.targets import find_targets
+from delta_tracker.predictor.served_model import find_targets
 from delta_tracker.row_target import TensorTarget
 from delta_tracker.sharding.discover import discover
 from delta_tracker.sharding.weights import column_views

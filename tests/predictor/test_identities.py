@@ -223,7 +223,7 @@ def test_a_mapping_that_is_half_written_is_repaired_by_a_snapshot(monkeypatch: p
     assert follower.predictor.version == history.version
 
 
-@pytest.mark.advice("InvalidArgumentError: ServedModel.adopt")
+@pytest.mark.advice("InvalidArgumentError: adopt_saved")
 def test_kept_tables_route_unknown_raw_ids_before_the_next_version() -> None:
     history = _history_of(2)
     follower = Follower(history)

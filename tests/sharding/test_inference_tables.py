@@ -19,7 +19,7 @@ from torchrec.quant.embedding_modules import (
 from delta_tracker import Predictor
 from delta_tracker.errors import ModelMismatchError, PartialRowsError
 from delta_tracker.predictor.placement import place
-from delta_tracker.predictor.targets import check_targets, find_targets
+from delta_tracker.predictor.served_model import check_targets, find_targets
 from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.format.manifest import Block, Manifest

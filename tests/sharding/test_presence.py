@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig
 
-from delta_tracker.predictor.targets import check_targets, find_targets
+from delta_tracker.predictor.served_model import check_targets, find_targets
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.types import TableSpec
 

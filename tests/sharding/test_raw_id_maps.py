@@ -41,7 +41,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from delta_tracker import ModelTarget, Predictor
 from delta_tracker.errors import InvalidArgumentError, ModelMismatchError
-from delta_tracker.predictor.targets import find_maps
+from delta_tracker.predictor.identities import find_maps
 from delta_tracker.raw_ids import NO_OWNER, bucket_of
 from delta_tracker.raw_ids.index import RawIdIndex
 from delta_tracker.sharding.raw_id_maps import HashMap, MchMap, raw_id_maps

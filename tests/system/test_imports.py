@@ -123,7 +123,7 @@ from delta_tracker import Predictor
 model = {{"{FQN}": torch.ones(20, 4)}}
 assert Predictor(model, "file://{tmp_path}").sync() == 1
 assert not model["{FQN}"].any()
-from delta_tracker.predictor.targets import find_targets
+from delta_tracker.predictor.served_model import find_targets
 assert set(find_targets(torch.nn.ModuleDict({{"user": torch.nn.Embedding(20, 4)}}))) == {{"user"}}
 """
     with_torch.run(program)
@@ -135,7 +135,7 @@ import sys
 from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.modules.embedding_configs import EmbeddingConfig
 ec = EmbeddingCollection(tables=[EmbeddingConfig(name="t", num_embeddings=20, embedding_dim=4, feature_names=["t"])])
-from delta_tracker.predictor.targets import find_targets
+from delta_tracker.predictor.served_model import find_targets
 assert set(find_targets(ec)) == {"embeddings.t"}
 assert not [name for name in sys.modules if name.startswith("delta_tracker.sharding.inference_tables")]
 """

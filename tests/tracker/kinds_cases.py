@@ -54,7 +54,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from delta_tracker import ModelDeltaTracker, TrackingMode
 from delta_tracker.errors import DeltaTrackerError
-from delta_tracker.predictor.targets import find_targets
+from delta_tracker.predictor.served_model import find_targets
 from delta_tracker.sharding.dense import dense_tensors
 from tests.models import ordinary_optimizer, with_kernel
 from tests.tracker.tracking_cases import differing

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from delta_tracker.errors import InvalidArgumentError, ModelMismatchError
-from delta_tracker.predictor.targets import check_targets, find_targets, renamed
+from delta_tracker.predictor.served_model import check_targets, find_targets, renamed
 from delta_tracker.row_target import Region, RowTarget, TensorTarget
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.types import TableSpec
