@@ -19,11 +19,10 @@ from delta_tracker.predictor.identities import (
     owner_changes,
     version_owners,
 )
-from delta_tracker.predictor.lock import TableLock
+from delta_tracker.predictor.lock import TableFence, TableLock
 from delta_tracker.predictor.placement import Chunk, Placement
 from delta_tracker.predictor.served_model import ModelTarget, Receiver, ServedModel
 from delta_tracker.predictor.status import Served
-from delta_tracker.predictor.table_fence import TableFence
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.format.part_reader import Contents
 from delta_tracker.stream.reading.position import Position, Rows, SavedOrder, Written
