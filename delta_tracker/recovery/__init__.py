@@ -4,8 +4,8 @@ Before anything is written, ``path.py`` finds the entries to apply, a snapshot a
 that are pending for the consumers of the tracker afterwards. ``plan.py`` compares the entries with the job:
 
 - ``training_states.py`` reads the training states of the ranks.
-- ``job.py`` describes the job on this rank, and ``fit.py`` compares it with the version, also the states of its
-  optimizers and schedulers.
+- ``job.py`` describes the job on this rank, and compares it with the version, also the states of its optimizers and
+  schedulers.
 
 Then ``plan.py`` writes the model, with ``targets.py`` for the rows and their optimizer states, and ``job.py`` loads the
 states of the user's objects. ``random_states.py`` saves and restores the global random generators.

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 
 from delta_tracker.errors import InvalidArgumentError, RestoreMismatchError
-from delta_tracker.recovery.fit import Job, Saved, check_fit, check_objects
+from delta_tracker.recovery.job import Job, Saved, check_fit, check_objects
 from delta_tracker.recovery.training_states import DATA, TrainingStates
 from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.format.manifest import Block, DenseSpec, Part
