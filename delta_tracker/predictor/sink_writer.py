@@ -36,7 +36,7 @@ from delta_tracker.row_target import RowTarget
 from delta_tracker.sinks.row_sink import RowSink, SinkState
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.format.part_reader import Contents
-from delta_tracker.stream.interruption import check
+from delta_tracker.stream.interruption import check, checked
 from delta_tracker.stream.reading.position import Position, SavedOrder
 from delta_tracker.types import Identity, TableSpec
 
@@ -175,8 +175,7 @@ class SinkWriter(Forkable):
         changes = {fqn: self._log(manifest.stream, fqn, *of_table) for fqn, of_table in ordered.items()}
         for placement in placements:
             fqn = placement.rows[0].block.table
-            for chunk in placement.chunks(CHUNK_ROWS):
-                check()
+            for chunk in checked(placement.chunks(CHUNK_ROWS)):
                 ids = torch.arange(chunk.ids.start, chunk.ids.stop) if isinstance(chunk.ids, slice) else chunk.ids
                 ((_, values),) = chunk.values
                 if fqn in ordered:
@@ -186,9 +185,7 @@ class SinkWriter(Forkable):
                 self._gauges.wrote(chunk.num_rows)
         for fqn, (left, _) in changes.items():
             kept = ordered[fqn][1].sort().values
-            for begin in range(0, len(left), _SLOTS):
-                check()
-                some = left[begin : begin + _SLOTS]
+            for some in checked(_pieces(left)):
                 self._sink.delete(manifest.stream, fqn, some[~_is_in(some, kept)])
         return changes
 
@@ -214,9 +211,7 @@ class SinkWriter(Forkable):
         """
         left: list[Tensor] = [torch.empty(0, dtype=torch.int64)]
         num_admitted = 0
-        for begin in range(0, len(slots), _SLOTS):
-            check()
-            some, new = slots[begin : begin + _SLOTS], owners[begin : begin + _SLOTS]
+        for some, new in checked(zip(_pieces(slots), _pieces(owners), strict=True)):
             old = self._sink.owners(stream, fqn, some)
             is_changed = old != new
             if not bool(is_changed.any()):
@@ -246,20 +241,17 @@ class SinkWriter(Forkable):
             return
         is_owned = torch.zeros(len(raw_ids), dtype=torch.bool)
         num_rows = state.tables[fqn].num_rows
-        for begin in range(0, num_rows, _SLOTS):
-            check()
+        for begin in checked(range(0, num_rows, _SLOTS)):
             owners = self._sink.owners(state.stream, fqn, torch.arange(begin, min(begin + _SLOTS, num_rows)))
             places = torch.searchsorted(raw_ids, owners).clamp_(max=len(raw_ids) - 1)
             is_owned[places[raw_ids[places] == owners]] = True
-        left = raw_ids[~is_owned]
-        for begin in range(0, len(left), _SLOTS):
-            self._sink.delete(state.stream, fqn, left[begin : begin + _SLOTS])
+        for some in _pieces(raw_ids[~is_owned]):
+            self._sink.delete(state.stream, fqn, some)
 
     def _settled(self, state: SinkState) -> SinkState:
         """Copy the logged owners of a complete version to the stored map, and delete default rows of former buckets."""
         for fqn in state.identities:
-            for slots, owners in self._sink.logged_owners(state.stream, fqn):
-                check()
+            for slots, owners in checked(self._sink.logged_owners(state.stream, fqn)):
                 self._sink.set_owners(state.stream, fqn, slots, owners)
         defaults = _defaults(state.identities)
         for fqn, held in state.default_slots.items():
@@ -327,6 +319,10 @@ def _defaults(identities: Mapping[str, Identity]) -> dict[str, tuple[int, ...]]:
         for fqn, identity in identities.items()
     }
     return {fqn: each for fqn, each in slots.items() if each}
+
+
+def _pieces(values: Tensor) -> tuple[Tensor, ...]:
+    return torch.split(values, _SLOTS) if len(values) else ()
 
 
 def _by_slot(slots: Tensor, owners: Tensor) -> tuple[Tensor, Tensor]:
