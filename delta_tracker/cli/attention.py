@@ -10,8 +10,8 @@ from typing import Literal
 from delta_tracker.cli.followers import Follower
 from delta_tracker.cli.history import History
 from delta_tracker.cli.text import duration, several
-from delta_tracker.stream.fleet import State
 from delta_tracker.stream.format.manifest import Manifest
+from delta_tracker.stream.heartbeat import State
 
 Level = Literal["fault", "warning", "note"]
 

@@ -11,8 +11,7 @@ from delta_tracker.cli.stream_command import Number, Stream, stream_command, ter
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.monitor.monitor import Monitor
 from delta_tracker.monitor.sinks.prometheus import PrometheusSink
-from delta_tracker.stream.heartbeat_metrics import show_heartbeats
-from delta_tracker.stream.stream_metrics import show_stream
+from delta_tracker.stream.heartbeat_metrics import show_heartbeats, show_stream
 
 _HELP = """Serve the state of a stream at /metrics for Prometheus, until Ctrl-C or SIGTERM.
 

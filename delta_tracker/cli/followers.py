@@ -9,9 +9,16 @@ from dataclasses import dataclass
 from msgspec import to_builtins
 
 from delta_tracker.cli.entries import Entry
-from delta_tracker.stream.fleet import STATES, State, evaluate
 from delta_tracker.stream.format.manifest import Manifest
-from delta_tracker.stream.heartbeat import GONE_SECONDS, Heartbeat, SeenHeartbeat, see_heartbeats
+from delta_tracker.stream.heartbeat import (
+    GONE_SECONDS,
+    STATES,
+    Heartbeat,
+    SeenHeartbeat,
+    State,
+    evaluate,
+    see_heartbeats,
+)
 from delta_tracker.stream.pin import Pin
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.stream.store_clock import StoreClock, skew_problem
@@ -23,7 +30,7 @@ class Follower:
 
     Args:
         beat: last heartbeat.
-        health: state by the window of the last heartbeats, see :func:`~delta_tracker.stream.fleet.evaluate`.
+        health: state by the window of the last heartbeats, see :func:`~delta_tracker.stream.heartbeat.evaluate`.
         seconds_ago: age of the heartbeat in seconds, by the store's clock.
         skew: predictor's clock minus the store's, in seconds.
         lag_versions: number of versions in the log after the version in the heartbeat; None if the predictor has no

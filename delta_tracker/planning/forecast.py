@@ -24,7 +24,7 @@ from delta_tracker.stream.log import part_name
 from delta_tracker.stream.maintenance.retention import GRACE_SECONDS
 from delta_tracker.stream.maintenance.upkeep import RETAIN_EVERY
 from delta_tracker.stream.pointer_writer import POINTER_SECONDS, SCAN_SECONDS
-from delta_tracker.stream.storage.storage import PAGE_OBJECTS, UPLOAD_BYTES
+from delta_tracker.stream.storage.objects import PAGE_OBJECTS, UPLOAD_BYTES
 from delta_tracker.tracker.modes import CAPTURES
 from delta_tracker.tracker.row_sets.engines import ENGINES
 from delta_tracker.types import TableSpec

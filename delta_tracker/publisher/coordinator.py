@@ -24,7 +24,8 @@ from delta_tracker.stream.format.parse import parse_manifest
 from delta_tracker.stream.format.part_writer import put_part, put_training
 from delta_tracker.stream.log import Claim, ClaimedStream, StreamLog, part_name
 from delta_tracker.stream.reading.runtime import Runtime
-from delta_tracker.stream.storage.storage import Location, Repeatable, Storage, open_storage
+from delta_tracker.stream.storage.storage import Location, Storage, open_storage
+from delta_tracker.stream.storage.store import Repeatable
 from delta_tracker.types import Identity, TableSpec, TableStates
 
 

@@ -26,10 +26,11 @@ from delta_tracker.errors import CorruptPartError, InvalidArgumentError, Storage
 from delta_tracker.stream.format.digests import PIECE_BYTES
 from delta_tracker.stream.format.manifest import Manifest, Part
 from delta_tracker.stream.format.object_reader import check_size, checked_pieces
+from delta_tracker.stream.format.parse import reason_of
 from delta_tracker.stream.interruption import check
 from delta_tracker.stream.storage.directory import delete_draft, identity, list_files, lock, read_into
-from delta_tracker.stream.storage.storage import Storage, StoredObject, Transfer
-from delta_tracker.stream.storage.store import Span, Store
+from delta_tracker.stream.storage.storage import Storage
+from delta_tracker.stream.storage.store import Span, Store, StoredObject, Transfer
 
 _logger = logging.getLogger(__name__)
 
@@ -73,7 +74,7 @@ class HostCache:
         try:
             self._prepare()
         except OSError as error:
-            remedy = f"Pass a directory on a local file system that only this user can write to: {_text(error)}"
+            remedy = f"Pass a directory on a local file system that only this user can write to: {reason_of(error)}"
             raise InvalidArgumentError("cache", str(directory), remedy) from error
 
     def over(self, storage: Storage, manifest: Manifest) -> Storage:
@@ -100,7 +101,7 @@ class HostCache:
         except OSError as error:
             # The cache saves requests; without it, the predictor still gets its versions.
             if not self._is_broken:
-                _logger.warning("read past the host cache: directory=%s error=%s", self._directory, _text(error))
+                _logger.warning("read past the host cache: directory=%s error=%s", self._directory, reason_of(error))
             self._is_broken = True
             self.counts["bypasses"] += 1
             return None
@@ -299,7 +300,7 @@ class CachedStore(Store):
         try:
             return _read(descriptor, span.memory(self._parts[span.name].num_bytes), span.begin)
         except OSError as error:
-            reason = f"{span.name} cannot be read from the host cache: {type(error).__name__}: {error}"
+            reason = f"{span.name} cannot be read from the host cache: {reason_of(error)}"
             raise StorageError(self.url, reason) from error
 
     def stat(self, name: str) -> StoredObject | None:
@@ -314,10 +315,6 @@ class CachedStore(Store):
         if name not in self._opened:
             self._opened[name] = self._cache.open(self._origin, self._parts[name])
         return self._opened[name]
-
-
-def _text(error: OSError) -> str:
-    return f"{type(error).__name__}: {error}"
 
 
 def _key(part: Part) -> str:

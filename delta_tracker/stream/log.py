@@ -46,7 +46,9 @@ from delta_tracker.stream.format.parse import parse_manifest
 from delta_tracker.stream.pin import has_deletions, last_present
 from delta_tracker.stream.pointer import HeadPointer, PointerView, read_pointer
 from delta_tracker.stream.reading.runtime import REAL, Runtime
-from delta_tracker.stream.storage.storage import Storage, Transfer, back_off
+from delta_tracker.stream.storage.objects import back_off
+from delta_tracker.stream.storage.storage import Storage
+from delta_tracker.stream.storage.store import Transfer
 
 _PART_GENERATION = re.compile(r"parts/[0-9]{20}-g([0-9]+)-")
 _BEAT_GENERATION = re.compile(r"publishers/([0-9]{20})\.json")

@@ -23,7 +23,8 @@ from delta_tracker.stream.heartbeat import (
     see_publisher,
 )
 from delta_tracker.stream.log import StreamLog
-from delta_tracker.stream.storage.storage import Storage, Transfer
+from delta_tracker.stream.storage.storage import Storage
+from delta_tracker.stream.storage.store import Transfer
 
 _MAX_BYTES = 16 << 10
 _REQUEST_NAME = "control/takeover.json"

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from delta_tracker.errors import InvalidArgumentError, StorageError, UnsupportedStoreError
-from delta_tracker.stream.storage.storage import Storage, Transfer
+from delta_tracker.stream.storage.storage import Storage
+from delta_tracker.stream.storage.store import Transfer
 from delta_tracker.stream.storage.url import default_poll_seconds
 
 

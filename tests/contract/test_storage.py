@@ -30,7 +30,8 @@ from delta_tracker.errors import (
     UnsupportedStoreError,
     WriteRefusedError,
 )
-from delta_tracker.stream.storage.storage import Repeatable, Storage, Transfer, open_storage
+from delta_tracker.stream.storage.storage import Storage, open_storage
+from delta_tracker.stream.storage.store import Repeatable, Transfer
 from tests.servers import S3, proxy
 from tests.stores.sqlite_store import SqliteStore
 from tests.stores.wrapped import WrappedStorage

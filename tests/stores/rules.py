@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any, Literal, NoReturn, TypeAlias
 
 from delta_tracker.errors import StorageError
-from delta_tracker.stream.storage.storage import StoredObject
+from delta_tracker.stream.storage.store import StoredObject
 from tests.stores.wrapped import OPERATIONS, READS, Operation, Perform, Rule
 
 _DEADLINE_SECONDS = 60

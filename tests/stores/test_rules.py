@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from delta_tracker.errors import StorageError
-from delta_tracker.stream.storage.storage import Storage, Transfer
+from delta_tracker.stream.storage.storage import Storage
+from delta_tracker.stream.storage.store import Transfer
 from tests.stores.rules import (
     Dated,
     Gate,

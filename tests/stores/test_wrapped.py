@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from delta_tracker.errors import StorageError
-from delta_tracker.stream.storage.storage import Storage, Transfer
+from delta_tracker.stream.storage.storage import Storage
+from delta_tracker.stream.storage.store import Transfer
 from tests.stores.rules import fails, on
 from tests.stores.wrapped import OPERATIONS, READS, WRITES, WrappedStorage
 

@@ -27,7 +27,8 @@ from delta_tracker.stream.maintenance.retention import Retention, retain
 from delta_tracker.stream.reading.path import next_entry, path_to
 from delta_tracker.stream.reading.position import Position
 from delta_tracker.stream.reading.source import Source
-from delta_tracker.stream.storage.storage import Storage, StoredObject, Transfer
+from delta_tracker.stream.storage.storage import Storage
+from delta_tracker.stream.storage.store import StoredObject, Transfer
 
 
 class Killed(BaseException):

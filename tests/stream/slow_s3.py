@@ -19,7 +19,8 @@ from xml.sax.saxutils import escape
 import xxhash
 from obstore.store import from_url
 
-from delta_tracker.stream.storage.storage import Storage, Transfer
+from delta_tracker.stream.storage.storage import Storage
+from delta_tracker.stream.storage.store import Transfer
 from delta_tracker.stream.storage.url import connection
 
 _HOST = "127.0.0.1"

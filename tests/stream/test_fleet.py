@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from delta_tracker.stream.fleet import evaluate
-from delta_tracker.stream.heartbeat import Heartbeat
+from delta_tracker.stream.heartbeat import Heartbeat, evaluate
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.pin import Pin
 from delta_tracker.stream.reading.canary import Canary

@@ -21,7 +21,8 @@ from delta_tracker.stream.format.part_reader import Contents, PartBuffer
 from delta_tracker.stream.maintenance.retention import Retention
 from delta_tracker.stream.maintenance.upkeep import Upkeep, UpkeepThread
 from delta_tracker.stream.pointer_writer import PointerWriter
-from delta_tracker.stream.storage.storage import Storage, Transfer
+from delta_tracker.stream.storage.storage import Storage
+from delta_tracker.stream.storage.store import Transfer
 from delta_tracker.stream.storage.url import connection
 from delta_tracker.types import TableSpec
 from tests.predictor.serving import eventually

@@ -13,7 +13,8 @@ from delta_tracker.errors import CorruptPartError, MalformedError
 from delta_tracker.stream.format.digests import PieceHasher, is_piece, num_digests, piece_at, piece_range
 from delta_tracker.stream.format.manifest import Part, Stored
 from delta_tracker.stream.interruption import check
-from delta_tracker.stream.storage.storage import Storage, Transfer
+from delta_tracker.stream.storage.storage import Storage
+from delta_tracker.stream.storage.store import Transfer
 
 # Parts up to this size are held in memory while they are applied. Larger ones are read twice, piece by piece.
 MEMORY_BYTES = 256 << 20

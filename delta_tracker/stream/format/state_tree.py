@@ -22,11 +22,12 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from delta_tracker.errors import InvalidArgumentError
+from delta_tracker.stream.format.manifest import DENSE_DTYPES, MAX_DIMS
+from delta_tracker.types import torch_dtype
 
 MAX_TEXT_BYTES = 64 << 20
 MAX_LEVELS = 64
 """Largest number of values from the root to a value, both included."""
-MAX_DIMS = 16
 
 _SIZE_BYTES = 8
 _ALIGNMENT = 64
@@ -37,16 +38,7 @@ _MAX_SHOWN = 200
 _MIN_VALUE_BYTES = 3
 
 TENSOR_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
+    **{name: torch_dtype(each) for name, each in DENSE_DTYPES.items()},
     "C64": torch.complex64,
     "C128": torch.complex128,
 }

@@ -41,7 +41,8 @@ from delta_tracker.stream.pin import (
     newest_pin,
 )
 from delta_tracker.stream.reading.path import path_to
-from delta_tracker.stream.storage.storage import Storage, StoredObject
+from delta_tracker.stream.storage.storage import Storage
+from delta_tracker.stream.storage.store import StoredObject
 
 _logger = logging.getLogger(__name__)
 _K = TypeVar("_K")

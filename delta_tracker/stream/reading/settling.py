@@ -12,8 +12,8 @@ from delta_tracker.errors import CorruptPartError, MalformedError, MissingVersio
 from delta_tracker.stream.format.manifest import entry_name
 from delta_tracker.stream.pointer import POINTER_NAME
 from delta_tracker.stream.reading.position import Position
-from delta_tracker.stream.storage.storage import Storage, StoredObject, Transfer
-from delta_tracker.stream.storage.store import Span, Store
+from delta_tracker.stream.storage.storage import Storage
+from delta_tracker.stream.storage.store import Span, Store, StoredObject, Transfer
 
 _MAX_KEPT_BYTES = 64 << 20
 

@@ -16,17 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 from obstore.exceptions import BaseError, NotSupportedError
 
-from delta_tracker.errors import (
-    InvalidArgumentError,
-    StorageError,
-    UnsupportedStoreError,
-    WriteRefusedError,
-    is_panic,
-)
+from delta_tracker.errors import InvalidArgumentError, StorageError, UnsupportedStoreError, WriteRefusedError, is_panic
 from delta_tracker.stream.storage.directory import DirectoryStore
 from delta_tracker.stream.storage.memory import MemoryStore
-from delta_tracker.stream.storage.objects import PAGE_OBJECTS, UPLOAD_BYTES, BucketStore, HttpStore, back_off
-from delta_tracker.stream.storage.store import Repeatable, Span, Store, StoredObject, Transfer
+from delta_tracker.stream.storage.objects import BucketStore, HttpStore, back_off
+from delta_tracker.stream.storage.store import Span, Store, StoredObject, Transfer
 from delta_tracker.stream.storage.url import (
     PLAIN_NAME,
     check_name,
@@ -36,18 +30,6 @@ from delta_tracker.stream.storage.url import (
     local_directory,
     store_url,
 )
-
-__all__ = [
-    "PAGE_OBJECTS",
-    "UPLOAD_BYTES",
-    "Location",
-    "Repeatable",
-    "Storage",
-    "StoredObject",
-    "Transfer",
-    "back_off",
-    "open_storage",
-]
 
 # Hosts that obstore asks for credentials if none are configured.
 _METADATA_HOSTS = ("169.254.169.254", "metadata.google.internal")
