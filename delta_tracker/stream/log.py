@@ -149,29 +149,21 @@ class StreamLog:
         return manifest
 
     def versions(self, *, after: int = -1) -> list[int]:
-        """Return the versions above ``after``, ascending. Lists the log, which is slow in a remote store."""
+        """Return the versions above ``after``, ascending. Lists the log, which is slow in a remote store.
+
+        Over http, they are those of :meth:`pointed`, and at most the newest 1,048,576.
+        """
         if self.is_listed:
             found = self.storage.names("log", after=entry_name(after) if after >= 0 else None)
             versions = [int(match[1]) for match in map(ENTRY_NAME.fullmatch, found) if match is not None]
+        elif (pointer := self.pointed()) is not None:
+            first = max(after + 1, pointer.oldest, pointer.version + 1 - _MAX_POINTED)
+            versions = [version for version in pointer.older if version > after]
+            versions += range(first, pointer.version + 1)
         else:
-            versions = list(self.listed(after=after))
+            versions = []
         self._known = max(versions[-1:], default=self._known)
         return versions
-
-    def listed(self, *, after: int = -1) -> dict[int, float]:
-        """Return the versions above ``after`` with the modification times of their entries, in Unix seconds.
-
-        Over http, they are those of :meth:`pointed`, and at most the newest 1,048,576. The times are unknown, and 0.
-        """
-        if self.is_listed:
-            found = self.storage.objects("log", after=entry_name(after) if after >= 0 else None)
-            matches = [(ENTRY_NAME.fullmatch(stored.name), stored.modified) for stored in found]
-            return {int(match[1]): modified for match, modified in matches if match is not None}
-        if (pointer := self.pointed()) is None:
-            return {}
-        first = max(after + 1, pointer.oldest, pointer.version + 1 - _MAX_POINTED)
-        older = (version for version in pointer.older if version > after)
-        return dict.fromkeys([*older, *range(first, pointer.version + 1)], 0.0)
 
     def head(self) -> Manifest | None:
         """Return the newest entry, None if the store is empty.

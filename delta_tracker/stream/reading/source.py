@@ -248,29 +248,25 @@ class Lag:
         the store cannot be read, or if its log ends before ``held``.
         """
         began = self._monotonic()
-        if held is None:
-            return self._listed(log, began, -1)
-        newest = log.newest_version(held)
+        waiting: Sequence[int] = () if held is None else range(held + 1, log.newest_version(held) + 1)
         log.check_pointer()
-        first = log.storage.stat(entry_name(min(held + 1, newest)))
-        last = first if newest <= held + 1 else log.storage.stat(entry_name(newest))
-        if first is None or last is None:
-            return self._listed(log, began, held)
-        return self._lag(newest - held, last.modified - first.modified, newest, began)
-
-    def _listed(self, log: StreamLog, began: float, held: int) -> tuple[int, float]:
-        """Return the lag by a listing."""
-        listed = log.listed(after=held - 1)
-        log.check_pointer()
-        if not listed and held >= 0:
-            raise StreamReplacedError(log.url, held)
-        waiting = {version: modified for version, modified in listed.items() if version > held}
-        seconds = max(waiting.values()) - waiting[min(waiting)] if waiting else 0.0
-        return self._lag(len(waiting), seconds, max(listed, default=-1), began)
-
-    def _lag(self, num_versions: int, seconds: float, newest: int, began: float) -> tuple[int, float]:
-        """Return the lag. ``seconds`` are those up to the newest version, which existed at the time ``began``."""
+        seconds = None if held is None else _seconds_between(log, waiting or (held,))
+        if seconds is None:
+            listed = log.versions(after=-1 if held is None else held - 1)
+            log.check_pointer()
+            if held is not None and not listed:
+                raise StreamReplacedError(log.url, held)
+            waiting = [version for version in listed if held is None or version > held]
+            seconds = _seconds_between(log, waiting) if waiting else None
+        newest = max([*waiting[-1:], -1 if held is None else held])
         if newest != self._newest[0]:  # a lower one is of another log
             self._newest = newest, began
-        age = max(0.0, seconds) + self._monotonic() - self._newest[1]
-        return num_versions, max(age, _LEAST_SECONDS) if num_versions else 0.0
+        age = max(0.0, seconds or 0.0) + self._monotonic() - self._newest[1]
+        return len(waiting), max(age, _LEAST_SECONDS) if waiting else 0.0
+
+
+def _seconds_between(log: StreamLog, versions: Sequence[int]) -> float | None:
+    """Return the seconds from the commit of the first version to that of the last; None if an entry is missing."""
+    first = log.storage.stat(entry_name(versions[0]))
+    last = first if len(versions) == 1 else log.storage.stat(entry_name(versions[-1]))
+    return None if first is None or last is None else last.modified - first.modified
