@@ -8,9 +8,8 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -147,9 +146,11 @@ class HostCopier:
             buffer = buffers[number % len(buffers)]
             if number >= len(buffers):
                 torch.cuda.current_stream(device).wait_event(copies[-len(buffers)].copied)
-            chunk.copy(buffer, chunk.base)
-            memory = host[chunk.begin : chunk.end]
-            copies.append(HostCopy(chunk.bytes_in(buffer), stream=self._stream(device), into=memory))
+            base, begin, end = _base(chunk), chunk[0].begin, chunk[-1].end
+            for piece in chunk:
+                piece.copy(buffer, base)
+            copied = buffer[begin - base : end - base]
+            copies.append(HostCopy(copied, stream=self._stream(device), into=host[begin:end]))
         return copies[-1]
 
     def _stream(self, device: torch.device) -> Any:  # noqa: ANN401  torch's stubs have no common type
@@ -164,39 +165,20 @@ class HostCopier:
         return torch.from_numpy(self._pool.lend(num_bytes))
 
 
-@dataclass(frozen=True, slots=True)
-class _Chunk:
-    """Part of a buffer.
+class _Piece(NamedTuple):
+    """Rows ``first`` to ``stop`` (exclusive) of a source, whose copy is the bytes ``begin`` to ``end`` of a buffer."""
 
-    Args:
-        pieces: for each part of a source, the source, its rows ``(first, end)``, and their byte range in the buffer.
-    """
-
-    pieces: Sequence[tuple[Source, tuple[int, int], tuple[int, int]]]
-
-    @property
-    def begin(self) -> int:
-        """First byte of the chunk in the buffer."""
-        return self.pieces[0][2][0]
-
-    @property
-    def end(self) -> int:
-        """Byte after the last one of the chunk in the buffer."""
-        return self.pieces[-1][2][1]
-
-    @property
-    def base(self) -> int:
-        """Byte of the buffer at which memory for this chunk alone begins. Aligned for every dtype."""
-        return self.begin // _ALIGNMENT * _ALIGNMENT
+    source: Source
+    first: int
+    stop: int
+    begin: int
+    end: int
 
     def copy(self, memory: Tensor, base: int) -> None:
         """Copy the rows to ``memory``, uint8, whose first byte is the byte ``base`` of the buffer."""
-        for source, (first, end), (begin, stop) in self.pieces:
-            source.copy(first, end, _rows_in(memory[begin - base : stop - base], source, end - first))
-
-    def bytes_in(self, memory: Tensor) -> Tensor:
-        """Return the bytes of the chunk in ``memory``, which begins at :attr:`base`."""
-        return memory[self.begin - self.base : self.end - self.base]
+        rows = self.source.rows
+        typed = memory[self.begin - base : self.end - base].view(rows.dtype)
+        self.source.copy(self.first, self.stop, typed.view(self.stop - self.first, *rows.shape[1:]))
 
 
 class _Layout:
@@ -231,38 +213,36 @@ class _Layout:
             # One operation, unlike two views.
             source.copied = typed[dtype].as_strided(size, strides, begin // dtype.itemsize)
 
-    def chunks(self, max_bytes: int) -> Iterator[_Chunk]:
+    def chunks(self, max_bytes: int) -> Iterator[list[_Piece]]:
         """Yield parts of the buffer, in order, that together have all rows.
 
         Args:
             max_bytes: maximum size of a chunk. A chunk with a single row may be larger.
         """
-        pieces: list[tuple[Source, tuple[int, int], tuple[int, int]]] = []
-        base = 0
+        pieces: list[_Piece] = []
         for source, start in zip(self._sources, self._begins, strict=True):
             first, row_bytes = 0, source.row_bytes
             while row_bytes and first < source.num_rows:
                 begin = start + first * row_bytes
-                if not pieces:
-                    base = begin // _ALIGNMENT * _ALIGNMENT
+                base = (pieces[0].begin if pieces else begin) // _ALIGNMENT * _ALIGNMENT
                 num_rows = min(source.num_rows - first, (base + max_bytes - begin) // row_bytes)
                 if num_rows < 1 and pieces:
-                    yield _Chunk(pieces)
+                    yield pieces
                     pieces = []
                     continue
-                end = first + max(1, num_rows)
-                pieces.append((source, (first, end), (begin, start + end * row_bytes)))
-                first = end
+                stop = first + max(1, num_rows)
+                pieces.append(_Piece(source, first, stop, begin, start + stop * row_bytes))
+                first = stop
         if pieces:
-            yield _Chunk(pieces)
+            yield pieces
 
 
-def _rows_in(memory: Tensor, source: Source, num_rows: int) -> Tensor:
-    """Return bytes as ``num_rows`` rows of a source."""
-    return memory.view(source.rows.dtype).view(num_rows, *source.rows.shape[1:])
+def _base(chunk: Sequence[_Piece]) -> int:
+    """Return the byte of a buffer at which memory for a chunk alone begins. Aligned for every dtype."""
+    return chunk[0].begin // _ALIGNMENT * _ALIGNMENT
 
 
-def _buffers(layout: _Layout, device: torch.device) -> tuple[list[_Chunk], list[Tensor]]:
+def _buffers(layout: _Layout, device: torch.device) -> tuple[list[list[_Piece]], list[Tensor]]:
     """Return the chunks in which a layout is copied, and one or two buffers on ``device`` that any chunk fits into.
 
     Other devices than CUDA devices copy all rows at once, because they have no stream that orders two buffers.
@@ -274,7 +254,7 @@ def _buffers(layout: _Layout, device: torch.device) -> tuple[list[_Chunk], list[
     max_bytes = min(MAX_BUFFER_BYTES, layout.num_bytes) if has_streams else layout.num_bytes
     while True:
         chunks = list(layout.chunks(max_bytes))
-        num_bytes = max(chunk.end - chunk.base for chunk in chunks)
+        num_bytes = max(chunk[-1].end - _base(chunk) for chunk in chunks)
         try:
             return chunks, [torch.empty(num_bytes, dtype=torch.uint8, device=device) for _ in chunks[:2]]
         except torch.OutOfMemoryError:
