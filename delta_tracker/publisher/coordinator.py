@@ -13,10 +13,10 @@ from torch import Tensor
 
 from delta_tracker.errors import InvalidArgumentError, LostEntryError
 from delta_tracker.monitor.recorder import Recorder
-from delta_tracker.publisher.exchange import Exchange, Message, Phase, Vote, check_alike
+from delta_tracker.publisher.declared_states import declared_states, states_message
+from delta_tracker.publisher.exchange import Exchange, Message, Phase, check_alike
 from delta_tracker.publisher.host_copies import Source
-from delta_tracker.publisher.row_gatherer import Gathered
-from delta_tracker.publisher.schemas import RankSchema, declared_states, states_message
+from delta_tracker.publisher.rank_tables import Gathered, RankSchema
 from delta_tracker.publisher.training import TakenState
 from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.manifest import FORMAT, DenseSpec, Kind, Manifest, Part, Stored, entry_name
@@ -26,7 +26,7 @@ from delta_tracker.stream.log import Claim, ClaimedStream, StreamLog, part_name
 from delta_tracker.stream.reading.runtime import Runtime
 from delta_tracker.stream.storage.storage import Location, Storage, open_storage
 from delta_tracker.stream.storage.store import Repeatable
-from delta_tracker.types import Identity, TableSpec, TableStates
+from delta_tracker.types import Identity, TableStates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +61,7 @@ class Coordinator:
     """Writer that appends versions to a stream together with the other ranks.
 
     The training thread calls the methods. A worker thread may call only :meth:`write_part`, :meth:`write`,
-    :meth:`commit` and :meth:`answer`.
+    :meth:`commit`, :meth:`answer` and :meth:`describe`.
 
     Args:
         exchange: communication with the other ranks.
@@ -108,13 +108,12 @@ class Coordinator:
         return None if stored is None or stored.modified <= 0 else head.created - stored.modified
 
     def open(self, url: Location | ClaimedStream) -> None:
-        """Open the store on every rank, claim the stream on rank 0, and check that all ranks use the same store.
+        """Open the store on every rank, and claim the stream on rank 0.
 
         A collective. A stream that is claimed already is not claimed again.
 
         Raises:
-            InvalidArgumentError: if ``url`` is invalid, if its claim was used, or if this rank's store is not the store
-                of rank 0.
+            InvalidArgumentError: if ``url`` is invalid, or if its claim was used.
             UnsupportedStoreError: on rank 0, if the store has no atomic create.
             MalformedError: on rank 0, if the stream's head is malformed.
             StorageError: if this rank cannot use the store.
@@ -124,31 +123,25 @@ class Coordinator:
         exchange = self._exchange.exchange
         claim = url.claim if isinstance(url, ClaimedStream) else None
         exchange(Phase.OPENING, Message.of(lambda: self._open(url.storage if isinstance(url, ClaimedStream) else url)))
-        taken = exchange(Phase.CLAIMING, Message.of(lambda: self._take_stream(claim) if self.rank == 0 else {}))
+        taken = exchange(Phase.CLAIMING, Message.of(lambda: self._take_stream(claim) if self.rank == 0 else None))
         self.follow(taken[0])
-        exchange(Phase.CHECKING, Message.of(self._check_same_store))
+
+    def check_same_store(self) -> None:
+        """Check that this rank's store has rank 0's claim, because predictors look for all parts in rank 0's store.
+
+        Raises:
+            InvalidArgumentError: if the store lacks the claim.
+        """
+        seen = StreamLog(self.storage, self._runtime).read(self.head.version)
+        if seen is None or seen.writer != self.head.writer:
+            raise InvalidArgumentError(
+                "url", self.storage.url, "Give all ranks the same store: this one lacks rank 0's claim"
+            )
 
     def release(self) -> None:
         """Let another publisher use the claim, because this one could not be built. No-op if it is not used."""
         if self._claim is not None:
             self._claim.release()
-
-    def declare(self, messages: Sequence[Mapping[str, Any]], tables: Mapping[str, TableSpec]) -> None:
-        """Write versions with the states that the ranks declare from now on.
-
-        Args:
-            messages: for each rank, a message with the result of :func:`states_message` under the key ``states``.
-            tables: FQN to table, the same on every rank.
-
-        Raises:
-            RankFailedError: if the ranks declare different states.
-        """
-        self.states = declared_states([message["states"] for message in messages], tables)
-
-    def vote(self, phase: Phase, batch: int, schema: RankSchema) -> Vote:
-        """Return a vote with this rank's phase, batch, tables and identities. Not a collective."""
-        _, tables_hash = self._describe(schema)
-        return Vote(phase, batch, tables_hash)
 
     def compare_places(self, batch: int, schema: RankSchema) -> None:
         """Check that all ranks are at the same batch and have the same tables and identities. A collective.
@@ -283,9 +276,8 @@ class Coordinator:
         """Return a new name of an object of the next version, with states (``s``) or a training state (``t``)."""
         return part_name(self.head.version + 1, self.head.generation, f"r{self.rank}{role}")
 
-    def _open(self, url: Location) -> dict[str, Any]:
+    def _open(self, url: Location) -> None:
         self.storage = open_storage(url, create=True)
-        return {}
 
     def _take_stream(self, claim: Claim | None) -> dict[str, Any]:
         self.storage.probe()
@@ -294,24 +286,8 @@ class Coordinator:
         self._claim = claim
         return self.answer()
 
-    def _check_same_store(self) -> dict[str, Any]:
-        """Check that this rank's store has rank 0's claim, because predictors look for all parts in rank 0's store.
-
-        Returns:
-            An empty message.
-
-        Raises:
-            InvalidArgumentError: if the store lacks the claim.
-        """
-        seen = StreamLog(self.storage, self._runtime).read(self.head.version)
-        if seen is None or seen.writer != self.head.writer:
-            raise InvalidArgumentError(
-                "url", self.storage.url, "Give all ranks the same store: this one lacks rank 0's claim"
-            )
-        return {}
-
-    def _describe(self, schema: RankSchema) -> tuple[str, int]:
-        """Return the tables as text, and the hash of this text as an int64. A worker may also call this method."""
+    def describe(self, schema: RankSchema) -> tuple[str, int]:
+        """Return the tables and identities as text, and the hash of this text as an int64."""
         known, text, digest = self._described
         if schema != known:
             text = f"the tables {sorted(f'{table} {fqn}' for fqn, table in schema.tables.items())}"
@@ -323,7 +299,7 @@ class Coordinator:
 
     def _place(self, batch: int, schema: RankSchema) -> dict[str, str]:
         """Return this rank's batch and tables as text, under the keys ``cut`` and ``tables``."""
-        text, _ = self._describe(schema)
+        text, _ = self.describe(schema)
         return {"cut": f"batch {batch}", "tables": text}
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from enum import IntEnum, auto
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,8 +20,6 @@ from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.reading.runtime import Runtime
 from delta_tracker.tracker.rank_group import RankGroup
 from delta_tracker.types import Delta
-
-_T = TypeVar("_T")
 
 _HEADER = struct.Struct("<qqq")  # number, sign, and length of the data
 _FRAME_BYTES = 4096  # what is longer needs a second transfer
@@ -55,7 +53,10 @@ class Delivery:
         writer: writes the shares of this rank and, on rank 0, commits.
         group: group of all ranks that nothing else uses.
         seconds: time between two signs of life.
-        committed: called on rank 0 with each committed version, in a thread of this object.
+        committed: functions that are called on rank 0 with each committed version, in a thread of this object.
+
+    Attributes:
+        worker: thread that writes.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class Delivery:
         writer: Coordinator,
         group: RankGroup,
         seconds: float,
-        committed: Callable[[Manifest], None],
+        committed: Iterable[Callable[[Manifest], object]],
         runtime: Runtime,
     ) -> None:
         self._writer = writer
@@ -71,12 +72,8 @@ class Delivery:
         self._rounds = Rounds(group)
         self._seconds = seconds
         self._committed = committed
-        self._worker = runtime.executor("publisher")
+        self.worker = runtime.executor("publisher")
         self._messenger = runtime.executor("publisher-exchange")
-
-    def submit(self, action: Callable[[], _T]) -> Future[_T]:
-        """Run an action in the thread that writes."""
-        return self._worker.submit(action)
 
     def start(self, outcome: Future[Outcome], number: int, draft: Draft | Exception, read: Delta | None = None) -> None:
         """Start to complete a version. A second call with the same ``outcome`` has no effect.
@@ -86,7 +83,7 @@ class Delivery:
 
         Args:
             outcome: future of the result, which never has an exception.
-            number: number of the version's cut, the same on all ranks.
+            number: number of the votes that decided the cut, the same on all ranks.
             draft: this rank's contents of the version, or the error of its read.
             read: read of the contents.
         """
@@ -100,19 +97,19 @@ class Delivery:
                 found = Outcome(error=self._lost(error))
             outcome.set_result(replace(found, read=read))
 
-        (self._worker if self._group.world_size == 1 else self._messenger).submit(run)
+        (self.worker if self._group.world_size == 1 else self._messenger).submit(run)
 
     def close(self) -> None:
         """Complete the version in progress, and end the threads."""
         self._messenger.shutdown()
-        self._worker.shutdown()
+        self.worker.shutdown()
         self._group.close()
 
     def _completed(self, number: int, draft: Draft | Exception) -> Outcome:
         if self._group.world_size == 1:
             share = self._writer.write(draft)
             return self._ended(share, self._commit(draft, share, {}))
-        job = self._worker.submit(self._writer.write, draft)
+        job = self.worker.submit(self._writer.write, draft)
         return self._lead(number, draft, job) if self._group.rank == 0 else self._follow(number, job)
 
     def _lost(self, error: BaseException) -> Exception | None:
@@ -133,7 +130,7 @@ class Delivery:
                 letters = self._rounds.collect(number)
                 shares |= {rank: each.data for rank, each in letters.items() if each.sign == Sign.SHARE}
                 if commit is None and job.done() and len(shares) == len(letters):
-                    commit = self._worker.submit(self._commit, draft, job.result(), shares)
+                    commit = self.worker.submit(self._commit, draft, job.result(), shares)
                     self._wait(commit)
                 if commit is None or not commit.done():
                     self._rounds.answer(Letter(number, Sign.WORKING))
@@ -175,7 +172,9 @@ class Delivery:
             if others:
                 shares += [opened(rank, others[rank]) for rank in sorted(others)]
                 check_alike(shares, "cut", "tables")
-            self._committed(self._writer.commit(draft, shares))
+            entry = self._writer.commit(draft, shares)
+            for report in self._committed:
+                report(entry)
             return self._writer.answer()
 
         return Message.of(act)
@@ -206,7 +205,7 @@ class Letter(NamedTuple):
     """Message of one rank.
 
     Args:
-        number: number of the version's cut.
+        number: number of the votes that decided the version's cut.
         sign: its content.
         data: data of a share or an outcome.
     """

@@ -74,18 +74,6 @@ class Vote(NamedTuple):
     num_bytes: int = 0
 
 
-class Count(NamedTuple):
-    """Result of the votes of all ranks.
-
-    Args:
-        most: maximum of each field over the ranks.
-        is_alike: True if all ranks are at the same batch and have the same tables.
-    """
-
-    most: Vote
-    is_alike: bool
-
-
 @dataclass(frozen=True, slots=True)
 class Message:
     """Message of one rank to the others.
@@ -104,14 +92,14 @@ class Message:
         return json.dumps(self.content).encode()
 
     @classmethod
-    def of(cls, action: Callable[[], Mapping[str, Any]]) -> Message:
+    def of(cls, action: Callable[[], Mapping[str, Any] | None]) -> Message:
         """Return a message with the result of ``action``, or with the error that ``action`` raised.
 
-        The result must be JSON serializable.
+        The result must be JSON serializable; None is an empty message.
         """
         try:
-            return cls(action())
-        except Exception as error:  # noqa: BLE001  the other ranks must receive it; raised by Exchange.gather()
+            return cls(action() or {})
+        except Exception as error:  # noqa: BLE001  the other ranks must receive it; raised by Exchange.exchange()
             content: dict[str, Any] = {"error": f"{type(error).__name__}: {error}"}
             if isinstance(error, FencedError):
                 content["fenced"] = [error.generation, error.owner, error.version]
@@ -127,8 +115,8 @@ class Message:
 class Exchange:
     """Communication between all ranks of the default process group. Without a group, this process is the only rank.
 
-    The methods :meth:`start_votes`, :meth:`count`, :meth:`gather` and :meth:`exchange` are collectives: all ranks call
-    them in the same order, from the training thread.
+    The methods :meth:`start_votes`, :meth:`count` and :meth:`exchange` are collectives: all ranks call them in the same
+    order, from the training thread.
 
     Args:
         timeout: maximum time that a call waits for other ranks before it raises RankLostError.
@@ -167,12 +155,16 @@ class Exchange:
             self.send_owed_message()
         return self.group.start_all_gather(torch.from_numpy(np.array(vote, dtype=np.int64)))
 
-    def count(self, gathering: Gathering, meanwhile: Callable[[], None] | None = None) -> Count:
+    def count(self, gathering: Gathering, meanwhile: Callable[[], None] | None = None) -> tuple[Vote, bool]:
         """Wait for the votes of all ranks and combine them.
 
         Args:
             gathering: result of :meth:`start_votes`.
             meanwhile: called several times per second during the wait; None for no calls.
+
+        Returns:
+            The maximum of each field over the ranks, and True if all ranks are at the same batch and have the same
+            tables.
 
         Raises:
             RankFailedError: if a rank is in another phase.
@@ -181,7 +173,7 @@ class Exchange:
         gathered = gathering.result(meanwhile)
         if len(gathered) == 1:  # five times as fast as the reductions, which are the cost of a small version
             self._num_owed_bytes = 0
-            return Count(Vote(*gathered[0].tolist()), is_alike=True)
+            return Vote(*gathered[0].tolist()), True
         votes = torch.stack(gathered)
         least, most = (Vote(*bound.tolist()) for bound in votes.aminmax(dim=0))
         if least.phase != most.phase:
@@ -191,28 +183,7 @@ class Exchange:
                 action=self._action,
             )
         self._num_owed_bytes = 0 if most.is_working else most.num_bytes
-        return Count(most, is_alike=least[:3] == most[:3])
-
-    def gather(self, own: Message, num_bytes: int) -> list[dict[str, Any]]:
-        """Return the messages of all ranks, in rank order.
-
-        Args:
-            own: message of this rank.
-            num_bytes: length in bytes of the longest message of any rank.
-
-        Raises:
-            Exception: ``own.failure``, if this rank failed.
-            FencedError, LostEntryError: if another rank failed with such an error.
-            RankFailedError: if another rank failed with another error or was interrupted.
-            RankLostError: if a rank died or did not answer in time.
-        """
-        tensor = torch.frombuffer(bytearray(own.data.ljust(num_bytes)), dtype=torch.uint8)  # JSON may end in spaces
-        gathering = self.group.start_all_gather(tensor)
-        self._num_owed_bytes = 0  # after the start: if the start is interrupted, the message is still owed
-        tensors = gathering.result()
-        if own.failure is not None:
-            raise own.failure
-        return [opened(rank, each.numpy().tobytes(), self._action) for rank, each in enumerate(tensors)]
+        return most, least[:3] == most[:3]
 
     def exchange(self, phase: Phase, own: Message) -> list[dict[str, Any]]:
         """Check that all ranks are in the same phase, and return their messages in rank order.
@@ -229,12 +200,18 @@ class Exchange:
         """
         self._exchanged = self.start_votes(Vote(phase, num_bytes=len(own.data)))
         try:
-            count = self.count(self._exchanged)
+            most, _ = self.count(self._exchanged)
         except (RankFailedError, RankLostError):
             self._exchanged = None
             raise
         self._exchanged = None
-        return self.gather(own, count.most.num_bytes)
+        padded = own.data.ljust(most.num_bytes)  # JSON may end in spaces
+        gathering = self.group.start_all_gather(torch.frombuffer(bytearray(padded), dtype=torch.uint8))
+        self._num_owed_bytes = 0  # after the start: if the start is interrupted, the message is still owed
+        tensors = gathering.result()
+        if own.failure is not None:
+            raise own.failure
+        return [opened(rank, each.numpy().tobytes(), self._action) for rank, each in enumerate(tensors)]
 
     def close(self) -> None:
         """Leave the process group. Not a collective."""
@@ -257,61 +234,44 @@ class Exchange:
             self._num_owed_bytes = 0
 
 
-class Ballots:
-    """Votes of one rank, and the count of those of all ranks.
+class Ballots(Exchange):
+    """Exchange of a publisher, with the votes of one rank.
 
     Every ``vote_every``-th call of ``step()`` sends a vote. A call that failed or was interrupted before its vote owes
     it to the other ranks.
+
+    Args:
+        timeout: as for an :class:`Exchange`.
+        join: as for an :class:`Exchange`.
 
     Attributes:
         vote_every: number of calls of ``step()`` from one vote to the next.
         number: number of votes of this rank so far.
         num_owed: number of votes that calls of ``step()`` should have sent, and did not.
-        is_pending: True if votes were sent and not counted.
+        pending: votes that were sent and not counted; None if there are none.
         is_alone: True if there is one rank, whose votes are complete at once.
     """
 
-    def __init__(self, exchange: Exchange) -> None:
+    def __init__(self, timeout: timedelta, join: Join = RankGroup) -> None:
+        super().__init__(timeout, join=join)
         self.vote_every = 1
         self.number = 0
-        self.is_pending = False
-        self._exchange = exchange
-        self._votes: Gathering | None = None
-        self._num_calls = 0
         self.num_owed = 0
-        self.is_alone = exchange.group.world_size == 1
+        self.pending: Gathering | None = None
+        self.is_alone = self.group.world_size == 1
+        self._num_calls = 0
 
     def call(self) -> None:
         """Count a call of ``step()``."""
         number = self._num_calls + 1
         self._num_calls, self.num_owed = number, self.num_owed + (number % self.vote_every == 0)
 
-    def send(self, vote: Vote) -> None:
-        """Send this rank's vote, which does not wait for those of other ranks."""
+    def send(self, vote: Vote) -> Gathering:
+        """Send this rank's vote without waiting for the others. Return the handle for :meth:`count`."""
         number, owed = self.number + 1, max(self.num_owed - 1, 0)
         # One line, so that an interrupt cannot come between the assignments.
-        self._votes, self.is_pending, self.number, self.num_owed = self._exchange.start_votes(vote), True, number, owed
-
-    def count(self, meanwhile: Callable[[], None] | None = None) -> Count:
-        """Wait for the votes that were sent, and combine them. Repeat it after an interrupt.
-
-        Args:
-            meanwhile: called several times per second during the wait; None for no calls.
-
-        Raises:
-            RankFailedError: if ranks called different methods.
-            RankLostError: if a rank died or did not vote in time.
-        """
-        assert self._votes is not None, "send() came first"
-        return self._exchange.count(self._votes, meanwhile)
-
-    def clear(self) -> None:
-        """Forget the votes that were counted."""
-        self._votes, self.is_pending = None, False
-
-    def settle(self) -> None:
-        """Send the message that the other ranks wait for, if this rank was interrupted before it sent it."""
-        self._exchange.send_owed_message()
+        self.pending, self.number, self.num_owed = self.start_votes(vote), number, owed
+        return self.pending
 
 
 def _check_timeout(timeout: object) -> None:

@@ -23,15 +23,15 @@ from delta_tracker.monitor.monitor import Monitor
 from delta_tracker.monitor.recorder import Recorder
 from delta_tracker.publisher.cadence import Cadence, Pace
 from delta_tracker.publisher.coordinator import Coordinator
+from delta_tracker.publisher.declared_states import declared_states, states_message
 from delta_tracker.publisher.delivery import Delivery
-from delta_tracker.publisher.exchange import Ballots, Exchange, Join, Message, Phase, check_alike
+from delta_tracker.publisher.exchange import Ballots, Join, Message, Phase, check_alike
 from delta_tracker.publisher.heartbeats import Heartbeats
+from delta_tracker.publisher.rank_tables import EncodingChoice, name_encodings
 from delta_tracker.publisher.reports import Reports
-from delta_tracker.publisher.row_gatherer import EncodingChoice, name_encodings
-from delta_tracker.publisher.schemas import states_message
 from delta_tracker.publisher.training import Recovery, check_recovery
 from delta_tracker.publisher.version_source import VersionSource
-from delta_tracker.publisher.versions import Versions
+from delta_tracker.publisher.versions import Publishes, Versions
 from delta_tracker.sharding.dense import DenseChoice
 from delta_tracker.sharding.interrupted import check_complete
 from delta_tracker.stream.format.manifest import Manifest
@@ -170,7 +170,7 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
         def prepare() -> dict[str, Any]:
             _check(url, cadence, upkeep, recovery)
             if cadence is not None:
-                ballots.vote_every = cadence.calls_per_vote(exchange.group.world_size)
+                exchange.vote_every = cadence.calls_per_vote(exchange.group.world_size)
             check_complete(tracker.model)
             nonlocal source
             self._source = source = VersionSource(
@@ -188,17 +188,16 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
                 "top_k": _budget(top_k),
                 "encoding": f"encoding={name_encodings(encoding)}",
                 # Compared before the cadence, which also contains it, because its error message is shorter.
-                "vote_every": f"vote_every={ballots.vote_every}",
+                "vote_every": f"vote_every={exchange.vote_every}",
                 "cadence": f"cadence={cadence}",
                 "kind": "recovery=None" if recovery is None else "recovery=Recovery(...)",
-                "states": states_message(source.schemas.latest.states),
+                "states": states_message(source.tables.latest.states),
             }
 
         with ExitStack() as failing:
             failing.callback(self._free)
-            exchange = Exchange(timeout, join=join)
+            exchange = Ballots(timeout, join)
             self._closing.append(exchange.close)
-            ballots = Ballots(exchange)
             self._writer = writer = Coordinator(exchange, recorder, runtime)
             failing.callback(writer.release)
             self._reports = reports = Reports(recorder, writer)
@@ -208,40 +207,40 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
             messages = exchange.exchange(Phase.BUILDING, Message.of(prepare))
             check_alike(messages, "top_k", "encoding", "vote_every", "cadence", "kind")
             if recovery is not None:
-                writer.declare(messages, tracker.tables)
+                writer.states = declared_states([message["states"] for message in messages], tracker.tables)
             writer.open(url)
             source.resume(exchange, writer)
+            committed: list[Callable[[Manifest], object]] = []
+            if notifier is not None:
+                committed.append(lambda entry: hints.announce(entry.stream, entry.version))
             chosen = Upkeep() if upkeep is None else upkeep
-            pointer = self._start_pointer(chosen.pointer_seconds, runtime)
+            pointer: PointerWriter | None = None
+            if chosen.pointer_seconds is not None and writer.is_first:
+                pointer = PointerWriter(writer.storage, seconds=chosen.pointer_seconds, runtime=runtime)
+                committed.append(pointer.after)
+                self._closing.append(pointer.close)
+                # The thread of a publisher that is dropped without close() ends, too.
+                weakref.finalize(self, pointer.end).atexit = False
             if chosen.has_passes:
                 on_pass = None if pointer is None else lambda has_changed: pointer.rescan() if has_changed else None
                 on_failure = reports.upkeep_failed
-                self._upkeep = UpkeepThread(writer.storage, chosen, on_pass=on_pass, on_failure=on_failure)
-                self._closing.append(self._upkeep.close)
+                self._upkeep = passes = UpkeepThread(writer.storage, chosen, on_pass=on_pass, on_failure=on_failure)
+                committed.append(lambda entry: passes.after(entry.version))
+                self._closing.append(passes.close)
             self._closing.append(hints.close)
             beats = None
             if recovery is not None and recovery.heartbeat_seconds is not None and writer.is_first:
                 beats = Heartbeats(writer.storage, recovery.heartbeat_seconds, runtime)
                 self._closing.append(beats.close)
-            committed = _after_commit(hints, pointer, self._upkeep)
             delivery = Delivery(writer, workers, (1 - _PATIENCE) * timeout.total_seconds(), committed, runtime)
             self._closing.append(delivery.close)
             failing.pop_all()
         pace = None
         if cadence is not None:
-            lead = 0 if ballots.is_alone else ballots.vote_every
+            lead = 0 if exchange.is_alone else exchange.vote_every
             pace = Pace(cadence, tracker, source.handle.name, num_batches=lead, runtime=runtime)
-        self._versions = Versions(source, writer, ballots, delivery, reports, pace, beats)
+        self._versions = Versions(source, writer, exchange, delivery, reports, pace, beats)
         reports.open()
-
-    def _start_pointer(self, seconds: float | None, runtime: Runtime) -> PointerWriter | None:
-        if seconds is None or not self._writer.is_first:
-            return None
-        pointer = PointerWriter(self._writer.storage, seconds=seconds, runtime=runtime)
-        self._closing.append(pointer.close)
-        # The thread of a publisher that is dropped without close() ends, too.
-        weakref.finalize(self, pointer.end).atexit = False
-        return pointer
 
     @property
     def generation(self) -> int:
@@ -346,9 +345,7 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
             InvalidArgumentError: if the publisher is closed, if called from another thread or process than the one that
                 built the publisher, or if the read with ``top_k`` failed on another rank.
         """
-        versions = self._checked()
-        versions.publish("delta")
-        return self._result(versions)
+        return self._publish("delta")
 
     def snapshot(self) -> Manifest:
         """Publish every row of every table with its current value, for example after weights were loaded or edited.
@@ -358,9 +355,7 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
         Returns:
             The committed manifest, the same on every rank.
         """
-        versions = self._checked()
-        versions.publish("snapshot")
-        return self._result(versions)
+        return self._publish("snapshot")
 
     def flush(self) -> None:
         """Publish all rows that have changed, so that a pause of training delays none of them.
@@ -374,9 +369,7 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
         the call continues, as that of :meth:`publish` and :meth:`snapshot`. The errors are those of :meth:`publish`:
         all ranks raise FencedError once another publisher has claimed the stream, and RankLostError if a rank is dead.
         """
-        versions = self._checked()
-        versions.flush()
-        self._result(versions)
+        self._publish("flush")
 
     def close(self) -> None:
         """Finish a version that :meth:`step` started, release the consumer and leave the process group.
@@ -433,28 +426,15 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
             raise InvalidArgumentError("thread", threading.current_thread().name, "Publish from the training thread")
         return self._versions
 
-    def _result(self, versions: Versions) -> Manifest:
-        """Return the newest entry, or raise the error of the last version."""
-        error, head = self.error, self._writer.head
+    def _publish(self, name: Publishes) -> Manifest:
+        """Publish a version. Return the newest entry, or raise the error of the last version."""
+        versions = self._checked()
+        versions.publish(name)
+        error, head = self._reports.error, self._writer.head
         versions.returned()  # last: an interrupted call is continued by the same call
         if error is not None:
             raise unraised(error)
         return head
-
-
-def _after_commit(
-    hints: Hints, pointer: PointerWriter | None, upkeep: UpkeepThread | None
-) -> Callable[[Manifest], None]:
-    """Return the function that rank 0 calls after each commit. It announces the version, and starts other writers."""
-
-    def committed(manifest: Manifest) -> None:
-        hints.announce(manifest.stream, manifest.version)
-        if pointer is not None:
-            pointer.after(manifest)
-        if upkeep is not None:
-            upkeep.after(manifest.version)
-
-    return committed
 
 
 class _Standstill:

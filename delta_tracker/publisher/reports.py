@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import cache
 
 from delta_tracker.errors import (
     FencedError,
@@ -47,6 +48,11 @@ class Reports:
         self._failure: tuple[object, ...] | None = None  # kind of the last failure since the last version
         self._large_deltas = LargeDeltas()
         self._measured: int | None = None  # version at which the clock was compared
+        # Each cell is looked up once: a version of few rows has little else to do.
+        self._num_versions = cache(lambda kind: recorder.published_versions.cell(kind=kind))
+        self._num_bytes = cache(lambda kind: recorder.published_bytes.cell(kind=kind))
+        self._num_rows = cache(lambda fqn: recorder.published_rows.cell(table=fqn))
+        self._version = cache(recorder.published_version.cell)
 
     def open(self) -> None:
         """Create the metrics that alerts use, even though there is nothing to count yet.
@@ -56,8 +62,8 @@ class Reports:
         recorder, head = self._recorder, self._writer.head
         recorder.publisher_info.set(1, stream=head.stream, url=shown_url(self._writer.storage.url))
         if self._writer.is_first:
-            recorder.published_versions.cell(kind="delta")
-            recorder.published_version.set(head.version)
+            self._num_versions("delta")
+            self._version().add(head.version)
             for step in UPKEEP_STEPS:
                 recorder.upkeep_failures.cell(step=step)
             recorder.watch(lambda _: self._show_skew())
@@ -65,14 +71,17 @@ class Reports:
         for failure in _FAILURES:
             recorder.publish_failures.cell(reason=failure.__name__)
 
-    def begin(self) -> None:
-        """Forget the error of the last version, before another one that a caller waits for."""
-        self.error = None
-
     def published(self, committed: Manifest) -> None:
         """Report that a version was published."""
         if self._writer.is_first:
-            self._count(committed)
+            self._num_versions(committed.kind).add(1)
+            self._num_bytes(committed.kind).add(committed.total_bytes if committed.training else committed.num_bytes)
+            rows = committed.rows_by_table
+            for fqn, num_rows in rows.items():
+                self._num_rows(fqn).add(num_rows)
+            if committed.kind == "delta":
+                self._large_deltas.saw(rows, committed.tables)
+            self._version().add(committed.version)
         if self.is_over:  # a version before the one that failed
             return
         if self._failure is not None:
@@ -93,18 +102,6 @@ class Reports:
     def upkeep_failed(self, step: str) -> None:
         """Count a compaction or retention that failed. Any thread may call it."""
         self._recorder.upkeep_failures.cell(step=step).add(1)
-
-    def _count(self, committed: Manifest) -> None:
-        recorder, kind = self._recorder, committed.kind
-        recorder.published_versions.cell(kind=kind).add(1)
-        num_bytes = committed.total_bytes if committed.training else committed.num_bytes
-        recorder.published_bytes.cell(kind=kind).add(num_bytes)
-        rows = committed.rows_by_table
-        for fqn, num_rows in rows.items():
-            recorder.published_rows.cell(table=fqn).add(num_rows)
-        if kind == "delta":
-            self._large_deltas.saw(rows, committed.tables)
-        recorder.published_version.set(committed.version)
 
     def _show_skew(self) -> None:
         """Set the gauge of the clock's skew, once per version. Runs in the collector's thread."""

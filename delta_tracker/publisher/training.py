@@ -36,7 +36,6 @@ from torch import Tensor, nn
 from delta_tracker.arguments import check_seconds, check_type
 from delta_tracker.errors import InvalidArgumentError, UnfinishedStepError, UnsupportedModelError
 from delta_tracker.publisher.host_copies import Source
-from delta_tracker.publisher.schemas import Schemas
 from delta_tracker.sharding.collision_states import collision_state
 from delta_tracker.sharding.dense import dense_tensors
 from delta_tracker.sharding.torchrec_api import known_torchrec
@@ -146,7 +145,6 @@ class TrainingCuts:
         handle: the publisher's consumer.
         recovery: objects of the user. The optimizers of tables that are not fused must be among them, because updates
             of their states cannot be found by comparing rows.
-        schemas: schemas of the versions.
         is_first: True on rank 0.
 
     Raises:
@@ -160,7 +158,6 @@ class TrainingCuts:
         progress: Progress,
         handle: ConsumerHandle,
         recovery: Recovery,
-        schemas: Schemas,
         *,
         is_first: bool,
     ) -> None:
@@ -169,7 +166,6 @@ class TrainingCuts:
         self._live = live
         self._progress = progress
         self._handle = handle
-        self._schemas = schemas
         self._training = dict(training_state) if is_first else {}
         self._rank = dict(rank_state)
         self._is_first = is_first
@@ -181,7 +177,7 @@ class TrainingCuts:
         self._waited_in_vain = False
         # Updates before the first step, such as a warm-up, belong to the state from which training begins.
         self._start = progress.num_batches, progress.num_unstepped
-        if untested := sorted({each.optimizer for each in schemas.latest.states.values()} - _TESTED):
+        if untested := sorted({each.optimizer for each in live.table_states.values()} - _TESTED):
             _logger.warning("the published states of these optimizers have not been tested: %s", ", ".join(untested))
 
     def begin(self, meanwhile: ConsumerHandle | None) -> None:
@@ -288,7 +284,7 @@ class TrainingCuts:
             "dense" if self._is_first else "buffers": dense,
             "publisher": self._handle.name,
             "consumers": self._consumers(),
-            "collisions": {fqn: collision_state(module) for fqn, module in self._schemas.collisions().items()},
+            "collisions": {fqn: collision_state(module) for fqn, module in live.collision_modules.items()},
             "batches": self._progress.num_batches,
         }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -18,9 +18,8 @@ from delta_tracker.publisher.coordinator import Coordinator, Draft
 from delta_tracker.publisher.exchange import Exchange, Message, Phase
 from delta_tracker.publisher.host_copies import Source
 from delta_tracker.publisher.published_dense import chosen_dense, published_dense, warn_of_dense
+from delta_tracker.publisher.rank_tables import EncodingChoice, RankSchema, RankTables, choose_encodings
 from delta_tracker.publisher.repair import rows_to_repair
-from delta_tracker.publisher.row_gatherer import EncodingChoice, Gatherer, choose_encodings
-from delta_tracker.publisher.schemas import RankSchema, Schemas
 from delta_tracker.publisher.training import Recovery, TrainingCuts, check_recoverable
 from delta_tracker.raw_ids import NO_OWNER
 from delta_tracker.sharding.dense import DenseChoice
@@ -52,7 +51,7 @@ class VersionSource:
     Attributes:
         tracker: the tracker.
         handle: the consumer.
-        schemas: schemas of the versions.
+        tables: the schema and the rows of this rank's tables.
         find_dense: finds the dense tensors that this rank writes, by name; None without dense tensors.
         is_repairing: True if the next delta must have all pending rows, without ``top_k``, because it repairs earlier
             versions.
@@ -77,7 +76,7 @@ class VersionSource:
         self.tracker = tracker
         self._top_k = top_k
         self._ranks = AllRanks(exchange.group)
-        self._gatherer = Gatherer(live, writes_replicas=is_first, with_states=recovery is not None)
+        self.tables = RankTables(live, encoding, writes_replicas=is_first, with_states=recovery is not None)
         self.find_dense: Callable[[], Mapping[str, Tensor]] | None = None
         if dense is None and is_first:
             warn_of_dense(live)
@@ -87,12 +86,9 @@ class VersionSource:
         self.handle = tracker.reserve(consumer, holder="Publisher")
         try:
             self.handle.check_top_k(top_k)
-            self.schemas = Schemas(live, self._gatherer, encoding, has_states=recovery is not None)
             self._training: TrainingCuts | None = None
             if recovery is not None:
-                self._training = TrainingCuts(
-                    live, tracker.progress, self.handle, recovery, self.schemas, is_first=is_first
-                )
+                self._training = TrainingCuts(live, tracker.progress, self.handle, recovery, is_first=is_first)
         except BaseException:
             self.handle.release()
             raise
@@ -105,7 +101,7 @@ class VersionSource:
     @property
     def needs_snapshot(self) -> bool:
         """True if the next version must be a snapshot. Call :meth:`place` first, which finds new shards."""
-        return not self._has_snapshot or self.handle.needs_snapshot or self.schemas.latest != self.schemas.published
+        return not self._has_snapshot or self.handle.needs_snapshot or self.tables.latest != self.tables.published
 
     @property
     def has_changes(self) -> bool:
@@ -120,7 +116,7 @@ class VersionSource:
 
     def place(self) -> tuple[int, RankSchema]:
         """Return the number of batches of this rank, and its schema."""
-        return self.tracker.num_batches, self.schemas.current()
+        return self.tracker.num_batches, self.tables.current()
 
     def resume(self, exchange: Exchange, writer: Coordinator) -> None:
         """Make the rows of all versions after the loaded checkpoint pending, so that the next version repairs them.
@@ -132,17 +128,20 @@ class VersionSource:
         Args:
             exchange: communication with the other ranks.
             writer: coordinator that has claimed the stream, and that knows the states of all ranks.
+
+        Raises the errors of :meth:`Coordinator.check_same_store`.
         """
         tracker = self.tracker
         rows: dict[str, Tensor] | None = None
 
         def find() -> dict[str, Any]:
             nonlocal rows
+            writer.check_same_store()
             # If rows were read from the consumer since the load, no version contains them: the position is invalid.
             note = self.handle.note if self.handle.is_as_restored else None
             if self._training is not None and tracker.restored is not Restored.STREAM:
                 note = None  # a checkpoint may have been loaded without the optimizer's states
-            own = self.schemas.current()
+            own = self.tables.current()
             schema: Schema = own.format, own.tables, writer.states, own.identities
             rows = rows_to_repair(StreamLog(writer.storage), note, writer.head, schema, tracker.shards)
             return {"knows": rows is not None}
@@ -168,9 +167,9 @@ class VersionSource:
         if self._meanwhile is not None:  # left by an interrupted call
             self._meanwhile.release()
         self._meanwhile = self.handle.begin_copy()
-        self.schemas.copying = self.schemas.current()
+        self.tables.copying = self.tables.current()
         with one_cut():
-            return self._gatherer.whole(self.tracker.live.fused_tables, self.tracker.live.owner_views())
+            return self.tables.whole(self.tracker.live.fused_tables, self.tracker.live.owner_views())
 
     def cut(self, kind: Kind, copied: Part | None, *, is_complete: bool = False) -> tuple[Draft, Delta]:
         """Read the rows of a version with their current values.
@@ -190,39 +189,36 @@ class VersionSource:
             InvalidArgumentError: if the tables were resharded while the version was copied. The errors of the objects'
                 states are those of :meth:`TrainingCuts.begin` and :meth:`TrainingCuts.take`.
         """
-        tracker, schemas, training = self.tracker, self.schemas, self._training
-        schema = schemas.current()
+        tracker, tables, training = self.tracker, self.tables, self._training
+        schema, is_snapshot = tables.current(), kind == "snapshot"
         self._progress_at_cut = self._progress()
-        if schema != (schemas.copying if kind == "snapshot" else schemas.published):
+        if schema != (tables.copying if is_snapshot else tables.published):
             raise InvalidArgumentError("tracker", "resharded", "Publish again: the next version is a snapshot")
         if training is not None:
             training.begin(self._meanwhile)
         # Otherwise the stream has other raw ids than those of the consumer's last read.
-        counts_owners = self._has_snapshot and not self.is_repairing and schema == schemas.published
+        counts_owners = self._has_snapshot and not self.is_repairing and schema == tables.published
         counted = schema.identities if counts_owners else ()
         with one_cut():
             dense = {} if self.find_dense is None else self.find_dense()
             # First, because it calls the user's code, which may raise.
             taken = None if training is None else training.take(dense)
             extra = [] if taken is None else [*taken.sources]
-            if kind == "snapshot":
-                # The rows that changed during the copy. Tables without a fused optimizer are copied whole only now:
-                # their changes are found by comparison, which misses a value that changed and then changed back.
-                assert self._meanwhile is not None, "copy() came first"
+            top_k = None if is_snapshot or is_complete else self._top_k
+            with self._read_timer():
                 # Not committed, because an interrupted cut is repeated and must find the same rows.
-                changed = self._meanwhile.read(commit=False, with_states=False)
-                read = self.handle.read(commit=False, with_states=False)
-            else:
-                top_k = None if is_complete else self._top_k
-                with self._read_timer():
-                    read = self.handle.read(commit=False, with_states=False, top_k=top_k, ranks=self._ranks)
-                changed = read
-            compared = schemas.unfused if kind == "snapshot" else frozenset[str]()
-            with nullcontext() if kind == "snapshot" else self._encode_timer():
+                changed = read = self.handle.read(commit=False, with_states=False, top_k=top_k, ranks=self._ranks)
+                if is_snapshot:
+                    # The rows that changed during the copy. Tables without a fused optimizer are copied whole only now:
+                    # their changes are found by comparison, which misses a value that changed and then changed back.
+                    assert self._meanwhile is not None, "copy() came first"
+                    changed = self._meanwhile.read(commit=False, with_states=False)
+            with self._encode_timer():
                 counts = _count_owner_changes(read, counted) if counted else {}
                 extra += counts.values()
                 owners = tracker.live.owner_views() if schema.identities else {}
-                gathered = self._gatherer.gather(changed, whole=compared, dense=dense, extra=extra, owners=owners)
+                compared = tables.unfused if is_snapshot else frozenset[str]()
+                gathered = tables.gather(changed, whole=compared, dense=dense, extra=extra, owners=owners)
         draft = Draft(
             kind=kind,
             batches=read.batches,
@@ -266,7 +262,7 @@ class VersionSource:
         else:  # first, so that the flags are equal on all ranks even if the code below fails
             self._has_snapshot, self.is_repairing = True, False
             if committed.kind == "snapshot":
-                self.schemas.published = self.schemas.copying
+                self.tables.published = self.tables.copying
             if read is not None and self._training is not None:
                 self._training.add(read.stop, committed.version)
         if self._meanwhile is not None:
@@ -295,8 +291,8 @@ class VersionSource:
 
     def _progress(self) -> tuple[int, int] | None:
         """Return the numbers of batches and of later updates; None if no cut finds other changes than pending rows."""
-        schemas = self.schemas
-        if self.find_dense is not None or self._training is not None or schemas.unfused or schemas.latest.identities:
+        tables = self.tables
+        if self.find_dense is not None or self._training is not None or tables.unfused or tables.latest.identities:
             return self.tracker.num_batches, self.tracker.progress.num_unstepped
         return None
 

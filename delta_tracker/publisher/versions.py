@@ -1,19 +1,23 @@
-"""Version that a publisher writes, from the votes for it to its end: :class:`Versions`."""
+"""Version that a publisher writes, from the votes for it to its end: :class:`Versions`.
+
+The states of a version come first, and the pure function that decides what is next: :func:`decide`.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Collection, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Literal, TypeAlias
 
 from delta_tracker.errors import LostEntryError, NeedsSnapshotError, RankFailedError, RankLostError
 from delta_tracker.publisher.cadence import Pace
 from delta_tracker.publisher.coordinator import Coordinator, Draft
 from delta_tracker.publisher.delivery import Delivery, Outcome
 from delta_tracker.publisher.exchange import Ballots, Phase, Vote
-from delta_tracker.publisher.flight import Call, Copying, Cut, Ended, Flight, Step, decide
 from delta_tracker.publisher.heartbeats import Heartbeats
 from delta_tracker.publisher.reports import Reports
 from delta_tracker.publisher.version_source import VersionSource
@@ -21,6 +25,120 @@ from delta_tracker.stream.format.manifest import Kind, Part
 from delta_tracker.types import Delta
 
 _logger = logging.getLogger(__name__)
+
+Publishes: TypeAlias = Literal["delta", "snapshot", "flush"]
+"""What a call publishes: the changed rows, all rows, or the changed rows of all ranks if there are any."""
+
+
+@dataclass(slots=True)
+class Copying:
+    """Before the cut of a snapshot: all rows of the tables with a fused optimizer are copied and written.
+
+    The rows that change meanwhile are read at the cut.
+
+    Args:
+        after: number of the votes that began it.
+        job: future of the written copy; None until the copy has begun. An interrupt may come before.
+    """
+
+    after: int
+    job: Future[Part | None] | None = None
+
+    @property
+    def is_working(self) -> bool:
+        """True until the copy is written."""
+        return self.job is None or not self.job.done()
+
+
+@dataclass(slots=True, kw_only=True)
+class Cut:
+    """After the cut: the threads of the publisher complete the version.
+
+    Args:
+        after: number of the votes that decided it, the same on all ranks.
+        kind: ``"snapshot"`` or ``"delta"``.
+        batch: batch of the cut.
+        is_complete: for a delta, True to read all rows, without ``top_k``.
+        copied: future of the written copy of a snapshot; None for a delta.
+        outcome: future of the result.
+        is_tried: True once this rank has begun to read its rows. An interrupt may come then.
+        is_started: False until the threads have got this rank's contents.
+    """
+
+    after: int
+    kind: Kind
+    batch: int
+    is_complete: bool = False
+    copied: Future[Part | None] | None = None
+    outcome: Future[Outcome] = field(default_factory=Future)
+    is_tried: bool = False
+    is_started: bool = False
+
+
+@dataclass(slots=True)
+class Call:
+    """Call of ``publish()``, ``snapshot()`` or ``flush()``. If it is interrupted, the same call continues it.
+
+    Args:
+        name: what the call publishes.
+        batch: batch at which it was called.
+        last: number of the votes of the last step, which this call acts on; None if they were acted on before.
+        voted: number of this rank's votes before the vote of this call; None before it.
+    """
+
+    name: Publishes
+    batch: int
+    last: int | None = None
+    voted: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The version ended on this rank. On other ranks, it may not have ended yet."""
+
+    after: int
+    outcome: Outcome
+
+
+Flight: TypeAlias = Copying | Cut | Ended
+"""State of a version that is being published."""
+
+
+class Step(Enum):
+    """Next step of all ranks after their votes."""
+
+    WAIT = "a rank is still working"
+    CUT = "the copies of all ranks are written"
+    SNAPSHOT = "a snapshot is due"
+    DELTA = "a delta is due"
+    REST = "nothing is due"
+
+
+_ENOUGH: Mapping[Publishes, Collection[Step]] = {
+    "delta": (Step.SNAPSHOT, Step.DELTA),
+    "snapshot": (Step.SNAPSHOT,),
+    "flush": (),
+}
+"""Beginnings of a version at the batch of a call that make another version of this call unnecessary."""
+
+
+def decide(flight: Flight | None, votes: int, most: Vote) -> Step:
+    """Return what a rank does next, after the votes of all ranks.
+
+    Args:
+        flight: state of this rank.
+        votes: number of the votes.
+        most: maximum of each field of the votes.
+    """
+    if flight is not None and flight.after == votes:  # an interrupt came after these votes had been acted on
+        return Step.WAIT
+    if most.is_working or isinstance(flight, Cut):
+        return Step.WAIT
+    if isinstance(flight, Copying):
+        return Step.CUT
+    if not most.is_due:
+        return Step.REST
+    return Step.SNAPSHOT if most.wants_snapshot else Step.DELTA
 
 
 class Versions:
@@ -60,7 +178,6 @@ class Versions:
         self._pace = pace
         self._beats = beats
         self._flight: Flight | None = None
-        self._num_cuts = 0
         self._call: Call | None = None  # call that has not returned
         self._begun = 0, Step.REST  # the last beginning of a version, and the number of the votes for it
 
@@ -75,14 +192,14 @@ class Versions:
         self._ballots.call()
 
     def returned(self) -> None:
-        """Note that a call of :meth:`publish` or :meth:`flush` ended, so that the same call begins another version."""
+        """Note that a call of :meth:`publish` ended, so that the same call begins another version."""
         self._call = None
 
     def step(self) -> None:
         """Send the votes that this rank owes, and act on those before them."""
         ballots = self._ballots
         while ballots.num_owed:  # several votes if the other ranks are ahead
-            if ballots.is_pending:
+            if ballots.pending is not None:
                 self._count()
             if self._reports.is_over:
                 ballots.num_owed = 0  # this rank takes no part in versions any more
@@ -96,66 +213,55 @@ class Versions:
         """Complete the version that has begun, if there is one, and report its result."""
         self.step()
         self._complete()
-        self._ballots.settle()
+        self._ballots.send_owed_message()
 
-    def publish(self, kind: Kind) -> None:
+    def publish(self, name: Publishes) -> None:
         """Publish a version, and report its result. A version that has begun is completed first."""
-        wants_snapshot = kind == "snapshot"
-        enough = {Step.SNAPSHOT} if wants_snapshot else {Step.SNAPSHOT, Step.DELTA}
-        self._publish(lambda: self._vote(Phase.PUBLISHING, is_due=True, wants_snapshot=wants_snapshot), kind, enough)
+        call, ballots = self._called(name), self._ballots
+        if call.voted is None:
+            self.step()
+            if ballots.pending is not None and self._begun[0] != ballots.number:
+                call.last = ballots.number
+            self._complete()
+            ballots.send_owed_message()
+            if self._reports.is_over:
+                return
+            # What the votes of the last step have begun in this call, and so at this batch, on all ranks.
+            if not (self._begun[0] == call.last and self._begun[1] in _ENOUGH[name]):
+                self._reports.error = None
+                call.voted = ballots.number
+        if call.voted == ballots.number:
+            self._begin_by(name)
+        else:  # perhaps it was interrupted: the other ranks wait for the same version
+            self._complete()
+        if isinstance(self._reports.error, LostEntryError):  # all ranks repeat it
+            self._begin_by("snapshot")
         self.beat()
-
-    def flush(self) -> None:
-        """Publish all rows that have changed, if there are any on a rank, and report the result."""
-        source = self._source
-        self._publish(lambda: self._vote(Phase.FLUSHING, is_due=source.has_changes, is_complete=True), "flush", ())
 
     def beat(self) -> None:
         """Write a heartbeat if one is due, unless this publisher can publish no more."""
         if self._beats is not None and not self._reports.is_over:
             self._beats.beat(self._writer.head)
 
-    def _publish(self, vote: Callable[[], Vote], name: str, enough: Collection[Step]) -> None:
-        call, ballots = self._called(name), self._ballots
-        if call.voted is None:
-            self.step()
-            if ballots.is_pending and self._begun[0] != ballots.number:
-                call.last = ballots.number
-            self._complete()
-            ballots.settle()
-            # What the votes of the last step have begun in this call, and so at this batch, on all ranks.
-            is_enough = self._begun[0] == call.last and self._begun[1] in enough
-            if self._reports.is_over:
-                return
-            if not is_enough:
-                self._reports.begin()
-                call.voted = ballots.number
-        if call.voted == ballots.number:
-            self._begin_by(vote)
-        else:  # perhaps it was interrupted: the other ranks wait for the same version
-            self._complete()
-        if isinstance(self._reports.error, LostEntryError):  # all ranks repeat it
-            self._begin_by(lambda: self._vote(Phase.PUBLISHING, is_due=True, wants_snapshot=True))
-
-    def _called(self, name: str) -> Call:
+    def _called(self, name: Publishes) -> Call:
         """Return the state of a call: that of the same call at the same batch, if it was interrupted."""
-        try:
-            batch = self._source.tracker.num_batches
-        except Exception:  # noqa: BLE001  it comes again when this rank votes, for which the other ranks wait
-            batch = -1
+        batch = self._source.tracker.num_batches
         if self._call is None or (self._call.name, self._call.batch) != (name, batch):
             self._call = Call(name, batch)
         return self._call
 
-    def _begin_by(self, vote: Callable[[], Vote]) -> None:
+    def _begin_by(self, name: Publishes) -> None:
         """Vote to begin a version, and complete it."""
         try:
-            own = vote()
+            if name == "flush":
+                own = self._vote(Phase.FLUSHING, is_due=self._source.has_changes, is_complete=True)
+            else:
+                own = self._vote(Phase.PUBLISHING, is_due=True, wants_snapshot=name == "snapshot")
         except Exception as error:  # noqa: BLE001  reported after the vote for which the other ranks wait
-            self._ballots.send(Vote(Phase.FAILED))
+            votes = self._ballots.send(Vote(Phase.FAILED))
             with suppress(RankFailedError, RankLostError):
-                self._ballots.count()
-            self._ballots.clear()
+                self._ballots.count(votes)
+            self._ballots.pending = None
             self._failed(error)
         else:
             self._ballots.send(own)
@@ -164,11 +270,11 @@ class Versions:
     # Votes
 
     def _vote(self, phase: Phase, *, is_due: bool, wants_snapshot: bool = False, is_complete: bool = False) -> Vote:
-        source = self._source
-        vote = self._writer.vote(phase, *source.place())
-        wants_snapshot = wants_snapshot or source.needs_snapshot or self._writer.needs_snapshot
-        is_complete = is_complete or source.is_repairing
-        return vote._replace(is_due=is_due, wants_snapshot=wants_snapshot, is_complete=is_complete)
+        source, writer = self._source, self._writer
+        batch, schema = source.place()
+        _, tables = writer.describe(schema)
+        wants_snapshot = wants_snapshot or source.needs_snapshot or writer.needs_snapshot
+        return Vote(phase, batch, tables, is_due, wants_snapshot, is_complete or source.is_repairing)
 
     def _step_vote(self) -> Vote:
         """Return this rank's vote in :meth:`step`."""
@@ -189,39 +295,40 @@ class Versions:
     def _count(self) -> None:
         """Count the votes that were sent, and do what they decide."""
         ballots = self._ballots
+        assert ballots.pending is not None, "send() came first"
         # While another rank writes, this publisher is alive. Before a version is begun, the other ranks may hang.
         meanwhile = None if self._flight is None or self._beats is None else self.beat
         try:
-            count = ballots.count(meanwhile)
+            most, is_alike = ballots.count(ballots.pending, meanwhile)
         except (RankFailedError, RankLostError) as error:
-            ballots.clear()
+            ballots.pending = None
             if isinstance(self._flight, Copying):
                 self._flight = None
                 self._close_read(Outcome(error=error))
             self._failed(error)
             return
-        step = decide(self._flight, ballots.number, count.most)
+        step = decide(self._flight, ballots.number, most)
         if step is not Step.WAIT and isinstance(self._flight, Ended):
             self._report(self._flight)
         if isinstance(self._flight, Copying) and step is Step.CUT:
             self._cut("snapshot", copied=self._flight.job, is_complete=False)
         elif step in (Step.SNAPSHOT, Step.DELTA) and not self._reports.is_over:
             try:
-                if not count.is_alike:
+                if not is_alike:
                     self._writer.compare_places(*self._source.place())
             except (RankFailedError, RankLostError) as error:
                 self._failed(error)
             else:
-                self._begin(step, is_complete=count.most.is_complete)
-        ballots.clear()
+                self._begin(step, is_complete=most.is_complete)
+        ballots.pending = None
 
     # States
 
     def _complete(self) -> None:
         """Vote, wait and act until no version is being published."""
-        while self._flight is not None or self._ballots.is_pending:
+        while self._flight is not None or self._ballots.pending is not None:
             flight = self._flight
-            if self._ballots.is_pending:
+            if self._ballots.pending is not None:
                 self._count()
             elif isinstance(flight, Copying):
                 self._wait(self._copy(flight))
@@ -258,8 +365,8 @@ class Versions:
             return copying.job
         try:
             source, writer = self._source, self._writer
-            rows, form = source.copy(), source.schemas.copying.format
-            job = self._delivery.submit(lambda: writer.write_part(rows, form=form) if rows else None)
+            rows, form = source.copy(), source.tables.copying.format
+            job = self._delivery.worker.submit(lambda: writer.write_part(rows, form=form) if rows else None)
         except Exception as error:  # noqa: BLE001  raised at the cut, which sends it to the other ranks
             job = Future()
             job.set_exception(error)
@@ -268,16 +375,13 @@ class Versions:
 
     def _cut(self, kind: Kind, *, copied: Future[Part | None] | None, is_complete: bool) -> None:
         """Read the rows of a version, and let the threads complete it."""
-        number = self._num_cuts + 1
-        cut = Cut(
+        self._flight = cut = Cut(
             after=self._ballots.number,
-            number=number,
             kind=kind,
             batch=self._source.tracker.num_batches,
             is_complete=is_complete,
             copied=copied,
         )
-        self._flight, self._num_cuts = cut, number
         self._start(cut)
 
     def _start(self, cut: Cut) -> None:
@@ -300,8 +404,9 @@ class Versions:
             draft = error.advising("Publish again: the next version is a snapshot")
         except Exception as error:  # noqa: BLE001  sent to the other ranks with the share, then raised
             draft = error
-        self._source.fail_expected_read()  # the other ranks may wait for this one
-        self._delivery.start(cut.outcome, cut.number, draft, read)
+        if isinstance(draft, Exception):
+            self._source.fail_expected_read()  # the other ranks may wait for this one
+        self._delivery.start(cut.outcome, cut.after, draft, read)
         cut.is_started = True
 
     def _can_repeat(self, cut: Cut) -> bool:

@@ -16,10 +16,11 @@ from torch import distributed as dist
 from delta_tracker import ModelDeltaTracker, ModelTarget, Predictor, Publisher, Storage, TopK, TrackingMode, Upkeep
 from delta_tracker.errors import RankLostError, StreamError
 from delta_tracker.publisher.cadence import Cadence
+from delta_tracker.publisher.versions import Cut, Ended
 from delta_tracker.stream.log import StreamLog
 from tests.models import Spec, Table, batch, ordinary_optimizer, shard
 from tests.publisher.background_cases import Trainer
-from tests.publisher.flights import finish
+from tests.publisher.flights import finish, flight
 from tests.publisher.publishing_cases import assert_equal, attempt, empty_model
 from tests.stores.rules import calls, nth, on
 from tests.stores.wrapped import WrappedStorage
@@ -50,9 +51,7 @@ def paused(rank: int, world_size: int, url: str) -> None:
 
 
 def _is_cut(publisher: Publisher) -> bool:
-    versions = publisher._versions
-    assert versions is not None
-    return versions._num_cuts > 1
+    return isinstance(flight(publisher), Cut | Ended)
 
 
 def flushed(rank: int, world_size: int, url: str, top_k: int | None) -> list[int]:
@@ -231,9 +230,8 @@ def late_bounds(rank: int, world_size: int, url: str, vote_every: int) -> int:
                 publisher.step()
                 finish(publisher)
             model(batch(_SPEC, torch.Generator().manual_seed(0), size=20)).backward()
-            before = publisher._versions._num_cuts  # type: ignore[union-attr]
             number = 0
-            while publisher._versions._num_cuts == before:  # type: ignore[union-attr]
+            while not _is_cut(publisher):
                 tracker.step()
                 publisher.step()
                 number += 1

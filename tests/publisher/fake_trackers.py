@@ -14,7 +14,7 @@ from delta_tracker.monitor.monitor import Monitor
 from delta_tracker.monitor.recorder import Recorder
 from delta_tracker.publisher.coordinator import Draft
 from delta_tracker.publisher.exchange import Exchange
-from delta_tracker.publisher.row_gatherer import EncodingChoice
+from delta_tracker.publisher.rank_tables import EncodingChoice
 from delta_tracker.publisher.version_source import VersionSource
 from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.tracker.change_log import ChangeLog

@@ -5,7 +5,7 @@ from __future__ import annotations
 from concurrent import futures
 
 from delta_tracker import Publisher
-from delta_tracker.publisher.flight import Copying, Cut, Flight
+from delta_tracker.publisher.versions import Copying, Cut, Flight
 
 
 def flight(publisher: Publisher) -> Flight | None:

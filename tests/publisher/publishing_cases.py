@@ -25,8 +25,8 @@ from delta_tracker.errors import DeltaTrackerError, FencedError, RankFailedError
 from delta_tracker.publisher import coordinator
 from delta_tracker.publisher.cadence import Cadence
 from delta_tracker.publisher.coordinator import Draft
-from delta_tracker.publisher.flight import Step
 from delta_tracker.publisher.version_source import VersionSource
+from delta_tracker.publisher.versions import Step
 from delta_tracker.stream.format.manifest import entry_name
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.storage.storage import Storage

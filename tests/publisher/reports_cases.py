@@ -48,8 +48,8 @@ def counts(rank: int, world_size: int, url: str) -> dict[str, Any]:
             num_rows = sum(manifest.rows_by_table.get(fqn, 0) for manifest in manifests)
             assert num_rows > 0
             assert figures.of("published_rows", publisher="publisher", table=fqn) == (num_rows if is_counting else None)
-        assert figures.of("read_seconds", publisher="publisher", consumer="stream") == 2
-        assert figures.of("encode_seconds", publisher="publisher") == 2
+        assert figures.of("read_seconds", publisher="publisher", consumer="stream") == 3
+        assert figures.of("encode_seconds", publisher="publisher") == 3
         assert figures.of("commit_seconds", publisher="publisher") == (3 if is_counting else None)
         assert figures.of("write_seconds", publisher="publisher") >= 2
         second = Publisher(tracker, url, "other", monitor=monitor)

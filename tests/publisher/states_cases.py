@@ -188,7 +188,7 @@ def published(rank: int, world_size: int, root: str, optimizer: str) -> None:
         return rows
 
     # The rows are trained after the values of a block were copied and before its states are copied.
-    with mock.patch.object(source, "copy", copy), mock.patch.object(publisher._versions._delivery, "_worker", _Now()):
+    with mock.patch.object(source, "copy", copy), mock.patch.object(publisher._versions._delivery, "worker", _Now()):
         publisher.snapshot()
     dist.barrier()
     (entry,) = trainer.check()
@@ -324,12 +324,12 @@ def in_progress(rank: int, world_size: int, root: str) -> None:
     # As after a reshard: only a snapshot may have other column ranges.
     source = trainer.publisher._source
     assert source is not None
-    schemas = source.schemas
+    tables = source.tables
     if rank:
-        schemas.published = schemas.published._replace(states={})
+        tables.published = tables.published._replace(states={})
     assert source.needs_snapshot == bool(rank)
     assert trainer.publisher.publish().kind == "snapshot"
-    schemas.published = schemas.published._replace(states={})
+    tables.published = tables.published._replace(states={})
     with mock.patch.object(type(source), "needs_snapshot", False):
         failed = _raised(trainer.publisher.publish, seconds=1)
     assert isinstance(failed, InvalidArgumentError)

@@ -8,13 +8,13 @@ from concurrent.futures import Future
 
 from delta_tracker.publisher.delivery import Outcome
 from delta_tracker.publisher.exchange import Phase, Vote
-from delta_tracker.publisher.flight import Copying, Cut, Ended, Flight, Step, decide
+from delta_tracker.publisher.versions import Copying, Cut, Ended, Flight, Step, decide
 
 _BEGUN = 3  # number of the votes that led to each state
 _STATES: list[Flight | None] = [
     None,
     Copying(_BEGUN, Future()),
-    Cut(after=_BEGUN, number=1, kind="delta", batch=1),
+    Cut(after=_BEGUN, kind="delta", batch=1),
     Ended(_BEGUN, Outcome()),
 ]
 

@@ -54,6 +54,8 @@ def _tracker(data: DataPosition[int] | None = None) -> Any:
         },
         tables={"fused": table, "whole": whole},
         fused_tables=frozenset(["fused"]),
+        table_states={},
+        collision_modules={},
         unfused_storages=dict,
         kernel_scalars=lambda: {"fused": {"iter": 3, "lr": 0.1}},
         watch_states=lambda: None,
@@ -66,9 +68,8 @@ def _source(
 ) -> TrainingCuts:
     """Return the training states of a publisher. ``others`` has the position and carried ids of other consumers."""
     handle: Any = SimpleNamespace(name="pub", position=9, others=lambda: others or {}, note_of=lambda _: None)
-    schemas: Any = SimpleNamespace(collisions=dict, latest=SimpleNamespace(states={}))
     objects = Recovery(training_state=training or {}, rank_state=rank or {})
-    return TrainingCuts(tracker, tracker, handle, objects, schemas, is_first=is_first)
+    return TrainingCuts(tracker, tracker, handle, objects, is_first=is_first)
 
 
 def _stored(taken: TakenState) -> Any:

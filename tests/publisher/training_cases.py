@@ -24,8 +24,7 @@ from tests.models import Spec, Table, batch, ordinary_optimizer, shard
 def _source(tracker: ModelDeltaTracker, rank: int, training: Any, ranks: Any) -> TrainingCuts:
     objects = Recovery(training_state=training, rank_state=ranks)
     handle: Any = SimpleNamespace(name="default", position=0, others=dict)
-    schemas: Any = SimpleNamespace(collisions=dict, latest=SimpleNamespace(states={}))
-    return TrainingCuts(tracker.live, tracker.progress, handle, objects, schemas, is_first=rank == 0)
+    return TrainingCuts(tracker.live, tracker.progress, handle, objects, is_first=rank == 0)
 
 
 def _stored(taken: TakenState) -> Any:

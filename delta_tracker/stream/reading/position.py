@@ -84,7 +84,7 @@ class Position:
 
     def to_dict(self) -> dict[str, str | int]:
         """Return the position as plain values, for JSON."""
-        saved = _SavedPosition(self.stream, self.version, self.link.xxh3, self.generation, self.created)
+        saved = _SavedPosition(self.stream, self.link.version, self.link.xxh3, self.generation, self.created)
         return cast("dict[str, str | int]", to_builtins(saved))
 
     @classmethod

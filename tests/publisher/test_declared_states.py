@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from delta_tracker.errors import RankFailedError
-from delta_tracker.publisher.schemas import declared_states, states_message
+from delta_tracker.publisher.declared_states import declared_states, states_message
 from delta_tracker.types import StateSpec, TableSpec, TableStates
 
 _MOMENTUM = StateSpec("momentum1", torch.float32, "range")

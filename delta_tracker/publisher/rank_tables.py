@@ -1,10 +1,11 @@
-"""Copy the rows of a version from a rank's tables to the host. They are encoded when they are written."""
+"""This rank's tables in a version: their schema, and copies of their rows, which are encoded when they are written."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,9 +16,9 @@ from delta_tracker.publisher.host_copies import HostCopier, Source
 from delta_tracker.stream.format.block_rows import BlockRows, held_rows
 from delta_tracker.stream.format.codec import encode_rows
 from delta_tracker.stream.format.encoding import Encoding
-from delta_tracker.stream.format.manifest import Block, IdForm
+from delta_tracker.stream.format.manifest import FORMAT, STATES_FORMAT, Block, IdForm
 from delta_tracker.tracker.live_tables import LiveTables
-from delta_tracker.types import Delta, ShardSpec
+from delta_tracker.types import Delta, Identity, ShardSpec, TableSpec, TableStates
 
 EncodingChoice = Encoding | str | Mapping[str, Encoding | str] | None
 
@@ -72,8 +73,22 @@ class Gathered:
     copies: Sequence[HostCopy]
 
 
-class Gatherer:
-    """Component that copies rows of this rank's tables to the host. Only the training thread may call the methods.
+class RankSchema(NamedTuple):
+    """Schema of this rank's versions, by FQN. A version with another schema than the version before must be a snapshot.
+
+    The states are those of this rank's column ranges, and are empty if the versions have no states.
+    """
+
+    format: int
+    states: Mapping[str, TableStates]
+    identities: Mapping[str, Identity]
+    tables: Mapping[str, TableSpec]
+
+
+class RankTables:
+    """This rank's tables: the schema of their versions, and copies of their rows on the host.
+
+    Only the training thread may call the methods.
 
     The copies have the tables' dtypes; the reader of the rows encodes them in chunks that fit the CPU cache. All
     encodings are computed on the CPU, so that their bytes do not depend on the device. Memory: 8 bytes per id and the
@@ -82,30 +97,51 @@ class Gatherer:
 
     Rows of a table in 2D parallelism are copied on the ranks of the first replica only.
 
-    Call :meth:`attach` first, and when the tables have other shards.
-
     Args:
-        live: the tables of the rows.
+        live: the tables.
+        encoding: choice that :func:`choose_encodings` has accepted.
         writes_replicas: True if this rank writes replicated tables.
         with_states: True to copy the optimizer's states of the rows, too.
+
+    Attributes:
+        latest: schema of the tables at the last call of :meth:`current`.
+        copying: schema of the snapshot that is being copied.
+        published: schema of the last snapshot.
+        unfused: FQNs of the tables without a fused optimizer.
     """
 
-    def __init__(self, live: LiveTables, *, writes_replicas: bool, with_states: bool) -> None:
+    def __init__(self, live: LiveTables, encoding: EncodingChoice, *, writes_replicas: bool, with_states: bool) -> None:
         self._live = live
+        self._encoding = encoding
         self._writes_replicas = writes_replicas
         self._with_states = with_states
         self._copier = HostCopier()
-        self._encodings: Mapping[str, Encoding] = {}
-        self._shards: Mapping[str, ShardSpec] = {}  # those whose rows this rank writes
+        self._attach()
+        self.copying = self.published = self.latest
 
-    def attach(self, encodings: Mapping[str, Encoding]) -> None:
-        """Copy the rows of the present shards from now on, with an encoding for each table by FQN."""
-        self._encodings = encodings
-        self._shards = {
+    def current(self) -> RankSchema:
+        """Return the schema of the tables. Later copies are those of the present shards."""
+        if self._attached != self._live.num_attached:
+            self._attach()
+        return self.latest
+
+    def _attach(self) -> None:
+        """Find what depends on the shards."""
+        live, chosen = self._live, self._encoding
+        tables, identities = dict(live.tables), dict(live.identities)
+        states = dict(live.table_states) if self._with_states else {}
+        if isinstance(chosen, Mapping):  # a table may have left the model since the encodings were checked
+            chosen = {fqn: each for fqn, each in chosen.items() if fqn in tables}
+        self._encodings = choose_encodings(chosen, live)
+        self._shards = {  # those whose rows this rank writes
             fqn: shard
-            for fqn, shard in self._live.shards.items()
+            for fqn, shard in live.shards.items()
             if shard.replica == 0 and (self._writes_replicas or not shard.is_replicated)
         }
+        self.unfused = frozenset(tables) - live.fused_tables
+        form = STATES_FORMAT if self._with_states or identities else FORMAT
+        self.latest = RankSchema(form, states, identities, tables)
+        self._attached = live.num_attached  # last: an interrupted call is repeated
 
     def gather(
         self,
