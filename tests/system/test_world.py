@@ -119,6 +119,12 @@ def test_many_random_worlds_break_no_rule_but_the_known_ones(worlds: Interpreter
             {"states": True, "has_web": True, "has_raw_ids": True},
             id="an own rollback overrules a pin that a cache does not show yet",
         ),
+        pytest.param(
+            "publish 0 0, join 0 11413, publish 0 0, sync 0 8062, snapshot 0 0, damage 0 12695, publish 0 15279, "
+            "snapshot 0 0, interrupt 0 4152",
+            {"seed": 6005867},
+            id="a row store states that it has a part of a later version",
+        ),
     ],
 )
 def test_a_schedule_that_broke_a_rule_breaks_none(
