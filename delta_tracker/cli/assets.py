@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from delta_tracker.cli.output import Output
-from delta_tracker.errors import InvalidArgumentError
+from delta_tracker.cli.stream_command import os_errors_of
 
 _FILES = {"alerts": "alerts.yml", "dashboard": "dashboard.json"}
 
@@ -35,8 +35,6 @@ def command(name: str, out: Path | None, *, is_json: bool) -> int:
     elif out is None:
         click.echo(text, nl=False)
     if out is not None:
-        try:
+        with os_errors_of("--out", str(out)):
             out.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise InvalidArgumentError("--out", str(out), f"Choose another path: {error.strerror}") from error
     return 0

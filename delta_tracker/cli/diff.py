@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +12,10 @@ import torch
 from torch import Tensor
 
 from delta_tracker.cli.output import table
-from delta_tracker.cli.stream_command import Stream, stream_command
+from delta_tracker.cli.stream_command import Stream, os_errors_of, stream_command
 from delta_tracker.cli.text import count, plain, several
 from delta_tracker.cli.versions import mapped, num_bytes_of, rows_of, write_versions
-from delta_tracker.errors import InvalidArgumentError, StorageError
+from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.raw_ids import NO_OWNER
 from delta_tracker.stream.format.manifest import DenseSpec, Manifest
 from delta_tracker.stream.reading.path import path_to
@@ -55,8 +53,12 @@ def command(stream: Stream, v1: int, v2: int, *, fqn: str | None, limit: int, sh
     spec = _table(fqn, paths[0][0])
     if shows_ids and any(spec.fqn not in path[0].identities for path in paths):
         raise click.UsageError(plain(f"Table {spec.fqn} has no raw ids. Omit --ids."))
-    with _scratch() as scratch:
-        before, after = _both(stream, paths, spec, scratch, with_ids=shows_ids)
+    remedy = "Set it to a directory with space for two copies of the table"
+    with (
+        os_errors_of("TMPDIR", tempfile.gettempdir(), remedy),
+        tempfile.TemporaryDirectory(prefix="delta-tracker-") as scratch,
+    ):
+        before, after = _both(stream, paths, spec, Path(scratch), with_ids=shows_ids)
         found = (_compare_ids if shows_ids else _compare_rows)(before, after, limit)
     if stream.out.is_json:
         about = {"url": stream.storage.url, "table": spec.fqn, "from": v1, "to": v2, "rows": spec.num_rows}
@@ -76,25 +78,6 @@ def command(stream: Stream, v1: int, v2: int, *, fqn: str | None, limit: int, sh
     if rows:
         stream.out.show(table(columns, rows))
     return 0
-
-
-@contextmanager
-def _scratch() -> Iterator[Path]:
-    """Context manager that creates a temporary directory, and deletes it at the end of the ``with`` statement.
-
-    Raises:
-        InvalidArgumentError: if the directory cannot be created, or a file in it cannot be written, for example because
-            the disk is full. An ``OSError`` inside the ``with`` statement is converted to this error, unless it is a
-            ``StorageError``.
-    """
-    try:
-        with tempfile.TemporaryDirectory(prefix="delta-tracker-") as scratch:
-            yield Path(scratch)
-    except StorageError:
-        raise
-    except OSError as error:
-        remedy = f"Set it to a directory with space for two copies of the table: {error.strerror}"
-        raise InvalidArgumentError("TMPDIR", tempfile.gettempdir(), remedy) from error
 
 
 def _table(fqn: str | None, manifest: Manifest) -> TableSpec:

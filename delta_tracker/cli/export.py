@@ -12,10 +12,10 @@ import click
 import torch
 from torch import Tensor
 
-from delta_tracker.cli.stream_command import Stream, stream_command
+from delta_tracker.cli.stream_command import Stream, os_errors_of, stream_command
 from delta_tracker.cli.text import size
 from delta_tracker.cli.versions import mapped, num_bytes_of, rows_of, write_versions
-from delta_tracker.errors import InvalidArgumentError, StorageError
+from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.stream.format.manifest import DenseSpec
 from delta_tracker.stream.format.part_writer import METADATA_KEY, safetensors_header
 from delta_tracker.stream.reading.path import path_to
@@ -63,21 +63,19 @@ def command(stream: Stream, version: int | None, out: Path | None, form: str | N
     stream.check_exists()
     version = stream.head().version if version is None else version
     _refuse_existing(option, out)
-    try:
-        with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.absolute().parent) as draft:
-            work, made = Path(draft) / "work", Path(draft) / "made"
-            work.mkdir()
-            stream_id = _write(stream, version, form, made, work)
-            files = [made] if form == "torch" else sorted(made.iterdir())
-            for each in (*files, made):
-                _sync(each)
-            num_bytes = sum(each.stat().st_size for each in files)
-            _refuse_existing(option, out)
-            made.rename(out)
-    except StorageError:
-        raise
-    except OSError as error:
-        raise InvalidArgumentError(option, str(out), f"Choose another path: {error.strerror}") from error
+    with (
+        os_errors_of(option, str(out)),
+        tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.absolute().parent) as draft,
+    ):
+        work, made = Path(draft) / "work", Path(draft) / "made"
+        work.mkdir()
+        stream_id = _write(stream, version, form, made, work)
+        files = [made] if form == "torch" else sorted(made.iterdir())
+        for each in (*files, made):
+            _sync(each)
+        num_bytes = sum(each.stat().st_size for each in files)
+        _refuse_existing(option, out)
+        made.rename(out)
     names = [] if form == "torch" else sorted(each.name for each in files)
     if stream.out.is_json:
         stream.out.json(

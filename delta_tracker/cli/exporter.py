@@ -7,8 +7,7 @@ from datetime import timedelta
 
 import click
 
-from delta_tracker.cli.stream_command import Number, Stream, stream_command, terminated
-from delta_tracker.errors import InvalidArgumentError
+from delta_tracker.cli.stream_command import Number, Stream, os_errors_of, stream_command, terminated
 from delta_tracker.monitor.monitor import Monitor
 from delta_tracker.monitor.sinks.prometheus import PrometheusSink
 from delta_tracker.stream.heartbeat_metrics import show_heartbeats, show_stream
@@ -35,10 +34,8 @@ Examples:
 def command(stream: Stream, port: int, host: str, every: float) -> int:
     """Read the stream at each interval and serve the numbers, until a signal."""
     monitor = Monitor()
-    try:
+    with os_errors_of("--port", port, "Choose another port or host"):
         sink = PrometheusSink(port, host=host)
-    except OSError as error:
-        raise InvalidArgumentError("--port", port, f"Choose another port or host: {error.strerror}") from error
     show_stream(stream.storage, monitor)
     show_heartbeats(stream.storage, monitor)
     monitor.start([sink], interval=timedelta(seconds=every), system=False)

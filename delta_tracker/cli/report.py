@@ -17,7 +17,7 @@ from delta_tracker.cli.followers import Skews, hosts_of, read_followers
 from delta_tracker.cli.history import Bin, History
 from delta_tracker.cli.movement import Movement, TableMovement
 from delta_tracker.cli.page import Figures, render
-from delta_tracker.cli.stream_command import Stream, stream_command
+from delta_tracker.cli.stream_command import Stream, os_errors_of, stream_command
 from delta_tracker.cli.text import duration, several, size
 from delta_tracker.errors import (
     CorruptPartError,
@@ -94,13 +94,12 @@ def _write(page: Path, text: str) -> None:
         InvalidArgumentError: if the file cannot be written.
     """
     draft = page.with_name(f".{page.name}.{secrets.token_hex(8)}")
-    try:
-        draft.write_text(text, encoding="utf-8")
-        draft.replace(page)
-    except OSError as error:
-        raise InvalidArgumentError("--out", str(page), f"Choose another path: {error.strerror}") from error
-    finally:
-        draft.unlink(missing_ok=True)
+    with os_errors_of("--out", str(page)):
+        try:
+            draft.write_text(text, encoding="utf-8")
+            draft.replace(page)
+        finally:
+            draft.unlink(missing_ok=True)
 
 
 def gather(stream: Stream, max_versions: int, max_bytes: int) -> Figures:

@@ -15,7 +15,7 @@ import click
 
 from delta_tracker.cli.entries import read_all
 from delta_tracker.cli.output import Output
-from delta_tracker.errors import InvalidArgumentError, MalformedError
+from delta_tracker.errors import InvalidArgumentError, MalformedError, StorageError
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.storage.storage import Storage
@@ -150,6 +150,17 @@ class Number(click.FloatRange):
         if not number <= _MAX:  # NaN passes the comparisons of a range
             self.fail(f"{value} is not a number up to {_MAX:g}.", param, ctx)
         return number
+
+
+@contextmanager
+def os_errors_of(option: str, value: object, remedy: str = "Choose another path") -> Iterator[None]:
+    """Context manager that reports an ``OSError`` as an InvalidArgumentError of an option; not a ``StorageError``."""
+    try:
+        yield
+    except StorageError:
+        raise
+    except OSError as error:
+        raise InvalidArgumentError(option, value, f"{remedy}: {error.strerror}") from error
 
 
 @contextmanager

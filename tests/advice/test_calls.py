@@ -139,7 +139,7 @@ def test_an_http_endpoint_is_allowed_by_an_option() -> None:
     Storage("s3://bucket/x", options=options | {"allow_http": "true"})
 
 
-@pytest.mark.advice("InvalidArgumentError: _scratch")
+@pytest.mark.advice("InvalidArgumentError: os_errors_of")
 def test_a_directory_with_space_is_set(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = Job(tmp_path)
     job.publish(3)
