@@ -19,7 +19,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 import torch
@@ -34,7 +34,6 @@ from delta_tracker.stream.format.state_tree import TENSOR_DTYPES
 _logger = logging.getLogger(__name__)
 
 _KEY = "delta_tracker"  # of the package's metadata
-_FORMAT = 1
 _MAX_BYTES = 64 << 20
 _SUFFIX = ".pt2"
 _METADATA = "aot_inductor.metadata"
@@ -47,13 +46,14 @@ _OWN_OPTIONS: dict[str, object] = {
 _DTYPE_NAMES = {dtype: name for name, dtype in TENSOR_DTYPES.items()}
 
 _Size = Annotated[int, Meta(ge=0, lt=1 << 48)]
+_DtypeName = Annotated[str, Meta(pattern=f"^({'|'.join(TENSOR_DTYPES)})$")]
 
 
 class _Record(msgspec.Struct, forbid_unknown_fields=True):
     """What a package's metadata says of its constants: name to dtype and shape."""
 
-    format: int
-    tensors: dict[str, tuple[str, tuple[_Size, ...]]]
+    format: Literal[1]
+    tensors: dict[str, tuple[_DtypeName, tuple[_Size, ...]]]
 
 
 def compile_package(
@@ -97,7 +97,7 @@ def compile_package(
         if name in given:
             raise InvalidArgumentError("options", name, "Leave it out: compile_package() sets it")
     tensors = _tensors(exported)
-    record = _Record(_FORMAT, {name: (_DTYPE_NAMES[each.dtype], tuple(each.shape)) for name, each in tensors.items()})
+    record = _Record(1, {name: (_DTYPE_NAMES[each.dtype], tuple(each.shape)) for name, each in tensors.items()})
     settings = {
         **given,
         **_OWN_OPTIONS,
@@ -263,15 +263,13 @@ def _parsed(path: str, text: str | None) -> dict[str, tuple[torch.dtype, tuple[i
     Raises:
         InvalidArgumentError: if the metadata is missing or invalid.
     """
-    if text is None:
-        raise InvalidArgumentError("path", path, "Compile it with compile_package()")
+    remedy = "Compile it with compile_package() of this version of the library"
+    if text is None or len(text) > _MAX_BYTES:
+        raise InvalidArgumentError("path", path, remedy)
     try:
-        record = msgspec.json.decode(text, type=_Record) if len(text) <= _MAX_BYTES else None
+        record = msgspec.json.decode(text, type=_Record)
     except ValueError as error:
-        raise InvalidArgumentError("path", path, f"Compile it again: {error}") from error
-    known = record is not None and record.format == _FORMAT
-    if record is None or not known or any(dtype not in TENSOR_DTYPES for dtype, _ in record.tensors.values()):
-        raise InvalidArgumentError("path", path, "Compile it again with this version of the library")
+        raise InvalidArgumentError("path", path, f"{remedy}: {error}") from error
     if any(math.prod(shape) >= 1 << 48 for _, shape in record.tensors.values()):
-        raise InvalidArgumentError("path", path, "Compile it again: a tensor is too large")
+        raise InvalidArgumentError("path", path, f"{remedy}: a tensor is too large")
     return {name: (TENSOR_DTYPES[dtype], shape) for name, (dtype, shape) in record.tensors.items()}
