@@ -176,7 +176,7 @@ def _summary(moved: Tensor) -> dict[str, float]:
     if not len(moved):
         return {}
     ordered = moved.sort().values
-    found = {f"p{percent}": float(ordered[(len(ordered) - 1) * percent // 100]) for percent in (50, 90, 99)}
+    found = {f"p{percent}": float(ordered[-(-len(ordered) * percent // 100) - 1]) for percent in (50, 90, 99)}
     return {"mean": float(moved.mean()), **found, "max": float(ordered[-1])}
 
 

@@ -205,8 +205,7 @@ def test_a_snapshot_of_the_trainer_replaces_a_damaged_version(tmp_path: Path, ki
 
 
 @pytest.mark.advice(
-    "StreamReplacedError: VersionWriter.apply next_entry Source._check_gap path_to _check_may_follow _beside "
-    "Lag.of"
+    "StreamReplacedError: VersionWriter.apply next_entry Source._check_gap path_to _check_may_follow _beside Lag.of"
 )
 def test_a_snapshot_to_the_present_stream_serves_a_predictor_of_the_former(tmp_path: Path) -> None:
     job, model = Job(tmp_path), small_model()
