@@ -827,7 +827,7 @@ def _distribution() -> str | None:
 def _brief(value: object) -> str:
     """Return the ``repr`` of a value in one line of at most 500 characters; of a tensor or array, kind and shape."""
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
-    if shape is not None and dtype is not None and math.prod(shape) > _MAX_ITEMS:
+    if shape is not None and dtype is not None and not isinstance(value, type) and math.prod(shape) > _MAX_ITEMS:
         return f"<{type(value).__name__} {list(shape)} of {str(dtype).removeprefix('torch.')}>"
     text = " ".join(line.strip() for line in repr(value).splitlines())
     return text if len(text) <= _MAX_REPR else f"{text[:_MAX_REPR]}..."
