@@ -8,11 +8,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.random.mtrand import get_bit_generator
 
 from delta_tracker.errors import InvalidArgumentError
 
-_FIELDS = {"torch", "cuda", "random", "numpy"}
+_LOADERS: dict[str, Callable[[Any], object]] = {
+    "torch": torch.set_rng_state,
+    "cuda": torch.cuda.set_rng_state_all,
+    "random": random.setstate,
+    "numpy": np.random.set_state,
+}
 
 
 class RandomStates:
@@ -51,32 +55,20 @@ class RandomStates:
         Raises:
             InvalidArgumentError: if ``state`` does not fit these generators. No generator is changed.
         """
-        if not isinstance(state, dict) or state.keys() != _FIELDS:
+        if not isinstance(state, dict) or state.keys() != _LOADERS.keys():
             found = sorted(map(str, state)) if isinstance(state, dict) else type(state)
-            raise InvalidArgumentError("state", found, f"Pass what state_dict() returned, with {sorted(_FIELDS)}")
+            raise InvalidArgumentError("state", found, f"Pass what state_dict() returned, with {sorted(_LOADERS)}")
         devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if not isinstance(state["cuda"], list) or len(state["cuda"]) != devices:
             remedy = f"Restore on a host with as many CUDA devices; this one has {devices}"
             saved = len(state["cuda"]) if isinstance(state["cuda"], list) else type(state["cuda"])
             raise InvalidArgumentError("state['cuda']", saved, remedy)
-        # New generators reject an invalid state before a global one is changed.
-        _try("torch", torch.Generator().set_state, state["torch"])
-        for index, each in enumerate(state["cuda"]):
-            _try("cuda", torch.Generator(f"cuda:{index}").set_state, each)
-        _try("random", random.Random().setstate, state["random"])  # noqa: S311  not for cryptography
-        kind = type(get_bit_generator())
-        _try("numpy", np.random.RandomState(kind()).set_state, state["numpy"])
-        torch.set_rng_state(state["torch"])
-        if devices:
-            torch.cuda.set_rng_state_all(state["cuda"])
-        random.setstate(state["random"])
-        np.random.set_state(state["numpy"])  # noqa: NPY002
-
-
-def _try(name: str, load: Callable[[Any], object], state: object) -> None:
-    """Load a state into a new generator."""
-    try:
-        load(state)
-    except (TypeError, ValueError, RuntimeError, LookupError, OverflowError) as error:
-        remedy = f"Pass what state_dict() returned, with the same versions of Python, torch and numpy: {error}"
-        raise InvalidArgumentError(f"state[{name!r}]", type(state), remedy.rstrip(".")) from error
+        before = self.state_dict()
+        for name, load in _LOADERS.items():
+            try:
+                load(state[name])
+            except (TypeError, ValueError, RuntimeError, LookupError, OverflowError) as error:
+                for each, load_former in _LOADERS.items():
+                    load_former(before[each])
+                remedy = f"Pass what state_dict() returned, with the same versions of Python, torch and numpy: {error}"
+                raise InvalidArgumentError(f"state[{name!r}]", type(state[name]), remedy.rstrip(".")) from error

@@ -49,7 +49,7 @@ def test_a_dropout_is_repeated() -> None:
     assert torch.equal(layer(ones), expected)
 
 
-@pytest.mark.advice("InvalidArgumentError: _try RandomStates.load_state_dict")
+@pytest.mark.advice("InvalidArgumentError: RandomStates.load_state_dict")
 @pytest.mark.parametrize(
     ("name", "value"),
     [
