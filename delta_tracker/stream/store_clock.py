@@ -44,14 +44,18 @@ class StoreClock:
         """
         newest = max(modified, default=-float("inf"))
         seen, looked_at = self._last.get(kind, (-float("inf"), -float("inf")))
-        low = newest - self.reader_time()
+        self.compare(newest, looked_at=looked_at if newest > seen else None)
+        self._last[kind] = max(newest, seen), began
+
+    def compare(self, modified: float, *, looked_at: float | None) -> None:
+        """Use one modification time, of an object that was not modified yet at the reader's time ``looked_at``."""
+        low = modified - self.reader_time()
         self._low = max(self._low, low)
-        if newest > seen:
-            self._high = min(self._high, newest + COARSE_SECONDS - looked_at)
+        if looked_at is not None:
+            self._high = min(self._high, modified + COARSE_SECONDS - looked_at)
         if self._low > self._high:  # a clock was set
             self._low, self._high = low, float("inf")
         self.offset = min(max(0.0, self._low), self._high)
-        self._last[kind] = max(newest, seen), began
 
 
 def skew_problem(whose: str, seconds: float) -> str | None:
