@@ -26,7 +26,7 @@ from delta_tracker.errors import (
 from delta_tracker.live_objects import Forkable, protect
 from delta_tracker.sinks.lmdb_rows import CURRENT, STATES, LmdbStore, keys_of, state_key, stream_prefix
 from delta_tracker.sinks.row_sink import RowSink, SinkState
-from delta_tracker.sinks.stored_values import (
+from delta_tracker.sinks.stored_rows import (
     OWNER_BYTES,
     decode_log,
     decode_owners,

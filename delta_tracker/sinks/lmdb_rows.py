@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from delta_tracker.errors import NO_VERSION, InvalidArgumentError, SinkError, import_optional
-from delta_tracker.sinks.lookup import LookedUp, Lookup, current_state
 from delta_tracker.sinks.row_sink import SinkState
+from delta_tracker.sinks.stored_rows import LookedUp, Lookup, current_state
 
 CURRENT = b"current"
 STATES = b"s"  # beginning of the keys of states

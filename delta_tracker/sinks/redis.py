@@ -43,7 +43,7 @@ from delta_tracker.errors import (
 from delta_tracker.raw_ids import NO_OWNER
 from delta_tracker.sinks.redis_rows import MAX_BATCH_BYTES, MAX_BATCH_ROWS, RedisServer, text_of
 from delta_tracker.sinks.row_sink import RowSink, SinkState
-from delta_tracker.sinks.stored_values import (
+from delta_tracker.sinks.stored_rows import (
     OWNER_BYTES,
     decode_log,
     decode_owners,

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from delta_tracker.errors import NO_VERSION, InvalidArgumentError, MalformedSinkError, SinkError, import_optional
-from delta_tracker.sinks.lookup import LookedUp, Lookup, current_state, joined
 from delta_tracker.sinks.row_sink import SinkState
-from delta_tracker.sinks.stored_values import num_value_bytes
+from delta_tracker.sinks.stored_rows import LookedUp, Lookup, current_state, joined, num_value_bytes
 
 MAX_BATCH_ROWS = 1000
 MAX_BATCH_BYTES = 1 << 20
