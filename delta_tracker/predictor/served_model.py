@@ -129,7 +129,7 @@ class Names:
 
 
 class ServedModel:
-    """Tables, dense tensors and mappings of raw ids of a model, found for each version that is written to them.
+    """Tables, dense tensors and mappings of raw ids of a model, compared with each version that is written to them.
 
     ``receiver`` is that of the last version; at first, that of the model at the construction.
     """
