@@ -93,22 +93,13 @@ class Names:
     """
 
     def __init__(self, choice: NameChoice, known: Collection[str]) -> None:
-        self._function: Callable[[str], str] | None = None
-        self._whole: dict[str, str] = {}
-        self._prefixes: list[tuple[str, str]] = []
-        if not isinstance(choice, Mapping):
-            self._function, self.depends_on_stream = choice, True
-            return
-        for name, own in choice.items():
-            is_prefix = not name or name.endswith(".")
-            if not (any(each.startswith(own) for each in known) if is_prefix else own in known):
+        self._choice = choice
+        given = choice if isinstance(choice, Mapping) else {}
+        for name, own in given.items():
+            if not (any(each.startswith(own) for each in known) if _is_prefix(name) else own in known):
                 raise InvalidArgumentError("names", own, f"Pass names of the model: {sorted(known)}")
-            if is_prefix:
-                self._prefixes.append((name, own))
-            else:
-                self._whole[name] = own
-        self._prefixes.sort(key=lambda pair: len(pair[0]), reverse=True)
-        self.depends_on_stream = bool(self._prefixes)
+        self._whole = {name: own for name, own in given.items() if not _is_prefix(name)}
+        self.depends_on_stream = not isinstance(choice, Mapping) or len(self._whole) < len(given)
 
     def of(self, names: Iterable[str]) -> dict[str, str]:
         """Return name in the stream to name in the model, for those of ``names`` that differ and all whole names."""
@@ -117,15 +108,18 @@ class Names:
         return {name: own for name in names if (own := self._own(name)) != name} | self._whole
 
     def _own(self, name: str) -> str:
-        if self._function is not None:
-            own: object = self._function(name)
-            if not isinstance(own, str):
-                raise InvalidArgumentError("names", own, f"Return a name in the model for {name!r}")
-            return own
-        for prefix, replacement in self._prefixes:
-            if name.startswith(prefix):
-                return replacement + name[len(prefix) :]
-        return name
+        if isinstance(self._choice, Mapping):
+            prefixes = [each for each in self._choice if _is_prefix(each) and name.startswith(each)]
+            prefix = max(prefixes, key=len, default="")
+            return self._choice.get(prefix, "") + name.removeprefix(prefix)
+        own: object = self._choice(name)
+        if not isinstance(own, str):
+            raise InvalidArgumentError("names", own, f"Return a name in the model for {name!r}")
+        return own
+
+
+def _is_prefix(name: str) -> bool:
+    return not name or name.endswith(".")
 
 
 class ServedModel:
