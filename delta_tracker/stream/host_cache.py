@@ -28,7 +28,7 @@ from delta_tracker.stream.format.manifest import Manifest, Part
 from delta_tracker.stream.format.object_reader import check_size, checked_pieces
 from delta_tracker.stream.format.parse import reason_of
 from delta_tracker.stream.interruption import check
-from delta_tracker.stream.storage.directory import delete_draft, identity, list_files, lock, read_into
+from delta_tracker.stream.storage.directory import delete_draft, list_files, lock, read_into
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.stream.storage.store import Span, Store, StoredObject, Transfer
 
@@ -182,7 +182,7 @@ class HostCache:
                 stack.pop_all()
                 return descriptor
             with suppress(FileNotFoundError):
-                if identity(path.stat()) == identity(os.fstat(descriptor)):  # not a newer file of that name
+                if os.path.samestat(path.stat(), os.fstat(descriptor)):  # not a newer file of that name
                     path.unlink()
         return None
 
@@ -193,7 +193,7 @@ class HostCache:
         with ExitStack() as stack, suppress(FileNotFoundError):
             stack.callback(os.close, descriptor)
             # The process that held the lock may have renamed or deleted the file in the meantime.
-            if lock(descriptor) and identity(path.stat()) == identity(os.fstat(descriptor)):
+            if lock(descriptor) and os.path.samestat(path.stat(), os.fstat(descriptor)):
                 stack.pop_all()
                 return descriptor
         return None

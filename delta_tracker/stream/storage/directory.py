@@ -12,7 +12,7 @@ import itertools
 import os
 import secrets
 import stat
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -366,70 +366,40 @@ def make_directory(directory: Path, *, fsync: bool) -> None:
 def list_files(
     directory: Path, prefix: str, after: str, *, needs_status: bool
 ) -> list[tuple[str, os.stat_result | None]]:
-    """Return the regular files below the directory ``prefix`` of a store, in no order, and only paths after ``after``.
+    """Return the regular files in the directory ``prefix`` of a store, in no order, and only paths after ``after``.
 
     The paths are relative to ``directory``. Unless ``needs_status``, the status may be None, which is faster, because
     most systems return none with a name.
 
-    Reads each directory at most once. Follows links to files. Skips links to directories, links that lead nowhere,
-    pipes, unreadable subdirectories, and files that are deleted meanwhile. The result is empty if ``prefix`` does not
-    exist. Other failures raise OSError: if an entry of the log was missing from the result, the one before it would
-    look like the head.
+    Follows links to files. Skips directories, pipes, links that lead nowhere, and files that are deleted meanwhile. The
+    result is empty if ``prefix`` does not exist. Other failures raise OSError: if an entry of the log was missing from
+    the result, the one before it would look like the head.
     """
-    root = os.fspath(directory)
+    try:
+        scanned = os.scandir(f"{directory}/{prefix}")
+    except (FileNotFoundError, NotADirectoryError):
+        return []
     found: list[tuple[str, os.stat_result | None]] = []
-    seen: set[tuple[int, int]] = set()  # a bind mount may repeat a directory
-    with suppress(FileNotFoundError, NotADirectoryError):
-        seen.add(identity((directory / prefix).stat()))
-    waiting = [prefix]
-    while waiting:
-        folder = waiting.pop()
-        may_fail = folder != prefix
-        for entry in _entries(f"{root}/{folder}", may_fail=may_fail):
-            name = f"{folder}/{entry.name}"
-            if (name <= after or not needs_status) and entry.is_file(follow_symlinks=False):
-                if name > after:
-                    found.append((name, None))
-            elif (status := _status(entry, may_fail=may_fail)) is None:
+    with scanned as entries:
+        for entry in entries:
+            name = f"{prefix}/{entry.name}"
+            if name <= after:
                 continue
-            elif stat.S_ISREG(status.st_mode):
-                if name > after:
-                    found.append((name, status))
-            elif stat.S_ISDIR(status.st_mode) and not entry.is_symlink() and identity(status) not in seen:
-                seen.add(identity(status))
-                waiting.append(name)
+            if not needs_status and entry.is_file(follow_symlinks=False):
+                found.append((name, None))
+            elif (status := _status(entry)) is not None and stat.S_ISREG(status.st_mode):
+                found.append((name, status))
     return found
 
 
-def _entries(folder: str, *, may_fail: bool) -> Iterator[os.DirEntry[str]]:
-    """Yield the entries of a directory; none if it is missing or, with ``may_fail``, if it must not be read."""
-    try:
-        with os.scandir(folder) as entries:
-            yield from entries
-    except (FileNotFoundError, NotADirectoryError):
-        return
-    except PermissionError:
-        if not may_fail:
-            raise
-
-
-def _status(entry: os.DirEntry[str], *, may_fail: bool) -> os.stat_result | None:
-    """Return an entry's status; None if deleted, a link to nowhere, or unreadable and a link or ``may_fail``."""
+def _status(entry: os.DirEntry[str]) -> os.stat_result | None:
+    """Return the status of an entry of a directory; None if it was deleted, or is a link that cannot be followed."""
     try:
         return entry.stat()
-    except PermissionError:
-        if may_fail or entry.is_symlink():
-            return None
-        raise
     except OSError as error:
-        if error.errno in _NOWHERE:
+        if error.errno in _NOWHERE or (isinstance(error, PermissionError) and entry.is_symlink()):
             return None
         raise
-
-
-def identity(status: os.stat_result) -> tuple[int, int]:
-    """Return the device and inode numbers of a file or directory, which identify it while it exists."""
-    return status.st_dev, status.st_ino
 
 
 def make_folder(directory: Path, folder: str) -> None:

@@ -264,9 +264,9 @@ class Storage:
             return self._store.has_directory(prefix)
 
     def objects(self, prefix: str, *, after: str | None = None) -> list[StoredObject]:
-        """Return the objects in the directory ``prefix`` and below, sorted by name, or only those after ``after``.
+        """Return the objects in the directory ``prefix``, sorted by name, or only those after ``after``.
 
-        A local listing skips files whose names no method accepts, see also :func:`list_files`.
+        A local listing skips directories, and files whose names no method accepts, see also :func:`list_files`.
         """
         with self._operation("list", prefix, "a listing", argument="prefix", after=after):
             return sorted(self._store.objects(prefix, after or ""), key=operator.attrgetter("name"))

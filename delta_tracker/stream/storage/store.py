@@ -146,7 +146,10 @@ class Store(ABC):
         raise NotImplementedError
 
     def objects(self, prefix: str, after: str) -> list[StoredObject]:
-        """Return the objects in the directory ``prefix`` and below whose names are after ``after``, in any order."""
+        """Return the objects in the directory ``prefix`` whose names are after ``after``, in any order.
+
+        Those in directories below it, which this library does not write, may be left out.
+        """
         raise NotImplementedError
 
     def names(self, prefix: str, after: str) -> list[str]:
