@@ -95,66 +95,42 @@ def next_entry(log: Entries, position: Position, entry: Manifest | None) -> Mani
 def snapshots(log: Entries, *, allows: Allows | None = None, skips_unreadable: bool = False) -> Iterator[Manifest]:
     """Yield the snapshots that a reader can start from, newest first.
 
-    With ``skips_unreadable``, skips entries of the log that cannot be read or are malformed. Such merged entries are
-    always skipped, because they add no information.
+    With ``skips_unreadable``, skips up to two consecutive entries of the log that cannot be read or are malformed: each
+    read may take as long as the store's timeout, so that the caller should wait during an outage. Such merged entries
+    are always skipped, because they add no information.
     """
-    found = _readable_snapshots(log) if skips_unreadable else _snapshots(log, are_all_merged=allows is not None)
+    found = _snapshots(log, skips_unreadable=skips_unreadable, are_all_merged=skips_unreadable or allows is not None)
     return (each for each in found if allows is None or allows(each))
 
 
-def _snapshots(log: Entries, *, are_all_merged: bool) -> Iterator[Manifest]:
+def _snapshots(log: Entries, *, skips_unreadable: bool, are_all_merged: bool) -> Iterator[Manifest]:
     """Yield the snapshots of the log, and the merged ones: all of them, or only those above the newest of the log."""
-    head = log.head()
-    if head is None:
+    read = partial(readable, log.read) if skips_unreadable else log.read
+    num_tries = _MAX_UNREADABLE if skips_unreadable else 1
+
+    def newest_below(version: int) -> Manifest | None:
+        entries = map(read, range(version - 1, max(-1, version - 1 - num_tries), -1))
+        return next((each for each in entries if each is not None), None)
+
+    listed = max(log.versions(), default=-1) if skips_unreadable else -1
+    head = newest_below(listed + 1) if skips_unreadable else log.head()
+    if head is None and listed < 0:
         return
-    version = head.snapshot
+    version = None if head is None else head.snapshot
+    newest = listed if head is None else max(head.version, listed)
     after = -1 if are_all_merged or version is None else version
-    merged = [each for each in log.merged(after=after) if each.kind == "snapshot" and each.last <= head.version]
+    merged = [each for each in log.merged(after=after) if each.kind == "snapshot" and each.last <= newest]
     while merged or version is not None:
         if version is None or (merged and merged[-1].last > version):
             manifest = readable(log.read_merged, merged.pop())
-            if manifest is not None and manifest.stream == head.stream:
+            if manifest is not None and (head is None or manifest.stream == head.stream):
                 yield manifest
             continue
-        manifest = log.read(version)
+        manifest = read(version)
         if manifest is not None and manifest.kind == "snapshot":
             yield manifest
-        before = None if version == 0 else log.read(version - 1)
+        before = newest_below(version)  # which names the preceding snapshot
         version = None if before is None else before.snapshot
-
-
-def _readable_snapshots(log: Entries) -> Iterator[Manifest]:
-    head = max(log.versions(), default=-1)
-    in_log = _readable_in_log(log, head)
-    newest = next(in_log, None)
-    after = -1 if newest is None else newest.version
-    for merged in reversed(log.merged(after=after)):
-        if merged.kind == "snapshot" and merged.last <= head:
-            manifest = readable(log.read_merged, merged)
-            if manifest is not None and (newest is None or manifest.stream == newest.stream):
-                yield manifest
-    if newest is not None:
-        yield newest
-        yield from in_log
-
-
-def _readable_in_log(log: Entries, head: int) -> Iterator[Manifest]:
-    """Yield the snapshots in the log up to version ``head``, newest first.
-
-    Stops after three unreadable entries, because each read may take as long as the store's timeout. During an outage,
-    the caller should wait instead.
-    """
-    version, num_unreadable = head, 0
-    while version >= 0 and num_unreadable < _MAX_UNREADABLE:
-        entry = readable(log.read, version)
-        if entry is not None and entry.kind == "snapshot":
-            yield entry
-        elif entry is not None:
-            version = -1 if entry.snapshot is None else entry.snapshot
-            continue
-        else:
-            num_unreadable += 1
-        version -= 1  # the entry below names the preceding snapshot
 
 
 def merged_deltas(

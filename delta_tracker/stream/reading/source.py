@@ -187,9 +187,6 @@ class Sources:
     def __iter__(self) -> Iterator[Source]:
         return iter(self._all)
 
-    def __getitem__(self, number: int) -> Source:
-        return self._all[number]
-
     def __len__(self) -> int:
         return len(self._all)
 
