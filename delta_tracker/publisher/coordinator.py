@@ -121,9 +121,9 @@ class Coordinator:
             RankLostError: if a rank dies or does not answer in time.
         """
         exchange = self._exchange.exchange
-        claim = url.claim if isinstance(url, ClaimedStream) else None
-        exchange(Phase.OPENING, Message.of(lambda: self._open(url.storage if isinstance(url, ClaimedStream) else url)))
-        taken = exchange(Phase.CLAIMING, Message.of(lambda: self._take_stream(claim) if self.rank == 0 else None))
+        place, claim = (url.storage, url.claim) if isinstance(url, ClaimedStream) else (url, None)
+        exchange(Phase.OPENING, Message.of(lambda: self._open(place)))
+        taken = exchange(Phase.CLAIMING, Message.of(lambda: self._take_stream(claim) if self.is_first else None))
         self.follow(taken[0])
 
     def check_same_store(self) -> None:
@@ -173,10 +173,9 @@ class Coordinator:
         Raises:
             StorageError: if the part cannot be written.
         """
-        name = part_name(self.head.version + 1, self.head.generation, f"r{self.rank}")
         states_name = None if form == FORMAT else self._name("s")
         with self._write_timer():
-            return put_part(self.storage, name, rows, dense, states_name=states_name)
+            return put_part(self.storage, self._name(), rows, dense, states_name=states_name)
 
     def write(self, draft: Draft | Exception) -> Message:
         """Write this rank's parts of a version. Return this rank's share: a message that describes them, or the error.
@@ -272,8 +271,8 @@ class Coordinator:
             buffers = Repeatable(lambda: taken.tree.buffers(copied))
             return put_training(self.storage, self._name("t"), buffers, taken.tree.num_bytes)
 
-    def _name(self, role: str) -> str:
-        """Return a new name of an object of the next version, with states (``s``) or a training state (``t``)."""
+    def _name(self, role: str = "") -> str:
+        """Return a new name of an object of the next version: a part, states (``s``) or a training state (``t``)."""
         return part_name(self.head.version + 1, self.head.generation, f"r{self.rank}{role}")
 
     def _open(self, url: Location) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import call
 from typing import NamedTuple
 
 import torch
@@ -177,7 +178,7 @@ class RankTables:
         held = {name: Source(tensor if tensor.dim() else tensor.view(1)) for name, tensor in dense.items()}
         copies = self._copier.copy([*sources, *held.values(), *extra])
         named = {name: source.copied.view(dense[name].shape) for name, source in held.items()}
-        return Gathered([view() for view in views], named, copies)
+        return Gathered(list(map(call, views)), named, copies)
 
     def whole(self, tables: frozenset[str], owners: Mapping[str, Tensor]) -> list[BlockRows]:
         """Return all rows of some tables, one block for each column range of a shard.
@@ -238,7 +239,8 @@ class RankTables:
         if owners is not None:
             sources.append(owned := Source(owners.unsqueeze(1), ids))
         for columns, view, held in self._columns(fqn, shard):
-            values, states = Source(view, ids), [] if ids is None else [Source(state, ids) for state in held]
+            values = Source(view, ids)
+            states = [Source(state, ids) for state in held] if held and ids is not None else []
             sources += [values, *states]
             block = self._block(fqn, shard, columns, num_rows, form)
             views.append(partial(_view, block, listed, values, states, owned))
@@ -263,7 +265,7 @@ def _view(
         block,
         None if ids is None else ids.copied,
         partial(_encoded, values.copied, block),
-        tuple([held_rows(state.copied) for state in states]),
+        tuple([held_rows(state.copied) for state in states]) if states else (),
         None if owners is None else held_rows(owners.copied),
     )
 
