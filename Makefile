@@ -24,7 +24,7 @@ DEVICE := cuda
 PYTHON := $(if $(filter cuda,$(DEVICE)),python3,$(BIN)/python)
 INSTALLED := $(if $(filter cuda,$(DEVICE)),,$(VENV)/.installed)
 
-.PHONY: help demo demo-failover check test test-area test-gpu test-triton test-matrix test-no-extras test-reverts test-sweeps test-long-sweeps bench bench-gpu docs lint types format clean
+.PHONY: help demo demo-failover check test test-area test-gpu test-triton test-matrix test-no-extras test-reverts test-sweeps test-long-sweeps dist test-dist bench bench-gpu docs lint types format clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -70,8 +70,14 @@ test-sweeps: $(VENV)/.installed  ## run the sweeps completely that take up to ha
 test-long-sweeps: $(VENV)/.installed  ## run the other sweeps completely, in some half an hour
 	@DELTA_TRACKER_WHOLE_SWEEPS=long $(SWEEPS)
 
-test-matrix: $(VENV)/.installed  ## run the tests against every supported torchrec; ARGS goes to .ci/matrix
+test-matrix: $(VENV)/.installed  ## run the tests against every supported torchrec and Python; ARGS goes to .ci/matrix
 	@$(BIN)/python .ci/matrix $(ARGS)
+
+dist: $(VENV)/.installed  ## build the sdist and the wheel in dist/, and check them
+	@$(BIN)/python -m tests.distribution --out dist
+
+test-dist: $(VENV)/.installed  ## build both, and use the wheel in new environments: trainer, predictor, command line
+	@$(BIN)/python -m tests.distribution
 
 bench: $(VENV)/.installed  ## run all benchmarks and fill the table in benchmarks/README.md; needs an idle machine
 	@$(BIN)/python -W ignore -m benchmarks

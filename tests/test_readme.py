@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 
 import click
@@ -35,6 +36,22 @@ def test_a_document_names_targets_of_the_makefile(document: Path) -> None:
     code = "".join(re.findall(r"```\w*\n(.*?)```", text, flags=re.DOTALL))
     for target in re.findall(r"`make ([a-z-]+)", text) + re.findall(r"^make ([a-z-]+)", code, flags=re.MULTILINE):
         assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE), target
+
+
+@_each_document
+def test_nothing_is_installed_under_a_name_that_is_not_registered(document: Path) -> None:
+    """The package index has another project under one name, and could have another one under the other."""
+    for line in re.findall(r"pip install ([^`#\n]*)", document.read_text()):
+        assert not re.search(r"delta[-_]tracker(?!\S*\.whl)", line), f"install from a checkout or a wheel: {line}"
+
+
+def test_the_metadata_name_the_versions_of_python_that_were_tested() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = [found[1] for each in project["classifiers"] if (found := re.fullmatch(r".*Python :: (3\.\d+)", each))]
+    (row,) = re.findall(r"^\| Python \| (.*?) \|", (ROOT / "tests" / "README.md").read_text(), flags=re.MULTILINE)
+    tested = [versions for versions in row.split("; ") if not versions.endswith(": none")]
+    assert declared == re.findall(r"\b3\.\d+", " ".join(tested))
+    assert project["requires-python"] == f">={declared[0]}"
 
 
 def test_every_promise_is_shown_by_a_test() -> None:
