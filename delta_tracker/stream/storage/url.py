@@ -48,6 +48,7 @@ _CLIENT_OPTIONS = frozenset(
 )
 _UNIT_SECONDS = {"n": 1e-9, "u": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")
+_NO_COLON = re.compile(rf"({'|'.join(SCHEMES)})//+", re.IGNORECASE)
 _OPTION_PREFIX = re.compile(r"^(aws|google|azure)_")
 _ENDPOINTS = frozenset({"endpoint", "endpoint_url"})
 # Control characters, backslashes, #, which obstore uses to mark a file that is still being written, and surrogates,
@@ -62,10 +63,26 @@ _MAX_NAME_BYTES = 1024
 def store_url(location: object) -> str:
     """Return the URL of a store, given a URL, or a path as an ``os.PathLike`` or a string without a scheme."""
     if isinstance(location, os.PathLike):
-        return Path(location).absolute().as_uri()
+        return _path_url(Path(location))
     if not isinstance(location, str) or not location:
         raise InvalidArgumentError("url", location, "Pass a url such as s3://bucket/prefix, or the path of a directory")
-    return location if _SCHEME.match(location) else Path(location).absolute().as_uri()
+    if _SCHEME.match(location):
+        return location
+    if found := _NO_COLON.match(location):
+        corrected = f"{found[1].lower()}://{location[found.end() :]}"
+        raise InvalidArgumentError("url", location, f"Write {corrected}, with a colon")
+    return _path_url(Path(location))
+
+
+def _path_url(path: Path) -> str:
+    """Return the URL of a directory. A shell expands a ~ at its begin; here it would be a new directory's name."""
+    try:
+        expanded = path.expanduser()
+    except RuntimeError:  # no user has this name
+        expanded = path
+    if expanded != path:
+        raise InvalidArgumentError("url", str(path), f"Write {expanded}: ~ is not expanded")
+    return path.absolute().as_uri()
 
 
 def local_directory(url: object) -> Path | None:
