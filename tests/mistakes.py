@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -265,6 +266,12 @@ MISTAKES: Mapping[str, Mistake] = {
         "tracker='Sequential'",
         "Pass a ModelDeltaTracker first",
     ),
+    "forget the colon of a scheme": Mistake(
+        lambda: _publisher("s3//bucket/x"), "url='s3//bucket/x'", "Write s3://bucket/x"
+    ),
+    "a path that a shell would expand": Mistake(
+        lambda: _publisher("~/stream"), "url='~/stream'", f"Write {Path.home() / 'stream'}"
+    ),
     "misspell a scheme": Mistake(lambda: _publisher("s4://bucket/x"), "url='s4://bucket/x'", "s3"),
     "publish to an http url": Mistake(
         lambda: _publisher("https://example.com/stream"), "https://example.com/stream", "Use the url of the bucket"
@@ -282,6 +289,17 @@ MISTAKES: Mapping[str, Mistake] = {
     "top_k as a number": Mistake(lambda: _publisher(top_k=5), "top_k=5", "TopK(rows=1000)"),
     "two budgets": Mistake(lambda: TopK(rows=5, fraction=0.5), "'fraction': 0.5", "exactly one"),
     "a fraction above 1": Mistake(lambda: TopK(fraction=5), "fraction=5", "up to 1"),
+    "a fraction without its name": Mistake(lambda: TopK(0.5), "rows=0.5", "TopK(fraction=0.5)"),  # type: ignore[arg-type]
+    "an option of TorchRec's reads": Mistake(
+        lambda: _tracker().get_delta(top_percentage=0.5),  # type: ignore[arg-type]
+        "top_percentage=0.5",
+        "top_k=TopK(fraction=...",
+    ),
+    "misspell an option of a read": Mistake(
+        lambda: _tracker().get_delta(comit=False),  # type: ignore[arg-type]
+        "comit=False",
+        "commit",
+    ),
     "no budget": Mistake(TopK, "TopK=", "exactly one"),
     "a budget as text": Mistake(lambda: TopK(rows="20"), "rows='20'", "whole number"),  # type: ignore[arg-type]
     "an age as text": Mistake(lambda: TopK(rows=5, max_age="2"), "max_age='2'", "1 or more"),  # type: ignore[arg-type]
@@ -378,6 +396,11 @@ MISTAKES: Mapping[str, Mistake] = {
     "a store's option misspelt": Mistake(lambda: _bucket(acces_key="x"), "acces_key", "is not valid for store"),
     "an http endpoint": Mistake(lambda: _bucket(endpoint="http://127.0.0.1:1"), "endpoint", "allow_http='true'"),
     "restore without states": Mistake(lambda: restore(_model(), _stream()), "version 2", "recovery=Recovery(...)"),
+    "labels of a record": Mistake(
+        lambda: Monitor().counter("c", "x", labels=["t"]).add(1, t="a"),  # type: ignore[call-arg]
+        "labels={'t': 'a'}",
+        "c.cell(t='a').add(1)",
+    ),
     "a metric's name": Mistake(lambda: monitoring.counter("my metric!", "x"), "name='my metric!'", "Use letters"),
     "a file as sink": Mistake(lambda: Monitor().start(["m.jsonl"]), "sinks=['m.jsonl']", "JsonlSink(path)"),  # type: ignore[list-item]
     "inspect nothing": Mistake(lambda: _command("inspect", "/nonexistent/x"), "/nonexistent/x", "Check the URL"),

@@ -15,7 +15,7 @@ from delta_tracker.monitor.buckets import LogBuckets
 
 _PLAIN = ("value", "count", "sum", "mean", "min", "max", "std", "histogram")
 _QUANTILE = re.compile(r"p(\d{1,2}(?:\.\d{1,4})?)")
-_PLAIN_TYPES = frozenset({int, float, bool})
+_PLAIN_TYPES = frozenset({int, float})
 
 
 def quantile_of(aggregation: str) -> float | None:
@@ -214,7 +214,7 @@ def _is_finite(number: float) -> bool:
 
 
 def plain_number(value: Any) -> float:  # noqa: ANN401  users pass anything
-    """Return ``value`` as an int, a float or a bool; NaN if it is not a number or is a tensor on a device.
+    """Return ``value`` as an int or a float; NaN if it is not a number or is a tensor on a device.
 
     Never raises or waits for a device. Integers of arrays and of tensors on the host stay exact.
     """
@@ -228,6 +228,8 @@ def plain_number(value: Any) -> float:  # noqa: ANN401  users pass anything
     with suppress(Exception):  # float() decides
         value = value.item()  # of arrays, their scalars and tensors
     try:
+        if type(value) is bool:
+            return int(value)
         return value if type(value) in _PLAIN_TYPES else float(value)
     except Exception:  # noqa: BLE001  values of any type are counted as rejected; training must continue
         return math.nan

@@ -236,9 +236,9 @@ class Stat:
             # Bind the cell's method to save a call per record.
             self.add = self.cell().add
 
-    def _needs_labels(self, value: float = 1) -> None:
-        del value
-        raise InvalidArgumentError("labels", {}, f"Call {self.name}.cell({', '.join(self.definition.labels)}).add()")
+    def _needs_labels(self, value: float = 1, **labels: object) -> None:
+        shown = [f"{name}={text!r}" for name, text in labels.items()] or self.definition.labels
+        raise InvalidArgumentError("labels", labels, f"Call {self.name}.cell({', '.join(shown)}).add({value!r})")
 
 
 class Counter(Stat):

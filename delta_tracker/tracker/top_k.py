@@ -10,7 +10,7 @@ Notation: ``G`` is the number of budgets (1, or one per table), ``N`` the number
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ _HEADER = 3  # number of columns of the header, see _Search.header()
 _FAILED = 2  # index of the header's column that is above 0 if a rank failed
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class TopK:
     """Budget of a delta, and the score that selects the rows of the delta.
 
@@ -42,7 +42,7 @@ class TopK:
     part of the row.
 
     Args:
-        rows: maximum number of rows.
+        rows: maximum number of rows; the only argument that may be given without its name.
         fraction: maximum fraction of the changed rows, above 0 and at most 1. The number of rows is rounded up.
         num_bytes: maximum number of bytes of values and ids, with 8 bytes per id.
         per_table: True for one budget per table, False for one budget for all tables. All ranks share each budget.
@@ -57,11 +57,12 @@ class TopK:
         InvalidArgumentError: if no budget or several are given, or an argument is out of range.
 
     Example:
-        >>> TopK(rows=1000, max_age=5).rows
+        >>> TopK(1000, max_age=5).rows
         1000
     """
 
     rows: int | None = None
+    _: KW_ONLY
     fraction: float | None = None
     num_bytes: int | None = None
     per_table: bool = False
@@ -77,6 +78,8 @@ class TopK:
         is_valid = is_number(budget) and budget > 0 and (budget <= 1 if name == "fraction" else type(budget) is int)
         if not is_valid:
             remedy = "Pass a fraction above 0 and up to 1" if name == "fraction" else "Pass a whole number above 0"
+            if name == "rows" and is_number(budget) and 0 < budget < 1:
+                remedy = f"Pass a whole number above 0, or TopK(fraction={budget!r})"
             raise InvalidArgumentError(name, budget, remedy)
         check_switch("per_table", self.per_table)
         if self.max_age is not None:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, Never, Self, get_args
 
 from torch import Tensor, nn
 
@@ -49,6 +49,13 @@ _logger = logging.getLogger(__name__)
 check_pair()
 
 Record = Literal["updates", "lookups"]
+
+_OPTIONS = "some of commit, with_states, with_values, with_optimizer and top_k"  # of get_delta()
+_OF_TORCHREC = {
+    "top_percentage": "top_k=TopK(fraction=..., per_table=True)",
+    "per_table_percentage": "top_k=TopK(fraction=..., per_table=True)",
+    "sorted_by_indices": "no order: ids are always ascending",
+}
 
 
 def __getattr__(name: str) -> object:
@@ -537,6 +544,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         with_values: bool = False,
         with_optimizer: bool = False,
         top_k: TopK | None = None,
+        **unknown: Never,
     ) -> Delta:
         """Return the rows that changed since the consumer's last committed read.
 
@@ -555,6 +563,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
             top_k: return only the rows with the highest scores; the others stay pending. The call is then a collective.
                 Rows of a DATA_PARALLEL table are selected on rank 0; the deltas of the other ranks contain all changed
                 rows of the table. In 2D parallelism, the same holds for the first replica and the other replicas.
+            unknown: not accepted; the error says what replaces an argument of TorchRec's tracker.
 
         Returns:
             :class:`~delta_tracker.types.Delta`, a mapping from table FQN to rows; a table without changes is present
@@ -574,6 +583,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
                 rank's range, an id for a default row, or 2**63 - 1 for a row.
             DetachedError: after :meth:`detach`.
         """
+        _check_options(unknown)
         return self._reader.read(
             self._log.consumers.resolve(consumer),
             lambda delta: delta,
@@ -835,6 +845,11 @@ def _form(shard: LocalShard) -> tuple[ShardSpec, bool, bool]:
 
 def _modules(shard: LocalShard) -> list[tuple[object, int]]:
     return [(kernel.module, slot) for kernel, slot in shard.places]
+
+
+def _check_options(unknown: Mapping[str, object]) -> None:
+    for name, value in unknown.items():
+        raise InvalidArgumentError(name, value, f"Pass {_OF_TORCHREC.get(name, _OPTIONS)}")
 
 
 def _check_delta(delta: object) -> None:

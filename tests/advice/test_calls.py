@@ -78,8 +78,9 @@ def test_a_predictor_with_a_gate_accepts(tmp_path: Path) -> None:
 @pytest.mark.advice("InvalidArgumentError: Stat._needs_labels")
 def test_a_stat_with_labels_is_used_by_its_cells() -> None:
     counter = Monitor().counter("rows", labels=["table"])
-    error = refused(InvalidArgumentError, lambda: counter.add(1), ".cell(table).add()")
+    error = refused(InvalidArgumentError, lambda: counter.add(1), ".cell(table).add(1)")
     assert "Call rows" in error.remedy
+    refused(InvalidArgumentError, lambda: counter.add(1, table="user"), "Call rows.cell(table='user').add(1)")
     counter.cell(table="user").add(1)
 
 

@@ -93,6 +93,10 @@ def _candidates(draw: random.Random, num_rows: int, row_bytes: int, values: list
     return Candidates(scores, torch.tensor([draw.random() < 0.1 for _ in range(num_rows)], dtype=torch.bool), row_bytes)
 
 
+def test_a_number_without_a_name_is_that_of_rows() -> None:
+    assert TopK(7, per_table=True) == TopK(rows=7, per_table=True)
+
+
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("budget", [{"rows": 7}, {"rows": 1}, {"fraction": 0.3}, {"fraction": 1.0}, {"num_bytes": 200}])
 @pytest.mark.parametrize("per_table", [False, True])
