@@ -178,6 +178,7 @@ def _advice(folder: Path, scripts: dict[str, str]) -> str:
     return done.stdout.strip().removeprefix("the package 'redis' is not installed. ")
 
 
+@pytest.mark.promise("refused")
 def test_a_missing_extra_is_of_the_distribution_that_is_installed(tmp_path: Path) -> None:
     assert _advice(tmp_path, {"renamed-by-a-fork": _OWN}) == "Install it with: pip install 'renamed-by-a-fork[redis]'."
 
