@@ -25,6 +25,8 @@ root_doc = "README"
 html_title = project
 html_theme = "furo"
 html_show_sphinx = False
+html_static_path = ["static"]
+html_css_files = ["narrow.css"]
 highlight_language = "none"
 pygments_style = "default"
 
@@ -83,7 +85,7 @@ _CONTENTS = {
 }
 
 myst_heading_anchors = 4
-autodoc_default_options = {"members": True, "member-order": "bysource", "show-inheritance": False}
+autodoc_default_options = {"members": True, "member-order": "bysource"}
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
 napoleon_use_ivar = True
