@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import os
 import re
 import runpy
 import sys
@@ -31,14 +32,14 @@ def functions_by_file() -> dict[str, set[str]]:
     """Run the program; return the qualified names of the functions that it runs, by path in the package."""
     program = re.findall(r"```python\n(.*?)```", _README.read_text(), re.DOTALL)[0]
     found: dict[str, set[str]] = defaultdict(set)
+    prefix = f"{_PACKAGE}{os.sep}"
 
     def profile(frame: FrameType, event: str, _: object) -> None:
         code = frame.f_code
-        path = Path(code.co_filename)
-        is_function = code.co_flags & CO_OPTIMIZED  # not the body of a module or class
-        if event == "call" and is_function and path.is_relative_to(_PACKAGE):
+        if event == "call" and code.co_filename.startswith(prefix) and code.co_flags & CO_OPTIMIZED:
+            # not the body of a module or class
             name = re.sub(r"\.<locals>\.<\w+>", "", code.co_qualname)
-            found[str(path.relative_to(_PACKAGE))].add(name)
+            found[code.co_filename.removeprefix(prefix)].add(name)
 
     threading.setprofile(profile)
     sys.setprofile(profile)

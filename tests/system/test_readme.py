@@ -31,7 +31,7 @@ def test_the_page_of_the_code_names_functions_that_the_first_program_runs() -> N
     page = (ROOT / "delta_tracker" / "README.md").read_text()
     named = re.findall(r"\| `([\w.]+)` \| `delta_tracker/([\w/.]+)` \|$", page, flags=re.MULTILINE)
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.spine", "--show"]
-    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=True).stdout
+    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=True).stdout
     files = dict(re.findall(r"^(\S+\.py)\n((?:    .+\n)+)", shown, flags=re.MULTILINE))
     assert named
     assert not [each for each in named if each[0] not in files.get(each[1], "").split()]
