@@ -26,7 +26,7 @@ html_title = project
 html_theme = "furo"
 html_show_sphinx = False
 html_static_path = ["static"]
-html_css_files = ["narrow.css"]
+html_css_files = ["site.css"]
 highlight_language = "none"
 pygments_style = "default"
 
