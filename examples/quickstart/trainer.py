@@ -28,7 +28,7 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     tracker = ModelDeltaTracker(model)
     random = torch.Generator().manual_seed(dist.get_rank())
-    with Publisher(tracker, URL, dense=model.module[1], cadence=Cadence(batches=10)) as publisher:
+    with Publisher(tracker, URL, dense=True, cadence=Cadence(batches=10)) as publisher:
         for _ in range(NUM_BATCHES):
             clicked = torch.randint(1000, (32, 4), generator=random)  # 32 examples with 4 ids each
             optimizer.zero_grad()
