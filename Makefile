@@ -87,7 +87,7 @@ bench-gpu: $(INSTALLED)  ## run the benchmark on a GPU, or a tiny one everywhere
 	@$(PYTHON) -W ignore -m benchmarks.bench_gpu --device $(DEVICE) $(ARGS)
 
 docs: $(VENV)/.installed  ## build the site of the documents and the reference in docs-output/; warnings fail
-	@$(BIN)/python -W ignore -m sphinx --quiet --fail-on-warning --keep-going -c .ci/docs . docs-output
+	@$(BIN)/python -W ignore -m sphinx --quiet --fresh-env --fail-on-warning --keep-going -c .ci/docs . docs-output
 
 lint: $(VENV)/.installed  ## check code and format
 	@$(BIN)/python -m ruff check $(CODE)
