@@ -1,7 +1,6 @@
 """Hooks on the collections of TorchRec: output distributions, ``load_state_dict`` and evictions.
 
-When a collection has launched its output distribution, TorchRec calls the function in the collection's post-odist slot,
-which holds only one function. The tracker puts an :class:`OdistSlot` there. Its work overlaps with the communication.
+The work of the hook on an output distribution overlaps with the communication that the distribution has launched.
 
 The hook on a collection's ``load_state_dict`` also runs if ``load_state_dict`` is called on a module above it or by
 ``torch.distributed.checkpoint``. In-place writes that bypass ``load_state_dict`` are detected by
@@ -12,7 +11,6 @@ A managed-collision module resets the rows of evicted ids in its forward pass, b
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -30,91 +28,32 @@ if TYPE_CHECKING:
 _Evicted = Mapping[str, Tensor | None]
 
 
-class OdistSlot:
-    """Function for TorchRec's post-odist slot of one collection: calls the previous function, then all trackers' hooks.
+class LaunchHook(Watcher):
+    """Hook that reports each launch of a collection's output distributions, of which it has one per sharding type.
 
-    If ``hooks`` is empty, only the previous function is called. A function that replaced this object in the slot may
-    therefore continue to call this object after all trackers have removed their hooks.
-
-    Args:
-        previous: the function that was in the slot; None if it was empty.
-
-    Attributes:
-        hooks: the trackers' hooks; they must not raise.
-    """
-
-    def __init__(self, previous: Callable[..., None] | None) -> None:
-        self.previous = previous
-        self.hooks: list[Callable[[], None]] = []
-
-    def __call__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401  what torchrec passes
-        """Call the previous function with the arguments, then the hooks without arguments."""
-        if self.previous is not None:
-            self.previous(*args, **kwargs)
-        for hook in tuple(self.hooks):
-            hook()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None] | None:
-        """Return a copy of the previous function: a copy of the collection has no hooks."""
-        return copy.deepcopy(self.previous, memo)
-
-
-class PostOdistHook(Watcher):
-    """Hook that reports each launch of a collection's output distributions.
-
-    A collection has one output distribution per sharding type. If TorchRec calls the collection's post-odist function,
-    the hook is installed as that function. Otherwise, it registers module hooks on the distributions. TorchRec does not
-    call the function of a collection inside a managed-collision module, which distributes the output itself.
+    It is a forward hook of the distributions. TorchRec also has a slot for a post-odist function, but holds only one
+    function there, and does not call it for a collection inside a managed-collision module.
 
     Args:
         module: the collection.
-        tables: FQNs of its tables.
-        reports: see :class:`Watcher`.
-        has_slot: True if TorchRec calls the collection's post-odist function.
+        tables, reports: see :class:`Watcher`.
     """
 
-    def __init__(self, module: Any, tables: Sequence[str], reports: Reports, *, has_slot: bool) -> None:  # noqa: ANN401
+    def __init__(self, module: Any, tables: Sequence[str], reports: Reports) -> None:  # noqa: ANN401  torchrec's
         super().__init__(tables, reports)
-        self._launched = untraced(self._report, lambda: None)  # without it, the next read compacts the log
-        self._module = module
-        self._slot: OdistSlot | None = None
-        self._handles: list[RemovableHandle] = []
-        if has_slot:
-            self._slot = self._shared_slot()
-            self._slot.hooks.append(self._launched)
-        else:
-            # A deep copy of the collection shares a function, and would copy a bound method with the listener.
-            after = lambda *_: self._launched()  # noqa: E731
-            self._handles = [dist.register_forward_hook(after) for dist in module._output_dists]  # noqa: SLF001
+        launched = untraced(self._report, lambda: None)  # without it, the next read compacts the log
+        self._handles: list[RemovableHandle] = [
+            dist.register_forward_hook(launched)
+            for dist in module._output_dists  # noqa: SLF001
+        ]
 
     def remove(self) -> None:
-        """Stop reporting. Removing the last hook restores the previous function in the slot.
-
-        The slot is left unchanged if it no longer holds the :class:`OdistSlot`.
-        """
+        """Stop reporting."""
         for handle in self._handles:
             handle.remove()
-        slot, self._slot = self._slot, None
-        if slot is not None:
-            slot.hooks.remove(self._launched)
-            if not slot.hooks and self._module.post_odist_tracker_fn is slot:
-                self._module.post_odist_tracker_fn = slot.previous
         super().remove()
 
-    def _shared_slot(self) -> OdistSlot:
-        """Return the collection's :class:`OdistSlot`.
-
-        If it has none, register one that also calls the current post-odist function, if any.
-        """
-        held = self._module.post_odist_tracker_fn
-        if isinstance(held, OdistSlot):
-            return held
-        slot = OdistSlot(held)
-        self._module.post_odist_tracker_fn = None  # torchrec warns if it overwrites a function
-        self._module.register_post_odist_tracker_fn(slot)
-        return slot
-
-    def _report(self) -> None:
+    def _report(self, *_: object) -> None:
         self._contained(self._output_launched, otherwise=None)
 
     def _output_launched(self) -> None:
@@ -211,15 +150,13 @@ def watch_collections(model: nn.Module, found: Discovery, reports: Reports) -> I
 
     Loads and evictions of tables without a fused optimizer are not reported, because these are compared with a copy.
     """
-    holders = {module: getattr(module, "_embedding_module", None) for module in model.modules()}
     fused: dict[object, list[str]] = {}
     for fqn, module in found.modules.items():
         tables = found.tables_of(fqn)
         fused[module] = [table for table in tables if found.shards[table].is_fused]
-        # TorchRec does not call the slot of a collection inside a managed-collision module.
-        has_slot = hasattr(module, "register_post_odist_tracker_fn") and module not in holders.values()
-        yield PostOdistHook(module, tables, reports, has_slot=has_slot)
+        yield LaunchHook(module, tables, reports)
         yield LoadHook(module, fused[module], reports)
-    for module, inner in holders.items():
+    for module in model.modules():
+        inner = getattr(module, "_embedding_module", None)
         if isinstance(inner, nn.Module) and inner in fused and callable(getattr(module, "_evict", None)):
             yield EvictionHook(module, fused[inner], reports)

@@ -124,8 +124,8 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         delete_on_read: drop rows once every consumer has committed a read of them. False keeps them, so that
             :meth:`rewind` can make them pending again. This takes the memory of at most one more row set per table,
             including old states in the modes that keep them.
-        auto_compact: compact the log in TorchRec's post-odist hook, which runs after a collection has launched its
-            output distribution, so that compaction overlaps with communication. False compacts after each read.
+        auto_compact: compact the log after a collection has launched its output distribution, so that compaction
+            overlaps with communication. False compacts after each read.
             Trackers that keep old states on a GPU always compact after reads, because merging old states waits for the
             device.
         mode: the data that is kept for each changed row; a :class:`~delta_tracker.types.TrackingMode` or its name.

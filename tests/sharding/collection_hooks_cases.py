@@ -1,8 +1,9 @@
-"""Cases for the post-odist hook: functions in TorchRec's slot, and compaction of the log."""
+"""Cases for the hook on output distributions, and the compaction of the log in it."""
 
 from __future__ import annotations
 
 import threading
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,19 +14,6 @@ from delta_tracker import ModelDeltaTracker, TopK, TrackingMode
 from delta_tracker.tracker.log_segments import LogSegments
 from tests.models import Spec, batch, shard
 from tests.tracker.collision_cases import collision_batch, shard_collision
-
-
-class _Holder:
-    """A function in the slot that another library has put there; calls the one before it."""
-
-    def __init__(self, before: Any = None) -> None:
-        self.num_calls = 0
-        self._before = before
-
-    def __call__(self) -> None:
-        self.num_calls += 1
-        if self._before is not None:
-            self._before()
 
 
 class _Log:
@@ -53,7 +41,7 @@ def _model(world_size: int, *, bag: bool) -> tuple[Any, Spec, torch.Generator]:
 
 
 def compacted(rank: int, world_size: int, bag: bool) -> dict[str, Any]:
-    """A forward compacts the log of every tracker, and step() does not; the slot is as before afterwards."""
+    """A forward compacts the log of every tracker, and step() does not; no hook is left afterwards."""
     model, spec, generator = _model(world_size, bag=bag)
     collection = model.module.ec
     logs = [_Log(model), _Log(model)]
@@ -64,57 +52,31 @@ def compacted(rank: int, world_size: int, bag: bool) -> dict[str, Any]:
     with torch.no_grad():
         model(batch(spec, generator))
     smaller = [log.num_bytes < before for log, before in zip(logs, crowded, strict=True)]
-    held = type(getattr(collection, "post_odist_tracker_fn", None)).__name__
     for log in logs:
         assert log.tracker.num_hook_errors == 0
         assert all(len(rows) for fqn, rows in log.tracker.get_delta("slow").items() if log.tracker.shards[fqn].num_rows)
         log.tracker.detach()
-    return {"smaller": smaller, "held": held, "left": repr(getattr(collection, "post_odist_tracker_fn", None))}
+    return {"smaller": smaller, "left": sum(len(dist._forward_hooks) for dist in collection._output_dists)}
 
 
-def chain(rank: int, world_size: int, order: str) -> dict[str, Any]:
-    """Two trackers and two other holders of the slot, detached in any order.
-
-    Args:
-        order: letters in the order of the events: "a" and "b" detach a tracker, "x" has another holder take the slot
-            and call the function that it found there.
-    """
+def slot_is_free(rank: int, world_size: int) -> None:
+    """TorchRec's slot keeps the function of another library, which is called as without a tracker."""
     model, spec, generator = _model(world_size, bag=True)
     collection = model.module.ec
-    first = _Holder()
-    collection.register_post_odist_tracker_fn(first)
-    logs = {"a": _Log(model)}
-    taker: _Holder | None = None
-    if order.startswith("x"):
-        order = order[1:]
-        taker = _Holder(collection.post_odist_tracker_fn)
-        collection.post_odist_tracker_fn = taker
-    logs["b"] = _Log(model)
-    attached = dict(logs)
-    for event in ["", *order]:
-        if event == "x":
-            taker = _Holder(collection.post_odist_tracker_fn)
-            collection.post_odist_tracker_fn = taker
-        elif event:
-            attached.pop(event).tracker.detach()
-        crowded = {name: log.crowd() for name, log in attached.items()}
-        before = [holder.num_calls for holder in (first, taker) if holder is not None]
+    calls = []
+    collection.register_post_odist_tracker_fn(holder := partial(calls.append, 1))
+    logs = [_Log(model), _Log(model)]
+    for num_attached in (2, 1, 0):
+        crowded = [log.crowd() for log in logs[:num_attached]]
+        before = len(calls)
         with torch.no_grad():
             model(batch(spec, generator))
-        for holder, count in zip([each for each in (first, taker) if each is not None], before, strict=True):
-            assert holder.num_calls == count + len(collection._lookups), (event, holder is first)
-        for name, log in attached.items():
-            assert log.num_bytes < crowded[name], (event, name)
-    assert not attached
-    slot = collection.post_odist_tracker_fn
-    again = _Log(model)
-    crowded_again = again.crowd()
-    with torch.no_grad():
-        model(batch(spec, generator))
-    assert again.num_bytes < crowded_again, "a later tracker works"
-    again.tracker.detach()
-    assert collection.post_odist_tracker_fn is slot
-    return {"restored": slot is (first if taker is None else taker)}
+        assert len(calls) == before + len(collection._lookups)
+        assert collection.post_odist_tracker_fn is holder
+        for log, size in zip(logs, crowded, strict=False):
+            assert log.num_bytes < size
+        if num_attached:
+            logs[num_attached - 1].tracker.detach()
 
 
 def managed_collisions(rank: int, world_size: int) -> bool:

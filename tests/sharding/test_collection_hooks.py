@@ -1,4 +1,4 @@
-"""Hooks on collections: the post-odist hook, which shares TorchRec's slot with others, loads, and evictions."""
+"""Hooks on collections: output distributions, loads, and evictions."""
 
 from __future__ import annotations
 
@@ -17,16 +17,14 @@ _FLOWS = "tests.tracker.flows_cases"
 def test_a_forward_compacts_the_log_without_step(one_rank: RankPool, two_ranks: RankPool, bag: bool) -> None:
     for pool in (one_rank, two_ranks):
         for answer in pool.run(f"{_CASES}:compacted", bag=bag):
-            assert answer == {"smaller": [True, True], "held": "OdistSlot", "left": "None"}
+            assert answer == {"smaller": [True, True], "left": 0}
 
 
-@pytest.mark.parametrize("order", ["ab", "ba", "xab", "xba", "axb", "bxa"])
-def test_the_slot_is_restored_in_any_order(two_ranks: RankPool, order: str) -> None:
-    for answer in two_ranks.run(f"{_CASES}:chain", order=order):
-        assert answer["restored"]
+def test_the_slot_of_torchrec_is_left_to_others(two_ranks: RankPool) -> None:
+    two_ranks.run(f"{_CASES}:slot_is_free")
 
 
-def test_a_managed_collision_module_has_a_module_hook(two_ranks: RankPool) -> None:
+def test_a_forward_of_a_managed_collision_module_compacts_the_log(two_ranks: RankPool) -> None:
     assert two_ranks.run(f"{_CASES}:managed_collisions") == [True, True]
 
 
