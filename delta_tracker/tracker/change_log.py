@@ -12,10 +12,9 @@ from types import MappingProxyType
 
 from delta_tracker.rows import ChangedRows
 from delta_tracker.sharding.kernel_memory import one_cut
-from delta_tracker.tracker.cursors import Cursors
+from delta_tracker.tracker.cursors import Cursors, LogState, PendingState
 from delta_tracker.tracker.log_consumers import LogConsumers
 from delta_tracker.tracker.log_segments import LogSegments
-from delta_tracker.tracker.log_state import LogState, PendingState
 from delta_tracker.tracker.log_writes import LogWrites
 from delta_tracker.tracker.store.owners import OwnerStore
 from delta_tracker.tracker.store.segments import SegmentStore
@@ -114,13 +113,15 @@ class ChangeLog:
             segments.update_owners()
             for store in segments.stores.values():
                 store.catch_up()
+            known = [cursors.consumers[name] for name in self.consumers.names]  # this ends abandoned reservations
             consumers = {
-                name: PendingState(
+                each.name: PendingState(
                     each.batch,
                     {} if each.is_behind else segments.changed_since(each.position, each.carried),
                     each.is_behind,
+                    each.note,
                 )
-                for name, each in cursors.consumers.items()
+                for each in known
                 if not each.is_transient
             }
             history = None if segments.delete_on_read else segments.changed_since(0, cursors.origin)
@@ -150,8 +151,10 @@ class ChangeLog:
                 self.writes.cut()
                 for name, each in state.consumers.items():
                     known = cursors.consumers[name]
-                    moved = known.moved(segments.position, each.batch, pending[name])
-                    cursors.consumers[name] = moved.dropped(moved.position, None) if each.is_behind else moved
+                    at = segments.position
+                    moved = known.moved(at, each.batch, pending[name])
+                    moved = moved._replace(note=each.note, noted_at=at, restored_at=at)
+                    cursors.consumers[name] = moved.dropped(at, None) if each.is_behind else moved
                 cursors.origin, cursors.num_batches = origin, state.num_batches
             except BaseException:  # out of memory, or interrupted: some marks are lost
                 segments.mark_all_later()

@@ -6,7 +6,6 @@ import gc
 import time
 import weakref
 from collections import deque
-from collections.abc import MutableMapping
 from typing import NamedTuple, Self, Unpack
 
 from torch import Tensor
@@ -14,7 +13,7 @@ from torch import Tensor
 from delta_tracker.errors import InvalidArgumentError, UnfinishedStepError
 from delta_tracker.live_objects import Uncopied
 from delta_tracker.tracker.change_log import ChangeLog
-from delta_tracker.tracker.checkpoint.tracker_checkpoint import TrackerCheckpoint
+from delta_tracker.tracker.cursors import Consumer
 from delta_tracker.tracker.delta_reader import DeltaReader, ReadOptions
 from delta_tracker.tracker.hooks import TrackerHooks
 from delta_tracker.tracker.top_k import AllRanks, TopK
@@ -30,7 +29,6 @@ class TrackerParts(NamedTuple):
     log: ChangeLog
     model: TrackedModel
     reader: DeltaReader
-    checkpoint: TrackerCheckpoint  # saves the consumer's note
     hooks: TrackerHooks
     tracker: object  # exists as long as the handle, so that it continues to record changes
 
@@ -64,17 +62,17 @@ class ConsumerHandle(Uncopied, remedy="Save or copy the tracker's state_dict(), 
         self.name = name
         self._holder = holder
         self._parts = parts
-        self._log, self._model, self._reader, self._checkpoint, self._hooks, _ = parts
+        self._log, self._model, self._reader, self._hooks, _ = parts
         self._is_transient = is_transient
         self.is_released = False
         # Without the log: the finalizer would keep it, and the model, which may refer to this handle.
-        self._deleted = weakref.finalize(self, _abandon, name, self._log.consumers.abandoned, self._checkpoint.notes)
+        self._deleted = weakref.finalize(self, _abandon, name, self._log.consumers.abandoned)
         self._deleted.atexit = False
 
     @property
     def position(self) -> int:
         """Log position of the consumer's cursor."""
-        return self._log.cursors.consumers[self._held()].position
+        return self._record.position
 
     # Reading
 
@@ -126,7 +124,7 @@ class ConsumerHandle(Uncopied, remedy="Save or copy the tracker's state_dict(), 
     @property
     def needs_snapshot(self) -> bool:
         """True if the consumer was dropped because the log exceeded ``max_bytes``, and therefore needs all rows."""
-        return self._log.cursors.consumers[self._held()].is_behind
+        return self._record.is_behind
 
     def others(self) -> dict[str, tuple[int, dict[str, Tensor]]]:
         """Return what is pending for the tracker's other consumers, as far as the log can tell without reading it.
@@ -156,7 +154,7 @@ class ConsumerHandle(Uncopied, remedy="Save or copy the tracker's state_dict(), 
             name: name of the consumer.
         """
         self._held()
-        return self._checkpoint.current_note(name)
+        return self._log.consumers.find(name).current_note
 
     def wait_for_updates(self, seconds: float) -> None:
         """Wait until the rows and their optimizer states are those after a whole number of updates.
@@ -234,7 +232,7 @@ class ConsumerHandle(Uncopied, remedy="Save or copy the tracker's state_dict(), 
     @property
     def note(self) -> object:
         """Note about the consumer, a JSON value set by :meth:`annotate` or loaded with a state; None if not set."""
-        return self._checkpoint.annotations.get(self._held())
+        return self._record.note
 
     def annotate(self, note: object) -> None:
         """Set the note about the consumer. Notes are saved with the tracker's state.
@@ -247,12 +245,12 @@ class ConsumerHandle(Uncopied, remedy="Save or copy the tracker's state_dict(), 
         Raises:
             InvalidArgumentError: if ``note`` is not a JSON value.
         """
-        self._checkpoint.annotate(self._held(), note)
+        self._log.consumers.annotate(self._held(), note)
 
     @property
     def is_as_restored(self) -> bool:
         """True if the consumer's cursor has not moved since a state was loaded; False if none was loaded."""
-        return self._checkpoint.is_as_restored(self._held())
+        return self._record.restored_at == self._record.position
 
     def release(self) -> None:
         """End the reservation, and remove the consumer if :meth:`begin_copy` added it. Idempotent.
@@ -286,13 +284,15 @@ class ConsumerHandle(Uncopied, remedy="Save or copy the tracker's state_dict(), 
             )
         return self.name
 
+    @property
+    def _record(self) -> Consumer:
+        return self._log.cursors.consumers[self._held()]
+
     def _check_own(self, delta: Delta) -> None:
         if delta.consumer != self._held():
             raise InvalidArgumentError("delta", delta, f"Pass a delta of consumer {self.name!r}")
 
 
-def _abandon(name: str, abandoned: deque[str], notes: MutableMapping[str, object]) -> None:
+def _abandon(name: str, abandoned: deque[str]) -> None:
     """Queue the end of a reservation. Takes no lock, because the garbage collector may call it in any thread."""
-    if name in notes:  # keep the size of the mapping, which another thread may iterate over
-        notes[name] = None
     abandoned.append(name)

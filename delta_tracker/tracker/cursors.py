@@ -1,4 +1,4 @@
-"""Cursors of the consumers of a change log, their reads, and the times of the changes between them."""
+"""Cursors of the consumers of a change log, their reads, the times of the changes between them, and their state."""
 
 from __future__ import annotations
 
@@ -76,21 +76,61 @@ class Consumer(NamedTuple):
     is_behind: bool = False  # True if the consumer was dropped and needs a snapshot
     holder: str | None = None  # description of the owner that reserved the consumer
     is_transient: bool = False  # True if it exists only while a snapshot is copied; it is not saved in checkpoints
+    note: object = None  # JSON value that the owner has set, or that was loaded with a state
+    noted_at: int | None = None  # position when the note was set or loaded
+    restored_at: int | None = None  # position at the last load of a state
+
+    @property
+    def current_note(self) -> object:
+        """The note; None if the cursor has moved since it was set, because rows were then read without a new note."""
+        return self.note if self.noted_at == self.position else None
 
     def moved(self, position: int, batch: int, carried: Mapping[str, ChangedRows] = _NO_ROWS) -> Consumer:
         """Return the record at another position, with other carried rows, whose age counts from now."""
         now = time.monotonic()
         rows = {fqn: rows for fqn, rows in carried.items() if len(rows)} if carried else _NO_ROWS
         since = now if rows else None
-        return Consumer(
-            self.name, position, batch, now, rows, since, holder=self.holder, is_transient=self.is_transient
-        )
+        moved = self._replace(position=position, batch=batch, moved_at=now, carried=rows, carried_since=since)
+        return moved._replace(reads=(), is_behind=False)
 
     def dropped(self, position: int, since: float | None) -> Consumer:
         """Return the record without its pending rows, of which the oldest changed at ``since`` or later."""
         oldest = self.moved_at if since is None else since
         moved = self.moved(position, self.batch)
         return moved._replace(moved_at=self.moved_at, carried_since=oldest, is_behind=True)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PendingState:
+    """State of one consumer in a :class:`LogState`.
+
+    Args:
+        batch: ``step()`` count at the consumer's last committed read.
+        rows: table FQN to pending rows, with the old states that the tracking mode keeps. Tables without pending rows
+            may be missing.
+        is_behind: True if the consumer was dropped and needs a snapshot; ``rows`` is then empty.
+        note: note about the consumer, a JSON value; None without it.
+    """
+
+    batch: int
+    rows: Mapping[str, ChangedRows]
+    is_behind: bool = False
+    note: object = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LogState:
+    """State of a change log at one moment.
+
+    Args:
+        num_batches: number of ``step()`` calls.
+        consumers: consumer name to the consumer's state.
+        history: table FQN to all rows changed since the tracker was created, or None if the log does not keep them.
+    """
+
+    num_batches: int
+    consumers: Mapping[str, PendingState]
+    history: Mapping[str, ChangedRows] | None = None
 
 
 class Cursors:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections import deque
@@ -55,7 +56,8 @@ class LogConsumers:
 
     Attributes:
         abandoned: reserved consumers whose owner was deleted without :meth:`release`. A destructor appends to it
-            without the lock. The next operation ends these reservations, and removes those that are transient.
+            without the lock. The next operation ends these reservations, removes their notes, and removes the consumers
+            that are transient.
     """
 
     def __init__(
@@ -150,9 +152,28 @@ class LogConsumers:
             elif known.is_transient:
                 del self._known[known.name]
             else:
-                self._known[known.name] = known._replace(holder=None, reads=())
+                # Without the note, because another owner may read the rows.
+                self._known[known.name] = known._replace(holder=None, reads=(), note=None)
             self._segments.is_compact = False
             self.abandoned.popleft()  # last: an interrupted call is repeated
+
+    def annotate(self, consumer: str, note: object) -> None:
+        """Set the note about a consumer, which is saved in checkpoints.
+
+        Args:
+            consumer: name of the consumer.
+            note: a JSON value; replaces the previous note.
+
+        Raises:
+            InvalidArgumentError: if ``note`` is not a JSON value.
+        """
+        try:
+            held = json.loads(json.dumps(note, allow_nan=False))
+        except (TypeError, ValueError) as error:
+            raise InvalidArgumentError("note", note, "Pass dicts, lists, strings and finite numbers") from error
+        with self.lock:
+            known = self._known[consumer]
+            self._known[consumer] = known._replace(note=held, noted_at=known.position)
 
     # Cursors
 

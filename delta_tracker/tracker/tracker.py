@@ -438,7 +438,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         self._model.check_attached()
         name = self._log.consumers.reserve(consumer, holder)
         try:
-            parts = TrackerParts(self._log, self._model, self._reader, self._checkpoint, self._hooks, self)
+            parts = TrackerParts(self._log, self._model, self._reader, self._hooks, self)
             return ConsumerHandle(name, holder, parts)
         except BaseException:
             self._log.consumers.release(name)

@@ -55,8 +55,6 @@ class FakeTracker:
         self._tracked: Any = SimpleNamespace(check_attached=lambda: None, shards=found)
         capture: Any = SimpleNamespace(has_scores=False)
         self._reader = DeltaReader(self.log, self._tracked, capture)
-        notes: dict[str, object] = {}
-        self._checkpoint: Any = SimpleNamespace(notes=notes, annotations=notes, annotate=notes.__setitem__)
         self._num_writes = 0
 
     @property
@@ -74,7 +72,7 @@ class FakeTracker:
         return {}
 
     def reserve(self, consumer: str | None, *, holder: str) -> ConsumerHandle:
-        parts = TrackerParts(self.log, self._tracked, self._reader, self._checkpoint, self._hooks, self)
+        parts = TrackerParts(self.log, self._tracked, self._reader, self._hooks, self)
         return ConsumerHandle(self.log.consumers.reserve(consumer, holder), holder, parts)
 
     def write(self, ids: Mapping[str, Tensor], values: float, *, between: Callable[[], object] | None = None) -> None:

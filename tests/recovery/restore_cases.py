@@ -38,6 +38,7 @@ from tests import models
 from tests.models import Model, Spec, Table, batch, shard
 from tests.publisher.publishing_cases import attempt
 from tests.sharding.replicated import replicate
+from tests.tracker.checkpointing_cases import notes_of
 
 NUM_MORE = 4  # batches that are trained after a restore
 
@@ -224,7 +225,7 @@ def restored(
     return {
         **asdict(replace(found, rank_states=unloaded)),
         "pending": pending,
-        "notes": dict(trainer.tracker.checkpoint.annotations),
+        "notes": notes_of(trainer.tracker),
     }
 
 

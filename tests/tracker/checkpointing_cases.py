@@ -26,7 +26,7 @@ from delta_tracker.integrations.dcp import SavedTracker
 from delta_tracker.monitor.monitor import MONITOR, Monitor
 from delta_tracker.monitor.state import LogicalCounters
 from delta_tracker.tracker.checkpoint.tracker_checkpoint import Restored
-from delta_tracker.tracker.log_state import LogState
+from delta_tracker.tracker.cursors import LogState
 from tests.models import Spec, Table, batch, ordinary_optimizer, shard
 from tests.publisher.publishing_cases import attempt
 
@@ -50,6 +50,11 @@ def train(spec: Spec, model: Any, generator: torch.Generator, num_batches: int) 
 def log_state(tracker: ModelDeltaTracker) -> LogState:
     """Return the log's saved state before it is packed into the tensors of a checkpoint."""
     return tracker._log.state()
+
+
+def notes_of(tracker: ModelDeltaTracker) -> dict[str, object]:
+    consumers = tracker._log.cursors.consumers
+    return {name: each.note for name, each in consumers.items() if each.note is not None}
 
 
 def dump(tracker: ModelDeltaTracker, state: LogState, file: Path) -> None:
@@ -193,7 +198,7 @@ def loading(
         {"model": model, "tracker": SavedTracker(tracker, f"{path}/checkpoint")}, checkpoint_id=f"{path}/checkpoint"
     )
     assert tracker.restored is Restored.STATE
-    assert tracker.checkpoint.annotations == {"b": {"rank": 0, "stream": "00ff"}}
+    assert notes_of(tracker) == {"b": {"rank": 0, "stream": "00ff"}}
     restored = log_state(tracker)
     dump(tracker, restored, Path(path) / f"loaded-{rank}of{world_size}.pt")
     exchanged = {}
@@ -278,12 +283,12 @@ def damaged(rank: int, world_size: int, path: str) -> dict[str, str]:
     messages["strategy"] = attempt(lambda: tracker.state_dict(strategy="both"))
     assert same(before, log_state(tracker))
     assert same(log_state(tracker), before)
-    assert tracker.checkpoint.annotations == {"a": "before"}
+    assert notes_of(tracker) == {"a": "before"}
     assert tracker.restored is None
     tracker.load_state_dict(mine)  # its own part alone covers its shards
     assert tracker.restored is Restored.STATE
     tracker.load_state_dict(whole)
-    assert tracker.checkpoint.annotations == {}
+    assert notes_of(tracker) == {}
     return messages
 
 
@@ -573,7 +578,7 @@ def from_stream(rank: int, world_size: int) -> list[str]:
         7, {"b": {fqn: torch.tensor([2, 0], dtype=torch.int32)}, "c": {fqn: None}}, {"a": [1]}
     )
     assert (tracker.num_batches, tracker.restored) == (7, Restored.STREAM)
-    assert dict(tracker.checkpoint.annotations) == {"a": [1]}
+    assert notes_of(tracker) == {"a": [1]}
     num_rows = tracker.shards[fqn].num_rows
     expected = {"a": [], "b": [0, 2], "c": list(range(num_rows))}
     for name, ids in expected.items():

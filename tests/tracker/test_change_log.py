@@ -80,6 +80,7 @@ def _calls(log: ChangeLog, generator: random.Random) -> dict[str, Callable[[], o
 
     return {
         "abort": lambda: read_and(log.consumers.abort, holds=True),
+        "annotate": lambda: log.consumers.annotate("other", [1]),
         "acknowledge_writes": lambda: log.writes.acknowledge_writes(["t"]),
         "add": lambda: log.consumers.add(name),
         "end_write": lambda: log.writes.end_write(key, ["t"]),

@@ -14,7 +14,7 @@ from torch import Tensor
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.rows import ChangedRows
 from delta_tracker.tracker.checkpoint.rank_header import ALIGNMENT, DTYPES, FORMAT_VERSION, HISTORY, digest
-from delta_tracker.tracker.log_state import LogState
+from delta_tracker.tracker.cursors import LogState
 from delta_tracker.types import ShardSpec
 
 # Mapping from counter name to the counter's fields: a mapping from field name to tensor or JSON value.
@@ -29,7 +29,6 @@ def pack(
     mode: str,
     shards: Mapping[str, ShardSpec],
     state: LogState,
-    annotations: Mapping[str, object],
     counters: Counters,
     kinds: Mapping[str, Mapping[str, object]] = MappingProxyType({}),
 ) -> dict[str, Tensor]:
@@ -41,7 +40,6 @@ def pack(
         mode: value of the tracking mode.
         shards: table FQN to the rank's block.
         state: state of the rank's log, with local ids.
-        annotations: consumer name to the consumer's note, a JSON value.
         counters: counter name to the counter's fields, which are tensors or JSON values.
         kinds: counter name to the counter's kind, a JSON object.
 
@@ -73,7 +71,7 @@ def pack(
         "shards": {fqn: _shard_json(spec) for fqn, spec in shards.items()},
         "consumers": [[name, each.batch, each.is_behind] for name, each in state.consumers.items()],
         "has_history": state.history is not None,
-        "annotations": dict(annotations),
+        "annotations": {name: each.note for name, each in state.consumers.items() if each.note is not None},
         "pieces": pieces,
         "counter_kinds": dict(kinds),
         "counters": plain,

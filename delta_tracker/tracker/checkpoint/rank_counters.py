@@ -14,7 +14,7 @@ from delta_tracker.tracker.checkpoint.counters import CounterSet, counted_by
 from delta_tracker.tracker.checkpoint.metric_counter import State
 from delta_tracker.tracker.checkpoint.pack import pack, refuse_dcp_load
 from delta_tracker.tracker.checkpoint.rank_header import Layout, RankHeader, check_alike, parse_all, take
-from delta_tracker.tracker.log_state import LogState
+from delta_tracker.tracker.cursors import LogState
 from delta_tracker.tracker.rank_group import TORCH_TIMEOUT, RankGroup, rank_and_world_size
 
 CounterStrategy = Literal["local", "gather", "gather_or_local", "merge"]
@@ -156,7 +156,7 @@ class RankCounters:
         return self._counters.merged(plan.counted, parts, take(state, plan.needs(), parts))
 
     def _packed(self, rank: int, world_size: int, states: Mapping[str, State]) -> dict[str, Tensor]:
-        return pack(rank, world_size, MODE, {}, LogState(0, {}), {}, states, self._counters.kinds())
+        return pack(rank, world_size, MODE, {}, LogState(0, {}), states, self._counters.kinds())
 
 
 @dataclass(frozen=True, slots=True)

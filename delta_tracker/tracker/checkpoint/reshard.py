@@ -22,7 +22,7 @@ from delta_tracker.rows import ChangedRows
 from delta_tracker.sharding.local_shard import LocalShard
 from delta_tracker.tracker.checkpoint.counters import counted_by
 from delta_tracker.tracker.checkpoint.rank_header import HISTORY, Layout, RankHeader
-from delta_tracker.tracker.log_state import LogState, PendingState
+from delta_tracker.tracker.cursors import LogState, PendingState
 from delta_tracker.tracker.modes import Capture
 from delta_tracker.types import ShardSpec
 
@@ -79,11 +79,6 @@ class Resharding:
         self._sources = {fqn: self._find(shard.spec, rank, missing) for fqn, shard in shards.items()}
         self.counted = counted_by(rank, world_size, self._parts)
 
-    @property
-    def annotations(self) -> Mapping[str, object]:
-        """Mapping from consumer name to note, as saved in the part of the lowest rank."""
-        return self._parts[0].annotations
-
     def needs(self) -> dict[str, Layout]:
         """Return the dtype and shape of every tensor that :meth:`state` and the counters need, by key."""
         rows = [
@@ -109,7 +104,8 @@ class Resharding:
             is_behind = any(part.consumers[place].is_behind for part in used.values())
             rows = {} if is_behind else self._rows(str(place), tensors)
             batch = max(part.consumers[place].batch for part in self._parts)
-            consumers[consumer.name] = PendingState(batch, rows, is_behind)
+            # The note is that of the lowest rank.
+            consumers[consumer.name] = PendingState(batch, rows, is_behind, first.annotations.get(consumer.name))
         num_batches = max(part.num_batches for part in self._parts)
         return LogState(num_batches, consumers, self._rows(HISTORY, tensors) if first.has_history else None)
 

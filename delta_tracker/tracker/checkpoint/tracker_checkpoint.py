@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping
 from enum import Enum
-from types import MappingProxyType
 from typing import get_args
 
 import torch
@@ -26,7 +24,7 @@ from delta_tracker.tracker.checkpoint.counters import CounterSet
 from delta_tracker.tracker.checkpoint.pack import pack, refuse_dcp_load
 from delta_tracker.tracker.checkpoint.rank_header import RankHeader, check_alike, check_tables, parse_all, take
 from delta_tracker.tracker.checkpoint.reshard import Resharding
-from delta_tracker.tracker.log_state import LogState, PendingState
+from delta_tracker.tracker.cursors import LogState, PendingState
 from delta_tracker.tracker.modes import Capture
 from delta_tracker.tracker.rank_group import TORCH_TIMEOUT, RankGroup, rank_and_world_size
 from delta_tracker.tracker.tracked_model import TrackedModel
@@ -50,7 +48,7 @@ class TrackerCheckpoint:
     """Saved state of a tracker: what a checkpoint has of it, and what a load replaces.
 
     The state consists of the pending rows of all consumers, the registered counters, and the notes about consumers.
-    A note is a JSON value that the owner of a consumer sets with :meth:`annotate`.
+    A note is a JSON value that the owner of a consumer sets.
 
     Args:
         log: the change log.
@@ -72,49 +70,8 @@ class TrackerCheckpoint:
         self._capture = capture
         self._monitor = monitor
         self._counters = CounterSet()
-        self._annotations: dict[str, object] = {}
-        self._positions: dict[str, int] = {}  # cursors after the last load
-        self._noted: dict[str, int] = {}  # cursors when the notes were set or loaded
         self.restored: Restored | None = None
         self._group: RankGroup | None = None  # created at the first gather, in which all ranks participate
-
-    @property
-    def annotations(self) -> Mapping[str, object]:
-        """Mapping from consumer name to the note that :meth:`annotate` set or that was loaded with a state."""
-        names = self._log.consumers.names
-        return MappingProxyType({name: note for name, note in self._annotations.items() if name in names})
-
-    @property
-    def notes(self) -> dict[str, object]:
-        """The mutable mapping behind :attr:`annotations`. A load replaces it, which no reserved consumer permits."""
-        return self._annotations
-
-    def is_as_restored(self, consumer: str) -> bool:
-        """Return True if a state was loaded or restored and the consumer's cursor has not moved since then."""
-        return self._positions.get(consumer) == self._log.cursors.consumers[consumer].position
-
-    def current_note(self, consumer: str) -> object:
-        """Return the note about a consumer; None if there is none, or if the cursor has moved since it was set."""
-        is_current = self._noted.get(consumer) == self._log.cursors.consumers[consumer].position
-        return self._annotations.get(consumer) if is_current else None
-
-    def annotate(self, consumer: str, note: object) -> None:
-        """Set the note about a consumer. Notes are saved with the tracker's state.
-
-        If the notes of the ranks differ, the note of the lowest rank among the loaded parts is restored.
-
-        Args:
-            consumer: name of the consumer.
-            note: a JSON value; replaces the previous note.
-
-        Raises:
-            InvalidArgumentError: if ``note`` is not a JSON value.
-        """
-        try:
-            self._annotations[consumer] = json.loads(json.dumps(note, allow_nan=False))
-        except (TypeError, ValueError) as error:
-            raise InvalidArgumentError("note", note, "Pass dicts, lists, strings and finite numbers") from error
-        self._noted[consumer] = self._log.cursors.consumers[consumer].position
 
     def register_counter(self, name: str, counter: object) -> None:
         """Register a counter. See :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.register_counter`."""
@@ -143,7 +100,7 @@ class TrackerCheckpoint:
         group = self._group if is_gathered else None
         self._check_attached(group)
         self._check_synced(group)
-        part = pack(rank, world_size, self._mode.value, shards, self._log.state(), self.annotations, counters, kinds)
+        part = pack(rank, world_size, self._mode.value, shards, self._log.state(), counters, kinds)
         if group is None:
             return part
         gathered = gather_parts(part, group)
@@ -209,7 +166,7 @@ class TrackerCheckpoint:
         self._check_free()
         if not state:
             self._log.mark_everything()
-            self._annotations, self.restored = {}, Restored.NOTHING
+            self.restored = Restored.NOTHING
             _logger.warning("loaded a checkpoint without tracker state: every row counts as changed for every consumer")
             self._monitor.log("delta_tracker.restored_nothing", "every row counts as changed for every consumer")
             return
@@ -219,7 +176,8 @@ class TrackerCheckpoint:
         counted = self._counters.merged(plan.counted, parts, tensors)
         log_state = plan.state(tensors)
         self._counters.load(counted)
-        self._restore(log_state, plan.annotations, Restored.STATE)
+        self._log.restore(log_state)
+        self.restored = Restored.STATE
 
     def restore_from_stream(
         self, num_batches: int, pending: Mapping[str, Mapping[str, Tensor | None]], notes: Mapping[str, object]
@@ -261,15 +219,9 @@ class TrackerCheckpoint:
                 }
                 for name in names
             }
-            state = LogState(num_batches, {name: PendingState(num_batches, rows[name]) for name in names})
-            self._restore(state, notes, Restored.STREAM)
-
-    def _restore(self, state: LogState, notes: Mapping[str, object], restored: Restored) -> None:
-        with self._log.lock:
-            self._log.restore(state)
-            self._positions = {name: each.position for name, each in self._log.cursors.consumers.items()}
-        self._annotations, self.restored = dict(notes), restored
-        self._noted = dict(self._positions)
+            consumers = {name: PendingState(num_batches, rows[name], note=notes.get(name)) for name in names}
+            self._log.restore(LogState(num_batches, consumers))
+            self.restored = Restored.STREAM
 
     def plan_load(self, parts: list[RankHeader]) -> Resharding:
         """Return the plan of a load: the tensors of each part that :meth:`load_state_dict` needs.
