@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.storage import StorageReader
 
 from delta_tracker.errors import CheckpointError, InvalidArgumentError
+from delta_tracker.tracker.checkpoint.part import HEADER, Layout, RankHeader, parse, saved_digests
 from delta_tracker.tracker.checkpoint.rank_counters import MODE, RankCounters
-from delta_tracker.tracker.checkpoint.rank_header import HEADER, Layout, RankHeader, parse, saved_digests
 
 if TYPE_CHECKING:
     from delta_tracker.tracker.tracker import ModelDeltaTracker

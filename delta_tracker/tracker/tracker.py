@@ -707,7 +707,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
 
         Returns:
             Key to tensor; keys differ between ranks. The format is defined in
-            :mod:`delta_tracker.tracker.checkpoint.rank_header`.
+            :mod:`delta_tracker.tracker.checkpoint.part`.
 
         Raises:
             DetachedError: if the tracker is detached: the updates since then are unknown.

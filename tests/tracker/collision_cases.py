@@ -30,7 +30,7 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from delta_tracker import ModelDeltaTracker, TopK, TrackingMode
 from delta_tracker.raw_ids import NO_OWNER
 from delta_tracker.rows import ChangedRows
-from delta_tracker.tracker.checkpoint.pack import pack
+from delta_tracker.tracker.checkpoint.part import pack
 from delta_tracker.tracker.cursors import LogState, PendingState
 from delta_tracker.tracker.log_writes import LogWrites
 from delta_tracker.types import Identity

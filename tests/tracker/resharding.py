@@ -23,8 +23,7 @@ from torch import Tensor
 from delta_tracker.sharding.discover import Kernel
 from delta_tracker.sharding.local_shard import LocalShard
 from delta_tracker.tracker.change_log import ChangeLog
-from delta_tracker.tracker.checkpoint.pack import pack
-from delta_tracker.tracker.checkpoint.rank_header import HEADER, parse
+from delta_tracker.tracker.checkpoint.part import HEADER, pack, parse
 from delta_tracker.tracker.checkpoint.reshard import Resharding
 from delta_tracker.tracker.cursors import Read
 from delta_tracker.tracker.modes import CAPTURES

@@ -2,8 +2,8 @@
 
 The state consists of the pending rows and the note (a JSON value) of each consumer, and of the registered counters.
 
-Open ``tracker_checkpoint.py`` first: it implements the tracker's ``state_dict`` and ``load_state_dict``.
-``rank_header.py`` defines the format of one rank's saved state and reads its header. ``pack.py`` encodes the state of a
-rank in this format. ``reshard.py`` finds the rows of a rank in the saved states of all ranks, even if the sharding plan
-has changed. ``collectives.py`` collects the states of all ranks on rank 0. ``counters.py`` merges counters.
+Open ``tracker_checkpoint.py`` first: it implements the tracker's ``state_dict`` and ``load_state_dict``. ``part.py``
+defines the format of one rank's saved state, encodes it, and reads its header. ``reshard.py`` finds the rows of a rank
+in the saved states of all ranks, even if the sharding plan has changed. ``collectives.py`` collects the states of all
+ranks on rank 0. ``counters.py`` merges counters.
 """

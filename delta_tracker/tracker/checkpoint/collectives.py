@@ -1,16 +1,21 @@
-"""Collectives of checkpoints: :func:`agree` compares the ranks, and :func:`gather_parts` gathers their saved states."""
+"""Collectives of checkpoints: :func:`agree` compares the ranks, and :func:`gather_parts` gathers their saved states.
+
+:func:`refuse_dcp_load` is for both kinds of objects that a rank saves.
+"""
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Mapping
+from types import FrameType
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from delta_tracker.errors import RankFailedError
-from delta_tracker.tracker.checkpoint.rank_header import parse
+from delta_tracker.errors import InvalidArgumentError, RankFailedError
+from delta_tracker.tracker.checkpoint.part import parse
 from delta_tracker.tracker.rank_group import RankGroup
 
 Strategy = Literal["local", "gather", "gather_or_local"]
@@ -94,3 +99,23 @@ def gather_parts(state: Mapping[str, Tensor], group: RankGroup) -> dict[str, Ten
                 group.receive(tensor.reshape(-1).view(_BYTE), source)
             gathered[part.prefix + name] = tensor
     return gathered
+
+
+def refuse_dcp_load(argument: str, adapter: str) -> None:
+    """Refuse ``state_dict()`` inside ``dcp.load``, which needs the keys and sizes of the saved state instead.
+
+    ``dcp.load`` would raise that the sizes differ, or succeed where they are equal by chance.
+
+    Args:
+        argument: what the caller saves.
+        adapter: text of the object to load it with.
+
+    Raises:
+        InvalidArgumentError: if ``dcp.load`` is among the callers.
+    """
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001  the only way to know the caller
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict_loader":
+            remedy = f"Pass {adapter} of delta_tracker.integrations.dcp to dcp.load()"
+            raise InvalidArgumentError(argument, "an object to load", remedy)
+        frame = frame.f_back

@@ -9,11 +9,9 @@ from typing import Literal, get_args
 from torch import Tensor
 
 from delta_tracker.errors import CheckpointError, InvalidArgumentError, StateMismatchError
-from delta_tracker.tracker.checkpoint.collectives import gather_parts
-from delta_tracker.tracker.checkpoint.counters import CounterSet, counted_by
-from delta_tracker.tracker.checkpoint.metric_counter import State
-from delta_tracker.tracker.checkpoint.pack import pack, refuse_dcp_load
-from delta_tracker.tracker.checkpoint.rank_header import Layout, RankHeader, check_alike, parse_all, take
+from delta_tracker.tracker.checkpoint.collectives import gather_parts, refuse_dcp_load
+from delta_tracker.tracker.checkpoint.counters import CounterSet, State, counted_by
+from delta_tracker.tracker.checkpoint.part import Layout, RankHeader, check_alike, pack, parse_all, take
 from delta_tracker.tracker.cursors import LogState
 from delta_tracker.tracker.rank_group import TORCH_TIMEOUT, RankGroup, rank_and_world_size
 

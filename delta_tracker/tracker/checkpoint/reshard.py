@@ -21,7 +21,7 @@ from delta_tracker.raw_ids import NO_OWNER
 from delta_tracker.rows import ChangedRows
 from delta_tracker.sharding.local_shard import LocalShard
 from delta_tracker.tracker.checkpoint.counters import counted_by
-from delta_tracker.tracker.checkpoint.rank_header import HISTORY, Layout, RankHeader
+from delta_tracker.tracker.checkpoint.part import HISTORY, Layout, RankHeader
 from delta_tracker.tracker.cursors import LogState, PendingState
 from delta_tracker.tracker.modes import Capture
 from delta_tracker.types import ShardSpec

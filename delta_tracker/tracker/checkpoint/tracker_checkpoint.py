@@ -19,10 +19,9 @@ from delta_tracker.errors import (
 )
 from delta_tracker.monitor.monitor import Monitor
 from delta_tracker.tracker.change_log import ChangeLog
-from delta_tracker.tracker.checkpoint.collectives import Strategy, agree, gather_parts
+from delta_tracker.tracker.checkpoint.collectives import Strategy, agree, gather_parts, refuse_dcp_load
 from delta_tracker.tracker.checkpoint.counters import CounterSet
-from delta_tracker.tracker.checkpoint.pack import pack, refuse_dcp_load
-from delta_tracker.tracker.checkpoint.rank_header import RankHeader, check_alike, check_tables, parse_all, take
+from delta_tracker.tracker.checkpoint.part import RankHeader, check_alike, check_tables, pack, parse_all, take
 from delta_tracker.tracker.checkpoint.reshard import Resharding
 from delta_tracker.tracker.cursors import LogState, PendingState
 from delta_tracker.tracker.modes import Capture
