@@ -24,10 +24,11 @@ from delta_tracker.sharding import kernel_hooks, watcher
 from delta_tracker.tracker.row_sets import numba
 from delta_tracker.tracker.row_sets.numba import NumbaRows
 from delta_tracker.tracker.row_sets.row_set import RowSet
+from delta_tracker.tracker.row_sets.torch import TorchRows
 
 _PACKAGE = f"{Path(delta_tracker.__file__).parent}/"
 _TORCH = f"{Path(torch.__file__).parent}/"
-_ENGINE_CALLS = ("mark", "mark_all", "mark_new", "mark_new_padded", "contains", "absorb", "create_each", "__init__")
+_ENGINE_CALLS = ("mark", "mark_all", "mark_new", "mark_new_padded", "contains", "absorb", "__init__")
 # Attributes; what a rank sends to the others, which needs no memory; the hook of a lookup whose node is unknown.
 _NO_POINTS = ("__get__", "fill_", "all_gather", "register_hook")
 # Functions that handle errors, and those that torch calls: they contain one call of a function that may fail. Their own
@@ -106,8 +107,10 @@ class Faults(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
     def __enter__(self) -> Self:
-        for name in _ENGINE_CALLS:
-            self._patch(NumbaRows if name == "__init__" else RowSet, name)
+        self._patch(RowSet, "create_each")
+        for engine in (NumbaRows, TorchRows):
+            for name in _ENGINE_CALLS:
+                self._patch(engine, name, module=engine.__module__)
         self._patch(Cell, "add")
         for name in ("_end_with_backward", "_lookup_node"):
             self._patch(kernel_hooks, name)
@@ -141,17 +144,19 @@ class Faults(TorchFunctionMode):
         if self._first is not None and (number == self._first or (self._for_ever and number > self._first)):
             raise self._error("a fault in a hook")
 
-    def _failing(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _failing(self, function: Callable[..., Any], *, module: str = "") -> Callable[..., Any]:
+        """Return a function that is a point, unless ``module`` itself calls it."""
+
         def call(*args: Any, **kwargs: Any) -> Any:
-            if not self.is_paused:
+            if not self.is_paused and sys._getframe(1).f_globals.get("__name__") != module:
                 self._point()
             return function(*args, **kwargs)
 
         return call
 
-    def _patch(self, owner: Any, name: str) -> None:
+    def _patch(self, owner: Any, name: str, *, module: str = "") -> None:
         held = vars(owner)[name]
-        failing = self._failing(getattr(held, "__func__", held))
+        failing = self._failing(getattr(held, "__func__", held), module=module)
         self._patches.enter_context(
             _patched(owner, name, classmethod(failing) if isinstance(held, classmethod) else failing)
         )

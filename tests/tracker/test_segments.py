@@ -18,7 +18,6 @@ from delta_tracker.rows import ChangedRows
 from delta_tracker.tracker.change_log import ChangeLog
 from delta_tracker.tracker.cursors import Consumer
 from delta_tracker.tracker.log_consumers import LogConsumers
-from delta_tracker.tracker.row_sets.row_set import RowSet
 from delta_tracker.tracker.row_sets.torch import TorchRows
 from delta_tracker.tracker.store import marked_rows
 from delta_tracker.tracker.store.marked_rows import Segment
@@ -328,7 +327,7 @@ def always_spare(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_reused_row_sets_are_empty(always_spare: None, monkeypatch: pytest.MonkeyPatch, engine: str) -> None:
     for seed in range(6):
         run_random(seed, make_store(engine, keeps_states=True))
-    monkeypatch.setattr(RowSet, "clear", lambda _: None)
+    monkeypatch.setattr(TorchRows, "clear", lambda _: None)
     with pytest.raises(AssertionError):
         _run_seeds(SegmentStore)
 

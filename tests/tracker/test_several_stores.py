@@ -136,21 +136,21 @@ class _Failing(TorchRows):
         if self.failing == name:
             raise LookupError(f"{name} does not compile")
 
-    def _mark(self, ids: Tensor) -> None:
+    def mark(self, ids: Tensor) -> None:
         self._fail("mark")
-        super()._mark(ids)
+        super().mark(ids)
 
-    def _mark_new_padded(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+    def mark_new_padded(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         self._fail("mark_new_padded")
-        return super()._mark_new_padded(ids)
+        return super().mark_new_padded(ids)
 
-    def _scan(self) -> Tensor:
+    def scan(self) -> Tensor:
         self._fail("scan")
-        return super()._scan()
+        return super().scan()
 
-    def _num_marked(self) -> int:
+    def count(self) -> int:
         self._fail("count")
-        return super()._num_marked()
+        return super().count()
 
 
 @pytest.mark.parametrize("failing", ["mark", "mark_new_padded", "scan", "count"])

@@ -84,8 +84,11 @@ class NumbaRows(RowSet):
         """Size in bytes of the bits and their summary, or of the listed ids if no bits are allocated."""
         return 8 * self._num_listed if self._bits is None else self._bits.num_bytes
 
-    def _mark(self, ids: Tensor) -> None:
+    def mark(self, ids: Tensor) -> None:
+        """See :meth:`RowSet.mark`."""
         array = _array(ids)
+        if not array.size:
+            return
         if self._bits is None and len(self._lists) < _MAX_LISTS:
             num_listed = self._num_listed + array.size
             if num_listed * self._rows_per_listed_id <= self.num_rows:
@@ -117,40 +120,49 @@ class NumbaRows(RowSet):
         self._lists, self._num_listed = [ids], ids.size
         return ids
 
-    def _mark_all(self) -> None:
+    def mark_all(self) -> None:
+        """See :meth:`RowSet.mark_all`."""
         self._unlisted().mark_all()
 
-    def _clear(self) -> None:
+    def clear(self) -> None:
+        """See :meth:`RowSet.clear`."""
         self._lists, self._num_listed = [], 0
         if self._bits is not None:
             self._bits.clear()
 
-    def _mark_new(self, ids: Tensor) -> Tensor:
+    def mark_new(self, ids: Tensor) -> Tensor:
+        """See :meth:`RowSet.mark_new`."""
         fresh, count = self._unlisted().mark_new(_array(ids))
         fresh.resize(count, refcheck=False)  # frees the rest without a copy
         return torch.from_numpy(fresh)
 
-    def _mark_new_padded(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+    def mark_new_padded(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """See :meth:`RowSet.mark_new_padded`."""
         fresh, count = self._unlisted().mark_new(_array(ids))
         fresh[count:] = -1
         return torch.from_numpy(fresh), torch.tensor([count])
 
-    def _contains(self, ids: Tensor) -> Tensor:
+    def contains(self, ids: Tensor) -> Tensor:
+        """See :meth:`RowSet.contains`."""
         return torch.from_numpy(self._unlisted().contains(_array(ids)))
 
-    def _absorb(self, other: Self) -> None:
+    def absorb(self, other: Self) -> None:
+        """See :meth:`RowSet.absorb`."""
         if other._bits is not None:
             self._unlisted().absorb(other._bits)
         for ids in other._lists:
-            self._mark(torch.from_numpy(ids))
+            self.mark(torch.from_numpy(ids))
 
-    def _scan(self) -> Tensor:
+    def scan(self) -> Tensor:
+        """See :meth:`RowSet.scan`."""
         return torch.from_numpy(self._sorted().copy() if self._bits is None else self._bits.scan())
 
-    def _num_marked(self) -> int:
+    def count(self) -> int:
+        """See :meth:`RowSet.count`."""
         return len(self._sorted()) if self._bits is None else self._bits.count
 
-    def _rank(self, ids: Tensor) -> Tensor:
+    def rank(self, ids: Tensor) -> Tensor:
+        """See :meth:`RowSet.rank`."""
         return torch.from_numpy(self._unlisted().rank(_array(ids)))
 
 

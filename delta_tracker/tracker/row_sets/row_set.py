@@ -19,9 +19,9 @@ class RowSet(ABC):
 
     All engines guarantee:
 
-    1. Arguments ``ids`` are ``[N]`` int64 on the set's device, in any order, duplicates allowed. The set never writes
-       to them. An id outside ``[0, R)`` counts as row 0, because FBGEMM's table-batched embedding updates row 0 for it.
-       If ``R`` is 0, all ids are accepted and the set stays empty.
+    1. Arguments ``ids`` are ``[N]`` int64 local ids on the set's device, in any order, duplicates allowed. The set
+       never writes to them. An id outside ``[0, R)`` counts as row 0, because FBGEMM's table-batched embedding updates
+       row 0 for it.
     2. Results are new tensors on the set's device. Later calls do not change them.
     3. Only :meth:`clear` removes rows.
     4. The same sequence of calls always returns the same results. Only the order of the ids that :meth:`mark_new` and
@@ -32,11 +32,8 @@ class RowSet(ABC):
 
     Callers must serialize the calls on one set, including calls on different CUDA streams.
 
-    Subclasses implement the methods whose names start with an underscore. These are only called with ``R > 0`` and, if
-    they take ids, ``N > 0``.
-
     Args:
-        num_rows: ``R``; 0 is allowed.
+        num_rows: ``R``, 1 or more.
         device: device of the set and of all ids. The engine must support it, see :meth:`serves`.
     """
 
@@ -73,90 +70,64 @@ class RowSet(ABC):
         """Tensors of the set that are on its device; empty on the CPU."""
         return ()
 
+    @abstractmethod
     def mark(self, ids: Tensor) -> None:
-        """Add the rows with the given ids.
+        """Add the rows with the given ids."""
 
-        Args:
-            ids: ``[N]`` int64 local ids.
-        """
-        if self.num_rows and ids.numel():
-            self._mark(ids)
-
+    @abstractmethod
     def mark_all(self) -> None:
         """Add all ``R`` rows."""
-        if self.num_rows:
-            self._mark_all()
 
+    @abstractmethod
     def clear(self) -> None:
         """Remove all rows. The set's memory is kept for reuse."""
-        if self.num_rows:
-            self._clear()
 
     def mark_new(self, ids: Tensor) -> Tensor:
         """Add the rows with the given ids. Return the ids of the rows that were not in the set before.
 
-        Args:
-            ids: ``[N]`` int64 local ids.
-
         Returns:
             ``[M]`` int64 ids, unique, in an engine-specific order.
         """
-        if self.num_rows and ids.numel():
-            return self._mark_new(ids)
-        return ids.new_empty(0)
+        padded, count = self.mark_new_padded(ids)
+        return padded[: int(count)].clone()
 
+    @abstractmethod
     def mark_new_padded(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Add the rows with the given ids. Return the result of :meth:`mark_new`, padded to a fixed size.
 
         Because the size is fixed, the call does not wait for the device.
 
-        Args:
-            ids: ``[N]`` int64 local ids.
-
         Returns:
             ``[N]`` int64, the ``M`` ids of the added rows followed by -1 as padding; and ``[1]`` int64, the number
             ``M``.
         """
-        if self.num_rows and ids.numel():
-            return self._mark_new_padded(ids)
-        return torch.full_like(ids, -1), ids.new_zeros(1)
 
+    @abstractmethod
     def contains(self, ids: Tensor) -> Tensor:
-        """Return a mask of the ids whose rows are marked.
+        """Return ``[N]`` bool, True for each id whose row is in the set."""
 
-        Args:
-            ids: ``[N]`` int64 local ids.
-
-        Returns:
-            ``[N]`` bool, True where the row is in the set.
-        """
-        if self.num_rows and ids.numel():
-            return self._contains(ids)
-        return torch.zeros_like(ids, dtype=torch.bool)
-
+    @abstractmethod
     def absorb(self, other: Self) -> None:
         """Add all rows of another set. The other set does not change.
 
         Args:
             other: a set of the same engine, device and ``R``.
         """
-        assert (type(other), other.num_rows, other.device) == (type(self), self.num_rows, self.device)
-        if self.num_rows:
-            self._absorb(other)
 
+    @abstractmethod
     def scan(self) -> Tensor:
-        """Return the ids of all marked rows.
+        """Return the ids of all marked rows, ``[K]`` int64, ascending and unique."""
 
-        Returns:
-            ``[K]`` int64, ascending and unique.
-        """
-        if self.num_rows:
-            return self._scan()
-        return torch.empty(0, dtype=torch.int64, device=self.device)
-
+    @abstractmethod
     def count(self) -> int:
         """Return the number ``K`` of marked rows. Waits for the device. Takes less time than :meth:`scan`."""
-        return self._num_marked() if self.num_rows else 0
+
+    @abstractmethod
+    def rank(self, ids: Tensor) -> Tensor:
+        """Return the number of marked rows below each id, ``[N]`` int64, each in ``[0, K]``.
+
+        For the id of a marked row, this number is the id's index in the result of :meth:`scan`.
+        """
 
     @classmethod
     def create_each(cls, nums_rows: Sequence[int], device: torch.device) -> list[Self]:
@@ -165,7 +136,7 @@ class RowSet(ABC):
         On a device, an engine may place all sets in one tensor, which is released when no set is left.
 
         Args:
-            nums_rows: number of rows of each set; 0 is allowed.
+            nums_rows: number of rows of each set.
             device: device of the sets.
         """
         return [cls(num_rows, device) for num_rows in nums_rows]
@@ -212,49 +183,3 @@ class RowSet(ABC):
             sets: sets of this engine on one device.
         """
         return [each.count() for each in sets]
-
-    def rank(self, ids: Tensor) -> Tensor:
-        """Return the number of marked rows below each id.
-
-        For the id of a marked row, this number is the id's index in the result of :meth:`scan`.
-
-        Args:
-            ids: ``[N]`` int64 local ids.
-
-        Returns:
-            ``[N]`` int64, each in ``[0, K]``.
-        """
-        if self.num_rows and ids.numel():
-            return self._rank(ids)
-        return torch.zeros_like(ids)
-
-    @abstractmethod
-    def _mark(self, ids: Tensor) -> None: ...
-
-    @abstractmethod
-    def _mark_all(self) -> None: ...
-
-    @abstractmethod
-    def _clear(self) -> None: ...
-
-    def _mark_new(self, ids: Tensor) -> Tensor:
-        padded, count = self._mark_new_padded(ids)
-        return padded[: int(count)].clone()
-
-    @abstractmethod
-    def _mark_new_padded(self, ids: Tensor) -> tuple[Tensor, Tensor]: ...
-
-    @abstractmethod
-    def _contains(self, ids: Tensor) -> Tensor: ...
-
-    @abstractmethod
-    def _absorb(self, other: Self) -> None: ...
-
-    @abstractmethod
-    def _scan(self) -> Tensor: ...
-
-    @abstractmethod
-    def _num_marked(self) -> int: ...
-
-    @abstractmethod
-    def _rank(self, ids: Tensor) -> Tensor: ...

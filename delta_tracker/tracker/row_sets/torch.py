@@ -90,7 +90,7 @@ class TorchRows(RowSet):
     take a fixed number of operations for these sets.
 
     Args:
-        num_rows: ``R``; 0 is allowed.
+        num_rows: ``R``, 1 or more.
         device: device of the set and of all ids.
         shared: ``[S]`` bool, memory in which the set has the ``R`` marks from ``begin`` on, all False; None for memory
             of its own.
@@ -194,22 +194,27 @@ class TorchRows(RowSet):
         """Tensor of the marks."""
         return (self._marks,)
 
-    def _mark(self, ids: Tensor) -> None:
+    def mark(self, ids: Tensor) -> None:
+        """See :meth:`RowSet.mark`."""
         self._marks.index_fill_(0, within(ids, self.num_rows), True)
 
-    def _mark_all(self) -> None:
+    def mark_all(self) -> None:
+        """See :meth:`RowSet.mark_all`."""
         self._marks.fill_(True)
 
-    def _clear(self) -> None:
+    def clear(self) -> None:
+        """See :meth:`RowSet.clear`."""
         self._marks.zero_()
 
-    def _mark_new(self, ids: Tensor) -> Tensor:
+    def mark_new(self, ids: Tensor) -> Tensor:
+        """See :meth:`RowSet.mark_new`."""
         ids = within(ids, self.num_rows)
         fresh = torch.unique(ids.masked_select(~self._marks.index_select(0, ids)))
         self._marks.index_fill_(0, fresh, True)
         return fresh
 
-    def _mark_new_padded(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+    def mark_new_padded(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """See :meth:`RowSet.mark_new_padded`."""
         ids = within(ids, self.num_rows)
         none = self.num_rows  # sorts after every row
         ordered = torch.where(self._marks.index_select(0, ids), none, ids).sort().values
@@ -219,20 +224,25 @@ class TorchRows(RowSet):
         ordered = torch.where(first, ordered, none).sort().values
         return torch.where(ordered < none, ordered, -1), first.sum(0, keepdim=True)
 
-    def _contains(self, ids: Tensor) -> Tensor:
+    def contains(self, ids: Tensor) -> Tensor:
+        """See :meth:`RowSet.contains`."""
         return self._marks.index_select(0, within(ids, self.num_rows))
 
-    def _absorb(self, other: Self) -> None:
+    def absorb(self, other: Self) -> None:
+        """See :meth:`RowSet.absorb`."""
         self._marks |= other._marks
 
-    def _scan(self) -> Tensor:
+    def scan(self) -> Tensor:
+        """See :meth:`RowSet.scan`."""
         return self._marks.nonzero().flatten()
 
-    def _num_marked(self) -> int:
+    def count(self) -> int:
+        """See :meth:`RowSet.count`."""
         return int(self._marks.count_nonzero())
 
-    def _rank(self, ids: Tensor) -> Tensor:
-        return torch.searchsorted(self._scan(), within(ids, self.num_rows))
+    def rank(self, ids: Tensor) -> Tensor:
+        """See :meth:`RowSet.rank`."""
+        return torch.searchsorted(self.scan(), within(ids, self.num_rows))
 
 
 def _no_marks(num_rows: int, device: torch.device) -> Tensor:
@@ -244,14 +254,10 @@ def _no_marks(num_rows: int, device: torch.device) -> Tensor:
 def _sharing(
     sets: Sequence[TorchRows], ids: Sequence[Tensor]
 ) -> Iterator[tuple[Sequence[TorchRows], Sequence[Tensor]]]:
-    """Yield the sets that are in one tensor, in their order in the tensor, and their ids.
-
-    Sets without rows and sets without ids are yielded alone.
-    """
+    """Yield the sets that are in one tensor, in their order in the tensor, and their ids."""
     groups: dict[int, list[int]] = {}
-    for place, (each, own) in enumerate(zip(sets, ids, strict=True)):
-        is_empty = each.num_rows == 0 or own.numel() == 0
-        groups.setdefault(id(each if is_empty else each.shared), []).append(place)
+    for place, each in enumerate(sets):
+        groups.setdefault(id(each.shared), []).append(place)
     for places in groups.values():
         places.sort(key=lambda place: sets[place].begin)
         yield [sets[place] for place in places], [ids[place] for place in places]

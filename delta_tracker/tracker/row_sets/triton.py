@@ -144,39 +144,48 @@ class TritonRows(RowSet):
         """Addresses of the bits of the rows and of the blocks."""
         return self._words.data_ptr(), self._summary.data_ptr()
 
-    def _mark(self, ids: Tensor) -> None:
+    def mark(self, ids: Tensor) -> None:
+        """See :meth:`RowSet.mark`."""
         self._launch_mark(ids, fresh=None, num_fresh=None)
 
-    def _mark_all(self) -> None:
+    def mark_all(self) -> None:
+        """See :meth:`RowSet.mark_all`."""
         _set_first(self._words, self.num_rows)
         _set_first(self._summary, self._num_blocks)
 
-    def _clear(self) -> None:
+    def clear(self) -> None:
+        """See :meth:`RowSet.clear`."""
         self._words.zero_()
         self._summary.zero_()
 
-    def _mark_new_padded(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+    def mark_new_padded(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """See :meth:`RowSet.mark_new_padded`."""
         fresh = torch.full_like(ids, -1, memory_format=torch.contiguous_format)
         num_fresh = torch.zeros(1, dtype=torch.int64, device=self.device)
         self._launch_mark(ids, fresh, num_fresh)
         return fresh, num_fresh
 
-    def _contains(self, ids: Tensor) -> Tensor:
+    def contains(self, ids: Tensor) -> Tensor:
+        """See :meth:`RowSet.contains`."""
         ids = within(ids, self.num_rows)
         return (self._words[ids >> 5] >> (ids & 31)) & 1 != 0
 
-    def _absorb(self, other: Self) -> None:
+    def absorb(self, other: Self) -> None:
+        """See :meth:`RowSet.absorb`."""
         self._words |= other._words
         self._summary |= other._summary
 
-    def _scan(self) -> Tensor:
+    def scan(self) -> Tensor:
+        """See :meth:`RowSet.scan`."""
         blocks = self.count_blocks()
         return self.list_rows(blocks, *blocks.sizes.tolist())
 
-    def _num_marked(self) -> int:
+    def count(self) -> int:
+        """See :meth:`RowSet.count`."""
         return int(self.count_blocks().sizes[0])
 
-    def _rank(self, ids: Tensor) -> Tensor:
+    def rank(self, ids: Tensor) -> Tensor:
+        """See :meth:`RowSet.rank`."""
         before = self.count_blocks().before
         ranks = torch.empty(ids.numel(), dtype=torch.int64, device=self.device)
         num_programs = -(-ids.numel() // _RANKS_PER_PROGRAM)
@@ -194,27 +203,23 @@ class TritonRows(RowSet):
         cls, sets: Sequence[Self], ids: Sequence[Tensor], joined: Tensor, fresh: Tensor | None, num_fresh: Tensor | None
     ) -> None:
         begins = accumulate(map(len, ids), initial=0)
-        # A set without rows has no words, so its range of ids is empty.
         places = [
-            [*each.addresses, each.num_rows, begin, begin + (len(own) if each.num_rows else 0)]
+            [*each.addresses, each.num_rows, begin, begin + len(own)]
             for each, own, begin in zip(sets, ids, begins, strict=False)
         ]
-        longest = max(map(len, ids))
-        if longest:
-            grid = (-(-longest // _IDS_PER_PROGRAM), len(sets))
-            arguments = (to_device(torch.tensor(places), joined.device), joined, fresh, num_fresh)
-            sets[0]._launch(  # noqa: SLF001  needs the programs and the device, which are the same for all sets
-                "mark_each", grid, *arguments, size=_IDS_PER_PROGRAM, wants_fresh=fresh is not None
-            )
+        grid = (-(-max(map(len, ids)) // _IDS_PER_PROGRAM), len(sets))
+        arguments = (to_device(torch.tensor(places), joined.device), joined, fresh, num_fresh)
+        sets[0]._launch(  # noqa: SLF001  needs the programs and the device, which are the same for all sets
+            "mark_each", grid, *arguments, size=_IDS_PER_PROGRAM, wants_fresh=fresh is not None
+        )
 
     def count_blocks(self) -> BlockCounts:
         """Count the marked rows of each block of the set. Does not wait for the device."""
         counts, touched = (torch.empty(self._num_blocks, dtype=torch.int32, device=self.device) for _ in range(2))
         num_touched = torch.zeros(1, dtype=torch.int64, device=self.device)
-        if self._num_blocks:
-            num_programs = -(-self._num_blocks // _BLOCKS_PER_PROGRAM)
-            arguments = (self._words, self._summary, self._num_blocks, counts, touched, num_touched)
-            self._launch("count", (num_programs,), *arguments, size=_BLOCKS_PER_PROGRAM)
+        num_programs = -(-self._num_blocks // _BLOCKS_PER_PROGRAM)
+        arguments = (self._words, self._summary, self._num_blocks, counts, touched, num_touched)
+        self._launch("count", (num_programs,), *arguments, size=_BLOCKS_PER_PROGRAM)
         until = counts.cumsum(0)
         sizes = torch.cat([counts.sum(0, keepdim=True, dtype=torch.int64), num_touched])
         return BlockCounts(until - counts, touched, sizes)
@@ -228,11 +233,12 @@ class TritonRows(RowSet):
             num_blocks: second number of ``blocks.sizes``.
         """
         rows = torch.empty(num_rows, dtype=torch.int64, device=self.device)
-        if num_blocks:
-            self._launch("scan", (num_blocks,), self._words, blocks.before, blocks.touched, rows)
+        self._launch("scan", (num_blocks,), self._words, blocks.before, blocks.touched, rows)
         return rows
 
     def _launch(self, name: str, grid: tuple[int, ...], *arguments: Tensor | int | None, **constants: int) -> None:
+        if 0 in grid:  # there is nothing to do, and CUDA has no empty grids
+            return
         # Triton launches on the current device, which may differ from the set's.
         with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
             getattr(self._programs, name)[grid](*arguments, **constants)
