@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.storage import StorageReader
 
 from delta_tracker.errors import CheckpointError, InvalidArgumentError
-from delta_tracker.tracker.checkpoint.part import HEADER, Layout, RankHeader, parse, saved_digests
+from delta_tracker.tracker.checkpoint.part import HEADER, Layout, RankHeader, counter_layouts, parse, saved_digests
 from delta_tracker.tracker.checkpoint.rank_counters import MODE, RankCounters
 
 if TYPE_CHECKING:
@@ -148,8 +148,7 @@ class SavedCounters:
         missing = sorted(set(range(parts[0].world_size)) - {part.rank for part in parts}) if parts else []
         if missing:
             raise CheckpointError(None, "counters are missing", missing)
-        plan = self._counters.plan_load(parts)
-        return self._saved.wanted(parts, plan.needs())
+        return self._saved.wanted(parts, counter_layouts(self._counters.plan_load(parts)))
 
     def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
         """Replace the states of the counters by the loaded ones.

@@ -41,7 +41,7 @@ from delta_tracker.stream.notify.notifier import Hints, Notifier
 from delta_tracker.stream.pointer_writer import PointerWriter
 from delta_tracker.stream.reading.runtime import REAL, Runtime
 from delta_tracker.stream.storage.storage import Location
-from delta_tracker.tracker.progress import Progress
+from delta_tracker.tracker.hooks import Progress
 from delta_tracker.tracker.rank_group import DEFAULT_TIMEOUT, RankGroup
 from delta_tracker.tracker.top_k import TopK
 from delta_tracker.tracker.tracker import ModelDeltaTracker

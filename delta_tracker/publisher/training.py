@@ -43,8 +43,8 @@ from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.format.state_tree import StateTree, flatten
 from delta_tracker.stream.heartbeat import BEAT_SECONDS
 from delta_tracker.tracker.consumer_handle import ConsumerHandle
+from delta_tracker.tracker.hooks import Progress
 from delta_tracker.tracker.live_tables import LiveTables
-from delta_tracker.tracker.progress import Progress
 from delta_tracker.tracker.top_k import TopK
 
 _logger = logging.getLogger(__name__)

@@ -4,8 +4,8 @@ Open ``tracker.py`` first: it has the public class, which delegates to the other
 whose parts are ``log_writes.py``, which receives the ids of changed rows from the hooks, ``log_segments.py``, which
 keeps them between two cuts, and ``log_consumers.py``, which reads them. ``store/`` has the row stores of the tables.
 ``modes.py`` defines the data that each tracking mode keeps for a row. ``cursors.py`` keeps the cursor of each consumer.
-``delta_reader.py`` builds the deltas. ``hooks.py`` registers the hooks. A publisher reads its consumer with
-``consumer_handle.py``, whole tables with ``live_tables.py``, and the progress of training with ``progress.py``.
+``delta_reader.py`` builds the deltas. ``hooks.py`` registers the hooks, and has the progress of training, which a
+publisher reads. It reads its consumer with ``consumer_handle.py``, and whole tables with ``live_tables.py``.
 ``checkpoint/`` saves and loads the state. ``rank_group.py`` has the process groups in which ranks exchange messages. Of
 ``stream``, the package imports the encoding of states only.
 """

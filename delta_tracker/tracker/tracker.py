@@ -29,14 +29,13 @@ from delta_tracker.tracker.consumer_handle import ConsumerHandle, TrackerParts
 from delta_tracker.tracker.data_position import DataPosition
 from delta_tracker.tracker.delta_reader import DeltaReader
 from delta_tracker.tracker.gauges import TrackerGauges
-from delta_tracker.tracker.hooks import TrackerHooks
+from delta_tracker.tracker.hooks import Progress, TrackerHooks
 from delta_tracker.tracker.live_tables import LiveTables
 from delta_tracker.tracker.log_writes import mark_lookup
 from delta_tracker.tracker.modes import CAPTURES, UPDATE_MODE_MAP
-from delta_tracker.tracker.progress import Progress
-from delta_tracker.tracker.store.make_store import make_store
 from delta_tracker.tracker.store.owners import OwnerStore
 from delta_tracker.tracker.store.segments import SegmentStore
+from delta_tracker.tracker.store.shadow import make_store
 from delta_tracker.tracker.top_k import TopK
 from delta_tracker.tracker.tracked_model import TrackedModel
 from delta_tracker.types import Delta, Memory, ShardSpec, TableSpec, TrackingMode
@@ -826,16 +825,15 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
 
     def _make_stores(self, fqns: Iterable[str]) -> dict[str, SegmentStore]:
         with one_cut():
-            return {fqn: self._make_store(fqn) for fqn in fqns}
+            return {
+                fqn: make_store(partial(self._model.shard, fqn), self._capture, engine=self._engine) for fqn in fqns
+            }
 
     def _make_owners(self, sources: Mapping[str, LocalOwners]) -> dict[str, OwnerStore]:
         return {fqn: OwnerStore(source, engine=self._engine) for fqn, source in sources.items()}
 
     def _show_gauges(self) -> None:
         self._gauges.show(self._log, self._model)
-
-    def _make_store(self, fqn: str) -> SegmentStore:
-        return make_store(partial(self._model.shard, fqn), self._capture, engine=self._engine)
 
 
 def _form(shard: LocalShard) -> tuple[ShardSpec, bool, bool]:

@@ -20,7 +20,7 @@ from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.tracker.change_log import ChangeLog
 from delta_tracker.tracker.consumer_handle import ConsumerHandle, TrackerParts
 from delta_tracker.tracker.delta_reader import DeltaReader
-from delta_tracker.tracker.progress import Progress
+from delta_tracker.tracker.hooks import Progress
 from delta_tracker.tracker.store.segments import SegmentStore
 from delta_tracker.types import Identity, ShardSpec, TableSpec
 

@@ -61,7 +61,7 @@ REVERTS = {
         Revert(
             "recorded lookups replace the comparison of dense tables",
             Replaces(
-                "ModelDeltaTracker._make_store",
+                "ModelDeltaTracker._make_stores",
                 "make_store(...)",
                 "SegmentStore(self._model.shards[fqn].spec.num_rows, self._model.shards[fqn].device)"
                 " if self._records_lookups and not self._model.shards[fqn].is_fused else _",

@@ -24,7 +24,7 @@ from delta_tracker.sharding.weights import read_rows
 from delta_tracker.tracker.change_log import ChangeLog
 from delta_tracker.tracker.log_writes import LogWrites
 from delta_tracker.tracker.modes import EmbeddingCapture
-from delta_tracker.tracker.store.make_store import make_store
+from delta_tracker.tracker.store.shadow import make_store
 from delta_tracker.types import ShardSpec, TableSpec
 from tests.models import Spec, Table, batch, kernels_of, shard
 from tests.sharding.cached_kernel import CachedTbe, Location, cache_lookups

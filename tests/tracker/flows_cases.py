@@ -327,7 +327,7 @@ def resharded(rank: int, world_size: int, trains_between: bool) -> dict[str, Any
             tracker.get_delta()
             model(batch(spec, generator)).backward()  # on lookups without hooks
         held, hooks = tracker.shards, tracker._hooks.registered
-        with mock.patch.object(ModelDeltaTracker, "_make_store", side_effect=MemoryError), pytest.raises(MemoryError):
+        with mock.patch.object(ModelDeltaTracker, "_make_stores", side_effect=MemoryError), pytest.raises(MemoryError):
             tracker.reattach()
         assert tracker.shards == held, "the tracker changed although it could not be attached"
         assert tracker._hooks.registered == hooks

@@ -442,6 +442,11 @@ def take(state: Mapping[str, Tensor], needed: Mapping[str, Layout], parts: Seque
     return tensors
 
 
+def counter_layouts(parts: Sequence[RankHeader]) -> dict[str, Layout]:
+    """Return the dtype and shape of each counter tensor of some parts, by key with prefix."""
+    return {part.prefix + name: layout for part in parts for name, layout in part.layouts.items()}
+
+
 def saved_digests(parts: Sequence[RankHeader]) -> dict[str, str | None]:
     """Return the saved digest of each tensor of the parts that have digests, by key with prefix."""
     return {part.prefix + name: part.digests.get(name) for part in parts if part.digests for name in part.all_layouts()}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Literal, get_args
 
 from torch import Tensor
@@ -11,7 +10,7 @@ from torch import Tensor
 from delta_tracker.errors import CheckpointError, InvalidArgumentError, StateMismatchError
 from delta_tracker.tracker.checkpoint.collectives import gather_parts, refuse_dcp_load
 from delta_tracker.tracker.checkpoint.counters import CounterSet, State, counted_by
-from delta_tracker.tracker.checkpoint.part import Layout, RankHeader, check_alike, pack, parse_all, take
+from delta_tracker.tracker.checkpoint.part import RankHeader, check_alike, counter_layouts, pack, parse_all, take
 from delta_tracker.tracker.cursors import LogState
 from delta_tracker.tracker.rank_group import TORCH_TIMEOUT, RankGroup, rank_and_world_size
 
@@ -109,7 +108,7 @@ class RankCounters:
             return self._packed(0, 1, self._counters.merged(parts, parts, gathered))
         return part if strategy == "gather_or_local" and rank != 0 else gathered
 
-    def plan_load(self, parts: Sequence[RankHeader]) -> CounterPlan:
+    def plan_load(self, parts: Sequence[RankHeader]) -> list[RankHeader]:
         """Check saved headers against the counters, and return which parts this rank loads.
 
         Raises:
@@ -126,7 +125,7 @@ class RankCounters:
             raise StateMismatchError("mode", parts[0].mode, MODE)
         rank, world_size = rank_and_world_size()
         self._counters.check(parts, world_size)
-        return CounterPlan(counted_by(rank, world_size, parts))
+        return counted_by(rank, world_size, parts)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Replace the states of all counters. If this method raises an error, no counter of this rank has changed.
@@ -150,23 +149,8 @@ class RankCounters:
 
     def _merged(self, state: Mapping[str, Tensor]) -> dict[str, State]:
         parts = parse_all(state) if state else []
-        plan = self.plan_load(parts)
-        return self._counters.merged(plan.counted, parts, take(state, plan.needs(), parts))
+        counted = self.plan_load(parts)
+        return self._counters.merged(counted, parts, take(state, counter_layouts(counted), parts))
 
     def _packed(self, rank: int, world_size: int, states: Mapping[str, State]) -> dict[str, Tensor]:
         return pack(rank, world_size, MODE, {}, LogState(0, {}), states, self._counters.kinds())
-
-
-@dataclass(frozen=True, slots=True)
-class CounterPlan:
-    """Parts whose counters this rank loads.
-
-    Args:
-        counted: headers of these parts.
-    """
-
-    counted: Sequence[RankHeader]
-
-    def needs(self) -> dict[str, Layout]:
-        """Return the dtype and shape of every tensor that this rank reads, by key."""
-        return {part.prefix + name: layout for part in self.counted for name, layout in part.layouts.items()}

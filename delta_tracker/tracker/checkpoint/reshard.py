@@ -21,7 +21,7 @@ from delta_tracker.raw_ids import NO_OWNER
 from delta_tracker.rows import ChangedRows
 from delta_tracker.sharding.local_shard import LocalShard
 from delta_tracker.tracker.checkpoint.counters import counted_by
-from delta_tracker.tracker.checkpoint.part import HISTORY, Layout, RankHeader
+from delta_tracker.tracker.checkpoint.part import HISTORY, Layout, RankHeader, counter_layouts
 from delta_tracker.tracker.cursors import LogState, PendingState
 from delta_tracker.tracker.modes import Capture
 from delta_tracker.types import ShardSpec
@@ -81,11 +81,13 @@ class Resharding:
 
     def needs(self) -> dict[str, Layout]:
         """Return the dtype and shape of every tensor that :meth:`state` and the counters need, by key."""
-        rows = [
-            (source.part, source.part.row_layouts(fqn)) for fqn, sources in self._sources.items() for source in sources
-        ]
-        counters = [(part, part.layouts) for part in self.counted]
-        return {part.prefix + name: layout for part, layouts in (*rows, *counters) for name, layout in layouts.items()}
+        rows = {
+            source.part.prefix + name: layout
+            for fqn, sources in self._sources.items()
+            for source in sources
+            for name, layout in source.part.row_layouts(fqn).items()
+        }
+        return {**rows, **counter_layouts(self.counted)}
 
     def state(self, tensors: Mapping[str, Tensor]) -> LogState:
         """Return the state to restore in this rank's log. Ids are local, and rows are on the devices of their shards.

@@ -2,6 +2,6 @@
 
 Open ``marked_rows.py`` first: it has the rows that were marked between cuts. ``segments.py`` adds the writes of the
 tables whose writes hooks report. ``shadow.py`` has the store for all other tables, which compares the shard with a
-copy. ``make_store.py`` chooses between the two. ``lookups.py`` has ``DeltaStore``, a class with the interface of
+copy, and chooses between the two. ``lookups.py`` has ``DeltaStore``, a class with the interface of
 TorchRec's ``DeltaStore``. Trackers do not use it.
 """

@@ -61,10 +61,6 @@ class SegmentStore(MarkedRows):
         self._lost: deque[int] = deque()  # writes in progress whose rows are unknown
         self.writes: dict[int, Tensor | None] = {}
 
-    def note_write(self, key: int, ids: Tensor | None) -> None:
-        """Begin a write whose rows the caller marks. The arguments are those of :meth:`begin_write`."""
-        self.writes[key] = ids
-
     def begin_write(self, key: int, ids: Tensor | None) -> None:
         """Begin a write, and mark its rows.
 
@@ -72,7 +68,7 @@ class SegmentStore(MarkedRows):
             key: key of the write; no other write in progress may have it.
             ids: as in :meth:`mark`.
         """
-        self.note_write(key, ids)
+        self.writes[key] = ids
         self.mark(ids)
 
     def end_write(self, key: int) -> None:

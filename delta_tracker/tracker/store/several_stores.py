@@ -43,7 +43,7 @@ def mark_in_each(stores: Mapping[str, SegmentStore], ids: Mapping[str, Tensor | 
             if name not in together:
                 stores[name].mark(own)
         elif name in together:
-            stores[name].note_write(key, own)
+            stores[name].writes[key] = own
         else:
             stores[name].begin_write(key, own)
     if together:
