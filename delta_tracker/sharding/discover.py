@@ -1,9 +1,5 @@
 """Find the tables of a model, this rank's shards of them, and the kernels that hold the shards.
 
-A kernel is one of TorchRec's modules ``BatchedFusedEmbedding``, ``BatchedDenseEmbedding`` and their ``...Bag``
-variants: a table-batched embedding (TBE) with one autograd node for a group of tables. Within a kernel, a table is
-identified by its slot, the index of the table in the group, because names of features and tables are not unique.
-
 In a model without sharded collections, the tables are torch's embedding modules, see ``plain_tables.py``.
 """
 
@@ -21,7 +17,7 @@ from torch import Tensor, nn
 from delta_tracker.errors import (
     UnsupportedModelError,
 )
-from delta_tracker.sharding.kernel_memory import KernelMemory
+from delta_tracker.sharding.kernel_memory import Kernel
 from delta_tracker.sharding.local_shard import LocalShard
 from delta_tracker.sharding.plain_tables import PlainModule, PlainTable, plain_shards
 from delta_tracker.sharding.torchrec_api import (
@@ -38,30 +34,6 @@ from delta_tracker.types import ShardSpec, TableSpec
 _logger = logging.getLogger(__name__)
 
 _DTYPES = {"FP32": torch.float32, "FP16": torch.float16, "BF16": torch.bfloat16}
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Kernel:
-    """Description of one kernel (TBE module) of this rank.
-
-    Args:
-        module: the module; takes a KeyedJaggedTensor and returns the looked-up rows.
-        slots: FQN (None if untracked) and number of features of the table in each slot, in order.
-        is_fused: True if the kernel's own optimizer updates rows, inside the backward pass of a lookup. False if the
-            rows are ordinary parameters, which any code can write.
-
-    Attributes:
-        memory: weights and optimizer states of the slots.
-    """
-
-    module: Any
-    slots: tuple[tuple[str | None, int], ...]
-    is_fused: bool
-    memory: KernelMemory = field(init=False)
-
-    def __post_init__(self) -> None:
-        memory = KernelMemory(self.module, len(self.slots), is_fused=self.is_fused)
-        object.__setattr__(self, "memory", memory)  # the class is frozen
 
 
 @dataclass(slots=True)

@@ -1,4 +1,8 @@
-"""Split a kernel's memory into tables, and flush the kernel's caches at most once per cut.
+"""Kernels: split a kernel's memory into tables, and flush the kernel's caches at most once per cut.
+
+A kernel is one of TorchRec's modules ``BatchedFusedEmbedding``, ``BatchedDenseEmbedding`` and their ``...Bag``
+variants: a table-batched embedding (TBE) with one autograd node for a group of tables. Within a kernel, a table is
+identified by its slot, the index of the table in the group, because names of features and tables are not unique.
 
 FBGEMM's split functions create the views of all tables of a kernel. Calling them for each table takes time quadratic in
 the number of tables, and calling them in each batch slows training down. Therefore the views are kept until the
@@ -28,27 +32,29 @@ from delta_tracker.sharding.torchrec_api import tbe_of, tensor_slots, weight_slo
 _Views = list[list[Tensor]]
 
 
-class KernelMemory:
-    """Memory of one kernel, split into weights and optimizer states by table slot.
+class Kernel:
+    """One kernel (TBE module) of this rank, and its memory, split into weights and optimizer states by table slot.
 
     Args:
-        module: the kernel's module.
-        num_slots: number of tables of the kernel.
-        is_fused: True if the kernel has an optimizer of its own.
+        module: the module; takes a KeyedJaggedTensor and returns the looked-up rows.
+        slots: FQN (None if untracked) and number of features of the table in each slot, in order.
+        is_fused: True if the kernel's own optimizer updates rows, inside the backward pass of a lookup. False if the
+            rows are ordinary parameters, which any code can write.
     """
 
-    def __init__(self, module: Any, num_slots: int, *, is_fused: bool) -> None:  # noqa: ANN401  a torchrec class
+    def __init__(self, module: Any, slots: tuple[tuple[str | None, int], ...], *, is_fused: bool) -> None:  # noqa: ANN401
         def states() -> _Views:
-            return (tbe_of(module).split_optimizer_states() if is_fused else []) or [[]] * num_slots
+            return (tbe_of(module).split_optimizer_states() if is_fused else []) or [[]] * len(slots)
 
-        self._module = module
-        self._num_cached = num_slots if is_fused else 0  # slots whose rows may be cached
+        self.module = module
+        self.slots = slots
+        self.is_fused = is_fused
         self._weights = _KeptViews(module, lambda: [[weight] for weight in module.split_embedding_weights()])
         self._states = _KeptViews(module, states)
 
     @cached_property
-    def _cached(self) -> dict[int, CachedTable | None]:
-        return {slot: cached_table(tbe_of(self._module), slot) for slot in range(self._num_cached)}
+    def _cached(self) -> list[CachedTable | None]:
+        return [cached_table(tbe_of(self.module), slot) if self.is_fused else None for slot in range(len(self.slots))]
 
     def weight(self, slot: int) -> Tensor:
         """Return the weights of a slot, ``[rows, columns]``, as a tensor that shares the kernel's memory.
@@ -58,8 +64,8 @@ class KernelMemory:
         """
         cut = _THREAD.cut()
         if cut is None or self not in cut.flushed:
-            with between_prefetches(tbe_of(self._module)):
-                self._module.flush()
+            with between_prefetches(tbe_of(self.module)):
+                self.module.flush()
         if cut is not None:
             cut.flushed.add(self)
         return self._weights()[slot][0]
@@ -76,15 +82,15 @@ class KernelMemory:
         """
         if _THREAD.in_place() is None:
             return take_rows(self.weight(slot), ids, new_rows)
-        cached = self._cached.get(slot)
+        cached = self._cached[slot]
         if cached is None:
             return take_rows(self._weights()[slot][0], ids, new_rows)
-        with between_prefetches(tbe_of(self._module)):  # they move rows between the table and the cache
+        with between_prefetches(tbe_of(self.module)):  # they move rows between the table and the cache
             return cached.overlay(ids, take_rows(self._weights()[slot][0], ids, new_rows))
 
     def weight_slots(self) -> list[tuple[Mapping[str, Tensor | None], str]]:
         """Return the locations of the kernel's weight tensors, as pairs of a mapping and a key in the mapping."""
-        return weight_slots(self._module)
+        return weight_slots(self.module)
 
     def optimizer_states(self, slot: int) -> list[Tensor]:
         """Return the optimizer states of a slot, ``[rows]`` or ``[rows, columns]``, which share the kernel's memory.
@@ -147,7 +153,7 @@ def _sources(module: Any, views: list[Tensor]) -> list[_Source] | None:  # noqa:
 class _Statement:
     """One ``with`` statement of this module, and the kernels that were flushed inside it."""
 
-    flushed: set[KernelMemory] = field(default_factory=set)
+    flushed: set[Kernel] = field(default_factory=set)
 
 
 _ENDED = ref(_Statement())
@@ -178,7 +184,7 @@ def one_cut() -> AbstractContextManager[None]:
 
     This thread must not train inside the ``with`` statement, because reads miss rows that are written to a cache after
     the cache was flushed. Writes of other threads count as changes after the cut. Nested calls have no effect, and
-    neither have calls inside :func:`reading_in_place`, where :meth:`KernelMemory.rows` flushes nothing.
+    neither have calls inside :func:`reading_in_place`, where :meth:`Kernel.rows` flushes nothing.
     """
     if _THREAD.cut() is None and _THREAD.in_place() is None:
         return _active("cut")
@@ -186,7 +192,7 @@ def one_cut() -> AbstractContextManager[None]:
 
 
 def reading_in_place() -> AbstractContextManager[None]:
-    """Return a context manager in which :meth:`KernelMemory.rows` flushes no cache. For the hooks of each batch."""
+    """Return a context manager in which :meth:`Kernel.rows` flushes no cache. For the hooks of each batch."""
     return _active("in_place")
 
 

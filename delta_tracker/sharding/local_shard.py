@@ -12,8 +12,20 @@ from torch import Tensor
 from delta_tracker.types import ShardSpec
 
 
-class ShardMemory(Protocol):
-    """Memory that holds shards of one or more tables, each in a slot."""
+class ShardHolder(Protocol):
+    """Module that holds shards of one or more tables, each in a slot.
+
+    It is a :class:`~delta_tracker.sharding.kernel_memory.Kernel`, or a
+    :class:`~delta_tracker.sharding.plain_tables.PlainTable`.
+    """
+
+    @property
+    def module(self) -> Any:  # noqa: ANN401  classes of torch and torchrec
+        """The module."""
+
+    @property
+    def is_fused(self) -> bool:
+        """True if the module's own optimizer updates rows, inside the backward pass of a lookup."""
 
     def weight(self, slot: int) -> Tensor:
         """Return the weights of a slot, ``[rows, columns]``, as a tensor that shares the memory of the shard."""
@@ -26,22 +38,6 @@ class ShardMemory(Protocol):
 
     def weight_slots(self) -> list[tuple[Mapping[str, Tensor | None], str]]:
         """Return the locations of the weight tensors, as pairs of a mapping and a key in the mapping."""
-
-
-class ShardHolder(Protocol):
-    """Module that holds shards: a :class:`Kernel`, or a :class:`~delta_tracker.sharding.plain_tables.PlainTable`."""
-
-    @property
-    def module(self) -> Any:  # noqa: ANN401  classes of torch and torchrec
-        """The module."""
-
-    @property
-    def is_fused(self) -> bool:
-        """True if the module's own optimizer updates rows, inside the backward pass of a lookup."""
-
-    @property
-    def memory(self) -> ShardMemory:
-        """Memory of the shards."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -58,7 +58,7 @@ def state_views(shard: LocalShard) -> list[list[Tensor]]:
     of the column ranges are empty without states; there is no list if the rank has no rows of the table.
     """
     return [
-        [state if state.dim() > 1 else state.unsqueeze(1) for state in kernel.memory.optimizer_states(slot)]
+        [state if state.dim() > 1 else state.unsqueeze(1) for state in kernel.optimizer_states(slot)]
         for kernel, slot in shard.places
     ]
 
@@ -94,7 +94,7 @@ class StateWatch:
             fqn: [
                 (state.data_ptr(), state._version)  # noqa: SLF001
                 for kernel, slot in shard.places
-                for state in kernel.memory.optimizer_states(slot)
+                for state in kernel.optimizer_states(slot)
             ]
             for fqn, shard in self._shards().items()
         }
@@ -165,7 +165,7 @@ def unfused_storages(shard: LocalShard) -> set[int]:
     The weights are ordinary parameters: a parameter of an optimizer is one of them if its storage has such an address.
     """
     return {
-        kernel.memory.weight(slot).untyped_storage().data_ptr()
+        kernel.weight(slot).untyped_storage().data_ptr()
         for kernel, slot in shard.places
         if not kernel.is_fused and any(parameter.requires_grad for parameter in kernel.module.parameters())
     }
@@ -217,7 +217,7 @@ def _optimizer(kernel: ShardHolder) -> str:
 
 def _specs(shard: LocalShard, kernel: ShardHolder, slot: int) -> tuple[StateSpec, ...]:
     found = []
-    for number, state in enumerate(kernel.memory.optimizer_states(slot), start=1):
+    for number, state in enumerate(kernel.optimizer_states(slot), start=1):
         if dtype_name(state.dtype) not in TABLE_DTYPES:
             reason = f"its optimizer has a state of {state.dtype}"
             raise UnsupportedModelError({shard.spec.table.fqn: reason}, _REMEDY, problem=_PROBLEM)

@@ -34,7 +34,7 @@ _META_REMEDY = (
 
 
 class PlainTable:
-    """Table of one ``nn.Embedding`` or ``nn.EmbeddingBag``, which holds all rows. It is its own memory, with one slot.
+    """Table of one ``nn.Embedding`` or ``nn.EmbeddingBag``, which holds all rows, in one slot.
 
     Args:
         fqn: name of the table.
@@ -75,11 +75,6 @@ class PlainTable:
         """Return True if ``fully_shard`` was applied to the module or to one above it, perhaps without its weight."""
         above = [parent for parent, _, _ in self._path]
         return any(map(is_fsdp2, (*above, self.module)))
-
-    @property
-    def memory(self) -> PlainTable:
-        """This object."""
-        return self
 
     def weight(self, slot: int) -> Tensor:
         """Return the module's weight, ``[rows, columns]``, as a detached tensor that shares its memory."""

@@ -25,7 +25,7 @@ def column_views(shard: LocalShard) -> list[Tensor]:
     ``with`` statement that uses :func:`~delta_tracker.sharding.kernel_memory.one_cut`.
     """
     with one_cut():
-        return [kernel.memory.weight(slot) for kernel, slot in shard.places]
+        return [kernel.weight(slot) for kernel, slot in shard.places]
 
 
 def read_rows(shard: LocalShard, ids: Tensor | None = None) -> Tensor:
@@ -47,7 +47,7 @@ def read_rows(shard: LocalShard, ids: Tensor | None = None) -> Tensor:
     if ids is None:
         return _side_by_side([view.clone() for view in column_views(shard)])
     with one_cut():
-        return _side_by_side([kernel.memory.rows(slot, ids) for kernel, slot in shard.places])
+        return _side_by_side([kernel.rows(slot, ids) for kernel, slot in shard.places])
 
 
 class WriteWatch:
@@ -132,7 +132,7 @@ def _held(shard: LocalShard) -> list[_Weight]:
             StorageWeakRef(tensor.untyped_storage()) if shard.is_stepped else None,  # type: ignore[no-untyped-call]
         )
         for kernel, _ in shard.places
-        for owner, name in kernel.memory.weight_slots()
+        for owner, name in kernel.weight_slots()
         if (tensor := owner.get(name)) is not None and tensor.numel()
     ]
 
@@ -198,7 +198,7 @@ def read_optimizer(shard: LocalShard, ids: Tensor) -> tuple[Tensor, ...]:
 
 def _optimizer_states(shard: LocalShard) -> list[list[Tensor]]:
     """Return the live states of each column range, in order, each ``[R]`` or ``[R, columns]``."""
-    return [kernel.memory.optimizer_states(slot) for kernel, slot in shard.places]
+    return [kernel.optimizer_states(slot) for kernel, slot in shard.places]
 
 
 def _side_by_side(pieces: Sequence[Tensor]) -> Tensor:

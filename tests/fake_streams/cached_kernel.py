@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from delta_tracker.sharding.discover import Kernel
+from delta_tracker.sharding.kernel_memory import Kernel
 from tests.fake_streams.tensors import EMULATED
 
 _NO_ROW = -1

@@ -9,9 +9,7 @@ _SCHEDULES = "tests/sharding/test_plain_tables.py::test_random_schedules_lose_no
 
 REVERTS = {
     "tests/sharding/test_kernel_memory.py::test_hooks_read_rows_in_a_cache_without_a_flush": [
-        Revert(
-            "hooks flush the caches of kernels", Replaces("KernelMemory.rows", "_THREAD.in_place() is None", "True")
-        ),
+        Revert("hooks flush the caches of kernels", Replaces("Kernel.rows", "_THREAD.in_place() is None", "True")),
         Revert("hooks read old rows of tables whose new rows are in a cache", Returns("CachedTable.overlay", "rows")),
     ],
     "tests/sharding/test_kernel_hooks.py::test_a_compiled_lookup_reports_the_rows_that_change": [
@@ -76,7 +74,7 @@ REVERTS = {
         ),
         Revert(
             "hooks read cached rows while a prefetch moves them",
-            Replaces("KernelMemory.rows", "between_prefetches(...)", "one_cut()"),
+            Replaces("Kernel.rows", "between_prefetches(...)", "one_cut()"),
         ),
     ],
     "tests/sharding/test_row_cache.py::test_cached_rows_are_written_in_place": [

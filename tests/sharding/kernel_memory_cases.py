@@ -16,8 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from delta_tracker import ModelDeltaTracker, Predictor, Publisher, TrackingMode
-from delta_tracker.sharding.discover import Kernel
-from delta_tracker.sharding.kernel_memory import one_cut
+from delta_tracker.sharding.kernel_memory import Kernel, one_cut
 from delta_tracker.sharding.local_shard import LocalShard
 from delta_tracker.sharding.row_cache import cached_table
 from delta_tracker.sharding.weights import read_rows

@@ -18,8 +18,7 @@ import torch
 from torch import nn
 
 from delta_tracker.sharding import kernel_memory
-from delta_tracker.sharding.discover import Kernel
-from delta_tracker.sharding.kernel_memory import one_cut
+from delta_tracker.sharding.kernel_memory import Kernel, one_cut
 from tests.ranks import RankPool
 
 _CASES = "tests.sharding.kernel_memory_cases"
@@ -78,7 +77,7 @@ class _Counting(nn.Module):
 
     def read(self) -> list[int]:
         with one_cut():
-            return [int(self.kernel.memory.weight(slot)) for slot in (0, 1)]
+            return [int(self.kernel.weight(slot)) for slot in (0, 1)]
 
 
 def test_a_cut_is_over_with_its_block() -> None:
@@ -91,8 +90,8 @@ def test_a_cut_is_over_with_its_block() -> None:
     with pytest.raises(ZeroDivisionError), one_cut():
         1 / kernel.num_flushes.imag
     assert kernel.read() == [2, -2]
-    assert int(kernel.kernel.memory.weight(0)) == 3, "outside of a block each read flushes"
-    assert int(kernel.kernel.memory.weight(0)) == 4
+    assert int(kernel.kernel.weight(0)) == 3, "outside of a block each read flushes"
+    assert int(kernel.kernel.weight(0)) == 4
     assert kernel.num_splits == 1
 
 
@@ -113,7 +112,7 @@ def test_a_cut_of_one_thread_is_not_another_threads() -> None:
 def test_the_views_of_a_kernel_are_freed_with_it() -> None:
     kernel = _Counting()
     kernel.read()
-    memory = weakref.ref(kernel.kernel.memory)
+    memory = weakref.ref(kernel.kernel)
     del kernel
     gc.collect()
     assert memory() is None
@@ -133,7 +132,7 @@ def test_an_interrupted_statement_leaves_no_state(statement: Callable[[], Abstra
     for number in itertools.count():
         kernel, is_interrupted = _Counting(), _is_interrupted(statement, number)
         gc.collect()
-        assert [int(kernel.kernel.memory.rows(0, torch.tensor([0]))) for _ in range(2)] == [1, 2]
+        assert [int(kernel.kernel.rows(0, torch.tensor([0]))) for _ in range(2)] == [1, 2]
         if not is_interrupted:
             assert number > 0
             return

@@ -40,7 +40,7 @@ def _train(seed: int) -> None:
 
     def read() -> None:
         """Read all rows as a cut does, or as a hook does."""
-        memory, ids = kernel.kernel.memory, list(range(_ROWS))
+        memory, ids = kernel.kernel, list(range(_ROWS))
         if draw.random() < 0.6:
             reads.append((memory.weight(0).clone(), rows.clone()))
         else:

@@ -18,16 +18,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from delta_tracker.tracker.store.make_store import make_store
 from torch import Tensor
 
-from delta_tracker.sharding.discover import Kernel
+from delta_tracker.sharding.kernel_memory import Kernel
 from delta_tracker.sharding.local_shard import LocalShard
 from delta_tracker.tracker.change_log import ChangeLog
 from delta_tracker.tracker.checkpoint.part import HEADER, pack, parse
 from delta_tracker.tracker.checkpoint.reshard import Resharding
 from delta_tracker.tracker.cursors import Read
 from delta_tracker.tracker.modes import CAPTURES
-from delta_tracker.tracker.store.make_store import make_store
 from delta_tracker.types import DeltaRows, ShardSpec, TableSpec, TrackingMode
 
 NUM_ROWS, DIM = 10, 6
@@ -75,7 +75,9 @@ class Rank:
         self.units = units_of(columns, mode)
         spec = ShardSpec(TABLE, self.rows.start, len(self.rows), columns)
         self.memory = [values[self.rows.start : self.rows.stop, units].clone() for units in self.units]
-        self.places = tuple((Kernel(_module(mode, memory), (("t", 1),), is_fused), 0) for memory in self.memory)
+        self.places = tuple(
+            (Kernel(_module(mode, memory), (("t", 1),), is_fused=is_fused), 0) for memory in self.memory
+        )
         self.shards = {"t": LocalShard(spec, self.places, torch.device("cpu"), is_fused)}
         store = make_store(lambda: self.shards["t"], self.capture, engine=None)
         self.log = ChangeLog({"t": store}, CONSUMERS, delete_on_read=not keeps_all, max_bytes=None)
