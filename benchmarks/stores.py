@@ -15,7 +15,6 @@ from torchrec.distributed.model_tracker.model_delta_tracker import ModelDeltaTra
 from torchrec.distributed.model_tracker.types import TrackingMode
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from delta_tracker.buffers import new_rows
 from delta_tracker.rows import take_rows
 from delta_tracker.tracker.change_log import ChangeLog
 from delta_tracker.tracker.store.segments import SegmentStore
@@ -64,7 +63,7 @@ class Ours:
                 count,
                 device,
                 engine=engine,
-                old_states=None if weights is None else lambda ids, name=name: take_rows(weights[name], ids, new_rows),  # type: ignore[misc]
+                old_states=None if weights is None else lambda ids, name=name: take_rows(weights[name], ids),  # type: ignore[misc]
             )
             for name, count in num_rows.items()
         }

@@ -5,7 +5,7 @@ Notation: ``N`` is the number of rows, ``S`` the number of values in the old sta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,20 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from delta_tracker.buffers import new_rows
+
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-
-
-NewRows = Callable[[int, Tensor], Tensor]
-"""Function ``(num_rows, like)`` that allocates an uninitialized tensor ``[num_rows, ...]``.
-
-The tensor has the dtype, device and other dimensions of the tensor ``like``.
-"""
-
-
-def plain_rows(num_rows: int, like: Tensor) -> Tensor:
-    """Allocate uninitialized rows with torch's allocator; see :data:`NewRows`."""
-    return like.new_empty((num_rows, *like.shape[1:]))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,21 +51,19 @@ class ChangedRows:
         """Size of all tensors in bytes."""
         return sum(each.nbytes for each in self.tensors)
 
-    def take(self, index: Tensor, new_rows: NewRows = plain_rows) -> ChangedRows:
+    def take(self, index: Tensor) -> ChangedRows:
         """Return copies of some of the rows.
 
         Args:
             index: positions of the rows, int64 and ascending; or an ``[N]`` bool mask.
-            new_rows: function that allocates the result.
         """
         places = index.nonzero().flatten() if index.dtype == torch.bool else index
         return ChangedRows(
-            take_rows(self.ids, places, new_rows),
-            *(None if each is None else take_rows(each, places, new_rows) for each in self.columns),
+            take_rows(self.ids, places), *(None if each is None else take_rows(each, places) for each in self.columns)
         )
 
-    def copy(self, new_rows: NewRows = plain_rows) -> ChangedRows:
-        """Return a copy of the rows, in tensors that ``new_rows`` allocates."""
+    def copy(self) -> ChangedRows:
+        """Return a copy of the rows."""
         columns = (None if each is None else new_rows(len(each), each).copy_(each) for each in self.columns)
         return ChangedRows(new_rows(len(self.ids), self.ids).copy_(self.ids), *columns)
 
@@ -149,13 +137,12 @@ def last_per_id(ids: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
     return first_per_id(ids.flip(0), states.flip(0))
 
 
-def take_rows(memory: Tensor, places: Tensor, new_rows: NewRows = plain_rows) -> Tensor:
-    """Return copies of the rows at the given positions.
+def take_rows(memory: Tensor, places: Tensor) -> Tensor:
+    """Return copies of the rows at the given positions, in memory of :func:`~delta_tracker.buffers.new_rows`.
 
     Args:
         memory: ``[R, ...]``, where ``R`` is the number of rows.
         places: ``[N]`` int64 positions in ``[0, R)``.
-        new_rows: function that allocates the result.
 
     Returns:
         ``[N, ...]``.

@@ -24,7 +24,6 @@ from weakref import ref
 
 from torch import Tensor
 
-from delta_tracker.buffers import new_rows
 from delta_tracker.rows import take_rows
 from delta_tracker.sharding.row_cache import CachedTable, between_prefetches, cached_table
 from delta_tracker.sharding.torchrec_api import tbe_of, tensor_slots, weight_slots
@@ -81,12 +80,12 @@ class Kernel:
             ids: ``[N]`` int64 local ids.
         """
         if _THREAD.in_place() is None:
-            return take_rows(self.weight(slot), ids, new_rows)
+            return take_rows(self.weight(slot), ids)
         cached = self._cached[slot]
         if cached is None:
-            return take_rows(self._weights()[slot][0], ids, new_rows)
+            return take_rows(self._weights()[slot][0], ids)
         with between_prefetches(tbe_of(self.module)):  # they move rows between the table and the cache
-            return cached.overlay(ids, take_rows(self._weights()[slot][0], ids, new_rows))
+            return cached.overlay(ids, take_rows(self._weights()[slot][0], ids))
 
     def weight_slots(self) -> list[tuple[Mapping[str, Tensor | None], str]]:
         """Return the locations of the kernel's weight tensors, as pairs of a mapping and a key in the mapping."""

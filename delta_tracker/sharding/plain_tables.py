@@ -17,7 +17,6 @@ from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from delta_tracker.buffers import new_rows
 from delta_tracker.errors import UnsupportedModelError
 from delta_tracker.rows import take_rows
 from delta_tracker.sharding.local_shard import LocalShard
@@ -83,7 +82,7 @@ class PlainTable:
 
     def rows(self, slot: int, ids: Tensor) -> Tensor:
         """Return a copy of the rows ``ids`` (``[N]`` int64), ``[N, columns]``."""
-        return take_rows(self.weight(slot), ids, new_rows)
+        return take_rows(self.weight(slot), ids)
 
     def optimizer_states(self, slot: int) -> list[Tensor]:
         """Return an empty list: the states belong to an optimizer object, not to the module."""

@@ -11,7 +11,6 @@ from typing import TypedDict, TypeVar
 import torch
 from torch import Tensor
 
-from delta_tracker.buffers import new_rows
 from delta_tracker.errors import InvalidArgumentError, UnsupportedModelError
 from delta_tracker.raw_ids import NO_OWNER
 from delta_tracker.rows import ChangedRows, split_places
@@ -102,9 +101,9 @@ class DeltaReader:
                         sent = changed if with_states or changed.states is None else changed.without_states()
                         if fqn in chosen:
                             kept, other = chosen[fqn]
-                            sent, left_out[fqn] = sent.take(kept, new_rows), changed.take(other, new_rows)
+                            sent, left_out[fqn] = sent.take(kept), changed.take(other)
                         elif fqn in read.shared:
-                            sent = sent.copy(new_rows)
+                            sent = sent.copy()
                         rows[fqn] = self._rows(
                             fqn, sent, with_states=with_states, with_values=with_values, with_optimizer=with_optimizer
                         )
@@ -205,7 +204,7 @@ class DeltaReader:
         spec = self._model.shards[fqn].spec
         if top_k.score is not None:
             # Pass a copy, because the score may write to it.
-            rows = self._rows(fqn, changed.copy(new_rows), with_states=True, with_values=True, with_optimizer=False)
+            rows = self._rows(fqn, changed.copy(), with_states=True, with_values=True, with_optimizer=False)
             scores = self._checked_scores(fqn, top_k.score(fqn, rows), changed)
         else:
             scores = self._scores(self._model.shards[fqn], changed)

@@ -78,9 +78,8 @@ def test_ids_of_the_host_are_rows_of_the_device(engine: str) -> None:
 @pytest.mark.parametrize("max_device_bytes", [0, 1 << 30], ids=["spilled", "on the device"])
 def test_old_states_take_the_memory_of_their_rows(max_device_bytes: int) -> None:
     weights = torch.rand(1_000_000, 64, device=OF_MODULES)
-    store = SegmentStore(
-        len(weights), OF_MODULES, old_states=lambda ids: weights.index_select(0, ids), max_device_bytes=max_device_bytes
-    )
+    store = SegmentStore(len(weights), OF_MODULES, old_states=lambda ids: weights.index_select(0, ids))
+    store.max_device_bytes = max_device_bytes
     batches = [torch.randint(0, 200_000, (65_536,), device=OF_MODULES) for _ in range(40)]
     rows = torch.cat(batches).unique()
     store.begin_write(-1, batches[0])  # the first one allocates

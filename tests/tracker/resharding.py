@@ -18,7 +18,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from delta_tracker.tracker.store.make_store import make_store
 from torch import Tensor
 
 from delta_tracker.sharding.kernel_memory import Kernel
@@ -28,6 +27,7 @@ from delta_tracker.tracker.checkpoint.part import HEADER, pack, parse
 from delta_tracker.tracker.checkpoint.reshard import Resharding
 from delta_tracker.tracker.cursors import Read
 from delta_tracker.tracker.modes import CAPTURES
+from delta_tracker.tracker.store.shadow import make_store
 from delta_tracker.types import DeltaRows, ShardSpec, TableSpec, TrackingMode
 
 NUM_ROWS, DIM = 10, 6

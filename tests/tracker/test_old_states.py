@@ -73,7 +73,8 @@ class _Padded(SegmentStore):
     """Captures states as on a device, in small blocks of which few stay on it."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs, max_device_bytes=_LateCopy.draw.choice([0, 30, 1 << 20]))
+        super().__init__(*args, **kwargs)
+        self.max_device_bytes = _LateCopy.draw.choice([0, 30, 1 << 20])
         self.pads = True
 
 
@@ -92,7 +93,7 @@ def test_states_in_small_blocks_with_late_copies_are_the_same(
 class _Recorder:
     """A log with a table of ``num_rows`` rows on a device, and batches of random ids."""
 
-    def __init__(self, num_rows: int, num_ids: int, **kwargs: Any) -> None:
+    def __init__(self, num_rows: int, num_ids: int) -> None:
         self._generator = torch.Generator().manual_seed(0)
         self._weights = torch.arange(num_rows * float(_NUM_COLUMNS)).view(num_rows, _NUM_COLUMNS)
         self.num_ids = num_ids
@@ -101,7 +102,6 @@ class _Recorder:
             SIMULATED,
             engine="torch",
             old_states=lambda ids: on_device(self._weights[held(ids)]),
-            **kwargs,
         )
         self.log = ChangeLog({"t": self.store}, ["fast", "slow"], delete_on_read=True, max_bytes=None)
         self.found: list[SyncError] = []
@@ -152,7 +152,8 @@ def test_blocks_are_trimmed_to_their_rows(late_copies: None, monkeypatch: pytest
 def test_old_blocks_are_spilled(late_copies: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(old_states, "_MIN_BYTES", 1)
     with find_syncs():
-        recorder = _Recorder(20_000, 500, max_device_bytes=100_000)
+        recorder = _Recorder(20_000, 500)
+        recorder.store.max_device_bytes = 100_000
         recorder.train(20)
         assert not recorder.found
         states = recorder.store._segments[0].states
@@ -171,7 +172,8 @@ def test_no_step_waits_while_consumers_read_at_different_times(
 ) -> None:
     monkeypatch.setattr(old_states, "_MIN_BYTES", 1)
     with find_syncs():
-        recorder = _Recorder(3000, 200, max_device_bytes=20_000)
+        recorder = _Recorder(3000, 200)
+        recorder.store.max_device_bytes = 20_000
         for batch in range(15):
             recorder.train(1)
             if batch % 3 == 0:
@@ -222,8 +224,8 @@ def _trained(seed: int) -> None:
             "cuda",
             engine="torch",
             old_states=lambda ids: weights.index_select(0, ids),
-            max_device_bytes=draw.choice([0, 60, 1 << 20]),
         )
+        store.max_device_bytes = draw.choice([0, 60, 1 << 20])
         current, expected = [0.0] * num_rows, {}
         for position in (1, 2):
             batches = [

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from delta_tracker.buffers import new_rows
 from delta_tracker.errors import CheckpointError, StateMismatchError
 from delta_tracker.raw_ids import NO_OWNER
 from delta_tracker.rows import ChangedRows
@@ -204,7 +203,7 @@ def _local(rows: ChangedRows | None, spec: ShardSpec) -> ChangedRows | None:
     if rows is None:
         return None
     is_inside = (rows.ids >= spec.row_offset) & (rows.ids < spec.row_offset + spec.num_rows)
-    inside = rows.take(is_inside, new_rows)
+    inside = rows.take(is_inside)
     return replace(inside, ids=inside.ids - spec.row_offset)
 
 

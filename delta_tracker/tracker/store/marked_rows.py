@@ -25,8 +25,6 @@ from delta_tracker.tracker.store.old_states import DeviceStates, OldStates, Read
 
 _logger = logging.getLogger(__name__)
 
-DEVICE_BYTES = 64 << 20
-"""Default of ``max_device_bytes``."""
 # On the CPU, sets of at least this size are reused, because page faults in new memory take longer than a small read.
 _SPARE_BYTES = 1 << 20
 
@@ -82,17 +80,19 @@ class MarkedRows:
         device: device of the shard and of all ids.
         engine: implementation of the row sets, see :func:`~delta_tracker.tracker.row_sets.engines.choose_engine`.
         old_states: returns the current states ``[N, S]`` of the rows with ids ``[N]``; None to keep no states.
+
+    Attributes:
         max_device_bytes: maximum size in bytes of the old states on the device, except for the memory of the newest
             ones, see :class:`~delta_tracker.tracker.store.old_states.DeviceStates`. Older ones are moved to pinned host
             memory. Ignored on the CPU, and without effect on devices other than CUDA.
-
-    Attributes:
         engine: implementation of the row sets.
         pads: True if the shard is not on the CPU. Only the device has the number of rows that a write adds, so that the
             ids of these rows are padded to a fixed size.
         keeps_states: True if old states are kept.
         copy: copy with which a subclass compares the shard; empty without it.
     """
+
+    max_device_bytes = 64 << 20
 
     def __init__(
         self,
@@ -101,7 +101,6 @@ class MarkedRows:
         *,
         engine: str | None = None,
         old_states: ReadStates | None = None,
-        max_device_bytes: int = DEVICE_BYTES,
     ) -> None:
         self.num_rows = num_rows
         self.device = torch.device(device)
@@ -111,7 +110,6 @@ class MarkedRows:
         self.keeps_states = old_states is not None
         self.copy = torch.empty(0)
         self._old_states = old_states
-        self._max_device_bytes = max_device_bytes
         self._segments = [Segment(start=0)]
         self._spare: RowSet | None = None
 
@@ -415,7 +413,7 @@ class MarkedRows:
 
         Does not wait for the device.
         """
-        left = self._max_device_bytes
+        left = self.max_device_bytes
         for states in reversed(self.device_states):
             states.poll()
             left -= states.spill(max(0, left))

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from delta_tracker.tracker.store.marked_rows import DEVICE_BYTES, MarkedRows
+from delta_tracker.tracker.store.marked_rows import MarkedRows
 from delta_tracker.tracker.store.old_states import ReadStates
 
 
@@ -26,7 +26,7 @@ class SegmentStore(MarkedRows):
     complete. The store also holds the ids of the writes in progress.
 
     Args:
-        num_rows, device, engine, old_states, max_device_bytes: those of :class:`MarkedRows`.
+        num_rows, device, engine, old_states: those of :class:`MarkedRows`.
         was_written: function that returns True if the shard was written in place since the previous call of the
             function. The first call covers the time since the function was created. None to disable
             :meth:`notice_writes`.
@@ -52,9 +52,8 @@ class SegmentStore(MarkedRows):
         engine: str | None = None,
         old_states: ReadStates | None = None,
         was_written: Callable[[], bool] | None = None,
-        max_device_bytes: int = DEVICE_BYTES,
     ) -> None:
-        super().__init__(num_rows, device, engine=engine, old_states=old_states, max_device_bytes=max_device_bytes)
+        super().__init__(num_rows, device, engine=engine, old_states=old_states)
         self.reads_shard = self.keeps_states
         self._was_written = was_written
         self._has_unmarked = False  # the shard was written without a report, and its rows are not marked yet
