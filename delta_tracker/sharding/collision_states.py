@@ -20,16 +20,8 @@ from delta_tracker.errors import RestoreMismatchError
 from delta_tracker.raw_ids.owners import NO_OWNER, bucket_of
 from delta_tracker.types import Identity
 
-_NUMBERS = (
-    "offset",
-    "zch_size",
-    "hash_size",
-    "eviction_interval",
-    "current_iter",
-    "last_eviction_iter",
-    "buffer_size",
-)
 _COUNTERS = ("current_iter", "last_eviction_iter")
+_NUMBERS = ("offset", "zch_size", "hash_size", "eviction_interval", "buffer_size", *_COUNTERS)
 
 # Key of a state to the attribute of a module.
 _ATTRIBUTES = {
@@ -114,7 +106,8 @@ def check_collision_slots(fqn: str, module: Any, ranges: Iterable[tuple[int, int
     edges = [edge for each in found for edge in each]
     if edges[:1] + edges[-1:] != [first, end] or edges[1:-1:2] != edges[2::2]:
         own = f"in the slots {first} to {end}, which are not those of one or several ranks"
-        raise RestoreMismatchError(f"the collision module of {fqn!r}", f"in the slots {_shown(saved)}", own)
+        slots = ", ".join(f"{begin} to {stop}" for begin, stop in saved)
+        raise RestoreMismatchError(f"the collision module of {fqn!r}", f"in the slots {slots}", own)
     return found
 
 
@@ -175,10 +168,10 @@ def load_collision_states(module: Any, states: Sequence[Mapping[str, Any]]) -> i
     parts = _parts(module, states)
     device = module._mch_sorted_raw_ids.device  # noqa: SLF001
     with torch.no_grad():
-        module._mch_sorted_raw_ids.copy_(_joined(parts, "sorted"))  # noqa: SLF001
-        module._mch_remapped_ids_mapping.copy_(_joined(parts, "mapping"))  # noqa: SLF001
+        module._mch_sorted_raw_ids.copy_(torch.cat([state["sorted"] for state in parts]))  # noqa: SLF001
+        module._mch_remapped_ids_mapping.copy_(torch.cat([state["mapping"] for state in parts]))  # noqa: SLF001
         for name, memory in module._mch_metadata.items():  # noqa: SLF001
-            memory.copy_(_joined(parts, "metadata", name))
+            memory.copy_(torch.cat([state["metadata"][name] for state in parts]))
         module._current_iter_tensor.copy_(parts[0]["iter"])  # noqa: SLF001
     if len(parts) > 1:
         module._sort_mch_buffers()  # noqa: SLF001
@@ -194,7 +187,7 @@ def load_collision_states(module: Any, states: Sequence[Mapping[str, Any]]) -> i
 
 def _load_history(module: Any, parts: Sequence[Mapping[str, Any]], device: torch.device) -> None:  # noqa: ANN401
     """Restore the ids that were seen since the last eviction."""
-    history = _joined(parts, "history")
+    history = torch.cat([state["history"] for state in parts])
     size = sum(max(0, state["buffer_size"]) for state in parts)
     is_new = all(state["buffer_size"] == -1 for state in parts)
     module._input_history_buffer_size = -1 if is_new else size  # noqa: SLF001  -1: the next batch determines the size
@@ -204,7 +197,8 @@ def _load_history(module: Any, parts: Sequence[Mapping[str, Any]], device: torch
     for name in _history_names(module):
         memory = torch.zeros(size, dtype=torch.int64, device=device)
         if len(history):
-            memory[: len(history)] = _joined([each for each in parts if len(each["history"])], "history_metadata", name)
+            held = [state["history_metadata"][name] for state in parts if len(state["history"])]
+            memory[: len(history)] = torch.cat(held)
         module.register_buffer(f"_history_{name}", memory, persistent=False)
         module._history_metadata[name] = memory  # noqa: SLF001
 
@@ -221,16 +215,6 @@ def _rows(module: Any) -> tuple[int, int]:  # noqa: ANN401  a class of torchrec'
 
 def _slots(state: Mapping[str, Any]) -> tuple[int, int]:
     return state["offset"], state["offset"] + state["zch_size"]
-
-
-def _joined(parts: Sequence[Mapping[str, Any]], *path: str) -> Tensor:
-    found = []
-    for state in parts:
-        value: Any = state
-        for key in path:
-            value = value[key]
-        found.append(value)
-    return torch.cat(found)
 
 
 def _seen(module: Any, name: str) -> Tensor:  # noqa: ANN401  a class of torchrec's
@@ -264,10 +248,6 @@ def _check_routes(what: str, parts: Sequence[Mapping[str, Any]], identity: Ident
 def _same(what: str, saved: object, found: object) -> None:
     if saved != found:
         raise RestoreMismatchError(what, saved, found)
-
-
-def _shown(ranges: Sequence[tuple[int, int]]) -> str:
-    return ", ".join(f"{first} to {end}" for first, end in ranges)
 
 
 def _faults(state: Mapping[str, Any]) -> Iterator[str]:

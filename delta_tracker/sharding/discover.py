@@ -14,9 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from delta_tracker.errors import (
-    UnsupportedModelError,
-)
+from delta_tracker.errors import UnsupportedModelError
 from delta_tracker.sharding.kernel_memory import Kernel
 from delta_tracker.sharding.local_shard import LocalShard
 from delta_tracker.sharding.plain_tables import PlainModule, PlainTable, plain_shards

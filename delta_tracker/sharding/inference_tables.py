@@ -18,14 +18,7 @@ from delta_tracker.errors import InvalidArgumentError, UnsupportedModelError
 from delta_tracker.row_target import Region, RowTarget, TensorTarget
 from delta_tracker.sharding.discover import discover
 from delta_tracker.sharding.row_cache import cached_table
-from delta_tracker.sharding.torchrec_api import (
-    Quantized,
-    Torchrec,
-    holder_of,
-    load_quantized,
-    load_torchrec,
-    tbe_of,
-)
+from delta_tracker.sharding.torchrec_api import Quantized, Torchrec, holder_of, load_quantized, load_torchrec, tbe_of
 
 _SCALE_BIAS_BYTES = 4
 _FLOATS = {"fp16": torch.float16, "fp32": torch.float32}

@@ -32,8 +32,6 @@ class Read:
     Attributes:
         rows: table FQN to pending rows, including carried rows (see :class:`Consumer`), before top-k selects some of
             them. Empty once the read is held.
-        shared: FQNs of the tables whose tensors in ``rows`` belong to the log. Copy these tensors before returning
-            them to the user.
         delta: result of :meth:`returns`; None if it was not called, because the read returned all of ``rows``.
     """
 
@@ -41,8 +39,7 @@ class Read:
     start: int
     stop: int
     batches: tuple[int, int]
-    rows: Mapping[str, ChangedRows] = field(default_factory=dict)
-    shared: frozenset[str] = frozenset()
+    rows: dict[str, ChangedRows] = field(default_factory=dict)
     delta: Delta | None = None
 
     def returns(self, rows: Mapping[str, DeltaRows], left_out: Mapping[str, ChangedRows] | None = None) -> Delta:

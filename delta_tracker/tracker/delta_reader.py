@@ -102,8 +102,6 @@ class DeltaReader:
                         if fqn in chosen:
                             kept, other = chosen[fqn]
                             sent, left_out[fqn] = sent.take(kept), changed.take(other)
-                        elif fqn in read.shared:
-                            sent = sent.copy()
                         rows[fqn] = self._rows(
                             fqn, sent, with_states=with_states, with_values=with_values, with_optimizer=with_optimizer
                         )

@@ -324,10 +324,9 @@ class LogConsumers:
                 if segments.owners:
                     segments.check_owners()
                 read.rows = segments.changed_since(known.position, known.carried, read.stop, with_states=with_states)
-                if known.carried:
-                    read.shared = frozenset(
-                        [fqn for fqn, rows in known.carried.items() if read.rows[fqn].ids is rows.ids]
-                    )
+                for fqn, rows in known.carried.items():
+                    if read.rows[fqn].ids is rows.ids:  # nothing newer: the tensors belong to the log
+                        read.rows[fqn] = read.rows[fqn].copy()
                 if cursors.pending_since(known) is None and any(map(len, read.rows.values())):
                     self._known[consumer] = begun._replace(carried_since=time.monotonic())
             except BaseException:

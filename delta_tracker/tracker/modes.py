@@ -14,12 +14,7 @@ from torch import Tensor
 from delta_tracker.errors import UnsupportedModelError
 from delta_tracker.rows import ChangedRows
 from delta_tracker.sharding.local_shard import LocalShard
-from delta_tracker.sharding.weights import (
-    has_rowwise_state,
-    num_optimizer_states,
-    read_optimizer,
-    read_rows,
-)
+from delta_tracker.sharding.weights import has_rowwise_state, num_optimizer_states, read_optimizer, read_rows
 from delta_tracker.types import EmbdUpdateMode, TableSpec, TrackingMode
 
 

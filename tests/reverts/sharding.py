@@ -87,7 +87,7 @@ REVERTS = {
         ),
         Revert(
             "the ids since the last eviction are not restored",
-            Replaces("collision_states._load_history", "_joined(_, 'history')", "_joined(_, 'history')[:0]"),
+            Replaces("collision_states._load_history", "torch.cat([state['history'] for state in parts])", "_[:0]"),
         ),
     ],
 }

@@ -122,7 +122,7 @@ class Schedule:
         self.check(name, reading)
         keep = torch.tensor([row not in left_out for row in changed.ids.tolist()], dtype=torch.bool)
         rest = changed.take(~keep)
-        sent = changed.copy() if "t" in reading.shared else changed
+        sent = changed
         reading.returns({"t": DeltaRows(sent.ids[keep])}, {"t": rest})
         self.counts["left out"] += len(rest)
         self.log.consumers.hold(reading)
