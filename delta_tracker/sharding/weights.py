@@ -80,23 +80,15 @@ class WriteWatch:
         # Takes less than a microsecond for most shards.
         shard = self._shard()
         named, self._named = self._named, num_named_writes()
-        if shard is self._of and named == self._named:
-            for owner, name, tensor, version, address, storage in self._held:
-                if tensor._version != version or owner.get(name) is not tensor:  # noqa: SLF001
-                    break
-                if storage is not None and (tensor.data_ptr() != address or _is_freed(storage)):
-                    break
-            else:
-                return False
-        before, self._of, self._held = self._held, shard, _held(shard)
-        if named != self._named or len(before) != len(self._held):
-            return True
-        return any(
-            now.tensor is not then.tensor
-            or (now.version, now.address) != (then.version, then.address)
-            or (then.storage is not None and _is_freed(then.storage))
-            for now, then in zip(self._held, before, strict=True)
-        )
+        is_written = named != self._named
+        for owner, name, tensor, version, address, storage in self._held:
+            is_moved = storage is not None and (tensor.data_ptr() != address or _is_freed(storage))
+            if is_moved or tensor._version != version or owner.get(name) is not tensor:  # noqa: SLF001
+                is_written = True
+        if is_written or shard is not self._of:
+            before, self._of, self._held = self._held, shard, _held(shard)
+            is_written |= [id(each.tensor) for each in before] != [id(each.tensor) for each in self._held]
+        return is_written
 
 
 class _Weight(NamedTuple):

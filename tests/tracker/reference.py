@@ -122,8 +122,7 @@ class Schedule:
         self.check(name, reading)
         keep = torch.tensor([row not in left_out for row in changed.ids.tolist()], dtype=torch.bool)
         rest = changed.take(~keep)
-        sent = changed
-        reading.returns({"t": DeltaRows(sent.ids[keep])}, {"t": rest})
+        reading.returns({"t": DeltaRows(changed.ids[keep])}, {"t": rest})
         self.counts["left out"] += len(rest)
         self.log.consumers.hold(reading)
         ages = {row: self.readers[name].left_out.get(row, 0) + 1 for row in rest.ids.tolist()}
