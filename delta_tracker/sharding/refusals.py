@@ -54,6 +54,8 @@ def refuse_unseen_writes(model: nn.Module, found: Discovery) -> None:
         UnsupportedModelError: if a fused optimizer writes rows outside the backward pass, or is unknown, if
             a ``DMPCollection`` writes rows that its hook cannot report, or if the model prunes fused tables.
     """
+    if not found.modules:  # tables of plain modules
+        return
     torchrec = known_torchrec()
     _refuse_replicas(model, found, torchrec)
     _refuse_pruning(model, found, torchrec)
