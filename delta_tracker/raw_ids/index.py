@@ -1,4 +1,4 @@
-"""Index of the rows of raw ids, for serving code without torchrec, and the sorted mapping that it consists of.
+"""Index of the rows of raw ids, for serving code without torchrec, and the sorted mapping that it is.
 
 Notation: ``R`` is the number of rows of a mapping, ``N`` the number of ids of a call.
 """
@@ -6,7 +6,7 @@ Notation: ``R`` is the number of rows of a mapping, ``N`` the number of ids of a
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import cast
 
 import torch
@@ -21,90 +21,90 @@ _NO_ROW = -1
 _NUM_DIMS = {"owners": 1, "hash_size": 1, "buckets": 2}  # number of dimensions of the tensors of a saved index
 
 
-class SortedOwners:
-    """Mapping from raw ids to a range of rows, in two tensors: the ids in ascending order, and the row of each.
+class SortedMap(RawIdMap):
+    """Mapping in two tensors: the raw ids in ascending order, and the row of each.
 
     Rows without an owner are in the mapping too, last, with the id :data:`~delta_tracker.raw_ids.owners.NO_OWNER`. An
     unmapped id stays in the mapping, with the default row of its bucket. The tensors are changed in place.
-
-    Args:
-        raw_ids: ``[R]`` int64 raw ids, ascending.
-        slots: ``[R]`` int64 global row of each id; -1 for an unmapped id whose bucket has no default row.
-        rows: half-open range of global row ids.
     """
 
-    def __init__(self, raw_ids: Tensor, slots: Tensor, rows: tuple[int, int]) -> None:
-        self.raw_ids = raw_ids
-        self.slots = slots
-        self.rows = rows
+    @property
+    @abstractmethod
+    def identity(self) -> Identity | None:
+        """Buckets by which unknown raw ids are routed; None before the first version."""
 
-    def owners(self, defaults: Iterable[int]) -> Tensor:
-        """Return the raw ids by row, ``[R]`` int64 on the CPU. Default rows have none.
+    @abstractmethod
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """Return the raw ids, ``[R]`` int64, ascending, and the global row of each, ``[R]`` int64.
 
-        Args:
-            defaults: global ids of the default rows.
+        The row is -1 for an unmapped id whose bucket has no default row.
         """
+
+    @property
+    def memory(self) -> Tensor:
+        """Rows of the sorted raw ids."""
+        return self.tensors()[1]
+
+    def owners(self) -> Tensor:
+        """See :meth:`RawIdMap.owners`. Default rows have none."""
         first, end = self.rows
-        raw_ids, slots = self.raw_ids.cpu(), self.slots.cpu()
+        raw_ids, slots = (each.cpu() for each in self.tensors())
         if not self._has_all_inside(slots):
             is_inside = (slots >= first) & (slots < end)
             raw_ids, slots = raw_ids[is_inside], slots[is_inside]
         found = torch.full((end - first,), NO_OWNER)
         found[slots - first] = raw_ids
-        for default in defaults:
+        for default in self._defaults():
             if first <= default < end:
                 found[default - first] = NO_OWNER
         return found
 
     def slots_of(self, raw_ids: Tensor) -> Tensor:
+        """See :meth:`RawIdMap.slots_of`."""
+        return self.find(to_device(raw_ids, self.memory.device)).cpu()
+
+    def find(self, raw_ids: Tensor) -> Tensor:
         """Return the row of each raw id, in the shape of ``raw_ids``; -1 for ids that are not in the mapping.
 
         Args:
             raw_ids: int64 ids of any shape, on the device of the mapping.
         """
-        places = torch.searchsorted(self.raw_ids[:-1], raw_ids)
-        is_known = (self.raw_ids[places] == raw_ids) & (raw_ids != NO_OWNER)
-        return torch.where(is_known, self.slots[places], _NO_ROW)
+        known_ids, slots = self.tensors()
+        places = torch.searchsorted(known_ids[:-1], raw_ids)
+        is_known = (known_ids[places] == raw_ids) & (raw_ids != NO_OWNER)
+        return torch.where(is_known, slots[places], _NO_ROW)
 
-    def unmap(self, raw_ids: Tensor, identity: Identity) -> None:
-        """Map some raw ids to the default rows of their buckets.
+    def unmap(self, slots: Tensor, owners: Tensor) -> None:  # noqa: ARG002
+        """Map the raw ids of some rows to the default rows of their buckets, see :meth:`RawIdMap.unmap`."""
+        if self.identity is not None:  # otherwise the mapping is empty
+            known_ids, held = self.tensors()
+            owners = to_device(owners, held.device)
+            held[torch.searchsorted(known_ids[:-1], owners)] = self._local_defaults(self.identity, owners)
 
-        Args:
-            raw_ids: ``[N]`` int64 raw ids that are in the mapping, on its device.
-            identity: buckets of the table.
-        """
-        places = torch.searchsorted(self.raw_ids[:-1], raw_ids)
-        self.slots[places] = self._local_defaults(identity, raw_ids)
-
-    def reroute(self, slots: Iterable[int], identity: Identity) -> None:
-        """Map the raw ids of former default rows, and those without a row, to the default rows of other buckets.
+    def reroute(self, identity: Identity) -> None:
+        """Map the raw ids of the present default rows, and those without a row, to the default rows of other buckets.
 
         Takes time in proportion to ``R``.
 
         Args:
-            slots: global ids of the former default rows.
             identity: the other buckets.
         """
         first, end = self.rows
+        raw_ids, slots = self.tensors()
         is_former = torch.zeros(end - first + 1, dtype=torch.bool)  # the last one is for ids without a row
-        is_former[[-1, *(slot - first for slot in slots if first <= slot < end)]] = True
-        at = torch.where(self.slots < first, end - first, self.slots - first)
-        places = (to_device(is_former, at.device)[at] & (self.raw_ids != NO_OWNER)).nonzero().flatten()
-        self.slots[places] = self._local_defaults(identity, self.raw_ids[places])
+        is_former[[-1, *(slot - first for slot in self._defaults() if first <= slot < end)]] = True
+        at = torch.where(slots < first, end - first, slots - first)
+        places = (to_device(is_former, at.device)[at] & (raw_ids != NO_OWNER)).nonzero().flatten()
+        slots[places] = self._local_defaults(identity, raw_ids[places])
 
     def prepare(self, owners: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the tensors of another mapping, on the CPU. Does not change this one.
+        """Return the tensors of another mapping, on the CPU, see :meth:`RawIdMap.prepare`.
 
         The ids that keep their rows are already in order. Only the others are sorted.
-
-        Args:
-            owners: ``[R]`` int64 raw ids by row; each id has one row.
-
-        Returns:
-            Pair of the new :attr:`raw_ids` and the new :attr:`slots`.
         """
         first, num_rows = self.rows[0], len(owners)
-        raw_ids, places = self.raw_ids.cpu(), self.slots.cpu() - first
+        known_ids, slots = self.tensors()
+        raw_ids, places = known_ids.cpu(), slots.cpu() - first
         if not self._has_all_inside(places + first):
             places = places.clamp(0, max(0, num_rows - 1))
         keeps = (owners[places] == raw_ids) & (raw_ids != NO_OWNER)
@@ -124,11 +124,13 @@ class SortedOwners:
         new[len(is_new) :] = (~is_owned).nonzero().flatten()
         return new_ids, new + first
 
-    def replace(self, raw_ids: Tensor, slots: Tensor) -> None:
-        """Copy the tensors of another mapping to this one. If this is interrupted, every id is unknown."""
-        self.raw_ids.fill_(NO_OWNER)
-        copy_from_host(self.slots, slots)
-        copy_from_host(self.raw_ids, raw_ids)
+    def map(self, ready: object) -> None:
+        """See :meth:`RawIdMap.map`. If this is interrupted, every id is unknown."""
+        raw_ids, slots = cast(tuple[Tensor, Tensor], ready)
+        known_ids, held = self.tensors()
+        known_ids.fill_(NO_OWNER)
+        copy_from_host(held, slots)
+        copy_from_host(known_ids, raw_ids)
 
     def _has_all_inside(self, slots: Tensor) -> bool:
         first, end = self.rows
@@ -139,47 +141,6 @@ class SortedOwners:
         first, end = self.rows
         found = defaults_of(identity, raw_ids)
         return torch.where((found == _NO_ROW) | ((found >= first) & (found < end)), found, end - 1)
-
-
-class SortedMap(RawIdMap):
-    """Mapping whose memory is a :class:`SortedOwners`."""
-
-    @property
-    @abstractmethod
-    def identity(self) -> Identity | None:
-        """Buckets by which unknown raw ids are routed; None before the first version."""
-
-    @property
-    @abstractmethod
-    def sorted_owners(self) -> SortedOwners:
-        """The memory."""
-
-    @property
-    def memory(self) -> Tensor:
-        """Rows of the sorted raw ids."""
-        return self.sorted_owners.slots
-
-    def owners(self) -> Tensor:
-        """See :meth:`RawIdMap.owners`."""
-        return self.sorted_owners.owners(self._defaults())
-
-    def slots_of(self, raw_ids: Tensor) -> Tensor:
-        """See :meth:`RawIdMap.slots_of`."""
-        return self.sorted_owners.slots_of(to_device(raw_ids, self.memory.device)).cpu()
-
-    def unmap(self, slots: Tensor, owners: Tensor) -> None:  # noqa: ARG002
-        """See :meth:`RawIdMap.unmap`."""
-        identity = self.identity
-        if identity is not None:  # otherwise the mapping is empty
-            self.sorted_owners.unmap(to_device(owners, self.memory.device), identity)
-
-    def prepare(self, owners: Tensor) -> object:
-        """See :meth:`RawIdMap.prepare`."""
-        return self.sorted_owners.prepare(owners)
-
-    def map(self, ready: object) -> None:
-        """See :meth:`RawIdMap.map`."""
-        self.sorted_owners.replace(*cast(tuple[Tensor, Tensor], ready))
 
     def _defaults(self) -> list[int]:
         """Return the default rows by which raw ids are routed now. Some may be outside of :attr:`rows`."""
@@ -211,7 +172,7 @@ class RawIdIndex(SortedMap):
         if type(num_rows) is not int or num_rows < 1:
             raise InvalidArgumentError("num_rows", num_rows, "Pass the number of rows of the table, 1 or more")
         self.rows = (0, num_rows)
-        self._owners = SortedOwners(torch.full((num_rows,), NO_OWNER), torch.arange(num_rows), self.rows)
+        self._raw_ids, self._slots = torch.full((num_rows,), NO_OWNER), torch.arange(num_rows)
         self._identity: Identity | None
         self._route_by(None)
 
@@ -237,7 +198,7 @@ class RawIdIndex(SortedMap):
         """
         if raw_ids.dtype != torch.int64 or raw_ids.device.type != "cpu":
             raise InvalidArgumentError("raw_ids", (raw_ids.dtype, str(raw_ids.device)), "Pass int64 ids on the CPU")
-        found = self._owners.slots_of(raw_ids)
+        found = self.find(raw_ids)
         if self._identity is None:
             return found
         return torch.where(found == _NO_ROW, defaults_of(self._identity, raw_ids, self._default_rows), found)
@@ -285,16 +246,15 @@ class RawIdIndex(SortedMap):
         except (ValueError, RuntimeError) as error:
             raise InvalidArgumentError("state", str(error), remedy) from error
         self._route_by(identity)
-        self._owners.replace(*self._owners.prepare(owners))
+        self.map(self.prepare(owners))
 
     def _route_by(self, identity: Identity | None) -> None:
         self._identity = identity
         self._default_rows = torch.empty(0, dtype=torch.int64) if identity is None else default_rows(identity)
 
-    @property
-    def sorted_owners(self) -> SortedOwners:
-        """The memory of the index."""
-        return self._owners
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """See :meth:`SortedMap.tensors`."""
+        return self._raw_ids, self._slots
 
     def refusal(self, identity: Identity) -> str:
         """Return the reason why the index cannot serve the buckets of a stream; the empty string if it can."""
@@ -309,7 +269,7 @@ class RawIdIndex(SortedMap):
     def adopt(self, identity: Identity) -> None:
         """Route unknown and unmapped raw ids by the buckets of a stream."""
         if identity != self._identity:
-            self._owners.reroute(self._defaults(), identity)
+            self.reroute(identity)
             self._route_by(identity)
 
 

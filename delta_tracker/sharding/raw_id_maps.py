@@ -28,7 +28,7 @@ from torchrec.modules.mc_modules import MCHManagedCollisionModule
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from delta_tracker.raw_ids import NO_OWNER, RawIdMap, default_rows, defaults_of
-from delta_tracker.raw_ids.index import SortedMap, SortedOwners
+from delta_tracker.raw_ids.index import SortedMap
 from delta_tracker.rows import copy_from_host, to_device
 from delta_tracker.sharding.inference_tables import walk
 from delta_tracker.sharding.presence import has_fbgemm_tables
@@ -87,14 +87,14 @@ class _Routed:
     """Replacement of ``MCHManagedCollisionModule.remap`` that finds the default row of an unknown id by its bucket.
 
     Args:
-        module: the module, whose current buffers are read.
+        owners: mapping of the module.
         identity: buckets of the stream.
     """
 
-    def __init__(self, module: MCHManagedCollisionModule, identity: Identity) -> None:
-        self.module = module
+    def __init__(self, owners: MchMap, identity: Identity) -> None:
         self.identity = identity
-        self._default_rows = default_rows(identity).to(module._mch_sorted_raw_ids.device)  # noqa: SLF001
+        self._owners = owners
+        self._default_rows = default_rows(identity).to(owners.memory.device)
 
     def __call__(
         self,
@@ -103,11 +103,10 @@ class _Routed:
         write_weights: Tensor | None = None,  # noqa: ARG002
     ) -> dict[str, JaggedTensor]:
         """Return the features with rows in place of raw ids."""
-        owners = _sorted_owners(self.module)
         remapped = {}
         for name, feature in features.items():
             raw_ids = feature.values()
-            slots = owners.slots_of(raw_ids)
+            slots = self._owners.find(raw_ids)
             if self._default_rows.device != raw_ids.device:  # the module was moved
                 self._default_rows = self._default_rows.to(raw_ids.device)
             slots = torch.where(slots < 0, defaults_of(self.identity, raw_ids, self._default_rows), slots)
@@ -123,10 +122,6 @@ class _Routed:
 def _rows(module: MCHManagedCollisionModule) -> tuple[int, int]:
     first = module._output_global_offset  # noqa: SLF001
     return first, first + module.output_size()
-
-
-def _sorted_owners(module: MCHManagedCollisionModule) -> SortedOwners:
-    return SortedOwners(module._mch_sorted_raw_ids, module._mch_remapped_ids_mapping, _rows(module))  # noqa: SLF001
 
 
 class _ModuleMap(RawIdMap):
@@ -172,10 +167,9 @@ class MchMap(_ModuleMap, SortedMap):
         routed, end = self._routed(), self.rows[1]
         return Identity(0, (Bucket((0, end), end - 1),)) if routed is None else routed.identity
 
-    @property
-    def sorted_owners(self) -> SortedOwners:
-        """The module's current buffers."""
-        return _sorted_owners(self._module)
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """Return the module's current buffers."""
+        return self._module._mch_sorted_raw_ids, self._module._mch_remapped_ids_mapping  # noqa: SLF001
 
     def _refusals(self, identity: Identity, kind: str) -> Iterator[str]:
         module = self._module
@@ -205,10 +199,10 @@ class MchMap(_ModuleMap, SortedMap):
         """Route unknown and unmapped raw ids by the buckets of a stream."""
         if self.routes_by(identity):
             return
-        self.sorted_owners.reroute(self._defaults(), identity)
+        self.reroute(identity)
         self._module.__dict__.pop("remap", None)
         if not self._is_own_default(identity):
-            self._module.remap = _Routed(self._module, identity)
+            self._module.remap = _Routed(self, identity)
 
     def _routed(self) -> _Routed | None:
         return self._module.__dict__.get("remap")

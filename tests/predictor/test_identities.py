@@ -206,15 +206,16 @@ def test_a_mapping_that_is_half_written_is_repaired_by_a_snapshot(monkeypatch: p
     follower = Follower(history)
     assert follower.sync()
     _change_owners(history)
-    owners = follower.index._owners
+    index = follower.index
 
-    def torn(raw_ids: torch.Tensor, slots: torch.Tensor) -> None:
-        owners.raw_ids.fill_(NO_OWNER)
-        owners.slots.copy_(slots)
+    def torn(ready: tuple[torch.Tensor, torch.Tensor]) -> None:
+        raw_ids, rows = index.tensors()
+        raw_ids.fill_(NO_OWNER)
+        rows.copy_(ready[1])
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(owners, "replace", torn)
+        patch.setattr(index, "map", torn)
         with pytest.raises(KeyboardInterrupt):
             follower.predictor.sync()
     follower.check()

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from delta_tracker import RawIdIndex
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.predictor.identities import owner_changes
-from delta_tracker.raw_ids.index import SortedOwners
 from delta_tracker.raw_ids.owners import NO_OWNER, defaults_of
 from delta_tracker.types import Bucket, Identity
 
@@ -25,11 +24,11 @@ _IDS = st.one_of(st.integers(-3, 12), st.sampled_from([-(2**63), -(2**63) + 1, 2
 @given(data=st.data(), first=st.sampled_from([0, 5]), num_rows=st.integers(1, 6))
 @settings(max_examples=60, deadline=None)
 def test_a_mapping_equals_a_dict(data: Any, first: int, num_rows: int) -> None:
-    mapping = SortedOwners(
-        torch.full((num_rows,), NO_OWNER), torch.arange(first, first + num_rows), (first, first + num_rows)
-    )
+    mapping = RawIdIndex(num_rows)
+    mapping.rows = first, first + num_rows  # as a collision module that is one shard of several
+    mapping._slots += first
     default = first + num_rows - 1
-    identity = Identity(0, (Bucket((0, default + 1), default),))
+    mapping.adopt(Identity(0, (Bucket((0, default + 1), default),)))
     owned: dict[int, int] = {}
     for _ in range(data.draw(st.integers(1, 4))):
         slots = data.draw(st.permutations(range(first, default)))
@@ -39,13 +38,14 @@ def test_a_mapping_equals_a_dict(data: Any, first: int, num_rows: int) -> None:
         for raw_id, slot in final.items():
             owners[slot - first] = raw_id
         changed = [raw_id for raw_id, slot in owned.items() if final.get(raw_id) != slot]
-        mapping.unmap(torch.tensor(changed, dtype=torch.int64), identity)
+        rows = torch.tensor([owned[raw_id] for raw_id in changed], dtype=torch.int64)
+        mapping.unmap(rows, torch.tensor(changed, dtype=torch.int64))
         for raw_id, slot in owned.items():
             assert mapping.slots_of(torch.tensor(raw_id)) == (default if raw_id in changed else slot)
-        mapping.replace(*mapping.prepare(owners))
-        assert torch.equal(mapping.owners([default]), owners)
-        assert sorted(mapping.slots.tolist()) == list(range(first, default + 1))
-        assert torch.equal(mapping.raw_ids, mapping.raw_ids.sort().values)
+        mapping.map(mapping.prepare(owners))
+        assert torch.equal(mapping.owners(), owners)
+        assert sorted(mapping._slots.tolist()) == list(range(first, default + 1))
+        assert torch.equal(mapping._raw_ids, mapping._raw_ids.sort().values)
         asked = torch.tensor([*range(-4, 14), *ids, NO_OWNER])
         assert mapping.slots_of(asked).tolist() == [final.get(raw_id, -1) for raw_id in asked.tolist()]
         owned = final
@@ -167,9 +167,7 @@ def test_the_memory_per_row_is_as_documented() -> None:
     num_rows = 100_000
     identity = Identity(0, (Bucket((0, num_rows), num_rows - 1),))
     index = RawIdIndex(num_rows)
-    assert (
-        sum(each.untyped_storage().nbytes() for each in (index._owners.raw_ids, index._owners.slots)) == 16 * num_rows
-    )
+    assert sum(each.untyped_storage().nbytes() for each in index.tensors()) == 16 * num_rows
     owners = torch.randperm(num_rows)
     owners[-1] = NO_OWNER
     for first in (0, num_rows):  # the second version changes the owners of all rows
