@@ -12,14 +12,31 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from fbgemm_gpu.split_table_batched_embeddings_ops_inference import (
+    IntNBitTableBatchedEmbeddingBagsCodegen,
+    unpadded_row_size_in_bytes,
+)
 from torch import Tensor, nn
+from torchrec.distributed.quant_embedding import ShardedQuantEmbeddingCollection
+from torchrec.distributed.quant_embedding_kernel import IntNBitTableBatchedEmbeddingBagsCodegenWithLength
+from torchrec.distributed.quant_embeddingbag import ShardedQuantEmbeddingBagCollection
+from torchrec.quant.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from delta_tracker.errors import InvalidArgumentError, UnsupportedModelError
 from delta_tracker.row_target import Region, RowTarget, TensorTarget
 from delta_tracker.sharding.discover import discover
 from delta_tracker.sharding.row_cache import cached_table
-from delta_tracker.sharding.torchrec_api import Quantized, Torchrec, holder_of, load_quantized, load_torchrec, tbe_of
+from delta_tracker.sharding.torchrec_api import Torchrec, holder_of, known_torchrec, tbe_of
 
+QUANTIZED: dict[type[nn.Module], str] = {EmbeddingCollection: "embeddings", EmbeddingBagCollection: "embedding_bags"}
+"""Quantized collection to the name of the attribute that holds its tables."""
+QUANTIZED_SHARDS: dict[type[nn.Module], str] = {
+    ShardedQuantEmbeddingCollection: "embeddings",
+    ShardedQuantEmbeddingBagCollection: "embedding_bags",
+}
+"""The same for sharded quantized collections. All shards of such a module are in this process."""
+# Classes of the kernels that store rows contiguously.
+_KERNELS = IntNBitTableBatchedEmbeddingBagsCodegen, IntNBitTableBatchedEmbeddingBagsCodegenWithLength
 _SCALE_BIAS_BYTES = 4
 _FLOATS = {"fp16": torch.float16, "fp32": torch.float32}
 _BITS = {"int8": 8, "int4": 4, "int2": 2}
@@ -38,17 +55,16 @@ def model_tables(model: nn.Module) -> Iterator[tuple[str, RowTarget | Tensor]]:
 
     Raises:
         InvalidArgumentError: if the kernel, data type or geometry of a sharded table is not supported.
-        MissingExtraError: if torchrec is not installed.
     """
-    torchrec, quantized = load_torchrec(), load_quantized()
-    for fqn, module in walk(model, torchrec, quantized):
+    torchrec = known_torchrec()
+    for fqn, module in walk(model, torchrec):
         prefix = f"{fqn}." if fqn else ""
         if torchrec.holder(module):
             tables = _sharded(module)
-        elif holder := holder_of(module, quantized.sharded):
-            tables = _quantized(module, holder, _sharded_blocks(module), quantized)
-        elif holder := holder_of(module, quantized.collections):
-            tables = _quantized(module, holder, _unsharded_blocks(module), quantized)
+        elif holder := holder_of(module, QUANTIZED_SHARDS):
+            tables = _quantized(module, holder, _sharded_blocks(module))
+        elif holder := holder_of(module, QUANTIZED):
+            tables = _quantized(module, holder, _unsharded_blocks(module))
         else:
             for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
                 yield prefix + name, tensor
@@ -57,12 +73,12 @@ def model_tables(model: nn.Module) -> Iterator[tuple[str, RowTarget | Tensor]]:
             yield prefix + name, target
 
 
-def walk(model: nn.Module, torchrec: Torchrec, quantized: Quantized) -> Iterator[tuple[str, nn.Module]]:
+def walk(model: nn.Module, torchrec: Torchrec) -> Iterator[tuple[str, nn.Module]]:
     """Yield ``(FQN, module)`` for each module of a model, once for each FQN that it has, see :meth:`Torchrec.walk`.
 
     Does not descend into sharded and quantized collections.
     """
-    kinds = (*torchrec.collections, *quantized.sharded, *quantized.collections)
+    kinds = (*torchrec.collections, *QUANTIZED_SHARDS, *QUANTIZED)
     return torchrec.walk(model, lambda module: isinstance(module, kinds), None)
 
 
@@ -117,30 +133,25 @@ def _sharded_blocks(module: Any) -> Iterator[_Block]:  # noqa: ANN401  a torchre
             yield _Block(table.name, kernel, slot, row, column)
 
 
-def _quantized(
-    module: Any,  # noqa: ANN401  a torchrec module
-    holder: str,
-    blocks: Iterable[_Block],
-    quantized: Quantized,
-) -> Iterator[tuple[str, RowTarget]]:
+def _quantized(module: Any, holder: str, blocks: Iterable[_Block]) -> Iterator[tuple[str, RowTarget]]:  # noqa: ANN401
     by_table: dict[str, list[_Block]] = {}
     for block in blocks:
         by_table.setdefault(block.table, []).append(block)
     configs = module.embedding_configs() if holder == "embeddings" else module.embedding_bag_configs()
     for config in configs:
         held = by_table.get(config.name, [])
-        obstacle = next((found for block in held if (found := _obstacle(block, quantized))), "")
-        packed = [] if obstacle else [_packed(block, quantized) for block in held]
+        obstacle = next((found for block in held if (found := _obstacle(block))), "")
+        packed = [] if obstacle else [_packed(block) for block in held]
         yield (
             f"{holder}.{config.name}",
             QuantizedTarget(config.num_embeddings, config.embedding_dim, packed, obstacle=obstacle),
         )
 
 
-def _obstacle(block: _Block, quantized: Quantized) -> str:
+def _obstacle(block: _Block) -> str:
     """Return the reason why rows of a block cannot be written; an empty string if they can."""
     kernel = block.kernel
-    if type(kernel) not in quantized.kernels:
+    if type(kernel) not in _KERNELS:
         return f"in a {type(kernel).__name__}, which does not store rows contiguously"
     _, _, dim, kind, _ = kernel.embedding_specs[block.slot]
     if kind.value not in {*_FLOATS, *_BITS} or kernel.scale_bias_size_in_bytes != _SCALE_BIAS_BYTES:
@@ -175,13 +186,13 @@ class Packed:
     is_scale_last: bool
 
 
-def _packed(block: _Block, quantized: Quantized) -> Packed:
+def _packed(block: _Block) -> Packed:
     kernel = block.kernel
     _, num_rows, dim, kind, _ = kernel.embedding_specs[block.slot]
     memory = kernel.split_embedding_weights_with_scale_bias(split_scale_bias_mode=0)[block.slot][0]
     cached = cached_table(kernel, block.slot)
     region = Region((block.row, block.row + num_rows), (block.column, block.column + dim), memory, cached)
-    return Packed(region, kind.value, quantized.row_bytes(dim, kind), kernel.reverse_qparam)
+    return Packed(region, kind.value, unpadded_row_size_in_bytes(dim, kind), kernel.reverse_qparam)
 
 
 class QuantizedTarget(TensorTarget):

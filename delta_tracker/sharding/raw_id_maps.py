@@ -30,9 +30,9 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 from delta_tracker.raw_ids import NO_OWNER, RawIdMap, default_rows, defaults_of
 from delta_tracker.raw_ids.index import SortedMap
 from delta_tracker.rows import copy_from_host, to_device
-from delta_tracker.sharding.inference_tables import walk
+from delta_tracker.sharding.inference_tables import QUANTIZED, QUANTIZED_SHARDS, walk
 from delta_tracker.sharding.presence import has_fbgemm_tables
-from delta_tracker.sharding.torchrec_api import holder_of, load_quantized, load_torchrec
+from delta_tracker.sharding.torchrec_api import holder_of, known_torchrec
 from delta_tracker.types import Bucket, Identity
 
 _EMPTY = -1  # raw id of a row without one in a hash module
@@ -47,15 +47,15 @@ def raw_id_maps(model: nn.Module) -> dict[str, tuple[RawIdMap, ...]]:
     Returns:
         Table FQN to its mappings; the FQNs are those of the tables of :func:`~.inference_tables.model_tables`.
     """
-    torchrec, quantized = load_torchrec(), load_quantized()
-    modules = walk(model, torchrec, quantized) if has_fbgemm_tables(model) else _plain_modules(model)
+    torchrec = known_torchrec()
+    modules = walk(model, torchrec) if has_fbgemm_tables(model) else _plain_modules(model)
     found: defaultdict[str, list[RawIdMap]] = defaultdict(list)
     for fqn, module in modules:
         collection = getattr(module, "_managed_collision_collection", None)
         if collection is None:
             continue
         path = [fqn]
-        holder = holder_of(module, {**quantized.sharded, **quantized.collections})
+        holder = holder_of(module, {**QUANTIZED_SHARDS, **QUANTIZED})
         if holder is None:
             embedding = cast(nn.Module, module._embedding_module)  # noqa: SLF001  only quantized collections have none
             path.append("_embedding_module")

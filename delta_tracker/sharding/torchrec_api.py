@@ -104,7 +104,11 @@ def load_torchrec() -> Torchrec:
     Raises:
         MissingExtraError: if torchrec or fbgemm is not installed.
     """
-    _load(*(f"torchrec.distributed.{name}" for name in ("embedding", "embeddingbag", "model_parallel", "types")))
+    try:
+        for name in ("embedding", "embeddingbag", "model_parallel", "types"):
+            import_module(f"torchrec.distributed.{name}")
+    except ModuleNotFoundError as missing:
+        raise MissingExtraError(missing.name or "torchrec", "torchrec") from missing
     return known_torchrec()
 
 
@@ -170,67 +174,9 @@ def managed_by_fsdp(model: nn.Module, torchrec: Torchrec) -> set[int]:
     }
 
 
-def _load(*modules: str) -> list[Any]:
-    """Import modules of torchrec and FBGEMM.
-
-    Raises:
-        MissingExtraError: if a package is not installed.
-    """
-    try:
-        return [import_module(module) for module in modules]
-    except ModuleNotFoundError as missing:
-        raise MissingExtraError(missing.name or "torchrec", "torchrec") from missing
-
-
 def _imported(module: str, *names: str) -> tuple[type, ...]:
     """Return those of the named classes that a module has. The module is not imported."""
     return tuple(found for name in names if (found := getattr(sys.modules.get(module), name, None)) is not None)
-
-
-@dataclass(frozen=True, slots=True)
-class Quantized:
-    """Container for the classes of the installed torchrec that quantized inference uses.
-
-    Args:
-        collections: module class to the name of the attribute that holds its tables.
-        sharded: sharded module class to the name of the attribute that holds its tables. All shards of such a module
-            are in this process.
-        kernels: classes of the kernels that store rows contiguously.
-        row_bytes: function that takes the number of columns and the ``SparseType`` of a row, and returns the
-            row's size in bytes without padding.
-    """
-
-    collections: dict[type[nn.Module], str]
-    sharded: dict[type[nn.Module], str]
-    kernels: tuple[type[nn.Module], ...]
-    row_bytes: Callable[[int, Any], int]
-
-
-def load_quantized() -> Quantized:
-    """Import torchrec's quantized modules and return the classes that the package uses.
-
-    Raises:
-        MissingExtraError: if torchrec or fbgemm is not installed.
-    """
-    modules, embedding, embeddingbag, kernel, inference = _load(
-        "torchrec.quant.embedding_modules",
-        "torchrec.distributed.quant_embedding",
-        "torchrec.distributed.quant_embeddingbag",
-        "torchrec.distributed.quant_embedding_kernel",
-        "fbgemm_gpu.split_table_batched_embeddings_ops_inference",
-    )
-    return Quantized(
-        collections={modules.EmbeddingCollection: "embeddings", modules.EmbeddingBagCollection: "embedding_bags"},
-        sharded={
-            embedding.ShardedQuantEmbeddingCollection: "embeddings",
-            embeddingbag.ShardedQuantEmbeddingBagCollection: "embedding_bags",
-        },
-        kernels=(
-            inference.IntNBitTableBatchedEmbeddingBagsCodegen,
-            kernel.IntNBitTableBatchedEmbeddingBagsCodegenWithLength,
-        ),
-        row_bytes=inference.unpadded_row_size_in_bytes,
-    )
 
 
 def table_configs(module: nn.Module) -> dict[str, Any]:
