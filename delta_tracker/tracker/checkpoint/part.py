@@ -166,11 +166,6 @@ class RankHeader(Struct, kw_only=True, frozen=True, eq=False):
         """Prefix of all keys of the part, including the slash at the end."""
         return f"rank{self.rank}of{self.world_size}/"
 
-    @property
-    def sets(self) -> tuple[str, ...]:
-        """Names of the row sets: one per consumer, in the order of the consumers, and ``history`` if it is saved."""
-        return (*(str(place) for place in range(len(self.consumers))), *([HISTORY] if self.has_history else []))
-
     def row_layouts(self, fqn: str) -> dict[str, Layout]:
         """Return the dtype and shape of a table's ``rows/{table}`` tensor, by key without prefix.
 
@@ -191,7 +186,7 @@ class RankHeader(Struct, kw_only=True, frozen=True, eq=False):
         """Return the rows of a table in a row set, with global ids; None if the row set has no rows of the table.
 
         Args:
-            row_set: one of :attr:`sets`.
+            row_set: name of the row set: the index of a consumer, or ``history``.
             fqn: the table.
             tensors: tensors of the part, by key with prefix.
 

@@ -99,7 +99,8 @@ class DeltaStore:
         )
         table = self._tables.get(table_fqn)
         if table is None:
-            table = _Table(IndexedLookup(batch_idx, lookup.ids[:0].clone(), _none_of(lookup.states)), batch_idx)
+            nothing = None if lookup.states is None else lookup.states[:0].clone()
+            table = _Table(IndexedLookup(batch_idx, lookup.ids[:0].clone(), nothing), batch_idx)
         _check_same_kind(table, table_fqn, lookup)
         table.newest_batch = batch_idx
         table.lookups.append(lookup)
@@ -173,10 +174,6 @@ class DeltaStore:
                 return last_per_id(ids, torch.cat(states))
             case _:
                 assert_never(self._mode)
-
-
-def _none_of(states: Tensor | None) -> Tensor | None:
-    return None if states is None else states[:0].clone()
 
 
 def _check_same_kind(table: _Table, fqn: str, lookup: IndexedLookup) -> None:
