@@ -87,7 +87,7 @@ def test_a_mode_states_what_it_keeps(mode: TrackingMode) -> None:
     table = TableSpec("t", 5, 3, torch.float16)
     weight, state = torch.rand(5, 3).half(), torch.rand(5)
     memory: Any = SimpleNamespace(rows=lambda _, ids: weight[ids], optimizer_states=lambda _: [state])
-    places = ((SimpleNamespace(memory=memory), 0),)
+    places = ((memory, 0),)
     shard = LocalShard(ShardSpec(table, 0, 5, ((0, 3),)), places, torch.device("cpu"), is_fused=True)
     capture = CAPTURES[mode]
     assert capture.old_states(shard, torch.tensor([3, 1])).nbytes == 2 * capture.old_state_bytes(table)
