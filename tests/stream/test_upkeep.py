@@ -47,6 +47,24 @@ def test_a_stream_stays_small_while_it_is_written() -> None:
     assert len(storage.names("parts")) < 12
 
 
+@pytest.mark.parametrize("compact_every", [None, 4])
+def test_a_retention_without_snapshots_is_named_once(
+    compact_every: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    writer = Writer(Storage("memory://"), num_rows=40)
+    writer.snapshot()
+    settings = Upkeep(retention=Retention(versions=3, grace_seconds=0), compact_every=compact_every)
+    upkeep = UpkeepThread(writer.storage, settings, retain_every=1)
+    for row in range(20):
+        upkeep.after(writer.delta([row]).version)
+        _wait_for_the_pass()
+    upkeep.close()
+    found = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(found) == (compact_every is None)
+    assert compact_every or "7 versions follow the newest snapshot" in found[0]
+    assert compact_every or "Cadence(snapshot_every=...)" in found[0]
+
+
 def test_one_pass_at_a_time_and_close_waits_for_it() -> None:
     gate = Gate(on("objects", name="parts"))
     storage = WrappedStorage(Storage("memory://"), gate)

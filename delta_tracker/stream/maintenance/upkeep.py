@@ -67,6 +67,32 @@ class Upkeep:
         return self.retention is not None or self.compact_every is not None
 
 
+class _RetentionStep:
+    """Passes of a retention, and one log line if they can delete nothing because no new snapshot is published."""
+
+    def __init__(self, log: StreamLog, retention: Retention) -> None:
+        self._log, self._passes = log, RetentionPasses(log, retention)
+        self._bound = retention.versions  # None once it was logged
+
+    def run(self) -> bool:
+        """Run a pass. Return False if it deleted nothing."""
+        if self._passes.run() != Retained():
+            return True
+        if self._bound is not None and (head := self._log.head()) is not None:
+            snapshot = self._log.newest_snapshot()
+            num_after = head.version - (0 if snapshot is None else snapshot.version)
+            if num_after > 2 * self._bound:
+                self._bound = None
+                _logger.warning(
+                    "retention can delete nothing: %d versions follow the newest snapshot, and only those before it "
+                    "are deleted. Set Cadence(snapshot_every=...) or Upkeep(compact_every=...), or call snapshot(): "
+                    "url=%s",
+                    num_after,
+                    self._log.storage.url,
+                )
+        return False
+
+
 class UpkeepThread:
     """Runner of compaction and retention in a background thread, one pass at a time. Not thread-safe.
 
@@ -97,8 +123,7 @@ class UpkeepThread:
         if upkeep.compact_every is not None:
             self._steps.append(_Step("compaction", upkeep.compact_every, lambda: compact(log) is not None))
         if upkeep.retention is not None:
-            passes = RetentionPasses(log, upkeep.retention)
-            self._steps.append(_Step("retention", retain_every, lambda: passes.run() != Retained()))
+            self._steps.append(_Step("retention", retain_every, _RetentionStep(log, upkeep.retention).run))
         self._last: dict[str, int] = {}  # name of a step to the version of its last run, at first the preceding one
         self._close_seconds = close_seconds
         self._on_pass = on_pass
