@@ -81,7 +81,7 @@ class _RetentionStep:
         if self._bound is not None and (head := self._log.head()) is not None:
             snapshot = self._log.newest_snapshot()
             num_after = head.version - (0 if snapshot is None else snapshot.version)
-            if num_after > 2 * self._bound:
+            if num_after > 2 * self._bound + RETAIN_EVERY:
                 self._bound = None
                 _logger.warning(
                     "retention can delete nothing: %d versions follow the newest snapshot, and only those before it "
