@@ -199,7 +199,8 @@ def test_each_package_says_which_file_to_open_first() -> None:
 
 
 def test_package_files_only_gather_names() -> None:
-    for path in set(_PACKAGE.rglob("__init__.py")) - {_PACKAGE / "__init__.py"}:  # imports names lazily
+    lazy = {_PACKAGE / "__init__.py", _PACKAGE / "monitor" / "__init__.py"}  # some of their modules import torch
+    for path in set(_PACKAGE.rglob("__init__.py")) - lazy:
         body = ast.parse(path.read_text()).body
         assert all(isinstance(node, ast.Expr | ast.ImportFrom | ast.Assign) for node in body), path
 

@@ -33,6 +33,7 @@ from delta_tracker.tracker.hooks import Progress, TrackerHooks
 from delta_tracker.tracker.live_tables import LiveTables
 from delta_tracker.tracker.log_writes import mark_lookup
 from delta_tracker.tracker.modes import CAPTURES, UPDATE_MODE_MAP
+from delta_tracker.tracker.stats import TrackerStats
 from delta_tracker.tracker.store.owners import OwnerStore
 from delta_tracker.tracker.store.segments import SegmentStore
 from delta_tracker.tracker.store.shadow import make_store
@@ -489,6 +490,17 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         """Return the memory usage of the tracker on this rank."""
         with self._log.lock:
             return self._log.segments.memory()
+
+    def stats(self) -> TrackerStats:
+        """Return pending rows and lag of each consumer, and the memory usage, on this rank. Waits for the device.
+
+        Pending rows are counted as by :meth:`num_pending`.
+        """
+        log = self._log
+        with log.lock:
+            lags, memory = log.consumers.lags(counts=True), log.segments.memory()
+            num_rows = {fqn: store.num_rows for fqn, store in log.segments.stores.items()}
+        return TrackerStats(self._mode, self.num_batches, num_rows, lags, memory)
 
     def num_pending(self, consumer: str | None = None) -> dict[str, int]:
         """Return the number of pending rows of a consumer on this rank, by table FQN. Waits for the device.
