@@ -8,9 +8,30 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import cache, partial
 from operator import methodcaller
-from typing import ClassVar, Never, SupportsIndex
+from typing import ClassVar, Never, Protocol, SupportsIndex
 
 from delta_tracker.errors import UncopyableError
+
+
+class Trained(Protocol):
+    """Object that knows where the tables of a model in training are, see :func:`trained_memory`."""
+
+    def addresses(self) -> set[tuple[str, int]]:
+        """Return the device and the address of each piece of memory; empty once training has ended."""
+        ...
+
+
+_TRAINED: weakref.WeakSet[Trained] = weakref.WeakSet()
+
+
+def announce_training(trained: Trained) -> None:
+    """Include an object in :func:`trained_memory` until it is garbage-collected."""
+    _TRAINED.add(trained)
+
+
+def trained_memory() -> set[tuple[str, int]]:
+    """Return where the tracked tables of this process are, to which no predictor may write."""
+    return {address for each in list(_TRAINED) for address in each.addresses()}
 
 
 class Uncopied:

@@ -194,6 +194,19 @@ def _extra_table() -> str:
     return _logged(Predictor(served, _stream()).sync)
 
 
+def _served_in_training() -> None:
+    model = _model()
+    with ModelDeltaTracker(model) as tracker:
+        Predictor(model, _published(tracker))
+
+
+def _published(tracker: ModelDeltaTracker) -> Storage:
+    storage = Storage("memory://")
+    with Publisher(tracker, storage) as publisher:
+        publisher.snapshot()
+    return storage
+
+
 def _command(*arguments: str) -> str:
     said = io.StringIO()
     with redirect_stdout(said), redirect_stderr(said):
@@ -216,6 +229,7 @@ MISTAKES: Mapping[str, Mistake] = {
     "skip a string": Mistake(lambda: _tracker(fqns_to_skip="0"), "fqns_to_skip='0'", "Pass a list"),
     "skip a number": Mistake(lambda: _tracker(fqns_to_skip=3), "fqns_to_skip=3", "Pass a list"),
     "consumers as a number": Mistake(lambda: _tracker(consumers=3), "consumers=3", "Pass a list"),
+    "serve the model that trains": Mistake(_served_in_training, "model=['0']", "Pass a copy of the model"),
     "predict from no url": Mistake(lambda: Predictor(_model(), None), "url=None", "Pass a url"),  # type: ignore[arg-type]
     "misspell a mode": Mistake(lambda: _tracker(mode="ids"), "mode='ids'", "'ID_ONLY'"),
     "MOMENTUM_LAST with SGD": Mistake(

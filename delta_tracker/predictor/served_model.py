@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from delta_tracker.arguments import check_count, check_switch
 from delta_tracker.errors import InvalidArgumentError, ModelMismatchError
+from delta_tracker.live_objects import trained_memory
 from delta_tracker.predictor.identities import check_hidden, check_indexes, check_maps, find_maps
 from delta_tracker.predictor.placement import Placement, place
 from delta_tracker.raw_ids import RawIdMap
@@ -132,6 +133,7 @@ class ServedModel:
         self._model = model = target.model
         self._takes_dense = target.dense
         tables, dense = find_targets(model), _tensors(model)
+        _refuse_trained(tables)
         self._rule = Names(target.names, {*tables, *dense})
         self._names = self._rule.of(target.raw_ids)  # of the last resolved version
         self._indexes = check_indexes(target.raw_ids, renamed(tables, self._names)) if target.raw_ids else {}
@@ -340,6 +342,22 @@ def check_targets(manifest: Manifest, targets: Mapping[str, RowTarget]) -> None:
         if isinstance(target, TensorTarget) and target.obstacle:
             raise ModelMismatchError(fqn, str(table), target.obstacle).advising(target.remedy)
     _refuse_shared_memory(manifest, targets)
+
+
+def _refuse_trained(targets: Mapping[str, RowTarget]) -> None:
+    """Raise InvalidArgumentError for tables that a tracker of this process tracks."""
+    trained = trained_memory()
+    found = [
+        fqn
+        for fqn, target in targets.items()
+        if isinstance(target, TensorTarget)
+        for region in target.regions
+        if region.memory.layout is torch.strided
+        and (str(region.memory.device), region.memory.untyped_storage().data_ptr()) in trained
+    ]
+    if found:
+        remedy = "Pass a copy of the model: versions would overwrite what training writes to these tables"
+        raise InvalidArgumentError("model", sorted(set(found)), remedy)
 
 
 def _refuse_shared_memory(manifest: Manifest, targets: Mapping[str, RowTarget]) -> None:

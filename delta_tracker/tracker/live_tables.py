@@ -70,6 +70,13 @@ class LiveTables:
         """
         return column_views(self._model.shard(fqn))
 
+    def addresses(self) -> set[tuple[str, int]]:
+        """Return the device and the address of the storage of each table; empty if the tracker is detached."""
+        views = (
+            (view for fqn in self._model.shards for view in self.column_views(fqn)) if self._model.is_attached else ()
+        )
+        return {(str(view.device), view.untyped_storage().data_ptr()) for view in views if view.numel()}
+
     # Raw ids
 
     @property

@@ -11,7 +11,7 @@ from typing import Any, Literal, Never, Self, get_args
 from torch import Tensor, nn
 
 from delta_tracker.errors import InvalidArgumentError, UnsupportedModelError
-from delta_tracker.live_objects import Uncopied
+from delta_tracker.live_objects import Uncopied, announce_training
 from delta_tracker.monitor.monitor import Monitor
 from delta_tracker.monitor.recorder import Recorder
 from delta_tracker.rows import to_device
@@ -203,6 +203,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
             owners=self._make_owners(owners),
         )
         self._live = LiveTables(self._model, self._log)
+        announce_training(self._live)
         self._reader = DeltaReader(self._log, self._model, self._capture)
         self._checkpoint = TrackerCheckpoint(self._log, self._model, mode, self._capture, self._metrics.monitor)
         self._hooks = TrackerHooks(
