@@ -18,12 +18,14 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
+import torch
 
 from delta_tracker.errors import (
     CorruptPartError,
     DeltaTrackerError,
     FencedError,
     FollowEndedError,
+    InvalidArgumentError,
     MalformedError,
     MissingExtraError,
     MissingVersionError,
@@ -88,6 +90,11 @@ def test_a_newer_format_is_handled_like_a_malformed_object_with_another_remedy()
     assert (error.path, error.found, error.known) == ("log/3", "3", "formats 1 and 2")
     assert str(error).endswith("Upgrade delta_tracker on this host.")
     assert str(MalformedError("log/3", "its kind is 3")).endswith("start a new stream at another url.")
+
+
+def test_a_message_names_a_class_of_tensors_and_the_shape_of_a_large_tensor() -> None:
+    assert "state=<class 'torch.Tensor'> cannot" in str(InvalidArgumentError("state", torch.Tensor, "Convert it"))
+    assert "ids=<Tensor [4, 5] of float32> cannot" in str(InvalidArgumentError("ids", torch.ones(4, 5), "Pass ids"))
 
 
 class _Unsendable(BaseException):
