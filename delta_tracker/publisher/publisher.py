@@ -191,7 +191,7 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
                 "vote_every": f"vote_every={exchange.vote_every}",
                 "cadence": f"cadence={cadence}",
                 "kind": "recovery=None" if recovery is None else "recovery=Recovery(...)",
-                "states": states_message(source.tables.latest.states),
+                "states": {} if recovery is None else states_message(source.tables.latest.states),
             }
 
         with ExitStack() as failing:

@@ -141,9 +141,10 @@ class VersionSource:
             note = self.handle.note if self.handle.is_as_restored else None
             if self._training is not None and tracker.restored is not Restored.STREAM:
                 note = None  # a checkpoint may have been loaded without the optimizer's states
-            own = self.tables.current()
-            schema: Schema = own.format, own.tables, writer.states, own.identities
-            rows = rows_to_repair(StreamLog(writer.storage), note, writer.head, schema, tracker.shards)
+            if note is not None:
+                own = self.tables.current()
+                schema: Schema = own.format, own.tables, writer.states, own.identities
+                rows = rows_to_repair(StreamLog(writer.storage), note, writer.head, schema, tracker.shards)
             return {"knows": rows is not None}
 
         if all(vote["knows"] for vote in exchange.exchange(Phase.RESUMING, Message.of(find))) and rows is not None:
