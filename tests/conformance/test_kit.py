@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 from unittest import mock
@@ -13,12 +14,12 @@ import torch
 from torch import Tensor
 
 from delta_tracker.predictor import identities
-from delta_tracker.stream.format import block_rows, parse, part_reader
+from delta_tracker.stream.format import block_rows, object_reader, parse, part_reader
 from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.log import StreamLog
-from delta_tracker.stream.reading.position import Position
+from delta_tracker.stream.reading.position import Written
 from tests.conformance import fuzz, reference
 from tests.conformance.__main__ import all_cases, faults, main
 from tests.conformance.program import InProcess, Main
@@ -56,8 +57,11 @@ def test_every_case_names_a_rule_of_the_format() -> None:
 _DECODE = block_rows.decode_rows
 
 
-def _forgets_generation(entry: Manifest) -> Position:
-    return Position(entry.stream, entry.link, 0)
+_AT = Written.at
+
+
+def _forgets_generation(written: Written, entry: Manifest) -> Written:
+    return replace(_AT(written, entry), generation=0)
 
 
 def _truncates(stored: Tensor, encoding: Encoding, num_columns: int, dtype: torch.dtype) -> Tensor:
@@ -74,8 +78,8 @@ def _listed_first(rows: Iterable[BlockRows]) -> tuple[list[BlockRows], list[Bloc
 
 # Faults of a reader: what is replaced, by what, and words of cases that must fail.
 _FAULTS: dict[str, tuple[Any, str, Any, list[str]]] = {
-    "it does not check hashes": (part_reader, "_check_hash", lambda *_: None, ["part format 1", "flipped"]),
-    "it does not check digests": (part_reader, "_check_piece", lambda *_: None, ["part format 2", "flipped"]),
+    "it does not check hashes": (object_reader, "_check_hash", lambda *_: None, ["part format 1", "flipped"]),
+    "it does not check digests": (object_reader, "_check_piece", lambda *_: None, ["part format 2", "flipped"]),
     "it accepts a name twice": (parse, "_check_names", lambda _: None, ["manifest text", "twice"]),
     "it accepts blocks that overlap": (parse, "_check_overlaps", lambda _: None, ["form", "overlap"]),
     "it accepts bytes in BOOL": (part_reader, "_check_flags", lambda *_: None, ["BOOL of"]),
@@ -84,7 +88,7 @@ _FAULTS: dict[str, tuple[Any, str, Any, list[str]]] = {
     "it writes listed rows first": (part_reader, "newest", _listed_first, ["listed rows"]),
     "it cuts the lower bits": (block_rows, "decode_rows", _truncates, ["form F32 in a table of BF16"]),
     "it ignores merged entries": (StreamLog, "merged", lambda *_, **__: [], ["log a merged snapshot"]),
-    "it accepts a lower generation": (Position, "after", _forgets_generation, ["generation is"]),
+    "it accepts a lower generation": (Written, "at", _forgets_generation, ["generation is"]),
 }
 
 

@@ -54,6 +54,7 @@ from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.maintenance.retention import Retention, retain
+from delta_tracker.stream.reading.position import Written
 from delta_tracker.stream.storage.storage import Storage
 from tests.ranks import RankPool
 from tests.stores.rules import fails, nth, on
@@ -484,14 +485,14 @@ class Reader:
         """Check all answers at each release of the lock; raise before a hold if asked to."""
         writer = self.predictor._destination
         assert isinstance(writer, ModelWriter)
-        begin, lock = writer.begin, writer.lock
+        begin, lock = writer._begin, writer.lock
         writing = lock.writing
 
-        def begun(manifest: Manifest) -> None:
+        def begun(manifest: Manifest, *, is_elsewhere: bool) -> Written:
             self.served.add(manifest.version)
             if manifest.kind == "snapshot":
                 self._snapshots.add(manifest.version)
-            begin(manifest)
+            return begin(manifest, is_elsewhere=is_elsewhere)
 
         @contextlib.contextmanager
         def checked() -> Iterator[None]:
@@ -502,7 +503,7 @@ class Reader:
                 yield
             self.check()
 
-        writer.begin = begun  # type: ignore[method-assign]
+        writer._begin = begun  # type: ignore[method-assign]
         lock.writing = checked  # type: ignore[method-assign]
 
     # Answers

@@ -37,12 +37,12 @@ _READS = {
 }
 
 
-def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join([str(_ROOT / "tests" / "without_torch"), str(_ROOT)])
+def _run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run Python without torch: ``folder`` gets a module of this name that cannot be imported."""
+    (folder / "torch.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), str(_ROOT)])}
     call = [sys.executable, *arguments]
-    return subprocess.run(
-        call, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=120, check=False
-    )
+    return subprocess.run(call, env=environment, capture_output=True, text=True, timeout=120, check=False)
 
 
 def test_every_command_is_here() -> None:
@@ -59,7 +59,7 @@ def test_a_command_that_reads_works(name: str, url: str, tmp_path: Path) -> None
     own = _READS[name]
     places = {"OUT": str(tmp_path / "out"), "DIRECTORY": (tmp_path / "copy").as_uri()}
     arguments = ["alerts"] if own is None else [url, *(places.get(each, each) for each in own)]
-    done = _run("-m", "delta_tracker.cli", name, *arguments)
+    done = _run(tmp_path, "-m", "delta_tracker.cli", name, *arguments)
     expected = {"exporter": (2, "--every"), "release": (2, "it is not pinned")}
     code, words = expected.get(name, (0, ""))
     assert done.returncode == code, done.stderr
@@ -72,12 +72,12 @@ def test_a_command_that_reads_works(name: str, url: str, tmp_path: Path) -> None
 def test_another_command_says_what_to_install(name: str, url: str, tmp_path: Path) -> None:
     own = _NEEDS_TORCH[name]
     arguments = [] if own is None else [url, *(str(tmp_path / "x") if each == "OUT" else each for each in own)]
-    done = _run("-m", "delta_tracker.cli", name, *arguments)
+    done = _run(tmp_path, "-m", "delta_tracker.cli", name, *arguments)
     assert done.returncode == 2
     assert "[torch]" in done.stderr
 
 
-def test_a_class_of_the_package_says_what_to_install() -> None:
-    done = _run("-c", "import delta_tracker; delta_tracker.Predictor")
+def test_a_class_of_the_package_says_what_to_install(tmp_path: Path) -> None:
+    done = _run(tmp_path, "-c", "import delta_tracker; delta_tracker.Predictor")
     assert "MissingExtraError: the package 'torch' is not installed" in done.stderr
     assert "[torch]" in done.stderr

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from delta_tracker import RawIdIndex, RowTarget
-from delta_tracker.sinks.row_sink import SinkState
 from tests.predictor.memory_sink import MemorySink, Stored
 from tests.world.trainer import NUM_BAGS, NUM_PLAIN, Model
 
@@ -135,7 +134,7 @@ class ServedRows:
         return torch.stack([row for _, row in found])
 
     @property
-    def stated(self) -> SinkState | None:
+    def stated(self) -> Any:
         """What the row store states about its rows; None without any version."""
         return self._stored.state()
 
