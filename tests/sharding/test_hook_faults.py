@@ -145,7 +145,9 @@ def test_rows_are_not_lost_if_memory_is_missing_during_a_step() -> None:
 
 @pytest.mark.promise("lossless", "contained")
 def test_a_stream_is_complete_if_memory_is_missing_during_a_step_and_a_publish(tmp_path: Path) -> None:
-    training, served = _Plain("ID_ONLY", "numba"), _Plain("ID_ONLY", "numba").model
+    training, serving = _Plain("ID_ONLY", "numba"), _Plain("ID_ONLY", "numba")
+    serving.tracker.detach()
+    served = serving.model
     with closing(Publisher(training.tracker, tmp_path.as_uri())) as publisher:
         predictor = Predictor(served, tmp_path.as_uri())
         for number in range(4):
