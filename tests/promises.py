@@ -41,7 +41,8 @@ PROMISES = {
 
 def _marks(path: Path) -> Iterator[str]:
     """Yield the names of the promises in the markers of a file."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    text = path.read_text()
+    for node in ast.parse(text).body if "mark.promise" in text else ():
         if isinstance(node, ast.FunctionDef):
             for mark in node.decorator_list:
                 if isinstance(mark, ast.Call) and ast.unparse(mark.func) == "pytest.mark.promise":

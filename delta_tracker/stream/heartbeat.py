@@ -41,6 +41,7 @@ _REMOVED_SECONDS = 86_400.0
 _MAX_HOST = 253
 _NUM_READERS = 32  # threads that read heartbeats from a remote store
 _WINDOW = 10  # heartbeats in a window
+_BEATS_PER_LOOK = 12  # heartbeats between two looks for another process of the same name
 _MAX_PAUSE_SECONDS = 300.0
 _PIN_SECONDS = 10.0  # predictors look for pins every 6.25 seconds or more often
 _MIN_LOOKS = 3
@@ -106,6 +107,8 @@ class _Target:
     storage: Storage
     due: float = 0.0
     pause: float = 0.0  # seconds from the last failure to the next heartbeat, 0 after a success
+    last: float = 0.0  # time of the last heartbeat that was written
+    num_written: int = 0
 
 
 class Pulse:
@@ -121,6 +124,7 @@ class Pulse:
         self._name = name
         self._seconds = seconds
         self._looks: deque[tuple[float, int | None, int | None]] = deque(maxlen=_WINDOW)  # with monotonic times
+        self._is_alone = True  # False once another process with the name was logged
 
     def is_due(self) -> bool:
         """Return True if it is time for the next heartbeat."""
@@ -144,8 +148,11 @@ class Pulse:
             if not target.storage.has_directory("log"):
                 return
             target.storage = target.storage.reopened()
+            self._check_alone(target)
             own: dict[str, Any] = {"host": socket.gethostname()[:_MAX_HOST], "seconds": self._seconds, "window": window}
-            leave_heartbeat(target.storage, Heartbeat(name=self._name, time=time.time(), **(own | fields)))
+            beat = Heartbeat(name=self._name, time=time.time(), **(own | fields))
+            leave_heartbeat(target.storage, beat)
+            target.last, target.num_written = beat.time, target.num_written + 1
         except StorageError as error:
             if fields["stream"] is None:
                 return  # a predictor may start before the stream's directory exists
@@ -157,6 +164,16 @@ class Pulse:
             if target.pause:
                 _logger.warning("the predictor's heartbeat is written again: name=%s", self._name)
             target.pause = 0.0
+
+    def _check_alone(self, target: _Target) -> None:
+        """Log once that another process writes heartbeats of the same name. Looks before every twelfth heartbeat."""
+        if not self._is_alone or target.num_written % _BEATS_PER_LOOK != 1:
+            return
+        found = read_record(target.storage, heartbeat_path(self._name), "heartbeat", Heartbeat)
+        if found is not None and found.time != target.last:
+            self._is_alone = False
+            text = "another process, on host %s, writes heartbeats of the name %s: give each predictor its own name"
+            _logger.warning(text, found.host, self._name)
 
 
 @dataclass(frozen=True, slots=True)

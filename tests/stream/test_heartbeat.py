@@ -150,6 +150,21 @@ def test_a_pulse_beats_every_few_seconds(clock: _Clock) -> None:
     assert (beat.time, beat.version) == (1e9 + 105.1, 8), "its age tells who is gone"
 
 
+def test_two_processes_of_one_name_are_named_once(clock: _Clock, caplog) -> None:
+    storage = Storage("memory://")
+    one, other = Pulse(storage, "p-1"), Pulse(storage, "p-1")
+    fields = {key: value for key, value in _FIELDS.items() if key not in ("name", "time")}
+    for number in range(30):
+        clock.seconds += 4
+        one.leave(**fields)
+        if number == 15:
+            assert not caplog.records
+        if number > 15:
+            clock.seconds += 1
+            other.leave(**fields)
+    assert len([record for record in caplog.records if "writes heartbeats of the name p-1" in record.getMessage()]) == 2
+
+
 def test_a_heartbeat_has_the_window_of_the_last_ten(clock: _Clock) -> None:
     storage = Storage("memory://")
     pulse = Pulse(storage, "p", seconds=5.0)
