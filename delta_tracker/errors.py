@@ -115,7 +115,7 @@ def import_optional(module: str, package: str, extra: str | None) -> ModuleType:
     """Import and return ``module``. If that fails, raise MissingExtraError with ``package`` and ``extra``."""
     try:
         return import_module(module)
-    except ImportError as error:
+    except ModuleNotFoundError as error:
         raise MissingExtraError(package, extra) from error
 
 

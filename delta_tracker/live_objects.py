@@ -16,22 +16,23 @@ from delta_tracker.errors import UncopyableError
 class Trained(Protocol):
     """Object that knows where the tables of a model in training are, see :func:`trained_memory`."""
 
-    def addresses(self) -> set[tuple[str, int]]:
-        """Return the device and the address of each piece of memory; empty once training has ended."""
+    def spans(self) -> set[tuple[str, int, int]]:
+        """Return the device, the first address and the end of each piece of memory; empty once training has ended."""
         ...
 
 
-_TRAINED: weakref.WeakSet[Trained] = weakref.WeakSet()
+_TRAINED: weakref.WeakValueDictionary[int, Trained] = weakref.WeakValueDictionary()
 
 
 def announce_training(trained: Trained) -> None:
     """Include an object in :func:`trained_memory` until it is garbage-collected."""
-    _TRAINED.add(trained)
+    _TRAINED[id(trained)] = trained
 
 
-def trained_memory() -> set[tuple[str, int]]:
+def trained_memory() -> set[tuple[str, int, int]]:
     """Return where the tracked tables of this process are, to which no predictor may write."""
-    return {address for each in list(_TRAINED) for address in each.addresses()}
+    living = [trained for reference in _TRAINED.valuerefs() if (trained := reference()) is not None]
+    return {span for trained in living for span in trained.spans()}
 
 
 class Uncopied:

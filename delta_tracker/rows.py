@@ -257,3 +257,10 @@ def _items(rows: Tensor) -> NDArray[np.void]:
     """
     held = rows.view(torch.uint8).numpy()
     return held.view(np.dtype((np.void, held.shape[1])))[:, 0]
+
+
+def memory_span(tensor: Tensor) -> tuple[str, int, int]:
+    """Return the device of a tensor, the address of its first byte, and the address after its last byte."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    end = tensor.data_ptr() + (last + 1) * tensor.element_size() if tensor.numel() else tensor.data_ptr()
+    return str(tensor.device), tensor.data_ptr(), end

@@ -197,7 +197,7 @@ def _extra_table() -> str:
 def _served_in_training() -> None:
     model = _model()
     with ModelDeltaTracker(model) as tracker:
-        Predictor(model, _published(tracker))
+        Predictor(model, _published(tracker)).sync()
 
 
 def _published(tracker: ModelDeltaTracker) -> Storage:

@@ -46,7 +46,7 @@ class ModelWriter(Forkable):
         self.identities: Mapping[str, Identity] = {}
         self._gauges, self._chunk_rows = gauges, target.chunk_rows
         self.lock, self.fence, self.model = TableLock(), TableFence(), ServedModel(target)
-        self.fence.cover(self.model.receiver.devices)
+        self.fence.cover(self.model.first_devices)
         self.written = Written(stream="")
         self.position: Position | None = None
         self._has_newer_rows = False  # rows that were saved after the position, until a snapshot replaces them

@@ -19,7 +19,7 @@ from delta_tracker.predictor.placement import Placement, place
 from delta_tracker.raw_ids import RawIdMap
 from delta_tracker.raw_ids.index import RawIdIndex
 from delta_tracker.row_target import WRITABLE, RowTarget, TensorTarget, obstacle_of
-from delta_tracker.rows import copy_from_host
+from delta_tracker.rows import copy_from_host, memory_span
 from delta_tracker.sharding.presence import has_collisions, has_fbgemm_tables, has_sharded, traced_collisions
 from delta_tracker.sinks.row_sink import RowSink
 from delta_tracker.stream.format.manifest import DenseSpec, Manifest
@@ -94,7 +94,7 @@ class Names:
     """
 
     def __init__(self, choice: NameChoice, known: Collection[str]) -> None:
-        self._choice = choice
+        self._choice = dict(choice) if isinstance(choice, Mapping) else choice
         given = choice if isinstance(choice, Mapping) else {}
         for name, own in given.items():
             if not (any(each.startswith(own) for each in known) if _is_prefix(name) else own in known):
@@ -126,30 +126,30 @@ def _is_prefix(name: str) -> bool:
 class ServedModel:
     """Tables, dense tensors and mappings of raw ids of a model, compared with each version that is written to them.
 
-    ``receiver`` is that of the last version; at first, that of the model at the construction.
+    ``first_devices`` are the devices of the model at the construction. What the last version was written to is kept,
+    also after the model has got other tensors, until the next version.
     """
 
     def __init__(self, target: ModelTarget) -> None:
         self._model = model = target.model
         self._takes_dense = target.dense
         tables, dense = find_targets(model), _tensors(model)
-        _refuse_trained(tables)
         self._rule = Names(target.names, {*tables, *dense})
         self._names = self._rule.of(target.raw_ids)  # of the last resolved version
         self._indexes = check_indexes(target.raw_ids, renamed(tables, self._names)) if target.raw_ids else {}
         self._has_compared = False  # the tables of the model and of the stream
         self._hidden = traced_collisions(model) if isinstance(model, nn.Module) else []
         self._has_raw_ids = bool(self._indexes) or (isinstance(model, nn.Module) and has_collisions(model))
-        self.receiver = Receiver(tables, dense, self.raw_ids() if self._has_raw_ids else {})
-        self._found_for: object = None  # what the receiver depends on; None to find it again
+        self.first_devices = Receiver(tables, dense, self.raw_ids() if self._has_raw_ids else {}).devices
+        self._found: tuple[object, Receiver] | None = None  # what the last receiver depends on, and it
 
     def resolve(self, manifest: Manifest) -> Receiver:
         """Return the tables and dense tensors of the model that a version is written to. Raise if it does not fit."""
         memory = None if manifest.identities or self._has_raw_ids else _memory(self._model)
         asked = None if memory is None else (memory, manifest.tables, manifest.dense)
-        if asked is None or asked != self._found_for:
-            self.receiver, self._found_for = self._find(manifest), asked
-        return self.receiver
+        if asked is None or self._found is None or self._found[0] != asked:
+            self._found = asked, self._find(manifest)
+        return self._found[1]
 
     def _find(self, manifest: Manifest) -> Receiver:
         tables = find_targets(self._model)
@@ -157,6 +157,7 @@ class ServedModel:
             self._names = self._rule.of((*manifest.tables, *manifest.dense))
         targets = renamed(tables, self._names)
         check_targets(manifest, targets)
+        _refuse_trained({fqn: targets[fqn] for fqn in manifest.tables})
         if not self._has_compared and manifest.kind != "claim":
             self._warn_of_others(manifest)
         maps: dict[str, tuple[RawIdMap, ...]] = {}
@@ -173,7 +174,8 @@ class ServedModel:
         if others := sorted(_table_names(self._model) - sent):
             _logger.warning("the stream has no rows for these tables of the model, which keep their values: %s", others)
         if self._takes_dense and isinstance(self._model, nn.Module):
-            trained = {name.removesuffix(".weight") for name, _ in self._model.named_parameters()} - sent
+            named = (name.replace(_COMPILED, "") for name, _ in self._model.named_parameters())
+            trained = {name.removesuffix(".weight") for name in named} - sent
             held = {name.removesuffix(".weight"): name for name in _tensors(self._model)}
             if dense := sorted(held[name] for name in trained & held.keys() - _table_names(self._model)):
                 _logger.warning(
@@ -345,19 +347,18 @@ def check_targets(manifest: Manifest, targets: Mapping[str, RowTarget]) -> None:
 
 
 def _refuse_trained(targets: Mapping[str, RowTarget]) -> None:
-    """Raise InvalidArgumentError for tables that a tracker of this process tracks."""
+    """Raise InvalidArgumentError for tables of a version that a tracker of this process tracks."""
     trained = trained_memory()
-    found = [
+    found = {
         fqn
         for fqn, target in targets.items()
-        if isinstance(target, TensorTarget)
-        for region in target.regions
-        if region.memory.layout is torch.strided
-        and (str(region.memory.device), region.memory.untyped_storage().data_ptr()) in trained
-    ]
+        if trained and isinstance(target, TensorTarget)
+        for device, begin, end in map(memory_span, (region.memory for region in target.regions))
+        if any(device == other and begin < last and first < end for other, first, last in trained)
+    }
     if found:
-        remedy = "Pass a copy of the model: versions would overwrite what training writes to these tables"
-        raise InvalidArgumentError("model", sorted(set(found)), remedy)
+        remedy = "Pass a copy of the model, or detach the tracker: versions would overwrite what training writes"
+        raise InvalidArgumentError("model", sorted(found), remedy)
 
 
 def _refuse_shared_memory(manifest: Manifest, targets: Mapping[str, RowTarget]) -> None:
@@ -368,15 +369,9 @@ def _refuse_shared_memory(manifest: Manifest, targets: Mapping[str, RowTarget]) 
         for region in target.regions
         if region.memory.numel()
     ]
-    spans = sorted((*_span(memory), fqn) for fqn, memory in memories) if len(memories) > 1 else []
+    spans = sorted((*memory_span(memory), fqn) for fqn, memory in memories) if len(memories) > 1 else []
     for (device, _, end, fqn), (other_device, begin, _, other) in itertools.pairwise(spans):
         if begin < end and device == other_device:
             remedy = f"Name {other!r} or {fqn!r} in fqns_to_skip of the trainer's tracker, or give each its own memory"
             shared = f"in memory shared with {fqn!r} (tied weights)"
             raise ModelMismatchError(other, str(manifest.tables[other]), shared).advising(remedy)
-
-
-def _span(tensor: Tensor) -> tuple[str, int, int]:
-    """Return the device of a tensor, the address of its first byte, and the address after its last byte."""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()

@@ -97,23 +97,23 @@ class _Newest(Source):
             metrics.stream_pending_rows,
             metrics.publisher_heartbeat_age_seconds,
         )
-        began = self._clock.reader_time()
-        for gauge in gauges:
-            gauge.remove(url=url)
-        head = self._log.head()
+        readings: tuple[float | None, ...] = (None,) * len(gauges)
+        try:
+            readings = self._readings() or readings
+        finally:
+            for gauge, value in zip(gauges, readings, strict=True):
+                gauge.remove(url=url)
+                if value is not None:
+                    gauge.set(value, url=url)
+
+    def _readings(self) -> tuple[float | None, ...] | None:
+        began, head = self._clock.reader_time(), self._log.head()
         if head is None:
-            return
+            return None
         seen = see_publisher(self._log.storage, head)
         beat = None if seen is None else seen[1]
         self._clock.saw("log", [head.committed], began=began)
         self._clock.saw("heartbeats", [] if beat is None else [beat], began=began)
         now = self._clock.now()
-        readings = (
-            head.version,
-            max(0.0, now - head.committed),
-            head.pending_rows,
-            None if beat is None else max(0.0, now - beat),
-        )
-        for gauge, value in zip(gauges, readings, strict=True):
-            if value is not None:
-                gauge.set(value, url=url)
+        beat_age = None if beat is None else max(0.0, now - beat)
+        return head.version, max(0.0, now - head.committed), head.pending_rows, beat_age

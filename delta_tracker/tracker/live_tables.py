@@ -7,6 +7,7 @@ from types import MappingProxyType
 
 from torch import Tensor, nn
 
+from delta_tracker.rows import memory_span
 from delta_tracker.sharding.optimizer_rows import (
     StateWatch,
     kernel_scalars,
@@ -70,12 +71,12 @@ class LiveTables:
         """
         return column_views(self._model.shard(fqn))
 
-    def addresses(self) -> set[tuple[str, int]]:
-        """Return the device and the address of the storage of each table; empty if the tracker is detached."""
+    def spans(self) -> set[tuple[str, int, int]]:
+        """Return the device, the first address and the end of each table; empty if the tracker is detached."""
         views = (
             (view for fqn in self._model.shards for view in self.column_views(fqn)) if self._model.is_attached else ()
         )
-        return {(str(view.device), view.untyped_storage().data_ptr()) for view in views if view.numel()}
+        return {memory_span(view) for view in views if view.numel()}
 
     # Raw ids
 

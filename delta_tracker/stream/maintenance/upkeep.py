@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from delta_tracker.arguments import check_count, check_seconds, check_type
-from delta_tracker.errors import kind_of, unraised
+from delta_tracker.errors import MalformedError, StorageError, kind_of, unraised
 from delta_tracker.stream.interruption import Interrupted, interruptible
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.maintenance.compaction import compact
@@ -78,9 +79,8 @@ class _RetentionStep:
         """Run a pass. Return False if it deleted nothing."""
         if self._passes.run() != Retained():
             return True
-        if self._bound is not None and (head := self._log.head()) is not None:
-            snapshot = self._log.newest_snapshot()
-            num_after = head.version - (0 if snapshot is None else snapshot.version)
+        if self._bound is not None:
+            num_after = self._num_after_snapshot()
             if num_after > 2 * self._bound + RETAIN_EVERY:
                 self._bound = None
                 _logger.warning(
@@ -91,6 +91,14 @@ class _RetentionStep:
                     self._log.storage.url,
                 )
         return False
+
+    def _num_after_snapshot(self) -> int:
+        """Return the number of versions after the newest snapshot; 0 if it cannot be read."""
+        with suppress(MalformedError, StorageError):
+            head, snapshot = self._log.head(), self._log.newest_snapshot()
+            if head is not None:
+                return head.version - (0 if snapshot is None else snapshot.version)
+        return 0
 
 
 class UpkeepThread:
