@@ -27,6 +27,7 @@ _TRAINED: weakref.WeakValueDictionary[int, Trained] = weakref.WeakValueDictionar
 def announce_training(trained: Trained) -> None:
     """Include an object in :func:`trained_memory` until it is garbage-collected."""
     _TRAINED[id(trained)] = trained
+    _register_handlers()
 
 
 def trained_memory() -> set[tuple[str, int, int]]:
@@ -94,6 +95,7 @@ def _register_handlers() -> None:
         after_in_parent=partial(_call, methodcaller("after_fork_in_parent")),
         after_in_child=partial(_call, methodcaller("after_fork_in_child")),
     )
+    os.register_at_fork(after_in_child=_TRAINED.clear)  # a child has its own copy of the tables
 
 
 def _call(method: Callable[[Forkable], object]) -> None:

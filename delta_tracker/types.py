@@ -147,13 +147,19 @@ class TableSpec:
     dim: int
     dtype_name: str
 
-    def __init__(self, fqn: str, num_rows: int, dim: int, dtype: torch.dtype | str) -> None:
+    def __init__(
+        self, fqn: str, num_rows: int, dim: int, dtype: torch.dtype | str = "", *, dtype_name: str = ""
+    ) -> None:
+        # dataclasses.replace passes dtype_name.
+        name = str(dtype).removeprefix("torch.") or dtype_name
+        if not name:
+            raise InvalidArgumentError("dtype", dtype, "Give the dtype of the weight, such as torch.float32")
         if num_rows < 0 or dim < 1:
             raise InvalidArgumentError("TableSpec", (num_rows, dim), "Give num_rows >= 0 and dim >= 1")
         object.__setattr__(self, "fqn", fqn)
         object.__setattr__(self, "num_rows", num_rows)
         object.__setattr__(self, "dim", dim)
-        object.__setattr__(self, "dtype_name", dtype_name(dtype))
+        object.__setattr__(self, "dtype_name", name)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -66,3 +68,10 @@ def test_a_delta_is_a_mapping_of_its_tables() -> None:
         3,
         0,
     )
+
+
+def test_a_table_is_changed_by_replace() -> None:
+    assert replace(_TABLE, num_rows=5) == TableSpec("ec.user", 5, 8, torch.float32)
+    assert replace(_TABLE, dtype=torch.float16).dtype is torch.float16
+    with pytest.raises(InvalidArgumentError, match="dtype"):
+        TableSpec("ec.user", 5, 8)

@@ -46,7 +46,7 @@ _OWN_OPTIONS: dict[str, object] = {
 _DTYPE_NAMES = {dtype: name for name, dtype in TENSOR_DTYPES.items()}
 
 _Size = Annotated[int, Meta(ge=0, lt=1 << 48)]
-_DtypeName = Annotated[str, Meta(pattern=f"^({'|'.join(TENSOR_DTYPES)})$")]
+_DtypeName = Annotated[str, Meta(pattern=rf"\A({'|'.join(TENSOR_DTYPES)})\Z")]
 
 
 class _Record(msgspec.Struct, forbid_unknown_fields=True):

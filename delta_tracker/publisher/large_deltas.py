@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections import Counter
 
-from delta_tracker.types import TableSpec
+from delta_tracker.stream.format.manifest import Manifest
 
 _logger = logging.getLogger(__name__)
 
@@ -19,11 +19,15 @@ class LargeDeltas:
     def __init__(self) -> None:
         self._num_large: dict[str, int] = {}
 
-    def saw(self, num_rows: Mapping[str, int], tables: Mapping[str, TableSpec]) -> None:
-        """Take the rows of a delta into account, by table. A table is logged once, at its tenth large delta in turn."""
+    def saw(self, delta: Manifest) -> None:
+        """Take the rows of a delta into account. A table is logged once, at its tenth large delta in turn."""
+        num_rows: Counter[str] = Counter()
+        for part in delta.parts:
+            for block in part.blocks:
+                num_rows[block.table] += block.num_rows if block.columns[0] == 0 else 0  # once per row
         before, self._num_large = self._num_large, {}
         for fqn, count in num_rows.items():
-            if count <= _SHARE * tables[fqn].num_rows:
+            if count <= _SHARE * delta.tables[fqn].num_rows:
                 continue
             self._num_large[fqn] = before.get(fqn, 0) + 1
             if self._num_large[fqn] != _NUM_DELTAS:

@@ -80,7 +80,7 @@ class Reports:
             for fqn, num_rows in rows.items():
                 self._num_rows(fqn).add(num_rows)
             if committed.kind == "delta":
-                self._large_deltas.saw(rows, committed.tables)
+                self._large_deltas.saw(committed)
             self._version().add(committed.version)
         if self.is_over:  # a version before the one that failed
             return

@@ -42,10 +42,8 @@ class LaunchHook(Watcher):
     def __init__(self, module: Any, tables: Sequence[str], reports: Reports) -> None:  # noqa: ANN401  torchrec's
         super().__init__(tables, reports)
         launched = untraced(self._report, lambda: None)  # without it, the next read compacts the log
-        self._handles: list[RemovableHandle] = [
-            dist.register_forward_hook(launched)
-            for dist in module._output_dists  # noqa: SLF001
-        ]
+        self._dists: tuple[Any, ...] = tuple(module._output_dists)  # noqa: SLF001
+        self._handles: list[RemovableHandle] = [dist.register_forward_hook(launched) for dist in self._dists]
 
     def remove(self) -> None:
         """Stop reporting."""
@@ -53,8 +51,9 @@ class LaunchHook(Watcher):
             handle.remove()
         super().remove()
 
-    def _report(self, *_: object) -> None:
-        self._contained(self._output_launched, otherwise=None)
+    def _report(self, dist: object, *_: object) -> None:
+        if any(dist is each for each in self._dists):  # a copy of the collection has this hook, too
+            self._contained(self._output_launched, otherwise=None)
 
     def _output_launched(self) -> None:
         if not is_capturing():

@@ -52,7 +52,10 @@ def dense_tensors(
         if isinstance(each, str):
             chosen = {each: _named(of_model, each, rows)}
         else:
-            every = {name: tensor for name, tensor in _tensors(model, each, prefix).items() if name not in rows}
+            every = _tensors(model, each, prefix)
+            if taken := rows.intersection(every) if not _is_part(model, each) else set():
+                raise InvalidArgumentError("dense", sorted(taken), "Pass another name: it is that of a tracked table")
+            every = {name: tensor for name, tensor in every.items() if name not in rows}
             sharded = sorted(name for name, tensor in every.items() if tensor is None)
             chosen = {name: tensor for name, tensor in every.items() if tensor is not None}
             if sharded and not skip_sharded:
@@ -66,6 +69,12 @@ def dense_tensors(
         if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_meta or tensor.is_sparse:
             raise InvalidArgumentError("dense", name, f"Leave it out: a {type(tensor).__name__} is not whole here")
     return {name: tensor.detach() for name, tensor in found.items()}
+
+
+def _is_part(model: nn.Module, part: nn.Module) -> bool:
+    """Return True if a module, or one inside it, is part of a model."""
+    inside = {id(module) for module in part.modules()}
+    return any(id(module) in inside for module in model.modules())
 
 
 def _parts(dense: DenseChoice) -> list[tuple[str, str | nn.Module]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+import torch
 from torch import Tensor, nn
 
 from delta_tracker.rows import memory_span
@@ -72,11 +73,13 @@ class LiveTables:
         return column_views(self._model.shard(fqn))
 
     def spans(self) -> set[tuple[str, int, int]]:
-        """Return the device, the first address and the end of each table; empty if the tracker is detached."""
-        views = (
-            (view for fqn in self._model.shards for view in self.column_views(fqn)) if self._model.is_attached else ()
-        )
-        return {memory_span(view) for view in views if view.numel()}
+        """Return the device, the first address and the end of each table of a plain module that is attached.
+
+        Those of kernels are left out, because their views flush caches, which only the training thread may do.
+        """
+        tables = self._model.found.plain if self._model.is_attached else ()
+        weights = (table.module._parameters.get("weight") for table in tables)  # noqa: SLF001
+        return {memory_span(weight) for weight in weights if weight is not None and weight.layout is torch.strided}
 
     # Raw ids
 

@@ -495,10 +495,12 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
     def stats(self) -> TrackerStats:
         """Return pending rows and lag of each consumer, and the memory usage, on this rank. Waits for the device.
 
-        Pending rows are counted as by :meth:`num_pending`.
+        Pending rows are counted as by :meth:`num_pending`; for a dropped consumer, all rows are.
         """
         log = self._log
         with log.lock:
+            log.segments.fence.enter()
+            log.segments.notice_writes(log.segments.stores)
             lags, memory = log.consumers.lags(counts=True), log.segments.memory()
             num_rows = {fqn: store.num_rows for fqn, store in log.segments.stores.items()}
         return TrackerStats(self._mode, self.num_batches, num_rows, lags, memory)

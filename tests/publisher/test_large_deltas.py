@@ -10,7 +10,10 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adam
 
-from delta_tracker import ModelDeltaTracker, Publisher, Storage
+from delta_tracker import ModelDeltaTracker, Publisher, Storage, TableSpec
+from delta_tracker.publisher.large_deltas import LargeDeltas
+from delta_tracker.stream.format.encoding import Encoding
+from delta_tracker.stream.format.manifest import Block, Manifest, Part
 
 
 def _warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -34,3 +37,21 @@ def test_a_table_whose_deltas_are_large_is_named_once(optimizer, is_large: bool,
     found = _warnings(caplog)
     assert len(found) == is_large
     assert not is_large or "deltas has more than half of the rows of user. Adam" in found[0]
+
+
+def test_a_row_of_a_column_wise_table_counts_once(caplog) -> None:
+    blocks = tuple(Block("user", (0, 100), columns, 30, "list", Encoding.F32) for columns in ((0, 2), (2, 4)))
+    delta = Manifest(
+        stream="0" * 32,
+        generation=1,
+        writer="0" * 32,
+        version=1,
+        kind="delta",
+        created=0.0,
+        tables={"user": TableSpec("user", 100, 4, torch.float32)},
+        parts=(Part("parts/a.safetensors", 1, "0" * 32, blocks, ()),),
+    )
+    large_deltas = LargeDeltas()
+    for _ in range(20):
+        large_deltas.saw(delta)
+    assert not _warnings(caplog)

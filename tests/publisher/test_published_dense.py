@@ -86,6 +86,11 @@ def test_two_modules_outside_the_model_need_names() -> None:
         _published(_Model(), [nn.Linear(1, 1), nn.Linear(1, 1)])
 
 
+def test_a_name_of_a_table_is_refused_for_a_module_outside_the_model() -> None:
+    with pytest.raises(InvalidArgumentError, match=r"'bag.weight'.*Pass another name"):
+        _published(_Model(), {"bag": nn.Linear(4, 4)})
+
+
 @pytest.mark.parametrize("wrong", ["over", ["over.weight", 3], {"over": "over.weight"}])
 def test_other_choices_are_refused(wrong: Any) -> None:
     with pytest.raises(InvalidArgumentError, match="Pass a module, a list of names or modules, or a dict of modules"):

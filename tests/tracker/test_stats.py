@@ -23,3 +23,10 @@ def test_it_has_the_pending_rows_of_each_consumer_and_changes_nothing() -> None:
         first, *lines = repr(stats).splitlines()
         assert "2 tables, 100 rows on this rank, 1 batch" in first
         assert [line.split()[:2] for line in lines] == [["serving", "4"], ["audit", "1"]]
+
+
+def test_rows_that_were_written_outside_a_step_are_counted() -> None:
+    model = torch.nn.ModuleDict({"user": torch.nn.EmbeddingBag(50, 4, sparse=True)})
+    with ModelDeltaTracker(model) as tracker, torch.no_grad():
+        model["user"].weight.add_(1)
+        assert tracker.stats().num_pending("default") == tracker.num_pending()["user"] == 50
