@@ -93,9 +93,13 @@ def _register_handlers() -> None:
     os.register_at_fork(
         before=partial(_call, methodcaller("before_fork")),
         after_in_parent=partial(_call, methodcaller("after_fork_in_parent")),
-        after_in_child=partial(_call, methodcaller("after_fork_in_child")),
+        after_in_child=_after_fork_in_child,
     )
-    os.register_at_fork(after_in_child=_TRAINED.clear)  # a child has its own copy of the tables
+
+
+def _after_fork_in_child() -> None:
+    _TRAINED.clear()  # the child has its own copy of the tables
+    _call(methodcaller("after_fork_in_child"))
 
 
 def _call(method: Callable[[Forkable], object]) -> None:

@@ -11,7 +11,7 @@ from tests import forked
 
 @pytest.mark.promise("unpickled")
 def test_mutated_manifests_and_parts_are_refused_or_right() -> None:
-    run = forked.run("tests.stream.fuzz_stream", "--mutations", "1000", "--seed", "1", timeout_seconds=240)
+    run = forked.run("tests.stream.fuzz_stream", "--mutations", "1500", "--seed", "1", timeout_seconds=240)
     assert run.returncode == 0, run.stdout + run.stderr
     counts = re.findall(r"^ *(\d+) (.+)$", run.stdout, flags=re.MULTILINE)
     found = {outcome: int(count) for count, outcome in counts}
