@@ -216,6 +216,13 @@ class Store:
         path = max((self.path / "log").glob("*.json"), default=None)
         return None if path is None else self._described(json.loads(path.read_bytes()), is_merged=False)
 
+    def listed(self) -> list[Entry]:
+        """Return all entries of the log and merged ones, also if their objects are not there."""
+        paths = [
+            (path, folder == "merged") for folder in ("log", "merged") for path in (self.path / folder).glob("*.json")
+        ]
+        return [self._described(json.loads(path.read_bytes()), is_merged=is_merged) for path, is_merged in paths]
+
     def has_log(self) -> bool:
         return any((self.path / "log").glob("*.json"))
 
