@@ -23,7 +23,9 @@ def chosen_dense(dense: DenseChoice | Literal[True], live: LiveTables) -> DenseC
     """Return a choice of dense tensors that can be read more than once; True is the whole model."""
     if dense is True:
         return live.model
-    return dense if isinstance(dense, nn.Module | Mapping | str) else tuple(dense)
+    if isinstance(dense, Mapping):
+        return dict(dense)
+    return dense if isinstance(dense, nn.Module | str) else tuple(dense)
 
 
 def warn_of_dense(live: LiveTables) -> None:

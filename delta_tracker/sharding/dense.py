@@ -94,9 +94,13 @@ def _parts(dense: DenseChoice) -> list[tuple[str, str | nn.Module]]:
 
 
 def dense_parameters(model: nn.Module, tables: Collection[str]) -> list[str]:
-    """Return the names of the parameters that train and are whole on this rank, without the weights of tables."""
-    rows = {f"{fqn}.weight" for fqn in tables}
-    found = ((name, each) for name, each in _tensors(model, model).items() if name not in rows)
+    """Return the names of the parameters that train and are whole on this rank.
+
+    Without the weights of tables, also under another name (tied weights).
+    """
+    every = _tensors(model, model)
+    weights = {id(every.get(f"{fqn}.weight")) for fqn in tables}
+    found = ((name, each) for name, each in every.items() if id(each) not in weights)
     return sorted(name for name, each in found if isinstance(each, nn.Parameter) and each.requires_grad)
 
 

@@ -45,6 +45,16 @@ def test_both_sides_say_that_dense_parameters_are_not_sent(caplog) -> None:
     assert "Publisher(dense=True)" in said
 
 
+def test_tied_weights_are_not_named_as_missing(caplog) -> None:
+    model = _Model()
+    model.over = nn.Linear(4, 10, bias=False)
+    model.over.weight = model.bag.weight
+    _published(model, None)
+    (said,) = _warnings(caplog)
+    assert "over" not in said
+    assert "out.bias, out.weight." in said
+
+
 @pytest.mark.parametrize("kind", ["declined", "sent", "set elsewhere"])
 def test_neither_side_warns_of_a_choice(kind: str, caplog) -> None:
     storage, _ = _published(_Model(), kind == "sent")
