@@ -26,9 +26,9 @@ from benchmarks.harness import Figures, Report, Sample, interleaved, parser, tim
 from benchmarks.workloads import distinct_ids, uniform_ids
 from delta_tracker import ModelTarget, Predictor
 from delta_tracker.monitor.recorder import Recorder
-from delta_tracker.predictor.gauges import PredictorGauges
 from delta_tracker.predictor.lock import TableLock
 from delta_tracker.predictor.model_writer import ModelWriter
+from delta_tracker.predictor.predictor_gauges import PredictorGauges
 from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.format.manifest import Block, Manifest

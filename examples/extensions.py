@@ -19,7 +19,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from delta_tracker import ModelDeltaTracker, Predictor, Publisher, RowTarget, monitor
 from delta_tracker.monitor.batch import Batch
-from delta_tracker.monitor.sinks.sink import Sink
+from delta_tracker.monitor.sinks.base_sink import Sink
 
 NUM_ROWS, COLUMNS = 1000, 8
 TABLE = "embedding_bags.item"

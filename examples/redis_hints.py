@@ -17,7 +17,7 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTens
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from delta_tracker import ModelDeltaTracker, Predictor, Publisher
-from delta_tracker.stream.notify.redis import RedisNotifier
+from delta_tracker.stream.notify.redis_hints import RedisNotifier
 
 POLL_SECONDS = 30.0
 TABLE = "embedding_bags.item"

@@ -15,7 +15,7 @@ from torch import nn
 
 from delta_tracker import DataPosition, ModelDeltaTracker, Predictor, Publisher, RankCounters, Standby
 from delta_tracker.errors import UncopyableError
-from delta_tracker.stream.mirror import Mirror
+from delta_tracker.stream.mirroring import Mirror
 from delta_tracker.tracker.consumer_handle import ConsumerHandle
 
 

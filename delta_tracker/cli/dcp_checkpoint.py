@@ -11,9 +11,9 @@ from typing import Any
 from torch import Tensor
 from torch.distributed import checkpoint as dcp
 
-from delta_tracker.cli.versions import mapped, rows_of, write_versions
+from delta_tracker.cli.version_tables import mapped, rows_of, write_versions
 from delta_tracker.errors import InvalidArgumentError
-from delta_tracker.recovery.path import recovery_path
+from delta_tracker.recovery.recovery_path import recovery_path
 from delta_tracker.recovery.targets import RowWriter, state_table
 from delta_tracker.recovery.training_states import TrainingStates
 from delta_tracker.row_target import Region, RowTarget, TensorTarget

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from delta_tracker.cli.stream_command import Stream, os_errors_of, stream_command
 from delta_tracker.cli.text import size
-from delta_tracker.cli.versions import mapped, num_bytes_of, rows_of, write_versions
+from delta_tracker.cli.version_tables import mapped, num_bytes_of, rows_of, write_versions
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.stream.format.manifest import DenseSpec
 from delta_tracker.stream.format.part_writer import METADATA_KEY, safetensors_header

@@ -17,7 +17,7 @@ from delta_tracker.errors import InvalidArgumentError, LivePublisherError, NoSna
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.maintenance.retention import Retention
-from delta_tracker.stream.mirror import Mirror, promote
+from delta_tracker.stream.mirroring import Mirror, promote
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.stream.storage.url import default_poll_seconds
 

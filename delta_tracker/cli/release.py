@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from delta_tracker.cli.stream_command import Stream, stream_command
-from delta_tracker.stream.rollback import release_pin
+from delta_tracker.stream.pinning import release_pin
 
 _HELP = """Let the predictors of a rolled back stream continue from a snapshot.
 

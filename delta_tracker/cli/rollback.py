@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from delta_tracker.cli.stream_command import Stream, stream_command
-from delta_tracker.stream.rollback import pin_version
+from delta_tracker.stream.pinning import pin_version
 
 _HELP = """Return all predictors that follow pins to VERSION, and keep them there until a release.
 

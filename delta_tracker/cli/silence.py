@@ -7,7 +7,7 @@ import secrets
 from delta_tracker.errors import InvalidArgumentError, LivePublisherError
 from delta_tracker.stream.heartbeat import heartbeat_path
 from delta_tracker.stream.storage.storage import Storage
-from delta_tracker.stream.takeover import Liveness, Signs
+from delta_tracker.stream.takeover_request import Liveness, Signs
 
 SILENCE_SECONDS = 30.0
 """Default of the time without an entry or a heartbeat after which a publisher counts as dead."""

@@ -11,7 +11,7 @@ from delta_tracker.cli.silence import SILENCE_SECONDS, check_silence
 from delta_tracker.cli.stream_command import Number, Stream, stream_command
 from delta_tracker.cli.text import duration
 from delta_tracker.errors import InvalidArgumentError
-from delta_tracker.stream.takeover import cancel_takeover, request_takeover
+from delta_tracker.stream.takeover_request import cancel_takeover, request_takeover
 
 _LOOK_SECONDS = 0.5
 

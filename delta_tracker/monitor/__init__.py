@@ -37,6 +37,7 @@ flush = MONITOR.flush
 collect = MONITOR.collect
 
 if TYPE_CHECKING:
+    from delta_tracker.monitor.sinks.base_sink import Sink as Sink
     from delta_tracker.monitor.sinks.chrome_trace import ChromeTraceSink as ChromeTraceSink
     from delta_tracker.monitor.sinks.jsonl import JsonlSink as JsonlSink
     from delta_tracker.monitor.sinks.logs import LoggingSink as LoggingSink
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
     from delta_tracker.monitor.sinks.opentelemetry import OpenTelemetrySink as OpenTelemetrySink
     from delta_tracker.monitor.sinks.prometheus import PrometheusFileSink as PrometheusFileSink
     from delta_tracker.monitor.sinks.prometheus import PrometheusSink as PrometheusSink
-    from delta_tracker.monitor.sinks.sink import Sink as Sink
     from delta_tracker.monitor.sinks.tensorboard import TensorBoardSink as TensorBoardSink
     from delta_tracker.monitor.sinks.torch_monitor import TorchMonitorSink as TorchMonitorSink
 

@@ -17,7 +17,7 @@ from delta_tracker.monitor.event_log import EventLog
 from delta_tracker.monitor.library import LibraryMetrics
 from delta_tracker.monitor.outlets import Guard, Runner, SinkQueue
 from delta_tracker.monitor.registry import Registry
-from delta_tracker.monitor.sinks.sink import Sink
+from delta_tracker.monitor.sinks.base_sink import Sink
 from delta_tracker.monitor.stat import Kind
 
 _logger = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from delta_tracker.monitor.library import LibraryMetrics
 from delta_tracker.monitor.names import check_label_names, encodable
 from delta_tracker.monitor.polled_stats import Passive, Readings, Source
 from delta_tracker.monitor.registry import Registry
-from delta_tracker.monitor.sinks.sink import Sink
+from delta_tracker.monitor.sinks.base_sink import Sink
 from delta_tracker.monitor.stat import Counter, Definition, Gauge, Histogram, Kind, Stat
 from delta_tracker.monitor.system import SystemMetrics
 
@@ -272,7 +272,7 @@ class Monitor(Forkable):
 
         Raises:
             InvalidArgumentError: if the monitor is running, ``interval`` is 0 or less, a sink is no
-                :class:`~delta_tracker.monitor.sinks.sink.Sink`, or an attribute has an invalid name.
+                :class:`~delta_tracker.monitor.sinks.base_sink.Sink`, or an attribute has an invalid name.
             RuntimeError: if no thread can be started.
         """
         seconds = _seconds("interval", interval)

@@ -17,7 +17,7 @@ from delta_tracker.monitor.batch import Batch, WindowReport
 from delta_tracker.monitor.clock import Clock
 from delta_tracker.monitor.event import Event
 from delta_tracker.monitor.library import LibraryMetrics
-from delta_tracker.monitor.sinks.sink import Sink
+from delta_tracker.monitor.sinks.base_sink import Sink
 
 _logger = logging.getLogger(__name__)
 

@@ -22,8 +22,8 @@ from delta_tracker.errors import (
     kind_of,
     unraised,
 )
-from delta_tracker.predictor.heartbeats import Heartbeats
 from delta_tracker.predictor.polling import GapChecks, PollSchedule, jittered
+from delta_tracker.predictor.predictor_heartbeats import Heartbeats
 from delta_tracker.predictor.reader import Reader
 from delta_tracker.stream.interruption import Interrupted, check, interruptible
 from delta_tracker.stream.notify.notifier import Hints, Notifier

@@ -10,7 +10,6 @@ import msgspec
 
 from delta_tracker.errors import FollowEndedError, InvalidArgumentError
 from delta_tracker.live_objects import Forkable, protect
-from delta_tracker.predictor.gauges import PredictorGauges
 from delta_tracker.predictor.identities import (
     OwnerChange,
     adopt_saved,
@@ -21,6 +20,7 @@ from delta_tracker.predictor.identities import (
 )
 from delta_tracker.predictor.lock import TableFence, TableLock
 from delta_tracker.predictor.placement import Chunk, Placement
+from delta_tracker.predictor.predictor_gauges import PredictorGauges
 from delta_tracker.predictor.served_model import ModelTarget, Receiver, ServedModel
 from delta_tracker.predictor.status import Served
 from delta_tracker.stream.format.manifest import Manifest

@@ -20,7 +20,7 @@ from delta_tracker.errors import (
     kind_of,
     unraised,
 )
-from delta_tracker.predictor.gauges import PredictorGauges
+from delta_tracker.predictor.predictor_gauges import PredictorGauges
 from delta_tracker.predictor.version_writer import VersionWriter
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.pin import newest_pin

@@ -26,9 +26,9 @@ from torch import Tensor
 
 from delta_tracker.errors import InvalidArgumentError, MalformedSinkError, ModelMismatchError
 from delta_tracker.live_objects import Forkable, protect
-from delta_tracker.predictor.gauges import PredictorGauges
 from delta_tracker.predictor.identities import VersionOwners, identities_after, version_owners
 from delta_tracker.predictor.placement import Placement
+from delta_tracker.predictor.predictor_gauges import PredictorGauges
 from delta_tracker.predictor.served_model import Receiver
 from delta_tracker.predictor.status import Served
 from delta_tracker.raw_ids import NO_OWNER, default_rows

@@ -26,7 +26,7 @@ from delta_tracker.publisher.coordinator import Coordinator
 from delta_tracker.publisher.declared_states import declared_states, states_message
 from delta_tracker.publisher.delivery import Delivery
 from delta_tracker.publisher.exchange import Ballots, Join, Message, Phase, check_alike
-from delta_tracker.publisher.heartbeats import Heartbeats
+from delta_tracker.publisher.publisher_heartbeats import Heartbeats
 from delta_tracker.publisher.rank_tables import EncodingChoice, name_encodings
 from delta_tracker.publisher.reports import Reports
 from delta_tracker.publisher.training import Recovery, check_recovery

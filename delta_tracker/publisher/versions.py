@@ -18,7 +18,7 @@ from delta_tracker.publisher.cadence import Pace
 from delta_tracker.publisher.coordinator import Coordinator, Draft
 from delta_tracker.publisher.delivery import Delivery, Outcome
 from delta_tracker.publisher.exchange import Ballots, Phase, Vote
-from delta_tracker.publisher.heartbeats import Heartbeats
+from delta_tracker.publisher.publisher_heartbeats import Heartbeats
 from delta_tracker.publisher.reports import Reports
 from delta_tracker.publisher.version_source import VersionSource
 from delta_tracker.stream.format.manifest import Kind, Part

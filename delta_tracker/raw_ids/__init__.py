@@ -1,16 +1,16 @@
 """Raw ids of the rows of tables with managed collisions, without torchrec.
 
-Open ``owners.py`` first: it has the bucket of a raw id, the rules that the owners of rows obey, and :class:`RawIdMap`,
-the interface of a live mapping. ``index.py`` has the mapping of serving code. Elsewhere, ``sharding/raw_id_maps.py``
-and ``sharding/collisions.py`` change and read the mappings of TorchRec's modules, ``sharding/collision_states.py``
-saves and restores their training states, ``tracker/store/owners.py`` finds the rows with another owner, and
-``predictor/identities.py`` applies those of a version.
+Open ``raw_id_map.py`` first: it has the bucket of a raw id, the rules that the owners of rows obey, and
+:class:`RawIdMap`, the interface of a live mapping. ``index.py`` has the mapping of serving code. Elsewhere,
+``sharding/raw_id_maps.py`` and ``sharding/collisions.py`` change and read the mappings of TorchRec's modules,
+``sharding/collision_states.py`` saves and restores their training states, ``tracker/store/owner_store.py`` finds the
+rows with another owner, and ``predictor/identities.py`` applies those of a version.
 """
 
-from delta_tracker.raw_ids.owners import NO_OWNER as NO_OWNER
-from delta_tracker.raw_ids.owners import RawIdMap as RawIdMap
-from delta_tracker.raw_ids.owners import bucket_of as bucket_of
-from delta_tracker.raw_ids.owners import check_owners as check_owners
-from delta_tracker.raw_ids.owners import check_unique as check_unique
-from delta_tracker.raw_ids.owners import default_rows as default_rows
-from delta_tracker.raw_ids.owners import defaults_of as defaults_of
+from delta_tracker.raw_ids.raw_id_map import NO_OWNER as NO_OWNER
+from delta_tracker.raw_ids.raw_id_map import RawIdMap as RawIdMap
+from delta_tracker.raw_ids.raw_id_map import bucket_of as bucket_of
+from delta_tracker.raw_ids.raw_id_map import check_owners as check_owners
+from delta_tracker.raw_ids.raw_id_map import check_unique as check_unique
+from delta_tracker.raw_ids.raw_id_map import default_rows as default_rows
+from delta_tracker.raw_ids.raw_id_map import defaults_of as defaults_of

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from delta_tracker.errors import InvalidArgumentError
-from delta_tracker.raw_ids.owners import NO_OWNER, RawIdMap, check_owners, default_rows, defaults_of
+from delta_tracker.raw_ids.raw_id_map import NO_OWNER, RawIdMap, check_owners, default_rows, defaults_of
 from delta_tracker.rows import copy_from_host, to_device
 from delta_tracker.types import Bucket, Identity
 
@@ -24,8 +24,8 @@ _NUM_DIMS = {"owners": 1, "hash_size": 1, "buckets": 2}  # number of dimensions 
 class SortedMap(RawIdMap):
     """Mapping in two tensors: the raw ids in ascending order, and the row of each.
 
-    Rows without an owner are in the mapping too, last, with the id :data:`~delta_tracker.raw_ids.owners.NO_OWNER`. An
-    unmapped id stays in the mapping, with the default row of its bucket. The tensors are changed in place.
+    Rows without an owner are in the mapping too, last, with the id :data:`~delta_tracker.raw_ids.raw_id_map.NO_OWNER`.
+    An unmapped id stays in the mapping, with the default row of its bucket. The tensors are changed in place.
     """
 
     @property

@@ -20,8 +20,8 @@ from delta_tracker.errors import (
 )
 from delta_tracker.predictor.polling import GAP_CHECK_SECONDS
 from delta_tracker.recovery.job import LocalJob
-from delta_tracker.recovery.path import recovery_path
-from delta_tracker.recovery.plan import Plan, prepare
+from delta_tracker.recovery.recovery_path import recovery_path
+from delta_tracker.recovery.recovery_plan import Plan, prepare
 from delta_tracker.recovery.targets import RowWriter
 from delta_tracker.sharding.interrupted import is_following, mark
 from delta_tracker.stream.format.manifest import Manifest, Schema
@@ -75,7 +75,7 @@ class Following:
         return None if self.newest is None else self.newest.version
 
     def applied(self) -> Manifest | None:
-        """Return the entry from which a path may begin, see :func:`~delta_tracker.recovery.path.recovery_path`.
+        """Return the entry where a path may begin, see :func:`~delta_tracker.recovery.recovery_path.recovery_path`.
 
         If the rows of a later entry are written in part, the log must still have it, so that each path to a newer
         version contains these rows. Otherwise, returns None.

@@ -15,8 +15,8 @@ from delta_tracker.errors import NotRecoverableError
 from delta_tracker.publisher.exchange import Exchange, Message, Phase, check_alike
 from delta_tracker.publisher.training import Recovery
 from delta_tracker.recovery.job import LocalJob
-from delta_tracker.recovery.path import recovery_path
-from delta_tracker.recovery.plan import Plan, prepare
+from delta_tracker.recovery.recovery_path import recovery_path
+from delta_tracker.recovery.recovery_plan import Plan, prepare
 from delta_tracker.sharding.interrupted import mark, unmark
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.log import StreamLog

@@ -33,8 +33,8 @@ from delta_tracker.publisher.exchange import Exchange, Message, Phase, check_ali
 from delta_tracker.publisher.training import Recovery
 from delta_tracker.recovery.following import Following
 from delta_tracker.recovery.job import LocalJob
-from delta_tracker.recovery.path import recovery_path
-from delta_tracker.recovery.plan import check_model
+from delta_tracker.recovery.recovery_path import recovery_path
+from delta_tracker.recovery.recovery_plan import check_model
 from delta_tracker.recovery.restore import Restoration, Restored
 from delta_tracker.recovery.streams import GONE, RecoveryStream, ServingStreams, StandbyGauges
 from delta_tracker.sharding.interrupted import mark, unmark

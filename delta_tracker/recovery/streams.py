@@ -23,7 +23,7 @@ from delta_tracker.stream.format.manifest import Link, Manifest
 from delta_tracker.stream.log import Claim, StreamLog
 from delta_tracker.stream.reading.runtime import Runtime
 from delta_tracker.stream.storage.storage import Location, Storage, open_storage
-from delta_tracker.stream.takeover import Liveness, Signs, read_request
+from delta_tracker.stream.takeover_request import Liveness, Signs, read_request
 
 _logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from delta_tracker.errors import RestoreMismatchError
-from delta_tracker.raw_ids.owners import NO_OWNER, bucket_of
+from delta_tracker.raw_ids.raw_id_map import NO_OWNER, bucket_of
 from delta_tracker.types import Identity
 
 _COUNTERS = ("current_iter", "last_eviction_iter")

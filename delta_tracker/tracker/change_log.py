@@ -16,7 +16,7 @@ from delta_tracker.tracker.cursors import Cursors, LogState, PendingState
 from delta_tracker.tracker.log_consumers import LogConsumers
 from delta_tracker.tracker.log_segments import LogSegments
 from delta_tracker.tracker.log_writes import LogWrites
-from delta_tracker.tracker.store.owners import OwnerStore
+from delta_tracker.tracker.store.owner_store import OwnerStore
 from delta_tracker.tracker.store.segments import SegmentStore
 from delta_tracker.types import Delta
 

@@ -18,7 +18,7 @@ from delta_tracker.raw_ids import NO_OWNER
 from delta_tracker.rows import ChangedRows, merge_first
 from delta_tracker.sharding.kernel_memory import one_cut, reading_in_place
 from delta_tracker.tracker.cursors import Consumer, Cursors
-from delta_tracker.tracker.store.owners import OwnerStore
+from delta_tracker.tracker.store.owner_store import OwnerStore
 from delta_tracker.tracker.store.segments import SegmentStore
 from delta_tracker.tracker.store.several_stores import changed_in_each, num_changed_in_each
 from delta_tracker.types import Memory

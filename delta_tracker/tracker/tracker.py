@@ -28,17 +28,17 @@ from delta_tracker.tracker.checkpoint.tracker_checkpoint import Restored, Tracke
 from delta_tracker.tracker.consumer_handle import ConsumerHandle, TrackerParts
 from delta_tracker.tracker.data_position import DataPosition
 from delta_tracker.tracker.delta_reader import DeltaReader
-from delta_tracker.tracker.gauges import TrackerGauges
 from delta_tracker.tracker.hooks import Progress, TrackerHooks
 from delta_tracker.tracker.live_tables import LiveTables
 from delta_tracker.tracker.log_writes import mark_lookup
 from delta_tracker.tracker.modes import CAPTURES, UPDATE_MODE_MAP
 from delta_tracker.tracker.stats import TrackerStats
-from delta_tracker.tracker.store.owners import OwnerStore
+from delta_tracker.tracker.store.owner_store import OwnerStore
 from delta_tracker.tracker.store.segments import SegmentStore
 from delta_tracker.tracker.store.shadow import make_store
 from delta_tracker.tracker.top_k import TopK
 from delta_tracker.tracker.tracked_model import TrackedModel
+from delta_tracker.tracker.tracker_gauges import TrackerGauges
 from delta_tracker.types import Delta, Memory, ShardSpec, TableSpec, TrackingMode
 
 __all__ = ["UPDATE_MODE_MAP", "ModelDeltaTracker", "Record"]

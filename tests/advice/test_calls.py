@@ -32,9 +32,9 @@ from delta_tracker.monitor.state import LogicalCounters
 from delta_tracker.sinks.lmdb import LmdbSink
 from delta_tracker.stream.format.manifest import entry_name
 from delta_tracker.stream.log import StreamLog
-from delta_tracker.stream.mirror import Mirror
+from delta_tracker.stream.mirroring import Mirror
 from delta_tracker.stream.pin import announce_deletions
-from delta_tracker.stream.rollback import pin_version, release_pin
+from delta_tracker.stream.pinning import pin_version, release_pin
 from tests.advice.jobs import Job, refused, small_model
 from tests.cli.commands import Cli
 

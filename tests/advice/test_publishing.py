@@ -27,8 +27,8 @@ from delta_tracker.stream import log as log_module
 from delta_tracker.stream.format.manifest import entry_name
 from delta_tracker.stream.host_cache import HostCache
 from delta_tracker.stream.log import StreamLog
-from delta_tracker.stream.mirror import Mirror
-from delta_tracker.stream.rollback import pin_version, release_pin
+from delta_tracker.stream.mirroring import Mirror
+from delta_tracker.stream.pinning import pin_version, release_pin
 from delta_tracker.stream.storage import directory as directory_module
 from tests.advice.jobs import Job, refused, small_model
 from tests.stores.rules import alters, answers, calls, on

@@ -10,7 +10,7 @@ from torch.distributed import checkpoint as dcp
 
 from delta_tracker.cli import dcp_checkpoint
 from delta_tracker.stream.format.encoding import Encoding
-from delta_tracker.stream.mirror import promote
+from delta_tracker.stream.mirroring import promote
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import StateSpec, TableStates
 from tests.cli.commands import Cli, entry, flip, full_disk, interrupted, make, make_owned, path_of, url_of

@@ -34,7 +34,7 @@ def test_export_is_what_a_predictor_holds(
     cli: Cli, tmp_path: Path, encoding: Encoding, reads_pieces: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if reads_pieces:
-        monkeypatch.setattr("delta_tracker.cli.versions._MEMORY_BYTES", 0)
+        monkeypatch.setattr("delta_tracker.cli.version_tables._MEMORY_BYTES", 0)
     writer = make(tmp_path / "s", encoding=encoding)
     held = torch.full_like(writer.table, -1), torch.zeros(3, 2)
     predictor = Predictor({FQN: held[0], "over.weight": held[1]}, writer.storage)

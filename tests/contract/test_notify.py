@@ -22,7 +22,7 @@ from delta_tracker.errors import InvalidArgumentError, MissingExtraError
 from delta_tracker.stream.notify import notifier as notify
 from delta_tracker.stream.notify.nats import NatsNotifier
 from delta_tracker.stream.notify.notifier import Hints, Notifier
-from delta_tracker.stream.notify.redis import RedisNotifier
+from delta_tracker.stream.notify.redis_hints import RedisNotifier
 from delta_tracker.stream.reading.runtime import Runtime
 from delta_tracker.stream.storage.storage import Storage
 from tests.notifiers import LocalNotifier

@@ -22,11 +22,11 @@ from pathlib import Path
 
 from delta_tracker.monitor import Monitor
 from delta_tracker.monitor.polled_stats import Source
+from delta_tracker.monitor.sinks.base_sink import Sink
 from delta_tracker.monitor.sinks.chrome_trace import ChromeTraceSink
 from delta_tracker.monitor.sinks.jsonl import JsonlSink
 from delta_tracker.monitor.sinks.logs import LoggingSink
 from delta_tracker.monitor.sinks.prometheus import PrometheusFileSink, PrometheusSink
-from delta_tracker.monitor.sinks.sink import Sink
 
 _HANG_SECONDS = 40
 _MOST_HANGS = 2  # each takes the whole timeout

@@ -13,7 +13,7 @@ from datetime import timedelta
 
 from delta_tracker.monitor import Monitor
 from delta_tracker.monitor.batch import Batch
-from delta_tracker.monitor.sinks.sink import Sink
+from delta_tracker.monitor.sinks.base_sink import Sink
 
 
 class _Raising(Sink):

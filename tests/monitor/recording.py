@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from delta_tracker.monitor.batch import Batch, WindowReport
-from delta_tracker.monitor.sinks.sink import Sink
+from delta_tracker.monitor.sinks.base_sink import Sink
 
 
 class Kept(Sink):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from delta_tracker.monitor import Event, Monitor, Severity, Window
-from delta_tracker.monitor.sinks.sink import Sink
+from delta_tracker.monitor.sinks.base_sink import Sink
 from tests.monitor.clocks import ManualClock
 
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from unittest import mock
 
 from delta_tracker.monitor.batch import Batch
-from delta_tracker.monitor.sinks.sink import Sink
+from delta_tracker.monitor.sinks.base_sink import Sink
 
 _PATIENCE_SECONDS = 60
 

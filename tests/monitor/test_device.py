@@ -572,7 +572,7 @@ def test_a_stat_that_is_deleted_is_read_after_a_copy_that_failed(monitor: Monito
     alive = weakref.ref(stats.pop())
     del stat
     reader = reader_of(monitor)
-    with mock.patch("delta_tracker.monitor.device.state._start_copy", side_effect=MemoryError("pinned")):
+    with mock.patch("delta_tracker.monitor.device.device_state._start_copy", side_effect=MemoryError("pinned")):
         for _ in range(num_failures):
             with pytest.raises(MemoryError):
                 reader.read(is_last=False)

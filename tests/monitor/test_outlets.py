@@ -7,7 +7,7 @@ import time
 from datetime import timedelta
 
 from delta_tracker.monitor import Monitor, Window
-from delta_tracker.monitor.sinks.sink import Sink
+from delta_tracker.monitor.sinks.base_sink import Sink
 from tests.monitor.clocks import ManualClock
 from tests.monitor.figures import total
 from tests.monitor.recording import Kept

@@ -13,7 +13,7 @@ import torch
 from delta_tracker import ModelTarget, Predictor, Rollout
 from delta_tracker.errors import StreamError
 from delta_tracker.stream.log import StreamLog
-from delta_tracker.stream.mirror import promote
+from delta_tracker.stream.mirroring import promote
 from delta_tracker.stream.pin import PinReader
 from delta_tracker.stream.reading.canary import Canary
 from delta_tracker.stream.storage.storage import Storage

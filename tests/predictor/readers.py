@@ -10,7 +10,7 @@ from torch import Tensor
 
 from delta_tracker import Predictor
 from delta_tracker.errors import SinkError, StreamError
-from delta_tracker.stream.mirror import Mirror, promote
+from delta_tracker.stream.mirroring import Mirror, promote
 from delta_tracker.stream.storage.storage import Storage
 from tests.predictor.memory_sink import MemorySink, Stored
 from tests.stores.rules import fails

@@ -20,7 +20,7 @@ from delta_tracker.stream.heartbeat import read_heartbeats
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.maintenance.retention import Retention, retain
-from delta_tracker.stream.mirror import promote
+from delta_tracker.stream.mirroring import promote
 from delta_tracker.stream.pointer_writer import PointerWriter
 from delta_tracker.stream.reading.canary import CanaryBound
 from tests.predictor.cache_server import cache_server

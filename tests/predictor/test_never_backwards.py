@@ -19,7 +19,7 @@ from delta_tracker.errors import StorageError, StreamError
 from delta_tracker.stream.format.manifest import entry_name
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.maintenance.compaction import compact
-from delta_tracker.stream.rollback import pin_version, release_pin
+from delta_tracker.stream.pinning import pin_version, release_pin
 from delta_tracker.stream.storage.storage import Storage
 from tests.predictor.readers import KINDS, Kind, Log, Reader, lose, mirror, new_store
 from tests.predictor.serving import eventually

@@ -26,9 +26,9 @@ from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.maintenance.retention import Retention, retain
 from delta_tracker.stream.pin import Pin, PinReader, newest_pin, pin_name
+from delta_tracker.stream.pinning import pin_version, release_pin
 from delta_tracker.stream.reading.canary import Canary
 from delta_tracker.stream.reading.runtime import Runtime
-from delta_tracker.stream.rollback import pin_version, release_pin
 from tests.predictor.breaking import Breaking
 from tests.predictor.pin_fleet import Fleet
 from tests.predictor.serving import eventually

@@ -17,10 +17,10 @@ from delta_tracker.stream.format.manifest import entry_name
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.maintenance.retention import Retention, retain
-from delta_tracker.stream.mirror import Mirror
+from delta_tracker.stream.mirroring import Mirror
 from delta_tracker.stream.pin import PinReader
+from delta_tracker.stream.pinning import pin_version, release_pin
 from delta_tracker.stream.reading.canary import Canary
-from delta_tracker.stream.rollback import pin_version, release_pin
 from delta_tracker.stream.storage.storage import Storage
 from tests.predictor.memory_sink import MemorySink, Stored
 from tests.predictor.pin_fleet import Fleet, steps

@@ -14,11 +14,11 @@ from delta_tracker import Predictor, Rollout, Storage
 from delta_tracker.errors import StorageError
 from delta_tracker.predictor.polling import PollSchedule
 from delta_tracker.stream import heartbeat as heartbeat_module
-from delta_tracker.stream.mirror import Mirror
+from delta_tracker.stream.mirroring import Mirror
 from delta_tracker.stream.pin import PINS, PinReader
+from delta_tracker.stream.pinning import pin_version
 from delta_tracker.stream.reading import source as source_module
 from delta_tracker.stream.reading.runtime import Runtime
-from delta_tracker.stream.rollback import pin_version
 from delta_tracker.stream.storage.url import default_poll_seconds
 from tests.notifiers import LocalNotifier
 from tests.predictor.pointed import point_at_the_head

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from delta_tracker import Predictor, Storage
 from delta_tracker.monitor import Monitor
-from delta_tracker.predictor import gauges
-from delta_tracker.predictor.gauges import ServedAge
+from delta_tracker.predictor import predictor_gauges
+from delta_tracker.predictor.predictor_gauges import ServedAge
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.reading.runtime import Runtime
 from tests.monitor.figures import Figures
@@ -75,7 +75,7 @@ def test_the_age_is_read_at_the_scrape_while_the_store_hangs(monkeypatch: pytest
     pytest.importorskip("prometheus_client")
     from delta_tracker.monitor.sinks.prometheus import PrometheusSink  # noqa: PLC0415  optional
 
-    monkeypatch.setattr(gauges, "_PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(predictor_gauges, "_PATIENCE_SECONDS", 0.0)
     gate = Gate(on("read", "stat"))
     writer, monitor = Writer(WrappedStorage(Storage("memory://"))), Monitor(deadline=timedelta(seconds=1))
     committed = writer.snapshot()

@@ -30,10 +30,10 @@ from delta_tracker.predictor import reader as reader_module
 from delta_tracker.stream.format.manifest import Link, Manifest, entry_name
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.pin import PinReader
+from delta_tracker.stream.pinning import pin_version, release_pin
 from delta_tracker.stream.pointer import POINTER_NAME
 from delta_tracker.stream.reading.position import Position
 from delta_tracker.stream.reading.settling import DoubtedStore, Settling
-from delta_tracker.stream.rollback import pin_version, release_pin
 from tests.monitor.figures import Figures
 from tests.predictor.cache_server import CacheServer, cache_server
 from tests.predictor.pointed import point_at_the_head

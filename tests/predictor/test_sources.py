@@ -29,13 +29,13 @@ from delta_tracker.stream.format.manifest import entry_name
 from delta_tracker.stream.heartbeat import Pulse, read_heartbeats
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.maintenance.compaction import compact
-from delta_tracker.stream.mirror import Mirror, promote
+from delta_tracker.stream.mirroring import Mirror, promote
+from delta_tracker.stream.pinning import pin_version
 from delta_tracker.stream.reading import source as sources_module
 from delta_tracker.stream.reading.position import Position
 from delta_tracker.stream.reading.runtime import Runtime
 from delta_tracker.stream.reading.settling import Settling
 from delta_tracker.stream.reading.source import Sources
-from delta_tracker.stream.rollback import pin_version
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.stream.storage.url import default_poll_seconds
 from tests.predictor.cache_server import cache_server

@@ -12,7 +12,7 @@ import pytest
 from delta_tracker import ModelTarget, Predictor, Rollout, Storage
 from delta_tracker.errors import StreamError
 from delta_tracker.stream.pin import PinReader
-from delta_tracker.stream.rollback import pin_version, release_pin
+from delta_tracker.stream.pinning import pin_version, release_pin
 from tests.stream.histories import Clock, clocked
 from tests.stream.slow_s3 import slow_s3
 from tests.stream.streams import Writer

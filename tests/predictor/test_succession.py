@@ -12,8 +12,8 @@ from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.maintenance.retention import Retention, retain
 from delta_tracker.stream.pin import PinReader
+from delta_tracker.stream.pinning import pin_version
 from delta_tracker.stream.reading.canary import Canary
-from delta_tracker.stream.rollback import pin_version
 from tests.predictor.readers import KINDS, Kind, Log, Reader, lose, mirror, new_store
 from tests.predictor.serving import eventually
 from tests.stores.wrapped import WrappedStorage

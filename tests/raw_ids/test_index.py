@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from delta_tracker import RawIdIndex
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.predictor.identities import owner_changes
-from delta_tracker.raw_ids.owners import NO_OWNER, defaults_of
+from delta_tracker.raw_ids.raw_id_map import NO_OWNER, defaults_of
 from delta_tracker.types import Bucket, Identity
 
 _APPLIED_BYTES = 95  # per row, while a version is applied that changes the owners of all rows

@@ -11,7 +11,7 @@ from torchrec.modules.mc_modules import DistanceLFU_EvictionPolicy, LFU_Eviction
 from delta_tracker import Delta, ModelDeltaTracker, Publisher, Recovery
 from delta_tracker.errors import StorageError
 from delta_tracker.raw_ids import NO_OWNER
-from delta_tracker.recovery import plan
+from delta_tracker.recovery import recovery_plan
 from delta_tracker.recovery.random_states import RandomStates
 from tests.publisher.collision_models import Model, sharded
 from tests.publisher.publishing_cases import attempt
@@ -96,8 +96,8 @@ def interrupted(rank: int, world_size: int, path: str) -> list[str]:
     def fail(*_: object) -> None:
         raise StorageError("memory://", "503 service unavailable")
 
-    load = plan.load_collision_states
-    with mock.patch.object(plan, "load_collision_states", fail if rank else load):
+    load = recovery_plan.load_collision_states
+    with mock.patch.object(recovery_plan, "load_collision_states", fail if rank else load):
         messages = [attempt(lambda: resumed.restore(path))]
     messages.append(attempt(lambda: resumed.train(0, 1)))
     messages.append(attempt(lambda: resumed.publisher(path).publish()))

@@ -23,9 +23,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from delta_tracker import DataPosition, ModelDeltaTracker, Publisher, Recovery
 from delta_tracker.errors import StorageError
-from delta_tracker.recovery import job, plan
-from delta_tracker.recovery.path import recovery_path
+from delta_tracker.recovery import job, recovery_plan
 from delta_tracker.recovery.random_states import RandomStates
+from delta_tracker.recovery.recovery_path import recovery_path
 from delta_tracker.recovery.restore import restore
 from delta_tracker.recovery.training_states import TrainingStates
 from delta_tracker.sharding.interrupted import check_complete
@@ -329,8 +329,8 @@ def interrupted(rank: int, world_size: int, path: str, spec: dict[str, Any], whe
     before = trainer.held()
     fault = StorageError("file:///gone", "the disk is gone")
     kind, name = {
-        "fit": (plan, "check_scalars"),
-        "write": (plan, "write_scalars"),
+        "fit": (recovery_plan, "check_scalars"),
+        "write": (recovery_plan, "write_scalars"),
         "load": (type(trainer.scheduler), "load_state_dict"),
     }[where]
     with mock.patch.object(kind, name, side_effect=fault) if rank == 0 else mock.MagicMock():
@@ -351,7 +351,11 @@ def interrupted_by_the_user(rank: int, world_size: int, path: str, spec: dict[st
     # A group that waits for its timeout makes the ranks of the test fail.
     call = partial(trainer.restore, path, timeout=timedelta(seconds=120))
     messages = []
-    with mock.patch.object(plan, "write_scalars", side_effect=KeyboardInterrupt) if rank == 0 else mock.MagicMock():
+    with (
+        mock.patch.object(recovery_plan, "write_scalars", side_effect=KeyboardInterrupt)
+        if rank == 0
+        else mock.MagicMock()
+    ):
         try:
             messages.append(attempt(call))
         except KeyboardInterrupt:

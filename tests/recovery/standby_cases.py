@@ -24,7 +24,7 @@ from delta_tracker.errors import StorageError, UnsupportedStoreError
 from delta_tracker.monitor import Monitor
 from delta_tracker.publisher import coordinator
 from delta_tracker.publisher.version_source import VersionSource
-from delta_tracker.recovery import plan
+from delta_tracker.recovery import recovery_plan
 from delta_tracker.recovery.following import Following
 from delta_tracker.recovery.random_states import RandomStates
 from delta_tracker.recovery.targets import RowWriter
@@ -33,11 +33,11 @@ from delta_tracker.stream.format.manifest import entry_name
 from delta_tracker.stream.heartbeat import BEAT_SECONDS, PublisherPulse, read_heartbeats
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.maintenance.compaction import compact
-from delta_tracker.stream.mirror import Mirror, promote
+from delta_tracker.stream.mirroring import Mirror, promote
 from delta_tracker.stream.reading.runtime import Runtime
 from delta_tracker.stream.reading.source import Source
 from delta_tracker.stream.storage.storage import Storage
-from delta_tracker.stream.takeover import Liveness, request_takeover
+from delta_tracker.stream.takeover_request import Liveness, request_takeover
 from tests.publisher.publishing_cases import assert_equal, attempt, empty_model
 from tests.recovery.restore_cases import Trainer, same, spec_of, warm
 
@@ -293,10 +293,10 @@ def _fault(where: str) -> Iterator[None]:
             yield
         return
     kinds: dict[str, tuple[Any, str]] = {
-        "store": (plan.Plan, "check_objects"),
-        "fit": (plan, "check_scalars"),
-        "write": (plan, "write_scalars"),
-        "load": (plan.TrainingStates, "of_rank"),
+        "store": (recovery_plan.Plan, "check_objects"),
+        "fit": (recovery_plan, "check_scalars"),
+        "write": (recovery_plan, "write_scalars"),
+        "load": (recovery_plan.TrainingStates, "of_rank"),
     }
     with mock.patch.object(*kinds[where], side_effect=fault):
         yield

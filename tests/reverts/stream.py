@@ -14,16 +14,16 @@ _MIRROR = "tests/stream/test_mirror_decisions.py::test_a_mirror_copies_what_foll
 
 REVERTS = {
     f"{_MIRROR}[restarted]": [
-        Revert("a mirror copies a late claim", Returns("mirror._is_committed", "True")),
-        Revert("a mirror copies a malformed entry that nothing follows", Returns("mirror._is_followed", "True")),
+        Revert("a mirror copies a late claim", Returns("mirroring._is_committed", "True")),
+        Revert("a mirror copies a malformed entry that nothing follows", Returns("mirroring._is_followed", "True")),
         Revert(
             "a mirror copies an entry of another stream",
-            Replaces("mirror.decide", "Position.after(head).leads_to(entry)", "True"),
+            Replaces("mirroring.decide", "Position.after(head).leads_to(entry)", "True"),
         ),
-        Revert("a mirror that restarts checks nothing", Returns("mirror._check", "log.entry(head.version + 1)")),
+        Revert("a mirror that restarts checks nothing", Returns("mirroring._check", "log.entry(head.version + 1)")),
     ],
     f"{_MIRROR}[due]": [
-        Revert("a mirror at rest sees no gap of its source", Replaces("mirror.decide", "is_due", "False")),
+        Revert("a mirror at rest sees no gap of its source", Replaces("mirroring.decide", "is_due", "False")),
     ],
     "tests/stream/test_pointer.py::test_a_reader_believes_the_newest_pointer_whose_entry_is_there": [
         Revert("a late writer of the pointer moves readers back"),
@@ -77,7 +77,7 @@ REVERTS = {
         Revert("a transfer that is interrupted fails although it brought bytes"),
         Revert("stop() waits for a request that hangs"),
     ],
-    "tests/stream/test_rollback.py::test_a_pin_during_a_retention_pass_keeps_its_versions_or_is_undone": [
+    "tests/stream/test_pinning.py::test_a_pin_during_a_retention_pass_keeps_its_versions_or_is_undone": [
         Revert("a retention pass that has looked for pins deletes what leads to a later one"),
     ],
 }

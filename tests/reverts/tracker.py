@@ -99,7 +99,7 @@ REVERTS = {
             Loses("HostCopy.result", "synchronize(...)"),
         ),
     ],
-    "tests/tracker/test_owners.py::test_each_consumer_gets_the_owners_of_its_own_last_read": [
+    "tests/tracker/test_owner_store.py::test_each_consumer_gets_the_owners_of_its_own_last_read": [
         Revert("all consumers share one former owner of a row"),
         Revert("a new owner does not mark its row"),
         Revert("the former owner of a row is read after the module changed it"),

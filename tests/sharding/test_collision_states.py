@@ -19,7 +19,7 @@ from torchrec.modules.mc_modules import (
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from delta_tracker.errors import RestoreMismatchError
-from delta_tracker.raw_ids.owners import NO_OWNER
+from delta_tracker.raw_ids.raw_id_map import NO_OWNER
 from delta_tracker.sharding.collision_states import (
     check_collision_states,
     collision_fault,

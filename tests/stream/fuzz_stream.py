@@ -36,7 +36,7 @@ import xxhash
 from delta_tracker import ModelTarget, Predictor
 from delta_tracker.errors import CorruptPartError, MalformedError, StreamError
 from delta_tracker.raw_ids.index import RawIdIndex
-from delta_tracker.recovery.path import recovery_path
+from delta_tracker.recovery.recovery_path import recovery_path
 from delta_tracker.stream.format import digests as digests_module
 from delta_tracker.stream.format import part_reader as part_module
 from delta_tracker.stream.format.block_rows import BlockRows

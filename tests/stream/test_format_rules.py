@@ -172,7 +172,7 @@ _RULES = {
         f"{_IDENTITIES}::test_a_listed_owner_replaces_that_in_a_whole_block",
     ],
     "A row whose owner changed since the version before MUST be in": [
-        "tracker/test_owners.py::test_deltas_have_the_raw_ids_that_lookups_map_to_the_rows",
+        "tracker/test_owner_store.py::test_deltas_have_the_raw_ids_that_lookups_map_to_the_rows",
         "tracker/test_top_k.py::test_rows_with_another_raw_id_are_never_left_out",
     ],
     "A raw id MUST NOT own two rows of a version": [
@@ -200,10 +200,12 @@ _RULES = {
         f"{_IDENTITIES}::test_owners_that_break_a_rule_are_refused",
         f"{_IDENTITIES}::test_owners_must_be_there_exactly_if_the_table_has_raw_ids",
     ],
-    "A reader that needs states MUST start": ["recovery/test_path.py::test_a_version_without_states_is_refused"],
+    "A reader that needs states MUST start": [
+        "recovery/test_recovery_path.py::test_a_version_without_states_is_refused"
+    ],
     "It MUST reject a later entry": [
-        "recovery/test_path.py::test_a_delta_after_other_tables_or_states_is_refused",
-        "recovery/test_path.py::test_a_claim_stands_for_the_version_before_it",
+        "recovery/test_recovery_path.py::test_a_delta_after_other_tables_or_states_is_refused",
+        "recovery/test_recovery_path.py::test_a_claim_stands_for_the_version_before_it",
     ],
     "Of the confirmed pointers to one stream, a reader MUST": [
         "stream/test_pointer.py::test_a_reader_believes_the_newest_pointer_whose_entry_is_there"
@@ -234,18 +236,18 @@ _RULES = {
     ],
     "Retention MUST keep all entries and objects": ["predictor/test_pins.py::test_retention_keeps_the_path_of_a_pin"],
     "Before a pass deletes entries or their objects, it MUST write": [
-        "stream/test_rollback.py::test_a_pin_between_the_look_and_the_deletions_of_a_pass_ends_the_pass",
+        "stream/test_pinning.py::test_a_pin_between_the_look_and_the_deletions_of_a_pass_ends_the_pass",
         "predictor/test_pins.py::test_a_pin_written_during_a_retention_pass_ends_the_pass",
     ],
-    "A pass MUST end itself": ["stream/test_rollback.py::test_a_pass_ends_before_its_announcement_expires"],
+    "A pass MUST end itself": ["stream/test_pinning.py::test_a_pass_ends_before_its_announcement_expires"],
     "After a writer has written a pin": [
-        "stream/test_rollback.py::test_a_pass_that_ends_while_a_pin_is_checked_is_found",
-        "stream/test_rollback.py::test_a_pin_during_a_retention_pass_keeps_its_versions_or_is_undone",
+        "stream/test_pinning.py::test_a_pass_that_ends_while_a_pin_is_checked_is_found",
+        "stream/test_pinning.py::test_a_pin_during_a_retention_pass_keeps_its_versions_or_is_undone",
     ],
-    "If the `before` of one": ["stream/test_rollback.py::test_an_interrupted_pass_is_announced_for_an_hour"],
+    "If the `before` of one": ["stream/test_pinning.py::test_an_interrupted_pass_is_announced_for_an_hour"],
     "A mirror MUST NOT create an entry of its own": [
-        "stream/test_mirror.py::test_a_mirror_stops_if_another_program_appends_to_the_destination",
-        "stream/test_mirror.py::test_a_copy_has_the_same_bytes_from_the_newest_snapshot_on",
+        "stream/test_mirroring.py::test_a_mirror_stops_if_another_program_appends_to_the_destination",
+        "stream/test_mirroring.py::test_a_copy_has_the_same_bytes_from_the_newest_snapshot_on",
     ],
     "Its `stream` is new, its `generation` is one higher": [
         "stream/test_promotion.py::test_a_promotion_is_a_claim_of_a_new_stream",

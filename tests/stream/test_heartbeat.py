@@ -16,7 +16,7 @@ from delta_tracker.errors import InvalidArgumentError, NoSnapshotError, StorageE
 from delta_tracker.stream import heartbeat as heartbeat_module
 from delta_tracker.stream.heartbeat import Heartbeat, Pulse, leave_heartbeat, read_heartbeats
 from delta_tracker.stream.log import StreamLog
-from delta_tracker.stream.mirror import Mirror
+from delta_tracker.stream.mirroring import Mirror
 from delta_tracker.stream.reading.canary import Canary
 from delta_tracker.stream.storage.storage import Storage
 from tests.stores.rules import calls, fails, on

@@ -16,7 +16,7 @@ from delta_tracker.stream.heartbeat import PublisherPulse, read_heartbeats
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.maintenance.retention import Retention, retain
 from delta_tracker.stream.storage.storage import Storage
-from delta_tracker.stream.takeover import Liveness, Signs
+from delta_tracker.stream.takeover_request import Liveness, Signs
 from tests.stream.streams import Writer
 
 _AN_HOUR = 3600.0

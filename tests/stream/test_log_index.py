@@ -13,10 +13,10 @@ from delta_tracker.stream.format.manifest import entry_name
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.maintenance.retention import Retention, retain
+from delta_tracker.stream.pinning import pin_version
 from delta_tracker.stream.pointer import POINTER_NAME
 from delta_tracker.stream.reading.path import path_to
 from delta_tracker.stream.reading.runtime import REAL, Runtime
-from delta_tracker.stream.rollback import pin_version
 from delta_tracker.stream.storage.storage import Storage
 from tests.predictor.cache_server import CacheServer, cache_server
 from tests.predictor.pointed import point_at_the_head

@@ -22,7 +22,7 @@ from delta_tracker.stream.format.manifest import Kind, entry_name
 from delta_tracker.stream.log import Claim, StreamLog
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.maintenance.retention import Retention, retain
-from delta_tracker.stream.mirror import Mirror
+from delta_tracker.stream.mirroring import Mirror
 from delta_tracker.stream.pointer import read_pointer
 from delta_tracker.stream.pointer_writer import PointerWriter
 from delta_tracker.stream.storage.storage import Storage

@@ -11,7 +11,7 @@ import xxhash
 from delta_tracker.errors import MalformedError, MirrorDivergedError, MissingVersionError, StorageError
 from delta_tracker.stream.format.manifest import Kind, Link, Manifest, entry_name
 from delta_tracker.stream.log import StreamLog
-from delta_tracker.stream.mirror import Mirror
+from delta_tracker.stream.mirroring import Mirror
 from delta_tracker.stream.reading.runtime import Runtime
 from delta_tracker.stream.storage.storage import Storage
 

@@ -17,7 +17,7 @@ from delta_tracker import Predictor
 from delta_tracker.errors import StaleCacheError, StreamError, UnreadablePointerError
 from delta_tracker.stream.format.manifest import entry_name
 from delta_tracker.stream.log import StreamLog
-from delta_tracker.stream.mirror import promote
+from delta_tracker.stream.mirroring import promote
 from delta_tracker.stream.pointer import POINTER_NAME, HeadPointer, PointedSnapshot, PointerView, read_pointer
 from delta_tracker.stream.reading.runtime import Runtime
 from delta_tracker.stream.reading.settling import Settling

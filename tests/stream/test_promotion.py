@@ -22,13 +22,13 @@ from delta_tracker.errors import (
     StreamReplacedError,
 )
 from delta_tracker.publisher.repair import rows_to_repair
-from delta_tracker.recovery.path import recovery_path
+from delta_tracker.recovery.recovery_path import recovery_path
 from delta_tracker.stream.format.manifest import Fork, Manifest, entry_name
 from delta_tracker.stream.format.parse import parse_manifest
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.maintenance.retention import Retention, retain
-from delta_tracker.stream.mirror import Mirror, promote
+from delta_tracker.stream.mirroring import Mirror, promote
 from delta_tracker.stream.reading.path import path_to
 from delta_tracker.stream.reading.position import Position
 from delta_tracker.stream.storage.storage import Storage

@@ -10,7 +10,7 @@ import pytest
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.storage.storage import Storage
-from delta_tracker.stream.takeover import cancel_takeover, read_request, request_takeover
+from delta_tracker.stream.takeover_request import cancel_takeover, read_request, request_takeover
 from tests.stream.streams import Writer
 
 

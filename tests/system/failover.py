@@ -67,7 +67,7 @@ from delta_tracker.recovery.random_states import RandomStates
 from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.storage.storage import Storage
-from delta_tracker.stream.takeover import request_takeover
+from delta_tracker.stream.takeover_request import request_takeover
 from tests.stores.wrapped import WrappedStorage
 from tests.stream.bounds import bound
 from tests.system.crash import import_early

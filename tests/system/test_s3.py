@@ -13,7 +13,7 @@ from delta_tracker import ModelDeltaTracker, Predictor, Publisher, Recovery, Upk
 from delta_tracker.errors import CorruptPartError, FencedError, StorageError, UnsupportedStoreError, WriteRefusedError
 from delta_tracker.monitor.monitor import Monitor
 from delta_tracker.stream.log import StreamLog
-from delta_tracker.stream.mirror import Mirror, promote
+from delta_tracker.stream.mirroring import Mirror, promote
 from delta_tracker.stream.storage.storage import Storage
 from tests.servers import S3, Proxy, free_ports, proxy
 from tests.stream.streams import FQN, Writer

@@ -27,13 +27,13 @@ _STORES = ("delta_tracker.stream.storage.storage:Storage", "tests.stores.wrapped
 _CLASSES = {  # and the attribute that has the version, or an entry with it
     "delta_tracker.predictor.predictor:Predictor": "version",
     "delta_tracker.recovery.standby:Standby": "version",
-    "delta_tracker.stream.mirror:Mirror": "head",
+    "delta_tracker.stream.mirroring:Mirror": "head",
 }
 _FUNCTIONS = (
     "delta_tracker.recovery.restore:restore",
     "delta_tracker.stream.maintenance.retention:retain",
-    "delta_tracker.stream.rollback:pin_version",
-    "delta_tracker.stream.rollback:release_pin",
+    "delta_tracker.stream.pinning:pin_version",
+    "delta_tracker.stream.pinning:release_pin",
 )
 _UNRECORDED = {"reading", "before_fork", "after_fork_in_parent", "after_fork_in_child"}
 _STATUS = ("stream", "version", "lag_versions", "rows", "resyncs", "pinned", "admitted", "evicted", "cache")

@@ -27,7 +27,7 @@ from delta_tracker.tracker.cursors import Read
 from delta_tracker.tracker.log_consumers import LogConsumers
 from delta_tracker.tracker.log_writes import LogWrites
 from delta_tracker.tracker.row_sets.torch import TorchRows
-from delta_tracker.tracker.store.owners import OwnerStore
+from delta_tracker.tracker.store.owner_store import OwnerStore
 from delta_tracker.tracker.store.segments import SegmentStore
 from delta_tracker.types import Bucket, Delta, DeltaRows, Identity
 from tests.fake_streams.simulation import fake_streams

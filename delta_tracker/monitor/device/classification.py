@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from delta_tracker.errors import InvalidArgumentError
+from delta_tracker.monitor.device.device_state import DeviceState, EpochEnd, sum_dtype
 from delta_tracker.monitor.device.metrics import reader_of
-from delta_tracker.monitor.device.state import DeviceState, EpochEnd, sum_dtype
 from delta_tracker.monitor.monitor import MONITOR, Monitor
 
 Average = Literal["macro", "micro"]

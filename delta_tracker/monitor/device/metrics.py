@@ -18,7 +18,7 @@ from torch import distributed as dist
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.monitor.aggregate import Aggregate
 from delta_tracker.monitor.buckets import HIGHEST, LOWEST, PER_OCTAVE, LogBuckets
-from delta_tracker.monitor.device.state import DeviceReader, DeviceState, EpochEnd, sum_dtype
+from delta_tracker.monitor.device.device_state import DeviceReader, DeviceState, EpochEnd, sum_dtype
 from delta_tracker.monitor.monitor import MONITOR, Monitor
 from delta_tracker.monitor.stat import Stat
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from delta_tracker.monitor.batch import Batch, WindowReport
 from delta_tracker.monitor.event import Event, Phase, json_value
 from delta_tracker.monitor.names import label_pairs
-from delta_tracker.monitor.sinks.sink import FileSink
+from delta_tracker.monitor.sinks.base_sink import FileSink
 
 _NS_PER_US = 1000
 # Kineto's ChromeTraceBaseTime: a quarter of the mean Gregorian year of 365.2425 days.

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from delta_tracker.monitor.batch import Batch, WindowReport
 from delta_tracker.monitor.event import Event, json_value
-from delta_tracker.monitor.sinks.sink import FileSink
+from delta_tracker.monitor.sinks.base_sink import FileSink
 
 _S = 1e-9
 

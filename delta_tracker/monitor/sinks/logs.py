@@ -7,7 +7,7 @@ import logging
 from delta_tracker.monitor.batch import Batch, WindowReport
 from delta_tracker.monitor.event import Event
 from delta_tracker.monitor.names import label_pairs
-from delta_tracker.monitor.sinks.sink import Sink
+from delta_tracker.monitor.sinks.base_sink import Sink
 
 
 class LoggingSink(Sink):

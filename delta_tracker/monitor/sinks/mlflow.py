@@ -11,7 +11,7 @@ from delta_tracker.errors import import_optional
 from delta_tracker.monitor.batch import Batch, TotalReport, WindowReport
 from delta_tracker.monitor.event import Event, Value
 from delta_tracker.monitor.library import DEFINITIONS
-from delta_tracker.monitor.sinks.sink import Sink
+from delta_tracker.monitor.sinks.base_sink import Sink
 
 START_EVENT = "training.start"
 END_EVENT = "training.end"

@@ -21,7 +21,7 @@ from delta_tracker.monitor.aggregate import Aggregate
 from delta_tracker.monitor.batch import Batch, TotalReport
 from delta_tracker.monitor.buckets import LOWEST, SCALE
 from delta_tracker.monitor.event import Event, Phase, Severity
-from delta_tracker.monitor.sinks.sink import Sink
+from delta_tracker.monitor.sinks.base_sink import Sink
 from delta_tracker.monitor.stat import Definition, Kind
 
 _SCOPE = "delta_tracker"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from delta_tracker.errors import import_optional
 from delta_tracker.monitor.batch import Batch, TotalReport
-from delta_tracker.monitor.sinks.sink import Sink
+from delta_tracker.monitor.sinks.base_sink import Sink
 from delta_tracker.monitor.stat import Definition, Kind
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from delta_tracker.monitor.batch import Batch, WindowReport
 from delta_tracker.monitor.buckets import LogBuckets
 from delta_tracker.monitor.event import Event
 from delta_tracker.monitor.names import Labels, label_pairs
-from delta_tracker.monitor.sinks.sink import Sink
+from delta_tracker.monitor.sinks.base_sink import Sink
 
 _S = 1e-9
 

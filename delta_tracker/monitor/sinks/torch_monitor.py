@@ -7,7 +7,7 @@ import datetime as dt
 from delta_tracker.errors import import_optional
 from delta_tracker.monitor.batch import Batch
 from delta_tracker.monitor.event import Value
-from delta_tracker.monitor.sinks.sink import Sink
+from delta_tracker.monitor.sinks.base_sink import Sink
 
 _S = 1e-9
 

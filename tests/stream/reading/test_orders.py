@@ -17,11 +17,11 @@ import pytest
 from delta_tracker import Predictor
 from delta_tracker.errors import StreamError
 from delta_tracker.predictor import reader
-from delta_tracker.stream.mirror import Mirror, promote
+from delta_tracker.stream.mirroring import Mirror, promote
 from delta_tracker.stream.pin import Pin, pin_name
+from delta_tracker.stream.pinning import pin_version
 from delta_tracker.stream.reading import orders
 from delta_tracker.stream.reading import source as source_module
-from delta_tracker.stream.rollback import pin_version
 from delta_tracker.stream.storage.storage import Storage
 from tests.predictor.pin_fleet import Fleet
 from tests.stores.rules import fails, reads

@@ -16,7 +16,7 @@ from torch import Tensor
 from torchrec.modules.mc_modules import LFU_EvictionPolicy, MCHManagedCollisionModule
 
 from delta_tracker.errors import CorruptPartError, NotRecoverableError, RestoreMismatchError
-from delta_tracker.recovery.plan import Plan, load_collisions, names_of_all_ranks
+from delta_tracker.recovery.recovery_plan import Plan, load_collisions, names_of_all_ranks
 from delta_tracker.recovery.training_states import TrainingStates
 from delta_tracker.sharding.collision_states import collision_state
 from delta_tracker.sharding.collisions import MchOwners

@@ -22,18 +22,18 @@ from delta_tracker.errors import (
     StorageError,
     UnreadablePointerError,
 )
-from delta_tracker.stream import mirror as mirror_module
+from delta_tracker.stream import mirroring as mirror_module
 from delta_tracker.stream.format import object_reader
 from delta_tracker.stream.format.manifest import Merged, entry_name
 from delta_tracker.stream.format.parse import parse_manifest
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.maintenance.retention import Retention, retain
-from delta_tracker.stream.mirror import Mirror
+from delta_tracker.stream.mirroring import Mirror
 from delta_tracker.stream.pin import Pin, newest_pin
+from delta_tracker.stream.pinning import pin_version
 from delta_tracker.stream.pointer import POINTER_NAME, read_pointer
 from delta_tracker.stream.reading.path import path_to
-from delta_tracker.stream.rollback import pin_version
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import StateSpec, TableStates
 from tests.predictor.cache_server import cache_server

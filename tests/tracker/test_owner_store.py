@@ -16,7 +16,7 @@ from delta_tracker.errors import InvalidArgumentError, UnsupportedModelError
 from delta_tracker.raw_ids import NO_OWNER
 from delta_tracker.sharding.collisions import LocalOwners, MchOwners, Versions
 from delta_tracker.tracker.change_log import ChangeLog
-from delta_tracker.tracker.store.owners import OwnerStore
+from delta_tracker.tracker.store.owner_store import OwnerStore
 from delta_tracker.tracker.store.segments import SegmentStore
 from delta_tracker.types import Bucket, Identity
 from tests.ranks import RankPool

@@ -12,7 +12,7 @@ from torch import Tensor
 from delta_tracker.errors import NotRecoverableError, RestoreMismatchError
 from delta_tracker.predictor.served_model import check_targets, find_targets
 from delta_tracker.recovery.job import LocalJob, Saved, check_fit, check_objects, check_warm, spec_of
-from delta_tracker.recovery.path import pending_rows
+from delta_tracker.recovery.recovery_path import pending_rows
 from delta_tracker.recovery.targets import RowWriter, state_targets
 from delta_tracker.recovery.training_states import TrainingStates
 from delta_tracker.row_target import RowTarget, TensorTarget

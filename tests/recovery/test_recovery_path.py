@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from delta_tracker.errors import InvalidArgumentError, MalformedError, NotRecoverableError
-from delta_tracker.recovery.path import recovery_path, rows_after
+from delta_tracker.recovery.recovery_path import recovery_path, rows_after
 from delta_tracker.stream.format.manifest import Manifest, Merged, entry_name
 from delta_tracker.stream.format.shard_rows import local_rows
 from delta_tracker.stream.format.state_tree import pack

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from delta_tracker.errors import InvalidArgumentError
-from delta_tracker.raw_ids.owners import NO_OWNER, bucket_of, check_owners, defaults_of
+from delta_tracker.raw_ids.raw_id_map import NO_OWNER, bucket_of, check_owners, defaults_of
 from delta_tracker.types import Bucket, Identity
 
 _EDGES = [0, 1, 2, 3, 7, 100, 1000, (1 << 31) - 1, 1 << 62, (1 << 63) - 70_000, (1 << 63) - 2, (1 << 63) - 1]

@@ -28,7 +28,7 @@ from delta_tracker.stream.maintenance import retention as retention_module
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.maintenance.retention import Retention, retain
 from delta_tracker.stream.pin import Deletions, announce_deletions, newest_pin, pin_name, running_deletions
-from delta_tracker.stream.rollback import pin_version, release_pin
+from delta_tracker.stream.pinning import pin_version, release_pin
 from delta_tracker.stream.storage.storage import Storage
 from tests.stores.rules import Gate, calls, nth, on
 from tests.stores.wrapped import Operation, WrappedStorage
