@@ -24,7 +24,7 @@ DEVICE := cuda
 PYTHON := $(if $(filter cuda,$(DEVICE)),python3,$(BIN)/python)
 INSTALLED := $(if $(filter cuda,$(DEVICE)),,$(VENV)/.installed)
 
-.PHONY: help demo demo-failover check test test-area test-gpu test-triton test-matrix test-no-extras test-reverts test-sweeps test-long-sweeps dist test-dist bench bench-gpu docs lint types format clean
+.PHONY: help demo demo-failover check test test-area test-gpu test-triton test-matrix test-no-extras test-reverts test-sweeps test-daily-sweeps test-long-sweeps dist test-dist bench bench-gpu docs lint types format clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -64,8 +64,11 @@ test-reverts: $(VENV)/.installed  ## bring faults back in a copy and check that 
 # Files whose tests are marked as sweeps, see tests/sweeps.py.
 SWEEPS = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $$(grep -rlE 'mark\.sweep\(' tests --include='test_*.py')
 
-test-sweeps: $(VENV)/.installed  ## run the sweeps completely that take up to half a minute each, as CI does
+test-sweeps: $(VENV)/.installed  ## run the sweeps completely that take up to half a minute each
 	@DELTA_TRACKER_WHOLE_SWEEPS=short $(SWEEPS)
+
+test-daily-sweeps: $(VENV)/.installed  ## run a tenth of these, another one each day, as CI does
+	@DELTA_TRACKER_WHOLE_SWEEPS=daily $(SWEEPS)
 
 test-long-sweeps: $(VENV)/.installed  ## run the other sweeps completely, in some half an hour
 	@DELTA_TRACKER_WHOLE_SWEEPS=long $(SWEEPS)

@@ -5,8 +5,9 @@ A test with a long form is marked ``@pytest.mark.sweep("short")`` if the long fo
 variable ``DELTA_TRACKER_WHOLE_SWEEPS`` selects the long forms:
 
 =========  =====================================================
-``short``  run only the sweeps marked ``"short"``, as CI does
-``rest``   run all other tests, as CI does, so that no test runs in both of its forms
+``short``  run only the sweeps marked ``"short"``
+``daily``  run only a tenth of these, as CI does: another one on each of ten days
+``rest``   run all tests but those of ``daily``, as CI does, so that no test runs in both of its forms
 ``long``   run only the sweeps marked ``"long"``
 ``1``      run all tests, with the long form of each sweep
 =========  =====================================================
@@ -15,14 +16,21 @@ variable ``DELTA_TRACKER_WHOLE_SWEEPS`` selects the long forms:
 from __future__ import annotations
 
 import os
+import time
+from zlib import crc32
 
 import pytest
 from hypothesis import settings
 
 FORMS = ("short", "long")
 
+_DAYS = 10
+_DAY_SECONDS = 24 * 60 * 60
+
 _CHOICE = os.environ.get("DELTA_TRACKER_WHOLE_SWEEPS", "")
-assert _CHOICE in {"", "1", "rest", *FORMS}, f"DELTA_TRACKER_WHOLE_SWEEPS={_CHOICE!r}: set it to short, rest, long or 1"
+assert _CHOICE in {"", "1", "daily", "rest", *FORMS}, (
+    f"DELTA_TRACKER_WHOLE_SWEEPS={_CHOICE!r}: set it to short, daily, rest, long or 1"
+)
 
 SWEEPS_ARE_WHOLE = _CHOICE not in {"", "rest"}
 
@@ -41,9 +49,14 @@ def form(item: pytest.Item) -> str | None:
 
 def is_selected(item: pytest.Item, choice: str = _CHOICE) -> bool:
     """Return True if a test runs with a choice of sweeps, by default the current one."""
-    if choice == "rest":
-        return form(item) != "short"
+    if choice in {"daily", "rest"}:
+        return _is_of_today(item) == (choice == "daily")
     return choice not in FORMS or form(item) == choice
+
+
+def _is_of_today(item: pytest.Item) -> bool:
+    """Return True if CI runs the long form of a test today."""
+    return form(item) == "short" and crc32(item.nodeid.encode()) % _DAYS == int(time.time() // _DAY_SECONDS) % _DAYS
 
 
 def skip_if_only_a_sweep(item: pytest.Item) -> None:

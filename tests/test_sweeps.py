@@ -47,18 +47,18 @@ def test_what_has_a_long_form_is_marked(path: Path) -> None:
 
 def test_each_target_runs_one_form() -> None:
     makefile = (_TESTS.parent / "Makefile").read_text()
-    for form in FORMS:
+    for form in (*FORMS, "daily"):
         assert makefile.count(f"DELTA_TRACKER_WHOLE_SWEEPS={form} $(SWEEPS)") == 1
 
 
 def test_ci_runs_each_test_in_one_form(request: pytest.FixtureRequest) -> None:
-    """All but the long sweeps: CI runs these in their short form."""
+    """CI runs the long forms of a tenth of the short sweeps, and all other tests as ``make test`` does."""
     ci = (_TESTS.parent / ".ci" / "run").read_text()
     assert ci.count("DELTA_TRACKER_WHOLE_SWEEPS=rest make --no-print-directory test\n") == 1
-    assert " test-sweeps " in ci
+    assert " test-daily-sweeps " in ci
     for marks in ([], [pytest.mark.sweep("short")], [pytest.mark.sweep("long")]):
         test = pytest.Function.from_parent(request.node.parent, name="some_test", callobj=lambda: None)
         for mark in marks:
             test.add_marker(mark)
-        assert [is_selected(test, choice) for choice in ("rest", "short")].count(True) == 1
+        assert [is_selected(test, choice) for choice in ("rest", "daily")].count(True) == 1
         assert is_selected(test, "")
