@@ -125,6 +125,12 @@ def test_many_random_worlds_break_no_rule_but_the_known_ones(worlds: Interpreter
             {"seed": 6005867},
             id="a row store states that it has a part of a later version",
         ),
+        pytest.param(
+            "publish 0 0, mirror 3 0, mirror 0 0, lose 0 0, promote 0 0, publish 0 0, settle 0 0, damage 2 0, "
+            "lose 0 0, promote 0 0",
+            {"seed": 9000244, "encoding": "INT8", "has_raw_ids": True},
+            id="a mirror is promoted whose newest snapshot has lost its part",
+        ),
     ],
 )
 def test_a_schedule_that_broke_a_rule_breaks_none(

@@ -404,8 +404,8 @@ class World:
         if not (former.is_lost or choice % 8 == 7) or not found or head is None:
             return None
         store = found[who % len(found)]
-        newest = max((each for each in store.entries() if not each.is_merged), key=lambda each: each.version)
-        if newest.stream != head[0]:
+        newest = store.newest()  # a log continues after its newest entry, also if a part of it is lost
+        if newest is None or newest.stream != head[0]:
             return None  # a mirror of a former stream
         self.trainer.discard()
         self._standby = None
