@@ -62,7 +62,7 @@ def check(reader: Reader, history: History, encoding: str | None, *, is_complete
     if reader.floor is not None and place < reader.floor and not is_pinned and not is_on_the_way:
         raise RuleError("backwards", f"{reader.describe()} from {reader.floor} to {place} without an order")
     _check_canary(reader, place, history, key)
-    _check_orders(reader, place, history, key)
+    _check_orders(reader, place, history, key, is_on_the_way=is_on_the_way)
     if Copy(held, {}).is_healthy:
         reader.baselines |= history.written(*key)
     reader.floor = place
@@ -119,7 +119,7 @@ def _check_canary(reader: Reader, place: Place, history: History, key: Key) -> N
         raise RuleError("canary", f"{reader.describe()} at {place} of {history.head}")
 
 
-def _check_orders(reader: Reader, place: Place, history: History, key: Key) -> None:
+def _check_orders(reader: Reader, place: Place, history: History, key: Key, *, is_on_the_way: bool) -> None:
     own = reader.own
     is_free = own is None or place[0] != own[0] or place == own
     if not is_free and reader.knew_all and len(history.ordered) == reader.num_known:
@@ -135,7 +135,7 @@ def _check_orders(reader: Reader, place: Place, history: History, key: Key) -> N
         later = [each for each in history.ordered.values() if each.stream == pin.stream and each.counter > pin.counter]
         if all(key[1] > each.version if each.kind == "pin" else key[1] != each.version for each in later):
             raise RuleError("bad version", f"{reader.describe()} has left {pin} for {place}")
-    if pin == history.pin and key != (pin.stream, pin.version):
+    if pin == history.pin and key != (pin.stream, pin.version) and not is_on_the_way:
         raise RuleError("pin", f"{reader.describe()} has left {pin}, which applies, for {place}")
 
 
