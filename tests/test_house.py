@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from graphlib import TopologicalSorter
@@ -187,6 +188,12 @@ def test_no_modules_import_each_other() -> None:
     imports = {name: _imports(path) for name, path in _MODULES.items()}
     graph = TopologicalSorter({f"delta_tracker.{name}": found for name, found in imports.items()})
     assert list(graph.static_order())  # raises CycleError
+
+
+def test_no_two_files_share_a_name() -> None:
+    """A traceback, or the tab of an editor, says which file it means."""
+    names = Counter(path.name for path in _MODULES.values())
+    assert not [name for name, count in names.items() if count > 1]
 
 
 def test_each_package_says_which_file_to_open_first() -> None:

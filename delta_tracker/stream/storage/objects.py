@@ -21,7 +21,7 @@ from obstore.store import from_url
 from delta_tracker.errors import InvalidArgumentError, StorageError
 from delta_tracker.stream.interruption import answer, checked, is_interruptible
 from delta_tracker.stream.storage.store import Span, Store, StoredObject, Transfer, pieces
-from delta_tracker.stream.storage.url import connection, seconds_of
+from delta_tracker.stream.storage.url import connection, seconds_of, suggestion
 
 if TYPE_CHECKING:  # obstore has these names only in its stubs
     from obstore import GetOptions, GetResult
@@ -63,7 +63,8 @@ class BucketStore(Store):
         try:
             self._store: ObjectStore = from_url(url, **settings)
         except UnknownConfigurationKeyError as error:
-            remedy = f"Use options of the store: {str(error).partition(chr(10))[0]}"
+            why = str(error).partition("\n")[0].rstrip(".")
+            remedy = f"Use options of the store: {why}{suggestion(options or ())}"
             raise InvalidArgumentError("options", sorted(options or ()), remedy) from error
 
         self._silence_seconds = seconds_of(settings["client_options"]["read_timeout"])

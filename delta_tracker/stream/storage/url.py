@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,27 @@ _CLIENT_OPTIONS = frozenset(
         "root_certificate",
         "timeout",
         "user_agent",
+    }
+)
+# The options of buckets that most programs set. obstore checks all of them; these are suggested for one like them.
+_BUCKET_OPTIONS = frozenset(
+    {
+        "access_key_id",
+        "account_key",
+        "account_name",
+        "bearer_token",
+        "client_id",
+        "client_secret",
+        "endpoint",
+        "region",
+        "sas_token",
+        "secret_access_key",
+        "service_account",
+        "service_account_key",
+        "session_token",
+        "skip_signature",
+        "tenant_id",
+        "virtual_hosted_style_request",
     }
 )
 _UNIT_SECONDS = {"n": 1e-9, "u": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
@@ -134,7 +156,8 @@ def connection(url: str, options: Mapping[Any, Any] | None, *, past_cache: bool 
             store[key] = value
     if is_http(url):
         if store:
-            raise InvalidArgumentError("options", sorted(store), f"Use only {', '.join(sorted(_CLIENT_OPTIONS))}")
+            remedy = f"Use only {', '.join(sorted(_CLIENT_OPTIONS))}{suggestion(store, _CLIENT_OPTIONS)}"
+            raise InvalidArgumentError("options", sorted(store), remedy)
         if scheme == "http":
             client["allow_http"] = "true"
     endpoint = next((value for key, value in store.items() if _OPTION_PREFIX.sub("", key.lower()) in _ENDPOINTS), "")
@@ -143,6 +166,14 @@ def connection(url: str, options: Mapping[Any, Any] | None, *, past_cache: bool 
     headers = {"default_headers": _NO_CACHE} if past_cache else {}
     retry = {"max_retries": _MAX_RETRIES, "retry_timeout": _RETRY_TIMEOUT}
     return {"client_options": client | headers, "config": store, "retry_config": retry}
+
+
+def suggestion(options: Iterable[str], known: frozenset[str] = _CLIENT_OPTIONS | _BUCKET_OPTIONS | _ENDPOINTS) -> str:
+    """Return a sentence that corrects options which resemble a known one, or an empty string."""
+    plain = [_OPTION_PREFIX.sub("", each.lower()) for each in options]
+    near = {each: difflib.get_close_matches(each, known, n=1) for each in plain if each not in known}
+    found = [f"{names[0]} instead of {each}" for each, names in near.items() if names]
+    return f". Did you mean {' and '.join(found)}?" if found else ""
 
 
 def seconds_of(duration: str) -> float:
