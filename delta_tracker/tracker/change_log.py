@@ -24,8 +24,8 @@ from delta_tracker.types import Delta
 class ChangeLog:
     """Log of changed rows: hooks report :attr:`writes`, and :attr:`consumers` read them.
 
-    All methods may be called from any thread. They acquire :attr:`lock`. The lock is reentrant: hold it around several
-    calls that must see the same state.
+    All methods may be called from any thread. They acquire :attr:`lock`, which is reentrant: hold it around calls that
+    must see the same state.
 
     The old state of a row is the data that the tracking mode saved before the row changed, such as the row's values.
 

@@ -44,8 +44,7 @@ class ConsumerHandle(Uncopied, remedy="Save or copy the tracker's state_dict(), 
     :class:`~delta_tracker.errors.InvalidArgumentError`.
 
     If the handle is deleted without :meth:`release`, the next operation of the tracker ends the reservation, discards
-    the consumer's uncommitted read and removes a consumer that :meth:`begin_copy` added. The consumer's note becomes
-    None, because another owner may read the rows.
+    the uncommitted read and the note, and removes a consumer that :meth:`begin_copy` added.
 
     Args:
         name: name of the consumer. The caller must have reserved the consumer in the log.
@@ -89,7 +88,6 @@ class ConsumerHandle(Uncopied, remedy="Save or copy the tracker's state_dict(), 
         """Move the consumer's cursor past its uncommitted read.
 
         Raises:
-            StaleDeltaError: if ``delta`` is no longer the consumer's uncommitted read.
             InvalidArgumentError: if ``delta`` belongs to another consumer.
         """
         self._check_own(delta)
@@ -107,8 +105,8 @@ class ConsumerHandle(Uncopied, remedy="Save or copy the tracker's state_dict(), 
     def distrust(self, fqn: str, ids: Tensor) -> None:
         """Make rows pending for the consumer, with unknown old states, and abort its uncommitted read.
 
-        Call this method if the consumer's own copy of these rows differs from what the consumer last read. The raw ids
-        that own rows with managed collisions must be those that the consumer last read.
+        Call this method if the consumer's copy of these rows differs from what it last read. The raw ids that own rows
+        with managed collisions must be those that it last read.
 
         Args:
             fqn: the table.
@@ -147,11 +145,7 @@ class ConsumerHandle(Uncopied, remedy="Save or copy the tracker's state_dict(), 
     def note_of(self, name: str) -> object:
         """Return the note about a consumer of the tracker; None if there is none.
 
-        The result is also None if the consumer's cursor has moved since the note was set, because its owner then read
-        rows without a new note.
-
-        Args:
-            name: name of the consumer.
+        The result is also None if the consumer's cursor has moved since: its owner read rows without a new note.
         """
         self._held()
         return self._log.consumers.find(name).current_note
@@ -199,14 +193,11 @@ class ConsumerHandle(Uncopied, remedy="Save or copy the tracker's state_dict(), 
     def begin_copy(self) -> ConsumerHandle:
         """Add a second consumer at the current position, to track changes while all rows are copied.
 
-        Training can continue during the copy. At the end, read the second consumer's delta and overwrite the copied
-        rows with it. The result equals a copy made at the time of that read.
+        Training can continue during the copy. At the end, overwrite the copied rows with the second consumer's delta.
+        The result equals a copy made at the time of that read.
 
-        The second consumer is reserved for the same owner and is not saved in checkpoints. Its name is this consumer's
-        name followed by ``" (snapshot)"``.
-
-        Returns:
-            Handle of the second consumer. Its :meth:`release` also removes the second consumer from the tracker.
+        The second consumer is reserved for the same owner and not saved in checkpoints. Its name is this consumer's
+        name followed by ``" (snapshot)"``. Its :meth:`release` also removes it from the tracker.
 
         Raises:
             InvalidArgumentError: if a consumer with the second consumer's name exists.
@@ -235,12 +226,9 @@ class ConsumerHandle(Uncopied, remedy="Save or copy the tracker's state_dict(), 
         return self._record.note
 
     def annotate(self, note: object) -> None:
-        """Set the note about the consumer. Notes are saved with the tracker's state.
+        """Set the note about the consumer, a JSON value, which is saved with the tracker's state.
 
-        If the notes of the ranks differ, the note from the loaded part of the lowest rank is restored.
-
-        Args:
-            note: a JSON value; replaces the previous note.
+        If the notes of the ranks differ, a load restores the note of the lowest rank's part.
 
         Raises:
             InvalidArgumentError: if ``note`` is not a JSON value.
@@ -253,10 +241,7 @@ class ConsumerHandle(Uncopied, remedy="Save or copy the tracker's state_dict(), 
         return self._record.restored_at == self._record.position
 
     def release(self) -> None:
-        """End the reservation, and remove the consumer if :meth:`begin_copy` added it. Idempotent.
-
-        An interrupted call may be repeated.
-        """
+        """End the reservation, and remove the consumer if :meth:`begin_copy` added it. May be repeated."""
         if self.is_released:
             return
         if self._is_transient:
@@ -273,11 +258,7 @@ class ConsumerHandle(Uncopied, remedy="Save or copy the tracker's state_dict(), 
         self.release()
 
     def _held(self) -> str:
-        """Return the consumer's name.
-
-        Raises:
-            InvalidArgumentError: if the handle was released.
-        """
+        """Return the consumer's name. Raise InvalidArgumentError if the handle was released."""
         if self.is_released:
             raise InvalidArgumentError(
                 "consumer", self.name, "Call reserve() of the tracker again: this handle was released"

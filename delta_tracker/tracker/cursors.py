@@ -43,11 +43,9 @@ class Read:
     delta: Delta | None = None
 
     def returns(self, rows: Mapping[str, DeltaRows], left_out: Mapping[str, ChangedRows] | None = None) -> Delta:
-        """Return the delta with ``rows``. Call it before the read is held or committed.
+        """Return the delta with ``rows``, without the rows ``left_out`` by top-k.
 
-        Args:
-            rows: table FQN to the rows that the consumer receives.
-            left_out: table FQN to the rows that top-k left out.
+        Call it before the read is held or committed.
         """
         start, stop, batches = self.start, self.stop, self.batches
         self.delta = Delta(rows, consumer=self.consumer, start=start, stop=stop, batches=batches, left_out=left_out)
@@ -195,8 +193,8 @@ class Cursors:
     def pending_since(self, consumer: Consumer) -> float | None:
         """Return the time of the oldest change of a consumer's pending rows; None if no row is known to be pending.
 
-        It is exact for rows in the log. For rows that reads left out, the time of the oldest one is kept until a read
-        leaves no row out. For rows that a read finds by comparing a shard with a copy, it is the time of that read.
+        It is exact for rows in the log, and a lower bound for rows that reads left out. For rows that a read finds by
+        comparing a shard with a copy, it is the time of that read.
         """
         since = consumer.carried_since
         for position, when in self._times.items():
@@ -215,10 +213,6 @@ class Cursors:
 
 
 def check_name(name: object) -> None:
-    """Check the name of a consumer, because a checkpoint with a name of another type could not be loaded.
-
-    Raises:
-        InvalidArgumentError: if ``name`` is not a string.
-    """
+    """Check that the name of a consumer is a string: a checkpoint with another name could not be loaded."""
     if not isinstance(name, str):
         raise InvalidArgumentError("consumer", name, "Pass a name that is a string, such as 'serving'")

@@ -47,16 +47,15 @@ class DataPosition(Uncopied, Generic[T], remedy="Save or copy its state_dict()")
             train(batch)
             tracker.step()
 
-    For each batch, the state of the loader is encoded by :mod:`delta_tracker.stream.format.state_tree`, which rejects
-    other types than it lists. The loader itself must account for its workers, as ``StatefulDataLoader`` does. Tested
-    with torch's ``DataLoader`` with 2 workers, and with TorchRec's ``TrainPipelineBase``,
-    ``TrainPipelineSparseDistLite`` and ``TrainPipelineSparseDist`` on the CPU.
+    The state of the loader is encoded by :mod:`delta_tracker.stream.format.state_tree` for each batch. The loader must
+    account for its workers, as ``StatefulDataLoader`` does. Tested on the CPU with torch's ``DataLoader`` with 2
+    workers, and with TorchRec's ``TrainPipelineBase``, ``TrainPipelineSparseDistLite`` and ``TrainPipelineSparseDist``.
 
-    A missing step is noticed when ``max_ahead`` is exceeded, which by default allows for a few of them. Set it to the
-    number of batches that the pipeline is ahead, to notice each one.
+    A missing step is noticed when ``max_ahead`` is exceeded. Set it to the number of batches that the pipeline is
+    ahead, to notice each one.
 
-    To train several epochs, iterate again. At the end of an epoch the position is after its last batch: after a
-    restore, the loader has to accept this state, and to return no batch before the next epoch.
+    To train several epochs, iterate again. At the end of an epoch the position is after its last batch: the loader has
+    to accept this state, and to return no batch before the next epoch.
 
     Args:
         loader: the loader. If it has a method ``load_rank_states(states)``, its position can be restored at another
@@ -260,7 +259,6 @@ class DataPosition(Uncopied, Generic[T], remedy="Save or copy its state_dict()")
 
 
 def _fields(state: object) -> tuple[int, float | None, object]:
-    """Return the number of batches, the event time, and the state of the loader."""
     if not isinstance(state, dict) or state.keys() != _FIELDS:
         found = sorted(map(str, state)) if isinstance(state, dict) else type(state)
         raise InvalidArgumentError("data", found, f"Pass what state_dict() returned, with {sorted(_FIELDS)}")

@@ -121,7 +121,6 @@ class DeltaReader:
 
         Raises:
             UnsupportedModelError: if ``with_optimizer`` is set and the optimizer of a table is not fused.
-            InvalidArgumentError: if ``top_k`` is not a TopK, or has no ``score`` in a tracking mode without scores.
         """
         if top_k is not None and not isinstance(top_k, TopK):
             raise InvalidArgumentError("top_k", top_k, "Pass a TopK, for example TopK(rows=1000)")
@@ -167,14 +166,12 @@ class DeltaReader:
         rows are returned. The same holds in 2D parallelism for the ranks that have another replica than the first.
 
         Args:
-            rows: the changed rows, or the error of this rank's read, which is reported to the other ranks.
+            rows: the changed rows, or the error of this rank's read, which is reported to the other ranks and raised.
             top_k: the budget.
             ranks: ranks that share the budget; None for the group of all ranks, which is created at first use.
 
         Raises:
             InvalidArgumentError: if scores are NaN or have the wrong shape, or another rank failed.
-            RankLostError: if a rank died or did not make the call in time.
-            Exception: re-raises ``rows`` if it is an exception, or the exception of a score function.
         """
         if ranks is None:
             ranks = self._ranks = self._ranks or AllRanks()
@@ -214,7 +211,7 @@ class DeltaReader:
         return Candidates(scores, is_due, spec.num_columns * spec.table.dtype.itemsize + _ID_BYTES)
 
     def _scores(self, shard: LocalShard, changed: ChangedRows) -> Tensor:
-        """Return the tracking mode's score of each row, ``[N]`` float32. NaN is replaced by infinity.
+        """Return the mode's score of each row, ``[N]`` float32. Infinity replaces NaN.
 
         Reads the rows in chunks to avoid a copy of all rows.
         """
@@ -227,9 +224,7 @@ class DeltaReader:
         return torch.where(scores.isnan(), torch.inf, scores)
 
     def _checked_scores(self, fqn: str, scores: Tensor, rows: ChangedRows) -> Tensor:
-        """Validate the scores that a user's function returned, and return them as ``[N]`` float32.
-
-        The returned score is infinite where the old state is unknown.
+        """Return the scores of a user's function as ``[N]`` float32, infinite where the old state is unknown.
 
         Raises:
             InvalidArgumentError: if the shape is not ``[N]``, or a score is NaN although the row's old state is known.

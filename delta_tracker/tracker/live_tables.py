@@ -139,9 +139,6 @@ class LiveTables:
 
         The keys are ``iter``, ``iter_cpu``, ``lr``, ``group_lr``, ``eps``, ``beta1``, ``beta2`` and ``weight_decay``.
         ``iter`` of a kernel on a device is a live tensor, because a number would need a wait for the device.
-
-        Raises:
-            InvalidArgumentError: if the column ranges of a table have different numbers.
         """
         return kernel_scalars(self._model.shards)
 
@@ -162,8 +159,7 @@ class LiveTables:
         Raises:
             UnsupportedModelError: if the model has untracked tables, a ``DMPCollection``, or managed collisions of
                 another class than MCH, or with an eviction policy of the user's, or if a fused optimizer has counters
-                per row or a global weight decay.
-            UnsupportedModelError: if a state has another dtype than float32, float16 or bfloat16.
+                per row, a global weight decay, or states of another dtype than float32, float16 or bfloat16.
         """
         refuse_unrecoverable(self._model.found, self.collision_modules)
         for shard in self._model.shards.values():

@@ -158,11 +158,7 @@ class LogConsumers:
             self.abandoned.popleft()  # last: an interrupted call is repeated
 
     def annotate(self, consumer: str, note: object) -> None:
-        """Set the note about a consumer, which is saved in checkpoints.
-
-        Args:
-            consumer: name of the consumer.
-            note: a JSON value; replaces the previous note.
+        """Set the note about a consumer, a JSON value, which is saved in checkpoints.
 
         Raises:
             InvalidArgumentError: if ``note`` is not a JSON value.
@@ -188,9 +184,8 @@ class LogConsumers:
     def lags(self, *, counts: bool) -> dict[str, Lag]:
         """Return the lag of each consumer that is not transient, by name. All rows are pending for a dropped consumer.
 
-        Args:
-            counts: True to count the pending rows, which waits for the device. If False, :attr:`Lag.pending` is empty,
-                except for dropped consumers.
+        If ``counts`` is False, it does not wait for the device, and :attr:`Lag.pending` is empty, except for dropped
+        consumers.
         """
         with self.lock:
             self._release_abandoned()
@@ -214,10 +209,7 @@ class LogConsumers:
     def add(self, consumer: str, *, holder: str | None = None) -> None:
         """Add a consumer at the end of the log.
 
-        Args:
-            consumer: name of the consumer.
-            holder: description of the owner of a transient consumer, which is reserved for the owner and not saved in
-                checkpoints. None adds an ordinary consumer.
+        A ``holder`` is the owner of a transient consumer, which is reserved for the owner and not saved in checkpoints.
 
         Raises:
             InvalidArgumentError: if a consumer of this name exists, or the name is not a string.
@@ -271,12 +263,8 @@ class LogConsumers:
     def distrust(self, consumer: str, fqn: str, ids: Tensor, *, knows_owners: bool = True) -> None:
         """Make rows pending for one consumer, with unknown old states, and abort its uncommitted read.
 
-        Args:
-            consumer: name of the consumer whose copy of the rows may be wrong.
-            fqn: the table.
-            ids: ``[N]`` int64 local ids, in any order, duplicates allowed.
-            knows_owners: True if the consumer has the owners of its last committed read; False if its owners are
-                unknown. No effect on a table without managed collisions.
+        ``ids`` is ``[N]`` int64, local, in any order, with duplicates allowed. Pass ``knows_owners=False`` if the
+        consumer's copy may not have the owners of its last committed read.
         """
         if not len(ids):
             return
@@ -299,14 +287,10 @@ class LogConsumers:
     def read(self, consumer: str, *, with_states: bool = True) -> Read:
         """Cut the log and begin a read of the pending rows of ``consumer``. Moves no cursor.
 
-        Args:
-            consumer: name of the consumer.
-            with_states: True to also return the old states, if the mode keeps them. Must be True if the delta may leave
-                out rows, because the old states of these rows would otherwise be lost.
+        ``with_states`` must be True if the delta may leave out rows, because their old states would otherwise be lost.
 
         Raises:
             NeedsSnapshotError: if the consumer was dropped.
-            UnsupportedModelError: if a stream cannot have the owners of a table's slots.
         """
         with self.lock:
             if self.abandoned:
@@ -339,7 +323,6 @@ class LogConsumers:
 
         Raises:
             StaleDeltaError: if ``delta`` is no longer the consumer's uncommitted read.
-            InvalidArgumentError: if the consumer was removed.
         """
         for read in self.find(delta.consumer).reads:
             if read.delta is delta:
@@ -347,12 +330,7 @@ class LogConsumers:
         raise StaleDeltaError(delta.consumer)
 
     def hold(self, read: Read) -> None:
-        """Leave a read uncommitted, and discard an earlier uncommitted one, whose rows it includes.
-
-        Raises:
-            StaleDeltaError: if the read was discarded.
-            InvalidArgumentError: if the consumer was removed.
-        """
+        """Leave a read uncommitted, and discard an earlier uncommitted one, whose rows it includes."""
         with self.lock:
             known = self._current(read)
             if len(known.reads) > 1 or self._max_bytes is not None:  # else, commit() or abort() will compact the log
@@ -365,8 +343,7 @@ class LogConsumers:
     def commit(self, read: Read) -> None:
         """Move the consumer's cursor to the end of a read. The rows that its delta left out stay pending.
 
-        If the call is interrupted, the rows of the read may stay pending, with unknown old states. The errors are those
-        of :meth:`hold`.
+        If the call is interrupted, the rows of the read may stay pending, with unknown old states.
         """
         with self.lock:
             self._segments.fence.enter()
@@ -450,10 +427,7 @@ class LogConsumers:
             segments.compact()
 
     def _is_too_large(self, max_bytes: int) -> bool:
-        """Return True if the log and the carried rows exceed ``max_bytes``.
-
-        If they do, frees the stores' spare row sets and checks once more.
-        """
+        """Return True if the log and carried rows exceed the limit, after freeing spare row sets if needed."""
         for _ in range(2):
             memory = self._segments.memory()
             if memory.log_bytes + memory.carried_bytes <= max_bytes:
@@ -463,5 +437,5 @@ class LogConsumers:
 
 
 def _over(rows: ChangedRows, fqn: str, tables: Mapping[str, ChangedRows]) -> dict[str, ChangedRows]:
-    """Return a copy of ``tables`` in which ``rows`` are added to table ``fqn`` and replace rows with equal ids."""
+    """Return a copy of ``tables`` with ``rows`` added to ``fqn``. They replace rows with equal ids."""
     return {**tables, fqn: merge_first(rows, tables[fqn]) if fqn in tables else rows}

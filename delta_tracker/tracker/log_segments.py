@@ -80,10 +80,8 @@ class LogSegments:
     def record(self, ids: Mapping[str, Tensor | None], key: int | None = None, *, captures: bool = True) -> None:
         """Enter :attr:`fence`, and count rows that the caller then marks.
 
-        Args:
-            ids: table FQN to ``[N]`` local ids; None for all rows.
-            key: key of the write that changes the rows, if it continues.
-            captures: True if marking captures the old states of the rows.
+        ``ids`` are local ids by table FQN, None for all rows. ``key`` is the key of a write that continues. If
+        ``captures`` is True, marking captures the old states of the rows.
         """
         self.fence.enter(key)
         if captures and self.reads_shards:  # states that are captured after other writes are not the old ones
@@ -113,8 +111,7 @@ class LogSegments:
     def cut(self, fqns: Collection[str] | None = None) -> None:
         """Start a segment in the stores of some tables. The rows of writes in progress are marked in it again.
 
-        Args:
-            fqns: the tables, without their owners; None for all tables and owners.
+        ``fqns`` excludes the owners of the tables. None stands for all tables and owners.
         """
         with one_cut():
             if self.owners and fqns is None:
@@ -187,11 +184,7 @@ class LogSegments:
         self.stores[fqn].mark(ids)
 
     def check_owners(self) -> None:
-        """Check the owners of the last cut.
-
-        Raises:
-            UnsupportedModelError: if a stream cannot have the owners of a table's slots.
-        """
+        """Raise UnsupportedModelError if a stream cannot have the owners of a table's slots, as of the last cut."""
         for fqn, owners in self.owners.items():
             if owners.refusal:
                 remedy = "Name the table in fqns_to_skip to train it untracked"
@@ -200,10 +193,7 @@ class LogSegments:
     def former(self, fqn: str, ids: Tensor, consumer: Consumer) -> Tensor:
         """Return the owners that a consumer has of some rows, ``[N]`` int64, as of its last committed read.
 
-        Args:
-            fqn: a table with managed collisions.
-            ids: ``[N]`` int64 local ids, ascending and unique.
-            consumer: the consumer.
+        ``ids`` is ``[N]`` int64, local, ascending and unique.
         """
         former = self.owners[fqn].former(ids, consumer.position)
         older = consumer.carried.get(fqn)
@@ -213,10 +203,7 @@ class LogSegments:
         return former
 
     def with_former(self, rows: Mapping[str, ChangedRows]) -> dict[str, ChangedRows]:
-        """Return rows by table, in which unknown former owners are ``NO_OWNER`` in tables with managed collisions.
-
-        All former owners of rows without :attr:`ChangedRows.former` are unknown.
-        """
+        """Return rows by table, in which unknown former owners are ``NO_OWNER`` in tables with managed collisions."""
         found = {}
         for fqn, each in rows.items():
             former = each.former if fqn in self.owners else None
@@ -280,7 +267,6 @@ class LogSegments:
             store.drop_spare()
 
     def _tensors(self) -> Iterator[Tensor]:
-        """Yield all tensors of the log."""
         for _, store in self._every:
             yield from store.tensors()
         for rows in self.cursors.rows():
@@ -288,10 +274,7 @@ class LogSegments:
 
 
 def profiler_range(name: str) -> AbstractContextManager[object]:
-    """Return a context manager that ``torch.profiler`` records as a range called ``name``.
-
-    Returns a null context if no profiler is running.
-    """
+    """Return a context manager that ``torch.profiler``, if it runs, records as a range called ``name``."""
     # Opening a range takes microseconds even if no profiler is running. torch's optimizers and data loaders check this
     # flag for the same reason.
     return profiler.record_function(name) if profiler._is_profiler_enabled else _NO_RANGE  # noqa: SLF001
@@ -300,8 +283,8 @@ def profiler_range(name: str) -> AbstractContextManager[object]:
 def maintain(*tasks: Callable[[], None]) -> None:
     """Run maintenance tasks of a log in order.
 
-    If one raises MemoryError or RuntimeError, log the error and skip the others. No pending row is lost, the preceding
-    read or commit stays valid, and the next call tries again.
+    If one raises MemoryError or RuntimeError, log it and skip the others. No pending row is lost, and the next call
+    tries again.
     """
     try:
         for task in tasks:

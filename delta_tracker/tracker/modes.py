@@ -38,18 +38,12 @@ class Capture:
     has_scores = False
 
     def check(self, shard: LocalShard) -> None:
-        """Reject a shard that the mode does not support.
-
-        Raises:
-            UnsupportedModelError: if the mode does not support the shard; the error gives the reason.
-        """
+        """Raise UnsupportedModelError, with the reason, if the mode does not support a shard."""
 
     def old_states(self, shard: LocalShard, ids: Tensor) -> Tensor:
         """Return the current state of each row, ``[N, ...]``. The log keeps it as the old state of the row.
 
-        Args:
-            shard: the shard.
-            ids: ``[N]`` int64 local ids.
+        ``ids`` is ``[N]`` int64, local.
         """
         return torch.empty(len(ids), 0, device=shard.device)
 
@@ -61,9 +55,7 @@ class Capture:
     def states(self, shard: LocalShard, rows: ChangedRows) -> Tensor | None:
         """Return the states of changed rows, as a delta contains them.
 
-        Args:
-            shard: the shard.
-            rows: the ``N`` changed rows, with old states if :attr:`keeps_old` is set.
+        ``rows`` has old states if :attr:`keeps_old` is set.
 
         Returns:
             ``[N, ...]``, NaN where the old state is required but unknown; None in a mode without states.
@@ -74,9 +66,7 @@ class Capture:
     def scores(self, values: Tensor, states: Tensor) -> Tensor:
         """Return the scores by which top-k selects rows, ``[N]`` float32. Larger changes have higher scores.
 
-        Args:
-            values: ``[N, D]`` current rows; overwritten.
-            states: ``[N, ...]`` result of :meth:`states`.
+        ``values`` is ``[N, D]``, the current rows, and is overwritten. ``states`` is a result of :meth:`states`.
         """
         del values, states
         raise AssertionError("the mode has no scores")

@@ -46,9 +46,8 @@ class RankGroup:
     After a rank is lost, every later operation of the group fails too, because the other ranks may have made different
     numbers of calls.
 
-    The group is not created by ``torch.distributed.new_group``, because that function numbers the groups of each
-    process separately. If only one rank created a group, the group could be connected to an unrelated group of another
-    rank.
+    ``torch.distributed.new_group`` numbers the groups of each process separately. If only one rank created a group, it
+    could be connected to an unrelated group of another rank. Therefore this class does not use it.
 
     Args:
         name: name of the group, the same on every rank.
@@ -91,19 +90,11 @@ class RankGroup:
         return gathering
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """Return the tensors of all ranks in rank order. All tensors must have the same shape and dtype.
-
-        Raises:
-            RankLostError: if a rank died or did not answer in time.
-        """
+        """Return the tensors of all ranks in rank order. All tensors must have the same shape and dtype."""
         return self.start_all_gather(tensor).result()
 
     def add(self, tensor: Tensor) -> None:
-        """Replace ``tensor`` by the elementwise sum of the tensors of all ranks, in place.
-
-        Raises:
-            RankLostError: if a rank died or did not answer in time.
-        """
+        """Replace ``tensor`` by the elementwise sum of the tensors of all ranks, in place."""
         if self.world_size == 1:
             return
         with self._typed_errors():
@@ -117,9 +108,6 @@ class RankGroup:
         """Return the tensors of all ranks on rank 0 in rank order, and nothing on other ranks. They send theirs only.
 
         All tensors must have the same shape and dtype. Ctrl-C takes effect when the wait ends.
-
-        Raises:
-            RankLostError: if a rank died or did not answer in time.
         """
         tensors = [torch.empty_like(tensor) for _ in range(self.world_size)] if self.rank == 0 else []
         with self._typed_errors():
@@ -132,9 +120,6 @@ class RankGroup:
         """Send ``tensor`` to all other ranks, which must call :meth:`receive` with the number of this rank.
 
         A rank that is lost does not keep the others from receiving it. Ctrl-C takes effect when the wait ends.
-
-        Raises:
-            RankLostError: if a rank died or did not receive it in time.
         """
         with self._typed_errors(), ExitStack() as waits:
             group = self._group
@@ -146,9 +131,6 @@ class RankGroup:
         """Send ``tensor`` to ``rank``, which must call :meth:`receive` with the number of this rank.
 
         Ctrl-C takes effect when the wait ends: gloo closes the connection if a shorter wait times out.
-
-        Raises:
-            RankLostError: if a rank died or did not answer in time.
         """
         with self._typed_errors():
             self._group.send([tensor], rank, 0).wait()
@@ -157,9 +139,6 @@ class RankGroup:
         """Fill ``tensor`` with the tensor of the same shape and dtype that ``rank`` passes to :meth:`send`.
 
         Ctrl-C takes effect when the wait ends, as in :meth:`send`.
-
-        Raises:
-            RankLostError: if a rank died or did not answer in time.
         """
         with self._typed_errors():
             self._group.recv([tensor], rank, 0).wait()
@@ -167,12 +146,7 @@ class RankGroup:
     def wait(self, work: dist.Work | None, meanwhile: Callable[[], None] | None = None) -> None:
         """Wait for a collective of this group. Ctrl-C interrupts only the wait; the collective continues.
 
-        Args:
-            work: handle of the collective; None if it could not be started.
-            meanwhile: called several times per second during the wait; None for no calls.
-
-        Raises:
-            RankLostError: if a rank died or did not answer in time.
+        ``meanwhile`` is called several times per second. ``work`` is None if the collective could not be started.
         """
         if self._lost is not None:
             raise unraised(self._lost)
@@ -197,13 +171,9 @@ class RankGroup:
         self._gloo = None
 
     def leave(self, reason: str) -> None:
-        """Make every later operation of this rank fail. Not a collective.
+        """Make every later operation of this rank fail with ``reason``. Not a collective.
 
-        Call this if this rank and the other ranks may have called different collectives, for example after an
-        interrupt.
-
-        Args:
-            reason: reason in the :class:`~delta_tracker.errors.RankLostError` of later operations.
+        Call this if the ranks may have called different collectives, for example after an interrupt.
         """
         if self._lost is None:
             self._lost = RankLostError(reason)
@@ -224,7 +194,7 @@ class RankGroup:
 
     @contextmanager
     def _typed_errors(self) -> Iterator[None]:
-        """Context manager that raises ``RankLostError`` for a torch error, and saves a copy to raise in later calls."""
+        """Raise ``RankLostError`` for a torch error, in this call and in later ones."""
         try:
             yield
         except RankLostError as error:
@@ -250,14 +220,7 @@ class Gathering:
     work: dist.Work | None = None
 
     def result(self, meanwhile: Callable[[], None] | None = None) -> list[Tensor]:
-        """Wait for the tensors of all ranks and return them in rank order. May be called again after an interrupt.
-
-        Args:
-            meanwhile: called several times per second during the wait; None for no calls.
-
-        Raises:
-            RankLostError: if a rank died or did not answer in time.
-        """
+        """Wait for the tensors of all ranks and return them in rank order. May be called again after an interrupt."""
         if self.group.world_size > 1:
             self.group.wait(self.work, meanwhile)
         return self.tensors
@@ -271,8 +234,7 @@ class _Meeting:
     ended before it arrived.
 
     A thread makes the calls of the store, because they block without a timeout while the process that hosts it is
-    stopped. If the caller gives up before, the thread ends its attempt when the store answers, so that the other ranks
-    do not count this one.
+    stopped. If the caller gives up before, the thread ends its attempt when the store answers.
     """
 
     def __init__(self, name: str, call: str, timeout: timedelta, rank: int, world_size: int) -> None:
@@ -291,11 +253,7 @@ class _Meeting:
         self._result: Any = None  # the group, or the error for the caller
 
     def group(self) -> Any:  # noqa: ANN401  the type stubs lack the methods of ProcessGroupGloo
-        """Wait for all ranks and return their group. Call it once.
-
-        Raises:
-            RankLostError: if a rank does not arrive in time, or the store does not answer.
-        """
+        """Wait for all ranks and return their group. Call it once."""
         try:
             # clone() retries until this timeout if the process that hosts the store is dead.
             self._default.set_timeout(self._timeout)
@@ -338,7 +296,6 @@ class _Meeting:
             self._has_ended.set()
 
     def _create(self) -> Any:  # noqa: ANN401
-        """Connect to the store, meet the other ranks and return the group."""
         # A connection of its own has its own timeout, and does not block other threads that use the default one.
         try:
             store: dist.Store = self._default.clone()
@@ -364,7 +321,6 @@ class _Meeting:
         return group
 
     def _attend(self, store: dist.Store) -> int:
-        """Wait for all ranks and return the number of the attempt, which is the same on every rank."""
         number = 0
         while number == 0 or store.check([f"{number}/ended"]):
             if self._has_left.is_set():

@@ -28,14 +28,8 @@ def agree(action: Callable[[], Mapping[str, object]], group: RankGroup) -> None:
 
     So a difference is found before one rank waits for the others in a later collective.
 
-    Args:
-        action: returns a JSON object that must be equal on all ranks, and may raise an error.
-        group: group of all ranks.
-
     Raises:
         RankFailedError: if the results differ, or if ``action`` raised an error on another rank only.
-        RankLostError: if a rank died or did not answer in time.
-        Exception: the error that ``action`` raised on this rank.
     """
     try:
         message: dict[str, object] = {"result": action()}
@@ -56,7 +50,6 @@ def agree(action: Callable[[], Mapping[str, object]], group: RankGroup) -> None:
 
 
 def _exchange(message: Mapping[str, object], group: RankGroup) -> list[dict[str, dict[str, object]]]:
-    """Return the JSON objects of all ranks, by rank."""
     data = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=_BYTE)
     lengths = [int(each) for each in group.all_gather(torch.tensor([len(data)]))]
     padded = torch.nn.functional.pad(data, (0, max(lengths) - len(data)))
@@ -67,18 +60,11 @@ def _exchange(message: Mapping[str, object], group: RankGroup) -> list[dict[str,
 def gather_parts(state: Mapping[str, Tensor], group: RankGroup) -> dict[str, Tensor]:
     """Send the saved state of every rank, called its *part*, to rank 0. All ranks must call this function.
 
-    The tensors are sent one after the other.
-
-    Args:
-        state: this rank's part, by key. The header is the first tensor.
-        group: group of all ranks.
-
     Returns:
         On rank 0, the tensors of all parts by key. On the other ranks, an empty dict.
 
     Raises:
         CheckpointError: if a rank sends an invalid header.
-        RankLostError: if a rank died or did not answer in time.
     """
     header = next(iter(state.values()))
     lengths = group.all_gather(torch.tensor([len(header)]))
@@ -105,13 +91,6 @@ def refuse_dcp_load(argument: str, adapter: str) -> None:
     """Refuse ``state_dict()`` inside ``dcp.load``, which needs the keys and sizes of the saved state instead.
 
     ``dcp.load`` would raise that the sizes differ, or succeed where they are equal by chance.
-
-    Args:
-        argument: what the caller saves.
-        adapter: text of the object to load it with.
-
-    Raises:
-        InvalidArgumentError: if ``dcp.load`` is among the callers.
     """
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001  the only way to know the caller
     while frame is not None:

@@ -1,13 +1,10 @@
 """Per-rank counters that are saved with the tracker: torchmetrics metrics and other mergeable objects.
 
-The state that one rank saved is loaded by exactly one rank, so that the total over all ranks is the same at any world
-size. Loading the synchronized total on every rank would multiply the total. Loading only rank 0's state would lose the
-counts of the other ranks. At the world size of the save, each rank loads its own state. States that cannot be merged,
-because their reduction is not sum, max, min or cat, can be loaded only at that world size.
+Exactly one rank loads the state that a rank saved, so that the total over all ranks is the same at any world size.
+States whose reduction is not sum, max, min or cat cannot be merged, and load only at the world size of the save.
 
-A part's header has a *kind* for each counter, a JSON object that describes the counter. A load compares the saved kind
-with that of the registered counter before it changes any state. The kind is taken when the counter is registered, and
-is the same in every process that builds the counter in the same way.
+A part's header has a *kind* for each counter, a JSON object that describes the counter. It is taken when the counter is
+registered. A load compares it with that of the registered counter before it changes any state.
 """
 
 from __future__ import annotations
@@ -42,7 +39,7 @@ _COUNT = "_update_count"
 class Mergeable(Protocol):
     """Interface of a counter whose state can be saved, merged with the states of other ranks, and loaded.
 
-    :meth:`merge` must raise an error for a state of another counter. A load calls it before it changes any state.
+    A load calls :meth:`merge`, which must raise an error for a state of another counter, before it changes any state.
     """
 
     def state_dict(self) -> State:
@@ -61,9 +58,8 @@ class Mergeable(Protocol):
 class MetricCounter:
     """Wrapper that makes a torchmetrics metric a :class:`Mergeable`.
 
-    The metric's own ``state_dict`` is not used, because it omits states that are not persistent. Buffers that are not
-    states are not saved. Their contents at registration are part of the kind, because the meaning of the states may
-    depend on them, as it does on thresholds.
+    Unlike the metric's own ``state_dict``, it saves states that are not persistent. Buffers that are not states are not
+    saved. They are part of the kind, because the meaning of the states may depend on them, as on thresholds.
 
     Args:
         name: name of the counter, for error messages.
@@ -138,11 +134,9 @@ class MetricCounter:
     def new_state(self, layouts: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> State:
         """Return the state of a metric without updates, for a rank that loads no part.
 
-        A list that is concatenated across ranks gets an empty tensor if another rank has tensors in it: torchmetrics
-        gathers the lists of all ranks tensor by tensor, and would wait for ever for a rank with an empty list.
-
-        Args:
-            layouts: name of each saved tensor of the metric to its dtype and shape, in any of the parts.
+        Torchmetrics gathers lists tensor by tensor, and would wait for ever for a rank with an empty list. Therefore a
+        list that is concatenated across ranks gets an empty tensor if it has tensors in ``layouts``: name of each saved
+        tensor, to its dtype and shape.
         """
         lists = [field for field, each in self._fields.items() if each == "dim_zero_cat" and field in layouts]
         empty = {field: torch.empty((0, *layouts[field][1][1:]), dtype=layouts[field][0]) for field in lists}
@@ -203,7 +197,7 @@ class MetricCounter:
             raise InvalidArgumentError(self._name, "a synchronized metric", remedy)
 
     def _only(self, field: str, states: Sequence[State]) -> State:
-        """Return the fields of a state that cannot be merged, from the only one of ``states``, or the default."""
+        """Return the fields that cannot be merged, from the only one of ``states``, or the default."""
         if states:
             return {name: each for name, each in states[0].items() if name == field or name.startswith(f"{field}.")}
         return {f"{field}.length": 0} if self._default_shape(field) is None else {field: self._default(field)}
@@ -230,8 +224,7 @@ class MetricCounter:
 def _reduction_name(reduction: object) -> str:
     """Return the name of a state's reduction, which is the same in every process.
 
-    A function has its own name, and a callable object has that of its class. The name of a partial includes its
-    arguments; an argument that is not a JSON value is replaced by its name in the same way.
+    A partial's name includes its arguments.
     """
     if reduction is None:
         return "None"
@@ -273,12 +266,7 @@ class CounterSet:
         return {name: counter.state_dict() for name, counter in self._counters.items()}
 
     def check(self, parts: Sequence[RankHeader], world_size: int) -> None:
-        """Check that the counters of saved parts can be loaded on ``world_size`` ranks.
-
-        Raises:
-            StateMismatchError: if names or kinds differ, or the world size differs and a state cannot be merged.
-            CheckpointError: if the fields of a counter are invalid.
-        """
+        """Check that the counters of saved parts can be loaded on ``world_size`` ranks."""
         names = sorted({name for part in parts for name in part.counters})
         if names != sorted(self._counters):
             raise StateMismatchError("counters", names, sorted(self._counters))
@@ -332,10 +320,9 @@ class CounterSet:
         return merged
 
     def load(self, states: Mapping[str, State]) -> None:
-        """Replace the state of every counter. If one raises an error, all have their former states.
+        """Replace the state of every counter with a result of :meth:`merged`.
 
-        Args:
-            states: result of :meth:`merged`.
+        If one raises an error, all have their former states.
         """
         counters = self._counters
         before = {name: copy.deepcopy(counter.merge([counter.state_dict()])) for name, counter in counters.items()}
@@ -353,11 +340,6 @@ class CounterSet:
 def counted_by(rank: int, world_size: int, parts: Sequence[RankHeader]) -> list[RankHeader]:
     """Return the parts whose counters a rank loads, in the order of their ranks. Exactly one rank loads each part.
 
-    Args:
-        rank: the rank that loads.
-        world_size: number of ranks that load.
-        parts: the saved parts; those of other ranks may be missing.
-
     Raises:
         CheckpointError: if a part that the rank loads is missing.
     """
@@ -369,11 +351,7 @@ def counted_by(rank: int, world_size: int, parts: Sequence[RankHeader]) -> list[
 
 
 def _as_mergeable(name: str, counter: object) -> Mergeable:
-    """Return ``counter`` as a :class:`Mergeable`. A torchmetrics metric is wrapped.
-
-    Args:
-        name: name of the counter, for error messages.
-        counter: the object that the user registers.
+    """Return ``counter``, or a wrapper of a torchmetrics metric.
 
     Raises:
         InvalidArgumentError: if ``counter`` is neither a metric nor a :class:`Mergeable`, or contains metrics.
@@ -396,18 +374,11 @@ def _as_mergeable(name: str, counter: object) -> Mergeable:
 
 
 def _kind_of(counter: Mergeable) -> Kind:
-    """Return the kind of a counter, which a load compares with the saved one. It is JSON serializable."""
     return counter.kind if isinstance(counter, MetricCounter) else {"class": type(counter).__name__}
 
 
 def _check_saved(name: str, counter: Mergeable, kind: Kind | None, fields: Mapping[str, object]) -> None:
-    """Check that a part's state of a counter can be loaded into ``counter``.
-
-    Args:
-        name: name of the counter.
-        counter: the registered counter.
-        kind: saved kind; None if the part was saved by a release that did not save kinds.
-        fields: name of each saved field to its value, or to its shape if it is a tensor.
+    """Check that a part's state of a counter, with its kind, can be loaded into ``counter``.
 
     Raises:
         StateMismatchError: if the state was saved by another class, or by a metric with other states or buffers.

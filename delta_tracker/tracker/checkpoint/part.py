@@ -224,10 +224,6 @@ class RankHeader(Struct, kw_only=True, frozen=True, eq=False):
         """Return the fields of a counter by field name; None if the part has no counter of that name.
 
         The tensors are copies, because counters may write to them in place.
-
-        Args:
-            name: name of the counter.
-            tensors: tensors of the part, by key with prefix.
         """
         if name not in self.counters:
             return None
@@ -272,14 +268,8 @@ def pack(
 ) -> dict[str, Tensor]:
     """Encode the state of a rank. Return its part: the CPU tensors to save, by key.
 
-    Args:
-        rank: the rank.
-        world_size: number of ranks that save.
-        mode: value of the tracking mode.
-        shards: table FQN to the rank's block.
-        state: state of the rank's log, with local ids.
-        counters: counter name to the counter's fields, which are tensors or JSON values.
-        kinds: counter name to the counter's kind, a JSON object.
+    ``shards`` is the rank's block of each table, ``state`` has local ids, and ``counters`` and ``kinds`` have the
+    fields and the kind of each counter.
 
     Raises:
         InvalidArgumentError: if a field of a counter is neither a JSON value nor a tensor of a supported dtype.
@@ -329,7 +319,6 @@ def pack(
 
 
 def _split(counters: Counters) -> tuple[dict[str, Tensor], dict[str, dict[str, object]]]:
-    """Return the tensors of all counters, by key, and their other fields, by counter and name."""
     tensors: dict[str, Tensor] = {}
     plain: dict[str, dict[str, object]] = {name: {} for name in counters}
     for name, fields in counters.items():
@@ -399,12 +388,8 @@ def parse(key: str, header: Tensor) -> RankHeader:
 def parse_all(state: Mapping[str, Tensor]) -> list[RankHeader]:
     """Parse the headers of all parts in a state.
 
-    Args:
-        state: tensors of the parts, by key.
-
     Raises:
-        StateMismatchError: if the format version of a header is unknown.
-        CheckpointError: if there is no header, or a header is invalid.
+        CheckpointError: if there is no header.
     """
     parts = [parse(key, tensor) for key, tensor in state.items() if HEADER.fullmatch(key)]
     if not parts:
@@ -414,11 +399,6 @@ def parse_all(state: Mapping[str, Tensor]) -> list[RankHeader]:
 
 def take(state: Mapping[str, Tensor], needed: Mapping[str, Layout], parts: Sequence[RankHeader]) -> dict[str, Tensor]:
     """Return some tensors of a state, on the CPU.
-
-    Args:
-        state: tensors by key.
-        needed: key of each tensor to return, to its dtype and shape.
-        parts: headers of the parts of these tensors.
 
     Raises:
         CheckpointError: if a tensor is missing, or has another dtype, shape or digest.
@@ -490,13 +470,9 @@ def check_alike(parts: Sequence[RankHeader]) -> None:
 def check_tables(where: str, saved: Mapping[str, ShardSpec], expected: Mapping[str, ShardSpec]) -> None:
     """Reject a state with other tables, table sizes or dtypes than expected.
 
-    Args:
-        where: start of the error message, which tells where the state is, for example ``"on rank 1 "``; may be empty.
-        saved: table FQN to block, in the state.
-        expected: table FQN to expected block. Only the tables are compared, not the ranges of the blocks.
-
     Raises:
-        StateMismatchError: if tables differ; the error names all tables that differ.
+        StateMismatchError: if tables differ. The error starts with ``where``, the place of the state, and names the
+            tables.
     """
     both = [{fqn: str(spec.table) for fqn, spec in shards.items()} for shards in (saved, expected)]
     differing = sorted(fqn for fqn in both[0].keys() | both[1].keys() if both[0].get(fqn) != both[1].get(fqn))

@@ -23,12 +23,9 @@ MODE = "rank_counters"
 class RankCounters:
     """Counters and metrics of this rank, saved per rank or merged, and loaded at any number of ranks.
 
-    It needs no tracker and no embedding module. Each saved part is loaded by exactly one rank, so that the total over
-    all ranks is the same before and after. A load replaces the states, so a second load of the same state changes
-    nothing. At the number of ranks that saved, each rank has its own states again.
-
-    States that are reduced by sum, max, min or cat can be loaded at any number of ranks, all others only at the number
-    that saved them.
+    It needs no tracker and no embedding module. Exactly one rank loads each saved part, so that the total over all
+    ranks is the same before and after. At the number of ranks that saved, each rank has its own states again. States
+    whose reduction is not sum, max, min or cat can be loaded only at that number.
 
     Args:
         counters: name to a ``torchmetrics.Metric`` or a
@@ -134,14 +131,11 @@ class RankCounters:
             state: tensors of the parts that this rank loads. At the number of ranks that saved, this is its own part.
                 Otherwise rank ``r`` of ``W`` loads the parts of the ranks ``r``, ``r + W``, ``r + 2W`` and so on; a
                 rank without such a part needs any other one. You may pass the parts of all ranks.
-
-        Raises:
-            StateMismatchError, CheckpointError: see :meth:`plan_load`.
         """
         self._counters.load(self._merged(state))
 
     def check(self, state: Mapping[str, Tensor]) -> None:
-        """Raise the errors that :meth:`load_state_dict` would raise for this state, without changing any counter.
+        """Raise the errors that :meth:`load_state_dict` would raise, without changing any counter.
 
         Call it on all ranks before any rank loads, so that either all ranks load a state or none does.
         """

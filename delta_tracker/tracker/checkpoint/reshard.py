@@ -91,11 +91,7 @@ class Resharding:
     def state(self, tensors: Mapping[str, Tensor]) -> LogState:
         """Return the state to restore in this rank's log. Ids are local, and rows are on the devices of their shards.
 
-        Args:
-            tensors: key to tensor, for all keys of :meth:`needs`.
-
         Raises:
-            CheckpointError: if a tensor contradicts the header of its part.
             StateMismatchError: if the saved old states have a different dtype from the states of the current rows.
         """
         first = self._parts[0]
@@ -113,14 +109,8 @@ class Resharding:
     def _find(self, spec: ShardSpec, rank: int, missing: Sequence[int]) -> list[_Source]:
         """Return the parts from which to read a shard's rows.
 
-        Args:
-            spec: block of the shard.
-            rank: this rank.
-            missing: ranks that saved a part which was not passed, for the error message.
-
         Raises:
             CheckpointError: if the parts do not cover the shard.
-            StateMismatchError: see :class:`Resharding`.
         """
         fqn = spec.table.fqn
         sharing = [part for part in self._parts if _shared_area(part.shards[fqn], spec)]
@@ -140,15 +130,7 @@ class Resharding:
         return [_Source(part, *self._places(part.shards[fqn], spec)) for part in sharing]
 
     def _places(self, saved: ShardSpec, spec: ShardSpec) -> tuple[Tensor, Tensor]:
-        """Return the fields ``saved_places`` and ``places`` of a :class:`_Source`.
-
-        Args:
-            saved: the saved block.
-            spec: this rank's block.
-
-        Raises:
-            StateMismatchError: see :class:`Resharding`.
-        """
+        """Return the fields ``saved_places`` and ``places`` of a :class:`_Source`."""
         if self._capture.states_are_columns:
             mine = {column: place for place, column in enumerate(_columns(spec))}
             pairs = [(place, mine[column]) for place, column in enumerate(_columns(saved)) if column in mine]
@@ -208,15 +190,7 @@ def _local(rows: ChangedRows | None, spec: ShardSpec) -> ChangedRows | None:
 
 
 def _former(num_rows: int, pieces: Iterable[tuple[Tensor, ChangedRows]]) -> Tensor | None:
-    """Return the former owners of the rows of all pieces, ``[N]`` int64, ``NO_OWNER`` where they are unknown.
-
-    Args:
-        num_rows: ``N``.
-        pieces: the places of each piece's rows, and the rows.
-
-    Returns:
-        None if no piece has former owners.
-    """
+    """Return the former owners, ``[N]`` int64, or None if no piece has any; ``NO_OWNER`` where they are unknown."""
     former = None
     for at, rows in pieces:
         if rows.former is not None:
@@ -235,16 +209,13 @@ def _check_states(part: RankHeader, fqn: str, rows: ChangedRows, held: Tensor, p
 
 
 def _shared_area(left: ShardSpec, right: ShardSpec) -> int:
-    """Return the number of values of a table that two blocks share."""
     stop = min(left.row_offset + left.num_rows, right.row_offset + right.num_rows)
     return max(0, stop - max(left.row_offset, right.row_offset)) * _width(left, right)
 
 
 def _width(left: ShardSpec, right: ShardSpec) -> int:
-    """Return the number of columns that two blocks share."""
     return sum(max(0, min(b, d) - max(a, c)) for a, b in left.columns for c, d in right.columns)
 
 
 def _columns(spec: ShardSpec) -> list[int]:
-    """Return the column indices of a block, in the order of its column ranges."""
     return [column for start, stop in spec.columns for column in range(start, stop)]

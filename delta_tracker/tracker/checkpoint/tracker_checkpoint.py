@@ -106,11 +106,7 @@ class TrackerCheckpoint:
         return part if strategy == "gather_or_local" and rank != 0 else gathered
 
     def _check_free(self) -> None:
-        """Check that no consumer is reserved: a load replaces the pending rows of all consumers.
-
-        Raises:
-            ReservedConsumerError: if a consumer is reserved.
-        """
+        """Check that no consumer is reserved: a load replaces the pending rows of all consumers."""
         for name in self._log.consumers.names:
             holder = self._log.consumers.find(name).holder
             if holder is not None:
@@ -119,13 +115,7 @@ class TrackerCheckpoint:
     def _check_attached(self, group: RankGroup | None) -> None:
         """Check that the tracker is attached: otherwise the log lacks updates.
 
-        Args:
-            group: all ranks, so that an error on one rank is raised on every rank; None to check this rank only.
-
-        Raises:
-            DetachedError: if the tracker is detached.
-            UnsupportedModelError: if a plain module was replaced.
-            RankFailedError: if one of these errors was raised on another rank.
+        With a ``group``, an error on one rank is raised on every rank.
         """
 
         def attached() -> dict[str, object]:
@@ -143,11 +133,7 @@ class TrackerCheckpoint:
     def _check_synced(self, group: RankGroup | None) -> None:
         """Check that no row changed since the last sync of the replicas in 2D parallelism.
 
-        Args:
-            group: all ranks, so that an error on one rank is raised on every rank; None to check this rank only.
-
-        Raises:
-            InvalidArgumentError: if a row changed.
+        With a ``group``, an error on one rank is raised on every rank.
         """
         averaged = {fqn: shard for fqn, shard in self._model.shards.items() if shard.is_averaged}
         if averaged:
@@ -223,13 +209,7 @@ class TrackerCheckpoint:
             self.restored = Restored.STREAM
 
     def plan_load(self, parts: list[RankHeader]) -> Resharding:
-        """Return the plan of a load: the tensors of each part that :meth:`load_state_dict` needs.
-
-        Args:
-            parts: headers of the saved parts, at least one.
-
-        Raises the errors of :meth:`load_state_dict`.
-        """
+        """Return the tensors of each part that :meth:`load_state_dict` needs. The errors are the same."""
         self._check_free()
         check_alike(parts)
         first = parts[0]

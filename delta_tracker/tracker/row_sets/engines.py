@@ -63,9 +63,8 @@ def retried(
 ) -> Callable[[Callable[Concatenate[_Stores, _Args], _Result]], Callable[Concatenate[_Stores, _Args], _Result]]:
     """Return a decorator of functions that can be repeated: if an engine fails in one, repeat it with another engine.
 
-    Args:
-        replace: replaces the engine that raised an error in the first argument of the function. Returns False if no
-            engine raised it.
+    ``replace`` replaces the engine that raised the error, in the function's first argument. It returns False if none
+    did.
     """
 
     def decorate(

@@ -98,7 +98,6 @@ class NumbaRows(RowSet):
         self._unlisted().mark(array)
 
     def _unlisted(self) -> _Bits:
-        """Return the bits. The first call allocates them, and sets the bits of the listed ids."""
         if self._bits is None:
             bits = _Bits(self.num_rows, self._max_cached_words)
             for ids in self._lists:
@@ -107,7 +106,7 @@ class NumbaRows(RowSet):
         return self._bits
 
     def _sorted(self) -> NDArray[np.int64]:
-        """Return the listed ids in ascending order without duplicates, and replace the lists with the result."""
+        """Replace the lists with their ids, ascending and unique, and return these."""
         if not self._lists:
             return np.empty(0, dtype=np.int64)
         ids = self._lists[0] if len(self._lists) == 1 else np.concatenate(self._lists)
@@ -273,10 +272,7 @@ class _Bits:
     def _add(self, most: int, loop: Callable[..., int], *args: object) -> int:
         """Call a loop that sets bits and updates the summary. Return the number of bits that were clear.
 
-        Args:
-            most: upper bound of this number.
-            loop: the loop.
-            args: arguments of the loop.
+        It is at most ``most``.
         """
         count, is_settled = self._count, self._is_settled
         self._count, self._is_settled = count + most, False  # for an interrupt after the loop
@@ -285,7 +281,6 @@ class _Bits:
         return added
 
     def _settle(self) -> None:
-        """Update the summary and the count if they are out of date."""
         if not self._is_settled:
             self._count = self._loops.summarize(self._words, self._summary)
             self._is_settled = True
@@ -293,7 +288,7 @@ class _Bits:
 
 @cache
 def load_loops() -> ModuleType:
-    """Import and return :mod:`delta_tracker.tracker.row_sets.numba_loops`.
+    """Import and return the compiled loops.
 
     Raises:
         MissingExtraError: if numba is not installed or does not support the installed numpy.
@@ -302,12 +297,11 @@ def load_loops() -> ModuleType:
 
 
 def _array(ids: Tensor) -> NDArray[np.int64]:
-    """Return ``ids`` as a numpy array. The array shares the memory of ``ids`` if ``ids`` is contiguous."""
+    """Return ``ids`` as a numpy array, which shares its memory if ``ids`` is contiguous."""
     return ids.contiguous().numpy()
 
 
 def _set_first(words: NDArray[np.int64], num_bits: int) -> None:
-    """Set the first ``num_bits`` bits of ``words`` and clear the others."""
     full, rest = divmod(num_bits, 64)
     words[:full] = -1
     words[full:] = 0

@@ -43,20 +43,18 @@ _FIRST_OF_FOUR = 0x1111111111111111  # the lowest of every four bits, because a 
 
 @intrinsic
 def _popcount(_typing: Typing, _word: types.Type) -> _Intrinsic:
-    """Return the number of bits set in an int64."""
     return types.int64(types.int64), lambda _context, builder, _signature, args: builder.ctpop(args[0])
 
 
 @intrinsic
 def _lowest(_typing: Typing, _word: types.Type) -> _Intrinsic:
-    """Return the position of the lowest bit set in an int64, or 64 if no bit is set."""
+    """Return the position of the lowest bit set in an int64, or 64."""
     undefined_for_0 = ir.Constant(ir.IntType(1), 0)
     return types.int64(types.int64), lambda _context, builder, _signature, args: builder.cttz(args[0], undefined_for_0)
 
 
 @intrinsic
 def _prefetch(_typing: Typing, words: types.Type, _at: types.Type) -> _Intrinsic:
-    """Prefetch the cache line of ``words[at]``."""
 
     def generate(
         context: BaseContext, builder: ir.IRBuilder, _signature: Signature, args: Sequence[ir.Value]
@@ -77,8 +75,7 @@ def _prefetch(_typing: Typing, words: types.Type, _at: types.Type) -> _Intrinsic
 def _loop(signature: str | None = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Return a decorator that compiles a function with numba. The compiled code is cached on disk if possible.
 
-    Args:
-        signature: types for which to compile the function immediately; None to compile it at its first call.
+    ``signature`` has the types for which the function is compiled immediately. None compiles it at its first call.
     """
 
     def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -107,7 +104,6 @@ def _octet(row: np.uint64) -> np.uint64:
 
 @_loop()
 def _place(row: np.uint64) -> int:
-    """Return the position of a row's bit in its octet."""
     return int(row & np.uint64(7))
 
 

@@ -55,9 +55,6 @@ class RowSet(ABC):
         """Compile the engine's kernels for ``device``, so that no later call compiles. No-op by default.
 
         The constructor calls this method. Call it earlier if the first set is created inside a training step.
-
-        Raises:
-            MissingExtraError: if the engine's package is not installed.
         """
 
     @property
@@ -108,11 +105,7 @@ class RowSet(ABC):
 
     @abstractmethod
     def absorb(self, other: Self) -> None:
-        """Add all rows of another set. The other set does not change.
-
-        Args:
-            other: a set of the same engine, device and ``R``.
-        """
+        """Add all rows of another set of the same engine, device and ``R``. The other set does not change."""
 
     @abstractmethod
     def scan(self) -> Tensor:
@@ -135,9 +128,7 @@ class RowSet(ABC):
 
         On a device, an engine may place all sets in one tensor, which is released when no set is left.
 
-        Args:
-            nums_rows: number of rows of each set.
-            device: device of the sets.
+        On a device, an engine may place all sets in one tensor, which is released when no set is left.
         """
         return [cls(num_rows, device) for num_rows in nums_rows]
 
@@ -147,9 +138,7 @@ class RowSet(ABC):
 
         On a device, an engine may take a fixed number of operations for all sets of one :meth:`create_each`.
 
-        Args:
-            sets: different sets of this engine on one device.
-            ids: ``[N]`` int64 local ids of each set.
+        ``ids`` is ``[N]`` int64 for each set.
         """
         for each, own in zip(sets, ids, strict=True):
             each.mark(own)
@@ -158,28 +147,16 @@ class RowSet(ABC):
     def mark_new_padded_each(cls, sets: Sequence[Self], ids: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
         """Return the result of :meth:`mark_new_padded` for each set.
 
-        On a device, an engine may take a fixed number of operations for all sets of one :meth:`create_each`.
-
-        Args:
-            sets: different sets of this engine on one device.
-            ids: ``[N]`` int64 local ids of each set.
+        Arguments are as in :meth:`mark_each`.
         """
         return [each.mark_new_padded(own) for each, own in zip(sets, ids, strict=True)]
 
     @classmethod
     def scan_each(cls, sets: Sequence[Self]) -> list[Tensor]:
-        """Return :meth:`scan` of each set. On a device, an engine may wait less often than once for each set.
-
-        Args:
-            sets: sets of this engine on one device.
-        """
+        """Return :meth:`scan` of each set. On a device, an engine may wait less often than once for each set."""
         return [each.scan() for each in sets]
 
     @classmethod
     def count_each(cls, sets: Sequence[Self]) -> list[int]:
-        """Return :meth:`count` of each set. On a device, an engine may wait less often than once for each set.
-
-        Args:
-            sets: sets of this engine on one device.
-        """
+        """Return :meth:`count` of each set. On a device, an engine may wait less often than once for each set."""
         return [each.count() for each in sets]

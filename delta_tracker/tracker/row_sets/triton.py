@@ -73,11 +73,7 @@ class TritonRows(RowSet):
 
     @classmethod
     def warm_up(cls, device: torch.device) -> None:
-        """Compile all Triton kernels for ``device``, by running each once. Only the first call for a device does it.
-
-        Raises:
-            MissingExtraError: if triton is not installed.
-        """
+        """Compile all Triton kernels for ``device``, by running each once. Only the first call for a device does it."""
         if device in _COMPILED:
             return
         _COMPILED.add(device)  # first, because the constructor calls this method
@@ -227,10 +223,7 @@ class TritonRows(RowSet):
     def list_rows(self, blocks: BlockCounts, num_rows: int, num_blocks: int) -> Tensor:
         """Return the ids of all marked rows, ``[K]`` int64, ascending. Does not wait for the device.
 
-        Args:
-            blocks: result of :meth:`count_blocks`.
-            num_rows: first number of ``blocks.sizes``.
-            num_blocks: second number of ``blocks.sizes``.
+        ``num_rows`` and ``num_blocks`` are the numbers in ``blocks.sizes``.
         """
         rows = torch.empty(num_rows, dtype=torch.int64, device=self.device)
         self._launch("scan", (num_blocks,), self._words, blocks.before, blocks.touched, rows)
@@ -250,7 +243,6 @@ def _load_programs() -> ModuleType:
 
 
 def _set_first(words: Tensor, num_bits: int) -> None:
-    """Set the first ``num_bits`` bits of ``words`` and clear the others."""
     full, rest = divmod(num_bits, 32)
     words[:full] = -1
     words[full:] = 0

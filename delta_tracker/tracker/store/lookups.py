@@ -177,12 +177,7 @@ class DeltaStore:
 
 
 def _check_same_kind(table: _Table, fqn: str, lookup: IndexedLookup) -> None:
-    """Reject a lookup that cannot be merged with the table's other lookups.
-
-    Raises:
-        InvalidArgumentError: if the lookup's batch is older than the table's newest batch, or if its device, state
-            shape or state dtype differs from that of the other lookups.
-    """
+    """Raise InvalidArgumentError for an older batch, or another device, state shape or state dtype."""
     if lookup.batch_idx < table.newest_batch:
         remedy = f"Pass batches in ascending order: table {fqn!r} is at batch {table.newest_batch}"
         raise InvalidArgumentError("batch_idx", lookup.batch_idx, remedy)
