@@ -102,10 +102,8 @@ class RowCopies(Protocol):
     def write(self, ids: Tensor, values: Tensor, columns: tuple[int, int]) -> None:
         """Write the rows that have a copy; ignore the others.
 
-        Args:
-            ids: ``[N]`` int64 row numbers in the region, unique, on the region's device; at least one.
-            values: ``[N, C]``, on the region's device.
-            columns: half-open range of the columns of ``values`` in the region's memory.
+        ``ids`` are ``[N]`` int64 row numbers in the region, unique, at least one; ``values`` are ``[N, C]``. Both are
+        on the region's device. ``columns`` is the range of columns in the region's memory.
         """
         ...
 
@@ -129,10 +127,8 @@ class Region:
     def write(self, ids: Tensor | slice, values: Tensor, columns: tuple[int, int] | None = None) -> None:
         """Write those rows whose ids are in the region, and their copies; ignore the others.
 
-        Args:
-            ids: ``[N]`` int64 global ids on the CPU, ascending; or a slice with start and stop.
-            values: ``[N, C]`` in the dtype of the memory.
-            columns: half-open range of the columns of ``values`` in the memory; None for all columns.
+        ``ids`` are as in :meth:`RowTarget.write`, and ``values`` are ``[N, C]`` in the dtype of the memory. ``columns``
+        is their range of columns in the memory; None for all columns.
         """
         # Creating a view takes as long as writing several rows. no_grad() is not needed for detached tensors.
         memory = self.memory if columns is None else self.memory[:, slice(*columns)]
@@ -224,11 +220,8 @@ class TensorTarget(RowTarget):
 def write_rows(memory: Tensor, rows: tuple[int, int], ids: Tensor | slice, values: Tensor) -> None:
     """Write those rows whose ids are in the range ``rows``; ignore the others.
 
-    Args:
-        memory: ``[R, C]``, written in place.
-        rows: half-open range of global ids that ``memory`` holds.
-        ids: ``[N]`` int64 global ids on the CPU, ascending; or a slice with start and stop.
-        values: ``[N, C]`` in the dtype of ``memory``.
+    ``memory`` is ``[R, C]`` and holds the global ids in ``rows``. ``ids`` are as in :meth:`RowTarget.write`, and
+    ``values`` are ``[N, C]`` in the dtype of ``memory``.
     """
     places, values = _within(rows, ids, values)
     if isinstance(places, slice):

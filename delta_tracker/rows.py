@@ -54,8 +54,7 @@ class ChangedRows:
     def take(self, index: Tensor) -> ChangedRows:
         """Return copies of some of the rows.
 
-        Args:
-            index: positions of the rows, int64 and ascending; or an ``[N]`` bool mask.
+        ``index`` has ascending int64 positions, or is an ``[N]`` bool mask.
         """
         places = index.nonzero().flatten() if index.dtype == torch.bool else index
         return ChangedRows(
@@ -140,12 +139,7 @@ def last_per_id(ids: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
 def take_rows(memory: Tensor, places: Tensor) -> Tensor:
     """Return copies of the rows at the given positions, in memory of :func:`~delta_tracker.buffers.new_rows`.
 
-    Args:
-        memory: ``[R, ...]``, where ``R`` is the number of rows.
-        places: ``[N]`` int64 positions in ``[0, R)``.
-
-    Returns:
-        ``[N, ...]``.
+    ``memory`` is ``[R, ...]``, ``places`` are ``[N]`` int64 in ``[0, R)``, and the result is ``[N, ...]``.
     """
     return torch.index_select(memory.detach(), 0, places, out=new_rows(len(places), memory))
 
@@ -234,7 +228,7 @@ def put_pieces(memory: Tensor, places: Tensor, pieces: Iterable[Tensor]) -> None
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a tensor on ``device``. A copy from the host to a CUDA device does not wait for the device.
 
-    Such a copy uses pinned memory. Torch's allocator reuses this memory once the copy is complete.
+    Such a copy uses pinned memory, which torch's allocator reuses once the copy is complete.
     """
     if device.type == "cuda" and tensor.device.type == "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)
@@ -252,8 +246,8 @@ def copy_from_host(memory: Tensor, values: Tensor) -> None:
 def _items(rows: Tensor) -> NDArray[np.void]:
     """Return a numpy view ``[N]`` of a CPU tensor ``[N, C]``, with one item per row.
 
-    numpy copies such items twice as fast as ``index_copy_`` copies rows. numpy uses one thread and releases the GIL, so
-    lookups can run on the other cores.
+    numpy copies such items twice as fast as ``index_copy_``, in one thread and without the GIL, so that lookups can
+    run.
     """
     held = rows.view(torch.uint8).numpy()
     return held.view(np.dtype((np.void, held.shape[1])))[:, 0]

@@ -313,11 +313,7 @@ class ShardSpec:
             )
 
     def check_ids(self, ids: Tensor) -> None:
-        """Validate local ids of this shard.
-
-        Raises:
-            InvalidArgumentError: if ``ids`` are not ``[N]`` integers from 0 to ``num_rows - 1``.
-        """
+        """Raise InvalidArgumentError if local ids are not ``[N]`` integers from 0 to ``num_rows - 1``."""
         import torch  # noqa: PLC0415  the other types are used without it
 
         if not isinstance(ids, torch.Tensor):
@@ -482,9 +478,7 @@ class Delta(Mapping[str, DeltaRows]):
 class Memory:
     """Memory usage of a tracker on this rank, in bytes.
 
-    The buffers that all trackers of a process share are not included (up to 1 GiB). Neither is what 2D parallelism
-    takes: for 2 or 4 replicas, (replicas + 1) / 8 bytes for each row of the shards with a fused optimizer, and 8 bytes
-    for each row whose average with equal rows is another row.
+    Buffers that all trackers of a process share (up to 1 GiB) and memory for 2D parallelism are not included.
 
     Args:
         log_bytes: size of the sets of changed rows, the old states on the device and in pinned host memory, and the ids

@@ -154,11 +154,7 @@ class CompiledModel:
 
 
 def _tensors(exported: ExportedProgram) -> dict[str, Tensor]:
-    """Return the parameters and persistent buffers of an exported model.
-
-    Raises:
-        InvalidArgumentError: if they cannot be constants that a predictor writes.
-    """
+    """Return the parameters and persistent buffers of a model, which must be constants that a predictor can write."""
     mutated = exported.run_decompositions().graph_signature.buffers_to_mutate  # before, writes are inside of operators
     if mutated:
         remedy = "Export the model in evaluation mode, without buffers that it changes"
@@ -184,7 +180,6 @@ def _check(exported: ExportedProgram, tensors: Mapping[str, Tensor], path: str) 
 
     Raises:
         UnsupportedModelError: if a change is not seen by the package.
-        InvalidArgumentError: if one of them returns another result each time.
     """
     args, kwargs = exported.example_inputs or ((), {})
     compiled, module = _loaded(path, 1), exported.module()
@@ -217,7 +212,6 @@ def _check(exported: ExportedProgram, tensors: Mapping[str, Tensor], path: str) 
 
 @contextmanager
 def _changed(tensor: Tensor, generator: torch.Generator) -> Iterator[None]:
-    """Context manager that changes all elements of a tensor."""
     saved = tensor.clone()
     try:
         tensor.copy_(torch.randn(tensor.shape, dtype=torch.float32, generator=generator).to(tensor.dtype)).add_(2)
@@ -237,11 +231,7 @@ def _equal(some: list[object], others: list[object]) -> bool:
 
 
 def _loaded(path: str, num_runners: int) -> Any:  # noqa: ANN401  torch's class is private
-    """Return a loaded package.
-
-    Raises:
-        InvalidArgumentError: if torch cannot let the caller own the constants.
-    """
+    """Return a loaded package. Raise InvalidArgumentError if torch cannot let the caller own the constants."""
     from torch._inductor.package.package import load_package  # noqa: PLC0415  it imports the compiler
 
     compiled = load_package(path, num_runners=num_runners)
@@ -258,11 +248,7 @@ def _manage(compiled: Any, tensors: Mapping[str, Tensor]) -> None:  # noqa: ANN4
 
 
 def _parsed(path: str, text: str | None) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Return name to dtype and shape of the constants of a package.
-
-    Raises:
-        InvalidArgumentError: if the metadata is missing or invalid.
-    """
+    """Return dtype and shape of a package's constants, by name. Raise InvalidArgumentError for invalid metadata."""
     remedy = "Compile it with compile_package() of this version of the library"
     if text is None or len(text) > _MAX_BYTES:
         raise InvalidArgumentError("path", path, remedy)

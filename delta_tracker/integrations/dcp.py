@@ -77,12 +77,8 @@ class SavedTracker:
         Raises:
             InvalidArgumentError: if the checkpoint has trackers, but none under ``key``, or if ``key`` is None and the
                 checkpoint has several trackers.
-            StateMismatchError: if the format version of a header is unknown, if the saved mode, consumers, tables or
-                counters differ from the tracker's or between ranks, if the old states belong to other column ranges,
-                or if the world size differs and a counter cannot be merged.
-            CheckpointError: if parts are missing;
-                or if a header is invalid, or if a tensor that a header lists is missing or has another
-                shape.
+            StateMismatchError: if the saved state cannot be loaded into this tracker.
+            CheckpointError: if parts or tensors are missing, or a header is invalid.
         """
         parts = self._saved.parts()
         if not parts:
@@ -93,11 +89,8 @@ class SavedTracker:
     def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
         """Load the tracker's state from the loaded tensors.
 
-        Raises the errors of :meth:`delta_tracker.tracker.tracker.ModelDeltaTracker.load_state_dict`.
-
-        Args:
-            state_dict: the tensors returned by :meth:`state_dict`, filled by ``dcp.load``; empty for a checkpoint
-                without tracker state.
+        The dict is the result of :meth:`state_dict`, filled by ``dcp.load``. Also raises the errors of
+        :meth:`delta_tracker.tracker.tracker.ModelDeltaTracker.load_state_dict`.
 
         Raises:
             CheckpointError: if ``dcp.load`` did not load the tensors, or loaded those of another checkpoint. The
@@ -137,11 +130,8 @@ class SavedCounters:
         Raises:
             InvalidArgumentError: if the checkpoint has no counters under ``key``, or if ``key`` is None and it has
                 several :class:`~delta_tracker.RankCounters`.
-            StateMismatchError: if the format version of a header is unknown, if names or kinds of counters differ, or
-                the number of ranks differs and a state cannot be merged.
-            CheckpointError: if the checkpoint has no counters, or parts are missing;
-                or if a header is invalid, or if a tensor that a header lists is missing or has another
-                shape.
+            StateMismatchError: if the saved state cannot be loaded into these counters.
+            CheckpointError: if parts, tensors or all counters are missing, or a header is invalid.
         """
         parts = self._saved.parts()
         # Each rank loads other parts: if only one rank raised, the others would wait for it.
@@ -153,10 +143,8 @@ class SavedCounters:
     def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
         """Replace the states of the counters by the loaded ones.
 
-        Raises the errors of :meth:`delta_tracker.RankCounters.load_state_dict`.
-
-        Args:
-            state_dict: the tensors returned by :meth:`state_dict`, filled by ``dcp.load``.
+        The dict is the result of :meth:`state_dict`, filled by ``dcp.load``. Also raises the errors of
+        :meth:`delta_tracker.RankCounters.load_state_dict`.
 
         Raises:
             CheckpointError: if ``dcp.load`` did not load the tensors, or loaded those of another checkpoint. The
@@ -195,7 +183,6 @@ class _SavedParts:
 
         Raises:
             InvalidArgumentError: if the checkpoint has such states, but none under ``key``, or several.
-            StateMismatchError, CheckpointError: if a header cannot be read.
         """
         self._metadata = self._reader.read_metadata()
         found: dict[str, list[str]] = {}
@@ -222,10 +209,6 @@ class _SavedParts:
         All ranks load the same header. It shows whether DCP has loaded this state, also on ranks that need nothing else
         of it.
 
-        Args:
-            parts: result of :meth:`parts`, not empty.
-            needs: key of each tensor to its dtype and shape.
-
         Raises:
             CheckpointError: if the checkpoint lacks a tensor that a header lists, or has it in another shape.
         """
@@ -245,9 +228,6 @@ class _SavedParts:
         A load of the result checks the digest of each tensor. Tensors without a digest, which an earlier release saved,
         are read here again.
 
-        Args:
-            state: result of :meth:`wanted`, filled by DCP; empty if there are no parts.
-
         Raises:
             CheckpointError: if DCP has not loaded the header, or has loaded that of another checkpoint.
         """
@@ -266,11 +246,7 @@ class _SavedParts:
         return {**state, **self._headers, **self._read(self._prefix, [name for name in state if name not in proven])}
 
     def _read_headers(self, prefix: str, names: list[str]) -> dict[str, Tensor]:
-        """Read headers, and return them by name.
-
-        Raises:
-            CheckpointError: if a header is not a tensor, or is too large.
-        """
+        """Return headers by name. Raise CheckpointError if a header is not a tensor, or is too large."""
         for name in names:
             layout = self._metadata.state_dict_metadata[prefix + name]
             if not isinstance(layout, TensorStorageMetadata) or layout.size.numel() > _MAX_HEADER_BYTES:
@@ -278,12 +254,7 @@ class _SavedParts:
         return self._read(prefix, names)
 
     def _read(self, prefix: str, names: list[str]) -> dict[str, Tensor]:
-        """Read tensors without a collective, and return them by name.
-
-        Args:
-            prefix: start of their keys in the checkpoint; may be empty.
-            names: the rest of the keys.
-        """
+        """Return tensors by name, without a collective. ``prefix``, the start of their keys, may be empty."""
         targets = {}
         for name in names:
             layout: Any = self._metadata.state_dict_metadata[prefix + name]

@@ -32,9 +32,6 @@ def _lightning_package() -> ModuleType:
     """Return the package that is imported already, or else the first one that is installed.
 
     The classes of the two are different, and ``Trainer(callbacks=callback)`` without a list takes only its own.
-
-    Raises:
-        MissingExtraError: if neither is installed.
     """
     for name in sorted(_PACKAGES, key=lambda name: sys.modules.get(name) is None):
         try:
@@ -105,11 +102,8 @@ class TrackerCallback(Callback):
     fails, all ranks raise an error. This is a collective.
 
     A later ``fit`` without a checkpoint builds a new tracker, in which every row counts as changed. If a checkpoint is
-    restored during ``fit``, as learning rate and batch size finders do, the tracker loads its state, every row counts
-    as changed, and the publisher is built again after the next batch.
-
-    The callback moves itself to the front of ``trainer.callbacks``, because other callbacks save and restore
-    checkpoints in the hooks that it uses.
+    restored during ``fit``, as batch size finders do, every row counts as changed, and the publisher is built again
+    after the next batch. The callback moves itself to the front of ``trainer.callbacks``.
 
     At the end of a ``fit`` without an error, the callback publishes the rows of the last batches. It keeps the state of
     the tracker for ``trainer.save_checkpoint(...)`` after ``fit``. Both are collectives.
@@ -151,10 +145,6 @@ class TrackerCallback(Callback):
         ``load_from_checkpoint`` calls no callback. Build the tracker for the module that it returns, register the
         counters, and call this method on each rank. Every row also counts as changed if the checkpoint has no state, or
         if the weights in its ``state_dict`` are others, such as the average of ``WeightAveraging``.
-
-        Args:
-            tracker: the tracker.
-            checkpoint: the loaded file.
 
         Raises:
             DeltaTrackerError: the errors of :meth:`~delta_tracker.ModelDeltaTracker.load_state_dict`.
@@ -198,8 +188,6 @@ class TrackerCallback(Callback):
 
         Raises:
             RankFailedError: if the loaded states of the ranks differ, or if another rank failed.
-            RankLostError: if a rank died or did not call this method in time.
-            Exception: the error that was raised while the state was loaded.
         """
         others = _has_other_weights(checkpoint) and not _restores_weights(trainer, checkpoint)
         saved = _Saved(checkpoint.get(_KEY, {}), None if others else _weights(pl_module), is_restored=True)
@@ -218,8 +206,6 @@ class TrackerCallback(Callback):
 
         Raises:
             RankFailedError: if the trackers or the loaded states of the ranks differ, or if another rank failed.
-            RankLostError: if a rank died or did not build its tracker in time.
-            Exception: the error that was raised while the tracker was built or its state loaded.
         """
         saved = self._saved
         try:
@@ -232,11 +218,7 @@ class TrackerCallback(Callback):
         self._saved = _UNKNOWN
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Build the publisher, if publishing is enabled. All ranks must call this method.
-
-        Raises:
-            Exception: the error that was raised while the publisher was built.
-        """
+        """Build the publisher, if publishing is enabled. All ranks must call this method."""
         self._open_publisher()
 
     def on_train_batch_end(
@@ -255,10 +237,9 @@ class TrackerCallback(Callback):
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Add the tracker state to ``checkpoint``: on rank 0 the parts of all ranks, on other ranks this rank's part.
 
-        Called by Lightning on every rank. After ``fit``, the state is that of its end, or of the checkpoint that
-        was loaded since, with a note if the weights were written since then. It is empty, so that every row counts as
-        changed when it is loaded, before the first ``fit``, and after a ``fit`` that raised an error and was followed
-        by another call of ``trainer``.
+        Called by Lightning on every rank. After ``fit``, the state is that of its end, or of the checkpoint that was
+        loaded since, with a note if the weights were written since then. It is empty before the first ``fit``, and once
+        ``trainer`` is called again after a ``fit`` that raised an error: every row counts as changed when it is loaded.
         """
         if self._tracker is not None:
             checkpoint[_KEY] = self._state()
@@ -356,11 +337,7 @@ class CountersCallback(Callback):
         self._is_required = is_required
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Check that this is the only callback of its class.
-
-        Raises:
-            InvalidArgumentError: if ``trainer`` has another one.
-        """
+        """Raise InvalidArgumentError if ``trainer`` has another callback of this class."""
         _check_only_one(self, trainer, "Pass one CountersCallback with all counters")
 
     @staticmethod
@@ -368,10 +345,6 @@ class CountersCallback(Callback):
         """Load the counters of a checkpoint of Lightning, without a ``Trainer``.
 
         ``load_from_checkpoint`` calls no callback: call this method on each rank.
-
-        Args:
-            counters: the counters.
-            checkpoint: the loaded file.
 
         Raises:
             DeltaTrackerError: the errors of :meth:`delta_tracker.RankCounters.load_state_dict`.
@@ -391,8 +364,6 @@ class CountersCallback(Callback):
         Raises:
             CheckpointError: if the checkpoint has no counters and ``is_required`` is True.
             RankFailedError: if the ranks have other counters or checkpoints, or another rank failed.
-            RankLostError: if a rank died or did not answer in time.
-            Exception: the errors of :meth:`delta_tracker.RankCounters.load_state_dict`.
         """
         saved: Mapping[str, Tensor] = checkpoint.get(_COUNTERS_KEY, {})
         with closing(RankGroup("counters of a checkpoint", "Trainer.fit(...)", DEFAULT_TIMEOUT)) as group:
@@ -413,11 +384,7 @@ class CountersCallback(Callback):
 
 
 def _check_only_one(callback: Callback, trainer: Trainer, remedy: str) -> None:
-    """Check that ``trainer`` has one callback of a class, because their states have the same key in a checkpoint.
-
-    Raises:
-        InvalidArgumentError: if there are several; the message ends with ``remedy``.
-    """
+    """Raise InvalidArgumentError if ``trainer`` has several callbacks of a class, whose states have the same key."""
     alike = [each for each in trainer.callbacks if isinstance(each, type(callback))]
     if len(alike) > 1:
         raise InvalidArgumentError("callbacks", alike, remedy)

@@ -66,8 +66,7 @@ class SortedMap(RawIdMap):
     def find(self, raw_ids: Tensor) -> Tensor:
         """Return the row of each raw id, in the shape of ``raw_ids``; -1 for ids that are not in the mapping.
 
-        Args:
-            raw_ids: int64 ids of any shape, on the device of the mapping.
+        The ids are int64, on the device of the mapping.
         """
         known_ids, slots = self.tensors()
         places = torch.searchsorted(known_ids[:-1], raw_ids)
@@ -85,9 +84,6 @@ class SortedMap(RawIdMap):
         """Map the raw ids of the present default rows, and those without a row, to the default rows of other buckets.
 
         Takes time in proportion to ``R``.
-
-        Args:
-            identity: the other buckets.
         """
         first, end = self.rows
         raw_ids, slots = self.tensors()
@@ -98,10 +94,7 @@ class SortedMap(RawIdMap):
         slots[places] = self._local_defaults(identity, raw_ids[places])
 
     def prepare(self, owners: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the tensors of another mapping, on the CPU, see :meth:`RawIdMap.prepare`.
-
-        The ids that keep their rows are already in order. Only the others are sorted.
-        """
+        """Return the tensors of another mapping, on the CPU. Only the ids that do not keep their rows are sorted."""
         first, num_rows = self.rows[0], len(owners)
         known_ids, slots = self.tensors()
         raw_ids, places = known_ids.cpu(), slots.cpu() - first

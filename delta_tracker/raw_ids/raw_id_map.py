@@ -67,10 +67,7 @@ def default_rows(identity: Identity) -> Tensor:
 def defaults_of(identity: Identity, raw_ids: Tensor, rows: Tensor | None = None) -> Tensor:
     """Return the row that each raw id reads while no row is mapped to it.
 
-    Args:
-        identity: rule of the table.
-        raw_ids: int64 ids of any shape.
-        rows: :func:`default_rows` of ``identity``, on the device of ``raw_ids``; None to build it in the call.
+    ``rows`` is the result of :func:`default_rows`, on the device of ``raw_ids``; None to build it in the call.
 
     Returns:
         int64 global row ids in the shape and on the device of ``raw_ids``; -1 if the table has no default rows.
@@ -114,13 +111,9 @@ def check_owners(identity: Identity, slots: Tensor, owners: Tensor, *, is_unique
 
 
 def check_unique(owners: Tensor) -> None:
-    """Check that no raw id owns two rows. Waits for the device of ``owners``.
+    """Raise ValueError if a raw id owns two rows. Waits for the device of ``owners``.
 
-    Args:
-        owners: ``[N]`` int64 raw ids of rows, :data:`NO_OWNER` if none.
-
-    Raises:
-        ValueError: if a raw id owns two rows.
+    ``owners`` is ``[N]`` int64, :data:`NO_OWNER` for a row that no raw id owns.
     """
     ordered = _sorted(owners)
     twice = ordered[1:][(ordered[1:] == ordered[:-1]) & (ordered[1:] != NO_OWNER)]
@@ -174,19 +167,13 @@ class RawIdMap(ABC):
     def slots_of(self, raw_ids: Tensor) -> Tensor:
         """Return the row of each raw id in the live mapping.
 
-        Args:
-            raw_ids: ``[N]`` int64 raw ids on the CPU.
-
-        Returns:
-            ``[N]`` int64 global row ids on the CPU; -1 or a default row for an unknown id.
+        ``raw_ids`` is ``[N]`` int64 on the CPU, and so is the result. It is -1 or a default row for an unknown id.
         """
 
     def conflict(self, slots: Tensor, owners: Tensor) -> str:  # noqa: ARG002  a default
         """Return the reason why lookups would not find the owners of some rows; the empty string if they would.
 
-        Args:
-            slots: ``[N]`` int64 global row ids, inside :attr:`rows`.
-            owners: ``[N]`` int64 raw ids of these rows.
+        The arguments are ``[N]`` int64: global row ids inside :attr:`rows`, and their raw ids.
         """
         return ""
 
@@ -194,9 +181,8 @@ class RawIdMap(ABC):
     def unmap(self, slots: Tensor, owners: Tensor) -> None:
         """Remove the raw ids of some rows, so that they read default rows. Call it while holding the lock.
 
-        Args:
-            slots: ``[N]`` int64 global row ids, inside :attr:`rows`.
-            owners: ``[N]`` int64 raw ids of these rows in the live mapping; none is :data:`NO_OWNER`.
+        The arguments are ``[N]`` int64: global row ids inside :attr:`rows`, and their raw ids, none of which is
+        :data:`NO_OWNER`.
         """
 
     @abstractmethod

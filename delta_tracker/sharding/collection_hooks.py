@@ -63,9 +63,7 @@ class LaunchHook(Watcher):
 class LoadHook(Watcher):
     """Hook that reports all rows of one sharded collection as changed after each call of its ``load_state_dict``.
 
-    Args:
-        module: the collection.
-        tables, reports: see :class:`Watcher`.
+    Arguments are as in :class:`LaunchHook`.
     """
 
     def __init__(self, module: nn.Module, tables: Sequence[str], reports: Reports) -> None:
@@ -117,8 +115,7 @@ class EvictionHook(Watcher):
     def before(self, evicted: _Evicted) -> Callable[[bool], object]:
         """Report rows that are about to be reset, and return a function that the caller must call after the reset.
 
-        Args:
-            evicted: table name to ``[N]`` local ids; None if no id is evicted.
+        ``evicted`` has ``[N]`` local ids by table name; None without evictions.
         """
         missed: Callable[[bool], object] = self._missed
         return self._contained(lambda: self._before(evicted), otherwise=missed)

@@ -54,9 +54,6 @@ def collision_obstacle(module: Any) -> str:  # noqa: ANN401  a class of torchrec
 def collision_state(module: Any) -> dict[str, Any]:  # noqa: ANN401  a class of torchrec's
     """Return the training state of a module. Its tensors share the module's memory.
 
-    Args:
-        module: a module without a :func:`collision_obstacle`.
-
     Returns:
         A dict with the keys ``class`` (its name), ``policy`` (class and settings), ``offset`` (first slot),
         ``zch_size`` (``Z``), ``hash_size``, ``eviction_interval``, ``sorted`` and ``mapping`` (``[Z]`` raw ids in
@@ -78,24 +75,14 @@ def collision_state(module: Any) -> dict[str, Any]:  # noqa: ANN401  a class of 
 
 
 def collision_fault(state: Mapping[str, Any]) -> str:
-    """Return the name of the first invalid value of a state; an empty string if :func:`collision_state` can return it.
-
-    Args:
-        state: state that was read from a stream.
-    """
+    """Return the name of the first invalid value of a state from a stream; an empty string if there is none."""
     return next(_faults(state), "")
 
 
 def check_collision_slots(fqn: str, module: Any, ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:  # noqa: ANN401
     """Check that a module's slots are those of one or several states.
 
-    Args:
-        fqn: name of the table.
-        module: the module of this rank.
-        ranges: half-open range of the slots of each state, in any order.
-
-    Returns:
-        The ranges of the states that the module has, in ascending order. Together, they have as many slots as it.
+    Return the states' ranges that the module has, in ascending order. Together, they have as many slots as it.
 
     Raises:
         RestoreMismatchError: if the module's slots are others.
@@ -119,12 +106,8 @@ def check_collision_states(
 ) -> None:
     """Check that :func:`load_collision_states` can restore the states. Writes nothing.
 
-    Args:
-        fqn: name of the table.
-        module: the module of this rank.
-        states: states of the table's modules on the ranks that published the version, in any order, each without a
-            :func:`collision_fault`.
-        identity: buckets of the new job's table.
+    The states are those of the table's modules on the ranks that published the version, in any order, each without a
+    :func:`collision_fault`. ``identity`` has the buckets of the new job's table.
 
     Raises:
         RestoreMismatchError: if the module's slots are not those of one or several of the states, if these states have
@@ -156,14 +139,9 @@ def _policy_text(policy: Any) -> str:  # noqa: ANN401  a class of torchrec's
 
 
 def load_collision_states(module: Any, states: Sequence[Mapping[str, Any]]) -> int:  # noqa: ANN401
-    """Restore a module from the states of the slots that it has.
+    """Restore a module from the states of its slots. Return the number of states that were joined.
 
-    Args:
-        module: the module of this rank.
-        states: states that :func:`check_collision_states` has accepted.
-
-    Returns:
-        The number of states that were joined.
+    The states are those that :func:`check_collision_states` has accepted.
     """
     parts = _parts(module, states)
     device = module._mch_sorted_raw_ids.device  # noqa: SLF001
@@ -229,11 +207,7 @@ def _history_names(module: Any) -> list[str]:  # noqa: ANN401  a class of torchr
 
 
 def _check_routes(what: str, parts: Sequence[Mapping[str, Any]], identity: Identity) -> None:
-    """Check that the new job looks up each known id in the slots in which the id is.
-
-    Raises:
-        RestoreMismatchError: if an id is looked up on another rank.
-    """
+    """Raise RestoreMismatchError if the new job looks up an id in other slots than those that have it."""
     ends = torch.tensor([bucket.rows[1] for bucket in identity.buckets])
     for state in parts:
         is_owned = state["sorted"] != NO_OWNER

@@ -31,11 +31,7 @@ _HASH_EMPTY = -1  # value of an empty slot in hash-ZCH
 
 
 class Versions:
-    """Tensors and their version counters at one moment. Equal if no tensor was replaced or written in place between.
-
-    Args:
-        tensors: the tensors.
-    """
+    """Tensors and their version counters. Equal if no tensor was replaced or written in place in between."""
 
     __slots__ = ("_tensors", "_versions")
     __hash__ = None  # type: ignore[assignment]
@@ -162,15 +158,10 @@ def _repeated(ascending: Tensor, empty: int) -> str:
 def local_owners(model: nn.Module, found: Discovery) -> dict[str, LocalOwners]:
     """Return the readers of the owners for this rank's tracked tables with managed collisions, by table FQN.
 
-    Args:
-        model: the tracked model.
-        found: its tracked tables.
-
     Raises:
         UnsupportedModelError: if a managed-collision module is of another class than those of this file, has an
             ``input_hash_func`` that is not called, unlike in an unsharded module, or is apart from its table's module;
             or if the ranges of slots do not fit the table's sharding plan.
-        MissingExtraError: if torchrec is not installed.
     """
     torchrec = known_torchrec()
     fqns = {id(module): fqn for fqn, module in found.modules.items()}
@@ -224,17 +215,7 @@ def _check_apart(model: nn.Module, found: Discovery) -> None:
 
 
 def _local_owners(held: Any, module: Any, shard: LocalShard, torchrec: Torchrec) -> LocalOwners:  # noqa: ANN401
-    """Return the reader of one table.
-
-    Args:
-        held: the sharded collection that has the table.
-        module: this rank's managed-collision module of the table.
-        shard: this rank's shard of the table.
-        torchrec: classes of the installed torchrec.
-
-    Raises:
-        UnsupportedModelError: as in :func:`local_owners`.
-    """
+    """Return the reader of one table. ``held`` is its collection, ``module`` its managed-collision module."""
     table, rows = shard.spec.table, (shard.spec.row_offset, shard.spec.row_offset + shard.spec.num_rows)
     is_sorted = isinstance(module, torchrec.sorted_collisions)
     if is_sorted:

@@ -70,16 +70,14 @@ def discover(model: nn.Module, fqns_to_skip: Sequence[str] = ()) -> Discovery:
 
     Args:
         model: a ``DistributedModelParallel``, or any module that contains sharded ones.
-        fqns_to_skip: names of tables, and of unsupported sharded modules and tensors, to exclude. A name is the FQN of
-            such an item, the FQN of a module that contains the item, or one component of the item's FQN. A name without
-            a match causes a warning.
+        fqns_to_skip: names of tables, and of unsupported sharded modules and tensors, to exclude: the FQN of the item
+            or of a module that contains it, or one component of the item's FQN. A name without a match causes a
+            warning.
 
     Raises:
         InvalidArgumentError: if ``fqns_to_skip`` is a string.
-        UnsupportedModelError: if the model has no table, and nothing is skipped, or if an unsupported sharded module
-            or tensor is not skipped;
-            or if the kernel or data type of a table is not supported, or if its shards have an
-            unsupported geometry or are not in the sharding plan.
+        UnsupportedModelError: if the model has no table, and nothing is skipped; if an unsupported sharded module or
+            tensor is not skipped; or if the kernel, data type or geometry of a table is not supported.
     """
     torchrec = known_torchrec()
     found = Discovery()

@@ -45,13 +45,10 @@ _QUANTIZED_FROM = (torch.float32, torch.float16)
 
 
 def model_tables(model: nn.Module) -> Iterator[tuple[str, RowTarget | Tensor]]:
-    """Yield all that can receive a table of a stream: TorchRec's tables as targets, other parameters as tensors.
+    """Yield the name and the target of each table of TorchRec, and all other parameters and buffers as tensors.
 
-    Buffers are yielded too.
-
-    Yields:
-        Pairs of a name and a target or tensor. Names are those of ``state_dict``, without the parts that modules add
-        which only wrap another module. Names of targets do not end with ``.weight``.
+    Names are those of ``state_dict``, without the parts of modules that only wrap another one. Names of targets do not
+    end with ``.weight``.
 
     Raises:
         InvalidArgumentError: if the kernel, data type or geometry of a sharded table is not supported.
@@ -103,15 +100,7 @@ def _sharded(module: nn.Module) -> Iterator[tuple[str, RowTarget]]:
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Location of a table's block: the slot of a quantized kernel, and the block's first row and column.
-
-    Args:
-        table: name of the table.
-        kernel: the kernel.
-        slot: index of the slot in the kernel.
-        row: first row of the block.
-        column: first column of the block.
-    """
+    """Location of a table's block: the slot of a quantized kernel, and the block's first row and column."""
 
     table: str
     kernel: Any
@@ -270,9 +259,7 @@ def _quantize(values: Tensor, kind: str) -> Tensor:
 
     The bytes equal those of torchrec's ``quantize_state_dict``.
 
-    Args:
-        values: ``[N, columns]``, whole rows.
-        kind: as in :class:`Packed`.
+    ``kind`` is that of a :class:`Packed`, and ``values`` are ``[N, columns]``, whole rows.
     """
     if kind in _FLOATS:
         return values.to(_FLOATS[kind]).view(torch.uint8)
@@ -283,10 +270,7 @@ def _quantize(values: Tensor, kind: str) -> Tensor:
 def _pack(rows: Tensor, quantized: Tensor, block: Packed) -> None:
     """Write the codes, scale and bias of a block's columns to the packed rows of the block.
 
-    Args:
-        rows: ``[N, row_bytes]`` uint8, written in place.
-        quantized: rows with all columns of the table, as returned by :func:`_quantize`.
-        block: the block.
+    ``rows`` is ``[N, row_bytes]`` uint8, and ``quantized`` a result of :func:`_quantize` with all columns.
     """
     bits = _BITS.get(block.kind) or 8 * _FLOATS[block.kind].itemsize
     first, end = (edge * bits // 8 for edge in block.region.columns)

@@ -28,12 +28,8 @@ class _Incomplete:
 def mark(model: nn.Module, version: int, *, is_following: bool = False) -> None:
     """Make every forward pass of ``model`` raise IncompleteModelError until :func:`unmark`.
 
-    Direct calls of the modules inside the model do not raise.
-
-    Args:
-        model: the model that is about to be written.
-        version: version that is restored or followed. It replaces that of an earlier call.
-        is_following: True if the model follows a stream.
+    Direct calls of the modules inside the model do not raise. ``version`` is the one that is restored, or followed if
+    ``is_following`` is True.
     """
     held = _mark_of(model)
     if held is None:
@@ -56,11 +52,7 @@ def unmark(model: nn.Module) -> None:
 
 
 def check_complete(model: nn.Module) -> None:
-    """Raise an error if the model is marked.
-
-    Raises:
-        IncompleteModelError: if a restore of the model was interrupted, or the model follows a stream.
-    """
+    """Raise IncompleteModelError if a restore was interrupted, or the model follows a stream."""
     held = _mark_of(model)
     if held is not None:
         held(model, ())

@@ -103,7 +103,6 @@ class PostLookupHook(Watcher):
             self._watch_output(output)
 
     def _report(self, features: KeyedIds, output: Tensor, *, updates: bool) -> bool:
-        """Report a lookup, and watch the update of its rows. Return True."""
         ids = self._all_rows()
         if not is_capturing():
             ids = self._contained(lambda: self._ids_by_table(features), otherwise=ids)
@@ -128,10 +127,7 @@ class PostLookupHook(Watcher):
         node.register_hook(partial(self._after_write, update))
 
     def _watch_output(self, output: Tensor) -> None:
-        """Report all rows in each backward pass through ``output``, because the node that writes them is unknown.
-
-        The rows are written after the gradient of ``output`` is computed and before the end of the pass.
-        """
+        """Report all rows in each backward pass through ``output``, because the node that writes them is unknown."""
 
         def watch() -> bool:
             update = _Update(self._all_rows(), is_proven=False)
@@ -148,7 +144,6 @@ class PostLookupHook(Watcher):
             update.is_missed = True
 
     def _begin(self, update: _Update) -> bool:
-        """Report that the rows of a lookup are about to be written. Return True."""
         key = next(self._keys)
         update.keys[threading.get_ident()] = key
         self.in_flight.discard(update)
@@ -168,7 +163,6 @@ class PostLookupHook(Watcher):
         self._contained(partial(self._end, update), otherwise=None)
 
     def _end(self, update: _Update) -> None:
-        """Report that the rows of a lookup have been written."""
         key = update.keys.pop(threading.get_ident(), None)
         if update.is_missed:
             # Cuts since the start of the write have not marked the rows again.
@@ -185,11 +179,7 @@ class PostLookupHook(Watcher):
             self._counts[fqn].add(0 if looked_up is None else looked_up.numel())
 
     def _ids_by_table(self, features: KeyedIds) -> dict[str, Tensor | None]:
-        """Return the ids ``[N]`` of each tracked table, by FQN.
-
-        Args:
-            features: the kernel's input. Its features have the same order as the kernel's slots.
-        """
+        """Return the ids ``[N]`` of each tracked table, by FQN. Features are in the order of the kernel's slots."""
         values, lengths = features.values(), features.length_per_key()
         if values.dtype != self._index_type:
             # The kernel converts the ids in the forward pass. The originals may be overwritten before the backward.

@@ -72,12 +72,8 @@ class Kernel:
     def rows(self, slot: int, ids: Tensor) -> Tensor:
         """Return a copy of some rows of a slot, ``[N, columns]``.
 
-        Flushes the kernel's caches as :meth:`weight` does. Inside ``with reading_in_place()``, flushes nothing, and
-        reads the rows that are in the cache from the cache.
-
-        Args:
-            slot: the slot.
-            ids: ``[N]`` int64 local ids.
+        Flushes the caches as :meth:`weight` does. Inside ``with reading_in_place()``, flushes nothing, and reads rows
+        that are in the cache from there. ``ids`` are ``[N]`` int64, local.
         """
         if _THREAD.in_place() is None:
             return take_rows(self.weight(slot), ids)
@@ -109,12 +105,7 @@ class _Source(NamedTuple):
 
 
 class _KeptViews:
-    """Views of a module's tensors by slot, created again if one of these tensors was replaced or moved.
-
-    Args:
-        module: the kernel's module.
-        split: function that creates the views.
-    """
+    """Views of a module's tensors by slot, created again if one of these tensors was replaced or moved."""
 
     def __init__(self, module: Any, split: Callable[[], _Views]) -> None:  # noqa: ANN401  a torchrec class
         self._module = module

@@ -89,7 +89,6 @@ class StateWatch:
             self._held[fqn] = versions
 
     def _versions(self) -> dict[str, list[tuple[int, int]]]:
-        """Return the address and the version counter of each state of each table."""
         return {
             fqn: [
                 (state.data_ptr(), state._version)  # noqa: SLF001
@@ -103,13 +102,9 @@ class StateWatch:
 def kernel_scalars(shards: Mapping[str, LocalShard]) -> dict[str, dict[str, int | float | Tensor]]:
     """Return the numbers of the kernel of each fused table that this rank holds, without a wait for a device.
 
-    Args:
-        shards: table FQN to shard.
-
-    Returns:
-        Table FQN to the numbers ``iter`` (of a kernel on a device, a live tensor without dimensions), ``iter_cpu``,
-        ``lr`` (learning rate of the kernel), ``group_lr`` (learning rate of the optimizer object), ``eps``, ``beta1``,
-        ``beta2`` and ``weight_decay``.
+    The numbers are ``iter`` (of a kernel on a device, a live tensor without dimensions), ``iter_cpu``, ``lr`` (learning
+    rate of the kernel), ``group_lr`` (learning rate of the optimizer object), ``eps``, ``beta1``, ``beta2`` and
+    ``weight_decay``.
 
     Raises:
         InvalidArgumentError: if the column ranges of a table are in several kernels with different numbers.
@@ -129,9 +124,7 @@ def kernel_scalars(shards: Mapping[str, LocalShard]) -> dict[str, dict[str, int 
 def check_scalars(shards: Mapping[str, LocalShard], scalars: Mapping[str, Scalars]) -> None:
     """Check that :func:`write_scalars` can write the numbers. Writes nothing.
 
-    Args:
-        shards: table FQN to shard.
-        scalars: table FQN to numbers, as :func:`kernel_scalars` returned them.
+    ``scalars`` is a result of :func:`kernel_scalars`.
 
     Raises:
         RestoreMismatchError: if a number of a table is missing, or two tables of one kernel have different numbers.
@@ -149,12 +142,7 @@ def check_scalars(shards: Mapping[str, LocalShard], scalars: Mapping[str, Scalar
 
 
 def write_scalars(shards: Mapping[str, LocalShard], scalars: Mapping[str, Scalars]) -> None:
-    """Set the numbers of all fused kernels that this rank holds.
-
-    Args:
-        shards: table FQN to shard.
-        scalars: table FQN to numbers, which :func:`check_scalars` has accepted.
-    """
+    """Set the numbers of all fused kernels that this rank holds, after :func:`check_scalars`."""
     for fqn, kernel in _fused(shards):
         _write(kernel, scalars[fqn])
 

@@ -97,11 +97,6 @@ class PlainTable:
 def plain_shards(model: nn.Module, modules: Mapping[str, PlainModule], torchrec: Torchrec) -> dict[str, LocalShard]:
     """Return the tables of embedding modules by FQN. Each rank holds all rows of each table.
 
-    Args:
-        model: the model.
-        modules: FQN to module.
-        torchrec: classes of the installed torchrec.
-
     Raises:
         UnsupportedModelError: if the model itself is a table, which then has no name, or if the weight of a module is
             not an ordinary parameter with all rows on this rank, has another dtype than float32, float16 or bfloat16,
@@ -145,11 +140,8 @@ def _kind(weight: Tensor) -> str:
 def _obstacle(module: PlainModule, weight: Tensor | None, fsdp: set[int], replicated: set[int] | None) -> str | None:
     """Return the reason for which a table cannot be tracked; None if it can.
 
-    Args:
-        module: the module of the table.
-        weight: its parameter; None if it has none of this name.
-        fsdp: ``id()`` of each parameter that FSDP manages.
-        replicated: ``id()`` of each parameter that is the same on every rank; None if there is only one rank.
+    ``fsdp`` has the ``id()`` of each parameter that FSDP manages, and ``replicated`` that of each parameter that is the
+    same on every rank; None on one rank.
     """
     shape = (module.num_embeddings, module.embedding_dim)
     if type(weight) is not nn.Parameter or weight.is_inference():

@@ -84,12 +84,7 @@ def _collision_modules(collection: Any) -> Iterator[tuple[str, nn.Module, int]]:
 
 
 class _Routed:
-    """Replacement of ``MCHManagedCollisionModule.remap`` that finds the default row of an unknown id by its bucket.
-
-    Args:
-        owners: mapping of the module.
-        identity: buckets of the stream.
-    """
+    """Replacement of ``MCHManagedCollisionModule.remap`` that finds the default row of an unknown id by its bucket."""
 
     def __init__(self, owners: MchMap, identity: Identity) -> None:
         self.identity = identity
@@ -102,7 +97,6 @@ class _Routed:
         mutate_miss_lengths: bool = True,  # noqa: ARG002, FBT001, FBT002  the signature of TorchRec's method
         write_weights: Tensor | None = None,  # noqa: ARG002
     ) -> dict[str, JaggedTensor]:
-        """Return the features with rows in place of raw ids."""
         remapped = {}
         for name, feature in features.items():
             raw_ids = feature.values()
@@ -151,12 +145,7 @@ class _ModuleMap(RawIdMap):
 
 
 class MchMap(_ModuleMap, SortedMap):
-    """Mapping in a ``MCHManagedCollisionModule``.
-
-    Args:
-        module: the module, unsharded or one shard.
-        num_shards: number of shards of a quantized table in this process.
-    """
+    """Mapping in a ``MCHManagedCollisionModule``."""
 
     def __init__(self, module: MCHManagedCollisionModule, num_shards: int) -> None:
         super().__init__(module, num_shards, _rows(module))
@@ -216,12 +205,7 @@ class MchMap(_ModuleMap, SortedMap):
 
 
 class HashMap(_ModuleMap):
-    """Mapping in a ``HashZchManagedCollisionModule``.
-
-    Args:
-        module: the module, unsharded.
-        num_shards: number of shards of a quantized table in this process.
-    """
+    """Mapping in a ``HashZchManagedCollisionModule``."""
 
     def __init__(self, module: Any, num_shards: int) -> None:  # noqa: ANN401  imported only if the model has one
         segments = module._output_segments  # noqa: SLF001

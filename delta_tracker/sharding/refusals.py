@@ -46,10 +46,6 @@ _STATELESS_DECAYS = frozenset({"NONE", "L2", "DECOUPLE"})
 def refuse_unseen_writes(model: nn.Module, found: Discovery) -> None:
     """Raise an error if rows of a tracked table may be written without calling a hook.
 
-    Args:
-        model: the model in which ``found`` was discovered.
-        found: its tracked tables.
-
     Raises:
         UnsupportedModelError: if a fused optimizer writes rows outside the backward pass, or is unknown, if
             a ``DMPCollection`` writes rows that its hook cannot report, or if the model prunes fused tables.
@@ -136,10 +132,6 @@ def _refuse_optimizers(found: Discovery) -> None:
 
 def refuse_unrecoverable(found: Discovery, collisions: Mapping[str, nn.Module]) -> None:
     """Raise an error if a table has an optimizer state that a version of a stream cannot describe.
-
-    Args:
-        found: tracked tables of a model.
-        collisions: FQN to this rank's managed-collision module, for each of these tables that has one.
 
     Raises:
         UnsupportedModelError: if a table is skipped, has managed collisions of another class than torchrec's

@@ -78,8 +78,7 @@ class ReplicaGroup:
     def pack(self, changed: Mapping[str, Tensor | None]) -> None:
         """Write the message with this rank's changed rows for :meth:`exchange`.
 
-        Args:
-            changed: FQN to ``[N]`` local ids, duplicates allowed; None for all rows.
+        ``changed`` has ``[N]`` local ids by FQN, with duplicates allowed; None for all rows.
         """
         is_whole = torch.tensor([ids is None for ids in changed.values()], dtype=torch.uint8)
         self._own[: len(is_whole)] = is_whole.to(self._device)
@@ -149,13 +148,8 @@ class SyncHook(Watcher):
     def before(self, include_optimizer_state: bool = True) -> Callable[[bool], object]:  # noqa: FBT001, FBT002
         """Report the rows that are about to be averaged, and return a function to call after the ``sync``.
 
-        A collective over each process group of the tables.
-
-        Args:
-            include_optimizer_state: that of ``sync``, which has this argument only in torchrec 1.3 to 1.9.
-
-        Returns:
-            Function of one argument, which is True if the ``sync`` succeeded.
+        A collective over each process group of the tables. torchrec 1.3 to 1.9 have ``include_optimizer_state``. The
+        argument of the returned function is True if the ``sync`` succeeded.
         """
         key, includes_states = next(self._keys), bool(include_optimizer_state)
         self._contained(lambda: self._listener.notice_writes(self._tables), otherwise=None)
@@ -195,7 +189,6 @@ class SyncHook(Watcher):
         return self._contained(group.exchange, otherwise=group.every_row())
 
     def _pack_changed(self, group: ReplicaGroup) -> bool:
-        """Write the message with the rows of this rank that ``sync`` may change. Return True."""
         changed = self._listener.changed_since_sync(group.shards)
         group.pack(
             {
@@ -247,10 +240,7 @@ def unstable_rows(shard: LocalShard, ids: Tensor | None, num_replicas: int) -> T
     and a sum of large values may overflow. Such values are frequent in float16. After one more average, the rows are
     stable. Waits for the device.
 
-    Args:
-        shard: the shard, equal on all replicas.
-        ids: ``[N]`` local ids to check; None for all rows.
-        num_replicas: 2 or 4.
+    ``shard`` is equal on all replicas, and ``ids`` are ``[N]``, local, or None for all rows.
     """
     found = [torch.empty(0, dtype=torch.int64, device=shard.device)]
     with one_cut():
@@ -274,7 +264,6 @@ def _is_stable(values: Tensor, num_replicas: int) -> Tensor:
 
 
 def _every_chunk(shard: LocalShard) -> Iterator[Tensor]:
-    """Yield all local ids of a shard in chunks of ``[_CHUNK_ROWS]`` or fewer."""
     num_rows = shard.spec.num_rows
     for begin in range(0, num_rows, _CHUNK_ROWS):
         yield torch.arange(begin, min(begin + _CHUNK_ROWS, num_rows), device=shard.device)

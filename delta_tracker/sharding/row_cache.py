@@ -50,9 +50,7 @@ class CachedTable:
         If the cache has another dtype than the table, the cached rows are rounded to the nearest value. FBGEMM's flush
         may round them stochastically.
 
-        Args:
-            ids: ``[N]`` int64 local ids, in the range of the table.
-            rows: ``[N, columns]`` rows of these ids in the table.
+        ``ids`` are ``[N]`` int64, local, in the range of the table; ``rows`` are theirs in the table, ``[N, columns]``.
         """
         if not len(ids):
             return rows
@@ -63,10 +61,7 @@ class CachedTable:
     def write(self, ids: Tensor, values: Tensor, columns: tuple[int, int]) -> None:
         """Write rows that are in the cache; ignore the others.
 
-        Args:
-            ids: ``[N]`` int64 row numbers in the kernel's table, unique, on the kernel's device; at least one.
-            values: ``[N, C]``, on the kernel's device.
-            columns: half-open range of the columns of ``values`` in the kernel's table.
+        Arguments are as in :meth:`~delta_tracker.row_target.RowCopies.write`.
         """
         memory = self.tbe.lxu_cache_weights[:, slice(*columns)]
         found = self._places(ids)

@@ -72,11 +72,8 @@ class Torchrec:
         FQNs are those of ``state_dict``, in which wrappers have no component. That of ``torch.compile`` has one, which
         is omitted here. The wrappers themselves are not yielded.
 
-        Args:
-            module: the root.
-            is_leaf: returns True for a module below which the walk does not go.
-            seen: modules to omit, to which visited modules are added; None to yield a module once for each of its FQNs.
-            fqn: FQN of ``module``.
+        The walk does not go below a module for which ``is_leaf`` returns True. Modules in ``seen`` are omitted, and
+        visited ones are added to it; None yields a module once for each of its FQNs.
         """
         if seen is not None:
             if module in seen:
@@ -180,10 +177,7 @@ def _imported(module: str, *names: str) -> tuple[type, ...]:
 
 
 def table_configs(module: nn.Module) -> dict[str, Any]:
-    """Return the table configs of a sharded collection by table name.
-
-    A config has ``num_embeddings``, ``embedding_dim`` and ``feature_names``.
-    """
+    """Return the table configs, with ``num_embeddings``, ``embedding_dim`` and ``feature_names``, by table name."""
     return dict(module._table_name_to_config)  # type: ignore[arg-type]  # noqa: SLF001
 
 
@@ -272,10 +266,7 @@ def averages_itself(wrapper: Any) -> bool:  # noqa: ANN401  a DMPCollection
 
 
 def replica_of(module: Any, torchrec: Torchrec) -> tuple[int, int]:  # noqa: ANN401  a sharded collection
-    """Return the index of this rank's replica of a collection, and the number of replicas.
-
-    The result is ``(0, 1)`` without 2D parallelism.
-    """
+    """Return this rank's replica of a collection and the number of replicas; ``(0, 1)`` without 2D parallelism."""
     env = getattr(module, "_env", None)
     if not isinstance(env, torchrec.replica_env):
         return 0, 1

@@ -40,12 +40,7 @@ class HookListener(Protocol):
         """Handle the start of the write ``key`` to the rows ``ids`` (table FQN to ``[N]`` local ids, None for all)."""
 
     def end_write(self, key: int, tables: Mapping[str, Tensor | None]) -> None:
-        """Handle the end of the write ``key``.
-
-        Args:
-            key: key of the write.
-            tables: mapping whose keys are the FQNs of the written tables. Its values are ignored.
-        """
+        """Handle the end of the write ``key`` to the tables in ``tables``. The values of the mapping are ignored."""
 
     def end_write_later(self, key: int) -> None:
         """Handle the end of the backward pass that performs the write ``key``. Called even if the pass raised.
@@ -57,10 +52,7 @@ class HookListener(Protocol):
     def mark(self, fqn: str, ids: Tensor | None, *, is_written: bool) -> None:
         """Mark rows of a table as changed.
 
-        Args:
-            fqn: FQN of the table.
-            ids: ``[N]`` local ids; None for all rows.
-            is_written: True if the rows have already been written, so that their old states are unknown.
+        ``ids`` are ``[N]``, local; None for all rows. If ``is_written`` is True, their old states are unknown.
         """
 
     def output_launched(self) -> None:
@@ -72,10 +64,8 @@ class HookListener(Protocol):
         The method must be lock-free, must not allocate tensors and must not raise. It must not launch operations,
         because a CUDA graph that is being captured would contain them.
 
-        Args:
-            fqns: FQNs of the tables.
-            key: key of a write that may be in progress until :meth:`end_write` or :meth:`end_write_later`;
-                :data:`UNSEEN` for all later writes, of which no hook reports the rows; None for a write that has ended.
+        ``key`` is that of a write that may be in progress until :meth:`end_write` or :meth:`end_write_later`;
+        :data:`UNSEEN` for all later writes, of which no hook reports the rows; None for a write that has ended.
         """
 
     def notice_writes(self, fqns: Iterable[str]) -> None:
@@ -168,7 +158,6 @@ class Watcher:
                 self._listener.end_write_later(key)  # otherwise, it would be in progress for ever
 
     def _captured(self) -> None:
-        """Report that the current lookup or write is captured into a CUDA graph, whose replays call no hook."""
         self._unseen("replays of a CUDA graph call no hook")
 
     def _omitted(self) -> None:
@@ -272,10 +261,8 @@ def untraced(hook: Callable[..., None], omitted: Callable[[], object]) -> Callab
     breaks the graph before each call and calls the hook as ordinary code. Where it must not break the graph
     (``fullgraph=True``), it would raise an error in the training step. In this case the graph contains no call.
 
-    Args:
-        hook: the hook. It must not raise.
-        omitted: called without arguments while the compiler builds a graph that must not break. From then on, the graph
-            runs instead of the hook. Must not launch operations or raise.
+    ``omitted`` is called while the compiler builds a graph that must not break, and that runs instead of the hook from
+    then on. Neither function may raise, and ``omitted`` may not launch operations.
     """
     called = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
 

@@ -34,10 +34,6 @@ def read_rows(shard: LocalShard, ids: Tensor | None = None) -> Tensor:
     Flushes caches first. Inside :func:`~delta_tracker.sharding.kernel_memory.reading_in_place`, a read of ``ids``
     flushes nothing and reads rows that are in a cache from the cache.
 
-    Args:
-        shard: the shard.
-        ids: ``[N]`` int64 local ids; None for all rows.
-
     Returns:
         ``[N, D]`` in the table's dtype, with columns in the order of ``shard.spec.columns``; ``[0, 0]`` if the rank has
         no rows of the table.
@@ -136,10 +132,7 @@ def _is_freed(storage: StorageWeakRef) -> bool:
 def row_chunks(shard: LocalShard, ids: Tensor, num_rows: int) -> Iterator[tuple[slice, Tensor]]:
     """Yield rows of a shard in chunks. The chunks share one buffer: use each chunk before requesting the next.
 
-    Args:
-        shard: the shard, which must have rows on this rank.
-        ids: ``[N]`` int64 local ids.
-        num_rows: maximum number of rows in a chunk.
+    ``ids`` are ``[N]`` int64, local. The rank must have rows of the shard.
 
     Yields:
         Slice of the positions in ``ids`` that the chunk covers, and the rows of these ids as in :func:`read_rows`.
@@ -173,10 +166,6 @@ def has_rowwise_state(shard: LocalShard) -> bool:
 
 def read_optimizer(shard: LocalShard, ids: Tensor) -> tuple[Tensor, ...]:
     """Return a copy of the optimizer states of some rows of a shard.
-
-    Args:
-        shard: the shard.
-        ids: ``[N]`` int64 local ids.
 
     Returns:
         Each state in the optimizer's order: ``[N, D]``, or ``[N, S]`` if it is one number per row and column range.

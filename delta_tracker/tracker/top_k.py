@@ -129,10 +129,7 @@ class AllRanks:
         return counts
 
     def leave(self) -> None:
-        """Make every later collective of this object raise, because this rank was interrupted during a selection.
-
-        Not a collective.
-        """
+        """Make every later collective of this object raise, because this rank was interrupted. Not a collective."""
         self._group.leave("this rank was interrupted while it selected rows")
 
     def before(self, counts: Tensor) -> Tensor:
@@ -158,7 +155,6 @@ def choose(
 
     Raises:
         InvalidArgumentError: if another rank reported an error.
-        RankLostError: if a rank died or did not answer in time.
         Exception: ``tables`` itself, if it is an exception.
     """
     groups = [[fqn] for fqn in fqns] if top_k.per_table else [list(fqns)]
@@ -234,9 +230,6 @@ class _Keys:
     """Integer keys of the scores of one table in CPU memory, in the order of the scores.
 
     ``_under`` has the keys of the rows that are not due and match the prefix.
-
-    Args:
-        table: candidates of the table.
     """
 
     def __init__(self, table: Candidates) -> None:
@@ -257,14 +250,9 @@ class _Keys:
         self._under = self._keys[~self.is_due] if bool(self.is_due.any()) else self._keys
 
     def histogram(self, prefix: int, shift: int) -> Tensor:
-        """Count the rows that are not due and whose key matches a prefix, by the digit at ``shift``.
+        """Count the rows that are not due and match ``prefix``, by the digit at ``shift``, ``[_NUM_BINS]`` int64.
 
-        Args:
-            prefix: the digits above ``shift``; all other bits are 0. A prefix extends the prefix of the previous call.
-            shift: right shift of the digit.
-
-        Returns:
-            ``[_NUM_BINS]`` int64.
+        A prefix has the digits above ``shift``; all other bits are 0. It extends the prefix of the previous call.
         """
         num_bits = shift + _bins(shift).bit_length() - 1
         if num_bits < _KEY_BITS:
@@ -364,9 +352,7 @@ class _Search:
     def set_budgets(self, num_rows: Tensor, due_cost: Tensor) -> None:
         """Set what remains of each budget after the cost of the due rows, which are selected in any case.
 
-        Args:
-            num_rows: ``[G]`` numbers of changed rows over all ranks.
-            due_cost: ``[G]`` cost of the due rows over all ranks.
+        Both arguments are ``[G]``, summed over all ranks.
         """
         top_k = self._top_k
         if top_k.fraction is not None:
@@ -379,11 +365,7 @@ class _Search:
         """Find the next digit of each threshold.
 
         It is the highest digit for which the cost of all rows with this or a higher digit exceeds the remaining budget.
-        If there is none, all rows fit into the budget.
-
-        Args:
-            shift: right shift of the digit.
-            histograms: ``[G, _NUM_BINS]``, sum of the results of :meth:`histograms` on all ranks.
+        If there is none, all rows fit. ``histograms`` is ``[G, _NUM_BINS]``, the sum over all ranks.
         """
         for index, histogram in enumerate(histograms):
             if self._takes_all[index]:
@@ -398,10 +380,7 @@ class _Search:
             self._prefix[index] |= (_NUM_BINS - 1 - num_fitting) << shift
 
     def ties(self) -> Tensor:
-        """Return the cost of this rank's ties (rows whose key equals the threshold), ``[G]`` int64.
-
-        It is 0 for budgets into which all rows fit.
-        """
+        """Return the cost of this rank's ties, ``[G]`` int64; 0 for budgets into which all rows fit."""
         counted = self._counted(lambda index, table: table.num_ties(self._prefix[index]))
         self._num_ties = [[int(count) for count in counts] for counts in counted]
         costs = [
@@ -413,11 +392,8 @@ class _Search:
     def masks(self, spent_before: Tensor) -> list[Tensor]:
         """Return a mask of the selected rows, ``[N]`` bool, for each table, in the order of the groups.
 
-        A row is selected if it is due, if its key is above the threshold, or if its key equals the threshold (a tie)
-        and the row fits into the remaining budget. If all rows fit into a budget, all are selected.
-
-        Args:
-            spent_before: ``[G]`` cost of the ties of all lower ranks.
+        A row is selected if it is due, if its key is above the threshold, or if it is a tie and fits into the remaining
+        budget, of which the ties of all lower ranks take ``spent_before``, ``[G]``.
         """
         masks = []
         for index, group in enumerate(self._groups):
@@ -443,7 +419,7 @@ class _Search:
 
 
 def _on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return tensors of the same shape and dtype on the CPU. Waits once for each device that is not the CPU."""
+    """Return tensors of the same shape and dtype on the CPU. Waits once for each other device."""
     found = list(tensors)
     for device in {each.device for each in tensors if each.device.type != "cpu"}:
         places = [place for place, each in enumerate(tensors) if each.device == device]
@@ -460,8 +436,7 @@ def _bins(shift: int) -> int:
 def _ordered_keys(scores: Tensor) -> Tensor:
     """Return ``[N]`` int64 keys in [0, 2**32) with the same order as the float32 scores.
 
-    If the bits of floats are read as integers, positive floats keep their order, and negative floats have the reverse
-    order.
+    As integers, the bits of positive floats keep their order, and those of negative floats have the reverse order.
     """
     bits = (scores.float() + 0.0).view(torch.int32).long()  # + 0.0 maps -0.0 to 0.0
     if bits.device.type == "cpu" and not bool((bits < 0).any()):  # faster; on a device, this would wait

@@ -31,8 +31,6 @@ class TrackedModel:
         shards: table FQN to this rank's shard.
         is_attached: True if the tracker's hooks are registered.
         num_attached: number of times that they were registered. The shards change only then.
-
-    The constructor raises the same errors as :meth:`discover`.
     """
 
     def __init__(self, module: nn.Module, fqns_to_skip: Iterable[str], capture: Capture) -> None:
@@ -50,9 +48,9 @@ class TrackedModel:
         """Return the model's tables and their current shards. Does not change this object.
 
         Raises:
-            UnsupportedModelError: if the model has nothing to track, or sharded modules that cannot be tracked, or if
-                a fused optimizer writes rows outside the backward pass, or is unknown;
-                or if a table's kernel cannot be tracked, or its optimizer does not support the mode.
+            UnsupportedModelError: if the model has nothing to track, or sharded modules or kernels that cannot be
+                tracked, if a fused optimizer writes rows outside the backward pass or is unknown, or if the mode does
+                not support it.
         """
         found = discover(self.module, self._skips)
         refuse_unseen_writes(self.module, found)
@@ -81,7 +79,6 @@ class TrackedModel:
 
         Raises:
             DetachedError: if the tracker is detached.
-            UnsupportedModelError: if a plain module is not the one that was tracked, or has another kind of weight.
         """
         if not self.is_attached:
             raise DetachedError

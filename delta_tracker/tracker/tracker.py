@@ -78,37 +78,29 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
     ``state_dict`` with a strategy that gathers, are collectives.
 
     A model without sharded collections may have ``nn.Embedding`` and ``nn.EmbeddingBag`` modules, also inside unsharded
-    collections of TorchRec. They are tracked in one process, and on all ranks under ``DistributedDataParallel``, for
-    every optimizer; torchrec is not needed. Tables with ``sparse=True`` take no copy: hooks on the steps of optimizers
-    report their rows, see :mod:`delta_tracker.sharding.step_hook`. Beside sharded collections, such modules are not
-    tracked, and a warning names them.
+    collections of TorchRec. They are tracked in one process, and on all ranks under ``DistributedDataParallel``;
+    torchrec is not needed. Beside sharded collections, such modules are not tracked, and a warning names them.
 
     Tables whose optimizer is not fused (DENSE kernels, DATA_PARALLEL, plain modules with dense gradients) are compared
-    with a second copy of their rows at each read. This is exact for momentum, Adam, weight decay and other ranks'
-    gradients, and takes the memory of the copy.
+    with a second copy of their rows at each read. This is exact for every optimizer. Plain modules with ``sparse=True``
+    take no copy, see :mod:`delta_tracker.sharding.step_hook`.
 
-    For all other tables, ``load_state_dict`` marks all rows. In-place writes to the weights of these tables, such as
+    For all other tables, ``load_state_dict`` marks all rows. In-place writes to the weights, such as
     ``dcp.load({"model": model.state_dict()}, ...)`` or an edit under ``no_grad``, mark all rows of every table of the
-    same kernel, with unknown old states. Some writes cannot be detected: collectives that write to the weights
-    (``broadcast``, ``all_reduce``) and writes through ``.data``, ``untyped_storage()``, DLPack, numpy and raw pointers.
-    Call :meth:`mark_changed` after such writes. The functions in :mod:`delta_tracker.sharding.named_writers` need no
-    call.
+    same kernel, with unknown old states. Call :meth:`mark_changed` after writes that cannot be detected, except those
+    of the functions in :mod:`delta_tracker.sharding.named_writers`.
 
     Replays of a CUDA graph call no hook. Once a lookup or its backward pass was captured into a graph, every read
     returns all rows of the looked-up tables, with unknown old states. This was tested with a simulated capture only.
-    The same holds for a lookup inside code that is compiled with ``fullgraph=True``. In other code, ``torch.compile``
-    breaks the graph at each hook. A tracker that is created after code was compiled makes torch compile the code again.
+    The same holds for a lookup in code that is compiled with ``fullgraph=True``. In other code, ``torch.compile``
+    breaks the graph at each hook, and code that was compiled before the tracker was created is compiled again.
 
-    In 2D parallelism, pass the whole ``DMPCollection``. At each of its ``sync()`` calls, the ranks that hold the
-    replicas of a shard exchange the rows that changed on any of them, and each marks these rows. All rows are marked at
-    the first ``sync()``, and if the average of equal rows can differ from the rows, see
-    :mod:`delta_tracker.sharding.replicas`.
+    In 2D parallelism, pass the whole ``DMPCollection``. At each ``sync()``, each rank marks the rows that changed on
+    any replica, see :mod:`delta_tracker.sharding.replicas`.
 
-    Managed-collision modules map raw ids to rows and give rows to other raw ids during training. A row whose raw id
-    changed counts as changed, and deltas have the raw ids of the rows, see :attr:`~delta_tracker.types.DeltaRows`.
-    Each read compares them with a copy, which takes 8 bytes per row, if an MCH module has written them since.
-    TorchRec changes two tensors of such a module one after the other: read the tables in the training thread, between
-    two operations. Raw ids of ``HashZchManagedCollisionModule`` were not tested in training, which needs a GPU.
+    A row with managed collisions also counts as changed if its raw id changed. Deltas have the raw ids of the rows, see
+    :attr:`~delta_tracker.types.DeltaRows`. Read the tables in the training thread, between two operations: TorchRec
+    changes two tensors of such a module one after the other.
 
     A copy of the model (``copy.deepcopy``, ``AveragedModel``) is not tracked, and can have a tracker of its own.
     TorchRec's ``DistributedModelParallel.copy`` to the same device does not copy the rows: updates by the copy are
@@ -143,11 +135,9 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
             process has the name, ``-2`` or the next free number is appended.
 
     Raises:
-        UnsupportedModelError: if the model has nothing to track, sharded modules that cannot be tracked, or
-            managed-collision modules of another class than MCH and hash-ZCH, or if a fused optimizer writes rows
-            outside the backward pass, or is unknown;
-            or if a table's kernel cannot be tracked, its optimizer does not support the mode, or a
-            plain module's weight is not an ordinary parameter with the same rows on every rank.
+        UnsupportedModelError: if the model has nothing to track, or something that cannot be tracked: a sharded or
+            managed-collision module, a kernel, a fused optimizer that is unknown or writes rows outside the backward
+            pass, or a plain module's weight; or if an optimizer does not support the mode.
         InvalidArgumentError: if consumer names are missing or repeated, or another argument is invalid.
         MissingExtraError: if the package of the chosen engine is not installed.
 
@@ -382,12 +372,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
     def record_lookup(self, kjt: KeyedIds, states: Tensor) -> None:
         """Call :meth:`record_embeddings` in EMBEDDING mode and :meth:`record_ids` in the other modes.
 
-        Args:
-            kjt: a KeyedJaggedTensor of local ids.
-            states: the argument ``embeddings`` of :meth:`record_embeddings`. Ignored in the other modes.
-
-        Raises:
-            InvalidArgumentError: if the number or width of the rows is wrong in EMBEDDING mode.
+        ``states`` is the argument ``embeddings`` of :meth:`record_embeddings`, and ignored in the other modes.
         """
         if self._mode is TrackingMode.EMBEDDING:
             self.record_embeddings(kjt, states)
@@ -425,14 +410,10 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         """Reserve a consumer, and return a handle with exclusive access to it.
 
         Until the handle is released, the tracker's own methods that read, clear, rewind or remove the consumer raise
-        :class:`~delta_tracker.errors.ReservedConsumerError`.
-
-        Args:
-            consumer: name of the consumer; optional if there is only one consumer.
-            holder: description of the handle's owner, for the error message.
+        :class:`~delta_tracker.errors.ReservedConsumerError`, whose message names the ``holder``. The name of the
+        consumer is optional if there is only one.
 
         Raises:
-            InvalidArgumentError: if there is no such consumer, or no name was given and there are several.
             ReservedConsumerError: if the consumer is already reserved.
             DetachedError: after :meth:`detach`.
         """
@@ -448,8 +429,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
     def needs_snapshot(self, consumer: str | None = None) -> bool:
         """Return True if a consumer needs all rows, because it was dropped when the log exceeded ``max_bytes``.
 
-        Args:
-            consumer: name of the consumer; optional if there is only one consumer.
+        The name is optional if there is only one consumer.
 
         Raises:
             InvalidArgumentError: if there is no such consumer, or no name was given and there are several.
@@ -473,10 +453,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
     def rewind(self, consumer: str | None = None) -> None:
         """Make all rows that changed since the tracker was created pending again for a consumer.
 
-        Aborts the consumer's uncommitted read.
-
-        Args:
-            consumer: name of the consumer; optional if there is only one consumer.
+        Aborts the consumer's uncommitted read. The name is optional if there is only one consumer.
 
         Raises:
             InvalidArgumentError: if there is no such consumer, if no name was given and there are several, or if the
@@ -508,12 +485,9 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
     def num_pending(self, consumer: str | None = None) -> dict[str, int]:
         """Return the number of pending rows of a consumer on this rank, by table FQN. Waits for the device.
 
-        Moves no cursor, and also accepts a reserved consumer. Changes of a table whose optimizer is not fused are
-        counted only after a read has compared the table with its copy. Rows whose raw id changed, and nothing else, are
-        counted only after a read or a checkpoint has compared the raw ids.
-
-        Args:
-            consumer: name of the consumer; optional if there is only one consumer.
+        Moves no cursor, and also accepts a reserved consumer. A change of a table whose optimizer is not fused, or of a
+        raw id, is counted only after a read, or for a raw id a checkpoint, has compared it with a copy. The name is
+        optional if there is only one consumer.
 
         Raises:
             InvalidArgumentError: if there is no such consumer, or no name was given and there are several.
@@ -609,10 +583,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         )
 
     def get_delta_ids(self, consumer: str | None = None) -> dict[str, Tensor]:
-        """Call :meth:`get_delta` and return only the local ids, ``[N]`` int64 by table FQN. Commits the read.
-
-        The errors are those of :meth:`get_delta`.
-        """
+        """Return only the local ids of :meth:`get_delta`, ``[N]`` int64 by table FQN. Commits the read."""
         return self._reader.read(
             self._log.consumers.resolve(consumer), lambda delta: {fqn: rows.ids for fqn, rows in delta.items()}
         )
@@ -660,9 +631,6 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
 
         Args:
             ids: table FQN to ids as in :meth:`read_rows`; None for all rows of all tables.
-
-        Returns:
-            Table FQN to rows, each as returned by :meth:`read_rows`.
 
         Raises:
             InvalidArgumentError: if a table is not tracked or an id is outside its shard.
@@ -750,8 +718,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
             StateMismatchError: if the format version is unknown, if the mode, consumers, tables or counters differ, if
                 the old states belong to other column ranges, or if the world size differs and a counter cannot be
                 merged; the error names the difference.
-            CheckpointError: if parts are missing;
-                or if the state is invalid in any other way.
+            CheckpointError: if parts are missing, or the state is invalid in any other way.
             ReservedConsumerError: if a consumer is reserved. Create publishers, which reserve consumers, after this
                 call.
         """
@@ -763,14 +730,11 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         """Attach to the model's current modules and shards, for example after TorchRec has resharded it.
 
         Call it between the backward pass of one batch and the forward pass of the next one. A table whose block and
-        lookup module on this rank are unchanged keeps its recorded changes. All rows of any other table are marked as
-        changed for every consumer, because no hook recorded the writes to these rows. After :meth:`detach`, all rows of
-        all tables are marked. For a table whose block changed, the raw ids of earlier reads are unknown. A table that
-        has left the model is no longer tracked, and its pending rows are dropped.
-
-        There is one exception, also after :meth:`detach`. If lookups are not recorded, a table without a fused
-        optimizer keeps its recorded changes whenever its block is unchanged, because the next read compares the table
-        with its copy.
+        lookup module on this rank are unchanged keeps its recorded changes, except after :meth:`detach`. If lookups are
+        not recorded, a table without a fused optimizer always keeps them while its block is unchanged, because the next
+        read compares the table with its copy. All rows of any other table are marked as changed for every consumer,
+        because no hook recorded the writes to these rows. For a table whose block changed, the raw ids of earlier reads
+        are unknown. A table that has left the model is no longer tracked, and its pending rows are dropped.
 
         If one of the following errors is raised, or memory for a table that moved is missing, the tracker is unchanged.
         If the call fails or is interrupted later, the tracker is detached: call this method again, as after
@@ -852,7 +816,6 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
 
 
 def _form(shard: LocalShard) -> tuple[ShardSpec, bool, bool]:
-    """Return what decides which kind of store a shard has."""
     return shard.spec, shard.is_fused, shard.is_stepped
 
 

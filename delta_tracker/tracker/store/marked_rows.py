@@ -169,9 +169,7 @@ class MarkedRows:
     def keep_states(self, ids: Tensor, count: Tensor) -> None:
         """Keep the current states of rows that were added to the set of :attr:`newest`. Does not wait for the device.
 
-        Args:
-            ids: first result of :meth:`~delta_tracker.tracker.row_sets.row_set.RowSet.mark_new_padded`.
-            count: its second result.
+        The arguments are a result of :meth:`~delta_tracker.tracker.row_sets.row_set.RowSet.mark_new_padded`.
         """
         states = self._newest_states()
         assert self._old_states is not None, "checked by the caller"
@@ -207,11 +205,7 @@ class MarkedRows:
     def num_changed(self, start: int, extra: Tensor | None = None) -> int:
         """Return the number of distinct rows that were marked at or after position ``start`` or are in ``extra``.
 
-        Waits for the device.
-
-        Args:
-            start: a pinned position.
-            extra: ``[N]`` int64 local ids; None for no ids.
+        Waits for the device. ``start`` is a pinned position, and ``extra`` is ``[N]`` int64 local ids.
         """
         rows, segments = self.marked(start, None, extra)
         count = 0 if rows is None else rows.count()
@@ -247,8 +241,8 @@ class MarkedRows:
             extra: ``[N]`` int64 local ids; None for no ids.
 
         Returns:
-            The set, or None if there are no rows, and the segments with rows that were marked in ``[start, stop)``. The
-            set belongs to the segment if there is one segment and ``extra`` is None.
+            The set, or None without rows, and the segments with rows that were marked in ``[start, stop)``. The set
+            belongs to the segment if there is one segment and ``extra`` is None.
         """
         segments = [
             seg
@@ -270,11 +264,8 @@ class MarkedRows:
     ) -> ChangedRows:
         """Return the rows of a set that was scanned, each with its oldest state in the set's segments.
 
-        Args:
-            rows: first result of :meth:`marked` without ``extra``, which is released.
-            segments: second result of :meth:`marked`.
-            ids: result of the scan of ``rows``; None if there are no rows.
-            with_states: as in :meth:`changed`.
+        ``rows`` and ``segments`` are a result of :meth:`marked` without ``extra``, and ``ids`` the scan of ``rows``,
+        which is released.
         """
         if ids is None:
             ids = torch.empty(0, dtype=torch.int64, device=self.device)
@@ -337,11 +328,7 @@ class MarkedRows:
                     self._recycle(newer.rows)
 
     def delete(self, before: int | None) -> None:
-        """Drop the segments whose start is lower than ``before``.
-
-        Args:
-            before: a pinned position; None to drop all segments.
-        """
+        """Drop the segments that start before a pinned position, or all if it is None."""
         kept = [] if before is None else [segment for segment in self._segments if segment.start >= before]
         dropped = self._segments[: len(self._segments) - len(kept)]
         self._segments = kept or [Segment(start=self._segments[-1].start if before is None else before)]
@@ -349,11 +336,7 @@ class MarkedRows:
             self._recycle(segment.rows)
 
     def drop_states(self, before: int | None) -> None:
-        """Drop the old states of the segments whose start is lower than ``before``. The rows stay marked.
-
-        Args:
-            before: a pinned position; None to drop all old states.
-        """
+        """Drop the old states of the segments that :meth:`delete` would drop. The rows stay marked."""
         for segment in self._segments:
             if before is None or segment.start < before:
                 segment.states = None
@@ -409,17 +392,14 @@ class MarkedRows:
         return last.states
 
     def _tend(self) -> None:
-        """Update the old states on a device with the copies that are complete, and keep them within their limit.
-
-        Does not wait for the device.
-        """
+        """Update the old states with copies that are complete, and keep them within their limit. Does not wait."""
         left = self.max_device_bytes
         for states in reversed(self.device_states):
             states.poll()
             left -= states.spill(max(0, left))
 
     def _take_set(self) -> RowSet:
-        """Return an empty set. Reuses the spare set if there is one."""
+        """Return an empty set, which may be the spare one."""
         spare, self._spare = self._spare, None
         return self.engine(self.num_rows, self.device) if spare is None else spare
 

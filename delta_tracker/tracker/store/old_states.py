@@ -52,10 +52,7 @@ class OldStates:
     def mark_new(self, marked: RowSet, ids: Tensor, read: ReadStates) -> None:
         """Mark rows, and keep the current states of those that were not marked before.
 
-        Args:
-            marked: the marked rows of the segment.
-            ids: ``[N]`` int64 local ids, in any order, duplicates allowed.
-            read: function that returns the current states.
+        ``ids`` are ``[N]`` int64, local, in any order, with duplicates allowed.
         """
         new = marked.mark_new(ids)
         self.pieces.append((new, read(new)))
@@ -63,10 +60,7 @@ class OldStates:
     def mark_with(self, marked: RowSet, ids: Tensor, states: Tensor) -> None:
         """Mark rows, and keep the given states of those that were not marked before.
 
-        Args:
-            marked: the marked rows of the segment.
-            ids: ``[N]`` int64 local ids, in any order, unique.
-            states: ``[N, S]``.
+        ``ids`` are ``[N]`` int64, local, in any order and unique; ``states`` are ``[N, S]``.
         """
         self.pieces += _unmarked(marked, [(ids, states)])
         marked.mark(ids)
@@ -101,7 +95,6 @@ class OldStates:
 
 
 def _unmarked(marked: RowSet, pieces: Iterable[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
-    """Return the ids and states of the rows that are not in ``marked``."""
     found = []
     for ids, states in pieces:
         is_new = ~marked.contains(ids)
@@ -240,11 +233,7 @@ class Block:
         return self._spilled.result().to(self._ids.device, non_blocking=True)
 
     def take(self, index: Tensor) -> None:
-        """Keep only some rows of a closed block, whose number of rows must be known.
-
-        Args:
-            index: ``[N]`` int64 positions of the rows, unique.
-        """
+        """Keep only the rows at some unique positions of a closed block, whose number of rows must be known."""
         num_rows, ids, states = len(index), self.ids[index], self.states[index]
         # In one statement, so that an interrupted call has no effect.
         self._ids, self._states, self._spilled, self.lowest, self.highest, self.capacity = (
@@ -266,7 +255,6 @@ class Block:
         return self.device_bytes + sum(copy.num_bytes for copy in (self._copy, self._spilled) if copy is not None)
 
     def _resize(self, num_rows: int) -> None:
-        """Copy the first ``num_rows`` rows to memory of this size."""
         if self._states is not None:
             self._ids, self._states = self._ids[:num_rows].clone(), self._states[:num_rows].clone()
 
@@ -356,14 +344,10 @@ class DeviceStates(OldStates):
             self._blocks[-1].shrink()
 
     def spill(self, max_bytes: int) -> int:
-        """Start to move closed blocks to pinned host memory, oldest first.
+        """Start to move closed blocks to pinned host memory, oldest first. Return the bytes of those that stay.
 
-        Args:
-            max_bytes: size of the closed blocks that may stay on the device, in bytes. Blocks whose number of rows is
-                not known stay in any case.
-
-        Returns:
-            Size in bytes of the closed blocks that stay.
+        ``max_bytes`` is the size of the closed blocks that may stay on the device. Blocks whose number of rows is not
+        known stay in any case.
         """
         while self._resident and self._resident_bytes > max_bytes:
             block = self._resident[0]
@@ -381,10 +365,7 @@ class DeviceStates(OldStates):
         return self._resident_bytes
 
     def absorb(self, newer: Self, marked: RowSet) -> None:
-        """Move the states of a newer segment to this one, except those of the rows in ``marked``.
-
-        Call :func:`settle` for both first. Waits for the device once.
-        """
+        """Move the states of a newer segment to this one, as in :class:`OldStates`. Waits for the device once."""
         self.close()
         newer.close()
         blocks = [block for block in newer._blocks if block.lowest]
@@ -426,7 +407,6 @@ class DeviceStates(OldStates):
 
     @property
     def _lowest(self) -> int:
-        """Lower bound of the number of rows."""
         return self._num_settled + sum(block.lowest for block in self._pending)
 
     def _room(self, num_ids: int, ids: Tensor, states: Tensor) -> Block:

@@ -19,8 +19,8 @@ class OwnerStore(MarkedRows):
     """Store that finds slots with a new owner by comparing the owners with a copy, and keeps the former owners.
 
     The old state of a slot is its owner before the first change in a segment, so that each consumer gets the owner of
-    its own last read. The copy takes 8 bytes per slot. The owners of an MCH module are
-    compared only if the module has written them; those of a hash-ZCH module are compared at each call.
+    its own last read. The copy takes 8 bytes per slot. The owners of an MCH module are compared only if the module has
+    written them, those of a hash-ZCH module at each call.
 
     An owner that a stream cannot have does not stop training: :meth:`update` marks its slot like any other, and
     :attr:`refusal` is set until the owners are valid again.
@@ -85,11 +85,9 @@ class OwnerStore(MarkedRows):
         return self.copy
 
     def former(self, ids: Tensor, start: int) -> Tensor:
-        """Return the owner of some slots at a position of the log, ``[N]`` int64. Waits for the device.
+        """Return the owner of some slots at a pinned position of the log, ``[N]`` int64. Waits for the device.
 
-        Args:
-            ids: ``[N]`` int64 local ids, ascending and unique.
-            start: a pinned position. All positions since then must be in the log.
+        ``ids`` are ``[N]`` int64, local, ascending and unique. All positions since ``start`` must be in the log.
         """
         former = self.copy.index_select(0, ids)
         changed = self.changed(start, self._segments[-1].start + 1)
@@ -122,11 +120,9 @@ class OwnerStore(MarkedRows):
         self.refusal = self._refusal(self.copy, None)
 
     def _refusal(self, owners: Tensor, slots: Tensor | None) -> str:
-        """Return the reason why a stream cannot have some owners.
+        """Return the reason why a stream cannot have the owners ``[R]`` of all slots; an empty string if it can.
 
-        Args:
-            owners: ``[R]`` owners of all slots.
-            slots: ``[N]`` local slots to check; None for all slots. The source checks all owners.
+        ``slots`` are the ``[N]`` local slots to check; None for all slots. The source checks all owners.
         """
         if reason := self.source.refusal():
             return reason

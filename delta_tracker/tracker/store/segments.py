@@ -63,9 +63,7 @@ class SegmentStore(MarkedRows):
     def begin_write(self, key: int, ids: Tensor | None) -> None:
         """Begin a write, and mark its rows.
 
-        Args:
-            key: key of the write; no other write in progress may have it.
-            ids: as in :meth:`mark`.
+        No other write in progress may have this key. The argument ``ids`` is that of :meth:`mark`.
         """
         self.writes[key] = ids
         self.mark(ids)
@@ -78,11 +76,7 @@ class SegmentStore(MarkedRows):
             self._lost.remove(key)
 
     def cut(self, position: int) -> None:
-        """Start a segment at ``position`` and mark the rows of the writes in progress in it.
-
-        Args:
-            position: the new position, higher than all earlier ones.
-        """
+        """Start a segment at ``position``, the highest so far, and mark the rows of the writes in progress in it."""
         super().cut(position)
         for ids in self.writes.values():
             self.mark(ids)
@@ -95,10 +89,9 @@ class SegmentStore(MarkedRows):
     def notice_writes(self) -> None:
         """Mark all rows, with unknown old states, if the shard was written and no hook reported the write.
 
-        Also mark them if :meth:`mark_all_later` requested it.
-
-        Call this method before every :meth:`cut`. If old states are kept, also call it before each :meth:`begin_write`
-        or :meth:`mark` that captures states, because states that are captured after such a write are not the old ones.
+        Also mark them if :meth:`mark_all_later` requested it. Call this method before every :meth:`cut`. If old states
+        are kept, also call it before each :meth:`begin_write` or :meth:`mark` that captures states: after an unreported
+        write, these are not the old ones.
         """
         if self.has_unmarked_writes():
             try:
@@ -113,10 +106,7 @@ class SegmentStore(MarkedRows):
 
         Takes no memory, and may be called from any thread while another method runs.
 
-        Args:
-            key: key of a write that may be in progress. Until :meth:`end_write`, every call of
-                :meth:`notice_writes` marks all rows, and so does the first call afterwards. None if no write is in
-                progress.
+        If ``key`` is given, every call until :meth:`end_write` marks all rows, and so does the first call afterwards.
         """
         self._has_unmarked = True
         if key is not None and key not in self._lost:
@@ -160,6 +150,6 @@ class SegmentStore(MarkedRows):
     def log_bytes(self) -> int:
         """Total size in bytes of the row sets, the old states and the ids of the writes in progress.
 
-        Includes memory that is reserved for further old states. Does not wait for the device.
+        See :attr:`MarkedRows.log_bytes`.
         """
         return super().log_bytes + sum(ids.nbytes for ids in self.writes.values() if ids is not None)

@@ -32,10 +32,8 @@ def _replaced(stores: Mapping[str, SegmentStore], error: Exception) -> bool:
 def mark_in_each(stores: Mapping[str, SegmentStore], ids: Mapping[str, Tensor | None], key: int | None = None) -> None:
     """Call :meth:`SegmentStore.mark` of each store in ``ids``, or :meth:`SegmentStore.begin_write` for a write.
 
-    Args:
-        stores: stores by name.
-        ids: name to the argument of :meth:`SegmentStore.mark`.
-        key: key of the write that begins; None without a write.
+    ``ids`` has the argument of :meth:`SegmentStore.mark` by name. ``key`` is the key of the write that begins; None
+    without a write.
     """
     together = _for_devices(stores, ids)
     for name, own in ids.items():
@@ -54,14 +52,7 @@ def mark_in_each(stores: Mapping[str, SegmentStore], ids: Mapping[str, Tensor | 
 def changed_in_each(
     stores: Mapping[str, SegmentStore], start: int, stop: int, *, with_states: bool
 ) -> dict[str, ChangedRows]:
-    """Return the result of :meth:`SegmentStore.changed` for each store.
-
-    Args:
-        stores: stores by name.
-        start: as in :meth:`SegmentStore.changed`.
-        stop: as in :meth:`SegmentStore.changed`.
-        with_states: as in :meth:`SegmentStore.changed`.
-    """
+    """Return the result of :meth:`SegmentStore.changed` for each store."""
     found: dict[str, ChangedRows] = {}
     together: dict[str, SegmentStore] = {}
     for name, store in stores.items():
@@ -84,10 +75,7 @@ def changed_in_each(
 def num_changed_in_each(stores: Mapping[str, SegmentStore], start: int, extra: Mapping[str, Tensor]) -> dict[str, int]:
     """Return the result of :meth:`SegmentStore.num_changed` for each store.
 
-    Args:
-        stores: stores by name.
-        start: as in :meth:`SegmentStore.num_changed`.
-        extra: name to the argument of :meth:`SegmentStore.num_changed`; names of stores without ids may be missing.
+    ``extra`` has the argument of :meth:`SegmentStore.num_changed` by name; stores without ids may be missing.
     """
     marked = {name: store.marked(start, None, extra.get(name)) for name, store in stores.items() if store.pads}
     counted = _together(marked, lambda engine, sets: engine.count_each(sets))
@@ -137,9 +125,7 @@ def _together(
 ) -> dict[str, _Result]:
     """Call a function once for all sets of an engine on a device, and return the results by name, without a set none.
 
-    Args:
-        marked: name to a result of :meth:`SegmentStore.marked`.
-        call: function of an engine and its sets.
+    ``marked`` has results of :meth:`SegmentStore.marked` by name.
     """
     groups: dict[tuple[type[RowSet], torch.device], dict[str, RowSet]] = {}
     for name, (rows, _) in marked.items():

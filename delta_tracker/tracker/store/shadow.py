@@ -108,8 +108,5 @@ def make_store(shard: Callable[[], LocalShard], capture: Capture, *, engine: str
 
 
 def _bits(rows: Tensor) -> Tensor:
-    """Return the rows as integers with the same bits.
-
-    In a comparison of the integers, NaNs with the same bits are equal, and -0.0 differs from 0.0.
-    """
+    """Return the bits as integers, in which NaNs with the same bits are equal, and -0.0 differs from 0.0."""
     return rows.contiguous().view(_BITS[rows.element_size()])
