@@ -154,7 +154,11 @@ class CompiledModel:
 
 
 def _tensors(exported: ExportedProgram) -> dict[str, Tensor]:
-    """Return the parameters and persistent buffers of a model, which must be constants that a predictor can write."""
+    """Return the parameters and persistent buffers of an exported model.
+
+    Raises:
+        InvalidArgumentError: if they cannot be constants that a predictor writes.
+    """
     mutated = exported.run_decompositions().graph_signature.buffers_to_mutate  # before, writes are inside of operators
     if mutated:
         remedy = "Export the model in evaluation mode, without buffers that it changes"
@@ -180,6 +184,7 @@ def _check(exported: ExportedProgram, tensors: Mapping[str, Tensor], path: str) 
 
     Raises:
         UnsupportedModelError: if a change is not seen by the package.
+        InvalidArgumentError: if one of them returns another result each time.
     """
     args, kwargs = exported.example_inputs or ((), {})
     compiled, module = _loaded(path, 1), exported.module()

@@ -78,7 +78,7 @@ class SavedTracker:
             InvalidArgumentError: if the checkpoint has trackers, but none under ``key``, or if ``key`` is None and the
                 checkpoint has several trackers.
             StateMismatchError: if the saved state cannot be loaded into this tracker.
-            CheckpointError: if parts or tensors are missing, or a header is invalid.
+            CheckpointError: if parts are missing, a header is invalid, or a tensor is missing or has another shape.
         """
         parts = self._saved.parts()
         if not parts:
@@ -131,7 +131,8 @@ class SavedCounters:
             InvalidArgumentError: if the checkpoint has no counters under ``key``, or if ``key`` is None and it has
                 several :class:`~delta_tracker.RankCounters`.
             StateMismatchError: if the saved state cannot be loaded into these counters.
-            CheckpointError: if parts, tensors or all counters are missing, or a header is invalid.
+            CheckpointError: if parts or all counters are missing, a header is invalid, or a tensor is missing or has
+                another shape.
         """
         parts = self._saved.parts()
         # Each rank loads other parts: if only one rank raised, the others would wait for it.

@@ -32,6 +32,9 @@ def _lightning_package() -> ModuleType:
     """Return the package that is imported already, or else the first one that is installed.
 
     The classes of the two are different, and ``Trainer(callbacks=callback)`` without a list takes only its own.
+
+    Raises:
+        MissingExtraError: if neither is installed.
     """
     for name in sorted(_PACKAGES, key=lambda name: sys.modules.get(name) is None):
         try:
@@ -103,7 +106,8 @@ class TrackerCallback(Callback):
 
     A later ``fit`` without a checkpoint builds a new tracker, in which every row counts as changed. If a checkpoint is
     restored during ``fit``, as batch size finders do, every row counts as changed, and the publisher is built again
-    after the next batch. The callback moves itself to the front of ``trainer.callbacks``.
+    after the next batch. The callback moves itself to the front of ``trainer.callbacks``, because other callbacks save
+    and restore checkpoints in the hooks that it uses.
 
     At the end of a ``fit`` without an error, the callback publishes the rows of the last batches. It keeps the state of
     the tracker for ``trainer.save_checkpoint(...)`` after ``fit``. Both are collectives.

@@ -215,7 +215,11 @@ def _check_apart(model: nn.Module, found: Discovery) -> None:
 
 
 def _local_owners(held: Any, module: Any, shard: LocalShard, torchrec: Torchrec) -> LocalOwners:  # noqa: ANN401
-    """Return the reader of one table. ``held`` is its collection, ``module`` its managed-collision module."""
+    """Return the reader of one table. ``held`` is its collection, ``module`` its managed-collision module.
+
+    Raises:
+        UnsupportedModelError: as in :func:`local_owners`.
+    """
     table, rows = shard.spec.table, (shard.spec.row_offset, shard.spec.row_offset + shard.spec.num_rows)
     is_sorted = isinstance(module, torchrec.sorted_collisions)
     if is_sorted:

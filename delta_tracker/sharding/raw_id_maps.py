@@ -145,7 +145,7 @@ class _ModuleMap(RawIdMap):
 
 
 class MchMap(_ModuleMap, SortedMap):
-    """Mapping in a ``MCHManagedCollisionModule``."""
+    """Mapping in a ``MCHManagedCollisionModule``, which is unsharded or one shard."""
 
     def __init__(self, module: MCHManagedCollisionModule, num_shards: int) -> None:
         super().__init__(module, num_shards, _rows(module))
@@ -205,7 +205,7 @@ class MchMap(_ModuleMap, SortedMap):
 
 
 class HashMap(_ModuleMap):
-    """Mapping in a ``HashZchManagedCollisionModule``."""
+    """Mapping in an unsharded ``HashZchManagedCollisionModule``."""
 
     def __init__(self, module: Any, num_shards: int) -> None:  # noqa: ANN401  imported only if the model has one
         segments = module._output_segments  # noqa: SLF001

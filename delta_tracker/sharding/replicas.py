@@ -240,7 +240,8 @@ def unstable_rows(shard: LocalShard, ids: Tensor | None, num_replicas: int) -> T
     and a sum of large values may overflow. Such values are frequent in float16. After one more average, the rows are
     stable. Waits for the device.
 
-    ``shard`` is equal on all replicas, and ``ids`` are ``[N]``, local, or None for all rows.
+    ``shard`` is equal on all replicas, and ``ids`` are ``[N]``, local, or None for all rows. ``num_replicas`` is 2 or
+    4.
     """
     found = [torch.empty(0, dtype=torch.int64, device=shard.device)]
     with one_cut():

@@ -213,6 +213,6 @@ class Cursors:
 
 
 def check_name(name: object) -> None:
-    """Check that the name of a consumer is a string: a checkpoint with another name could not be loaded."""
+    """Raise InvalidArgumentError if ``name`` is not a string: a checkpoint with it could not be loaded."""
     if not isinstance(name, str):
         raise InvalidArgumentError("consumer", name, "Pass a name that is a string, such as 'serving'")

@@ -121,6 +121,7 @@ class DeltaReader:
 
         Raises:
             UnsupportedModelError: if ``with_optimizer`` is set and the optimizer of a table is not fused.
+            InvalidArgumentError: if ``top_k`` is not a TopK, or has no ``score`` in a tracking mode without scores.
         """
         if top_k is not None and not isinstance(top_k, TopK):
             raise InvalidArgumentError("top_k", top_k, "Pass a TopK, for example TopK(rows=1000)")

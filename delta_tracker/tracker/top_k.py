@@ -419,7 +419,7 @@ class _Search:
 
 
 def _on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return tensors of the same shape and dtype on the CPU. Waits once for each other device."""
+    """Return tensors of the same shape and dtype on the CPU. Waits once for each device except the CPU."""
     found = list(tensors)
     for device in {each.device for each in tensors if each.device.type != "cpu"}:
         places = [place for place, each in enumerate(tensors) if each.device == device]

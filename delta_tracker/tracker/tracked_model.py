@@ -49,8 +49,8 @@ class TrackedModel:
 
         Raises:
             UnsupportedModelError: if the model has nothing to track, or sharded modules or kernels that cannot be
-                tracked, if a fused optimizer writes rows outside the backward pass or is unknown, or if the mode does
-                not support it.
+                tracked, if a fused optimizer writes rows outside the backward pass or is unknown, or if an
+                optimizer does not support the mode.
         """
         found = discover(self.module, self._skips)
         refuse_unseen_writes(self.module, found)

@@ -88,9 +88,10 @@ def gather_parts(state: Mapping[str, Tensor], group: RankGroup) -> dict[str, Ten
 
 
 def refuse_dcp_load(argument: str, adapter: str) -> None:
-    """Refuse ``state_dict()`` inside ``dcp.load``, which needs the keys and sizes of the saved state instead.
+    """Raise InvalidArgumentError inside ``dcp.load``, which needs the keys and sizes of the saved state instead.
 
-    ``dcp.load`` would raise that the sizes differ, or succeed where they are equal by chance.
+    ``dcp.load`` would raise that the sizes differ, or succeed where they are equal by chance. The message names
+    ``argument``, what the caller saves, and ``adapter``, the text of the object to load it with.
     """
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001  the only way to know the caller
     while frame is not None:

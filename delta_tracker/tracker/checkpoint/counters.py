@@ -266,7 +266,12 @@ class CounterSet:
         return {name: counter.state_dict() for name, counter in self._counters.items()}
 
     def check(self, parts: Sequence[RankHeader], world_size: int) -> None:
-        """Check that the counters of saved parts can be loaded on ``world_size`` ranks."""
+        """Check that the counters of saved parts can be loaded on ``world_size`` ranks.
+
+        Raises:
+            StateMismatchError: if names or kinds differ, or the world size differs and a state cannot be merged.
+            CheckpointError: if the fields of a counter are invalid.
+        """
         names = sorted({name for part in parts for name in part.counters})
         if names != sorted(self._counters):
             raise StateMismatchError("counters", names, sorted(self._counters))

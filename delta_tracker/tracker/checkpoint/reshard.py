@@ -130,7 +130,11 @@ class Resharding:
         return [_Source(part, *self._places(part.shards[fqn], spec)) for part in sharing]
 
     def _places(self, saved: ShardSpec, spec: ShardSpec) -> tuple[Tensor, Tensor]:
-        """Return the fields ``saved_places`` and ``places`` of a :class:`_Source`."""
+        """Return the fields ``saved_places`` and ``places`` of a :class:`_Source`.
+
+        Raises:
+            StateMismatchError: see :class:`Resharding`.
+        """
         if self._capture.states_are_columns:
             mine = {column: place for place, column in enumerate(_columns(spec))}
             pairs = [(place, mine[column]) for place, column in enumerate(_columns(saved)) if column in mine]

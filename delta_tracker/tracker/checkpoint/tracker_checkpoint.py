@@ -106,7 +106,7 @@ class TrackerCheckpoint:
         return part if strategy == "gather_or_local" and rank != 0 else gathered
 
     def _check_free(self) -> None:
-        """Check that no consumer is reserved: a load replaces the pending rows of all consumers."""
+        """Raise ReservedConsumerError if a consumer is reserved: a load replaces the pending rows of all consumers."""
         for name in self._log.consumers.names:
             holder = self._log.consumers.find(name).holder
             if holder is not None:
@@ -131,7 +131,7 @@ class TrackerCheckpoint:
             raise error.advising("Call tracker.reattach() on every rank") from None
 
     def _check_synced(self, group: RankGroup | None) -> None:
-        """Check that no row changed since the last sync of the replicas in 2D parallelism.
+        """Raise InvalidArgumentError if a row changed since the last sync of the replicas in 2D parallelism.
 
         With a ``group``, an error on one rank is raised on every rank.
         """

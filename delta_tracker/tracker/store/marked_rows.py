@@ -205,7 +205,7 @@ class MarkedRows:
     def num_changed(self, start: int, extra: Tensor | None = None) -> int:
         """Return the number of distinct rows that were marked at or after position ``start`` or are in ``extra``.
 
-        Waits for the device. ``start`` is a pinned position, and ``extra`` is ``[N]`` int64 local ids.
+        Waits for the device. ``start`` is a pinned position, and ``extra`` is ``[N]`` int64 local ids or None.
         """
         rows, segments = self.marked(start, None, extra)
         count = 0 if rows is None else rows.count()
