@@ -51,7 +51,7 @@ def test_each_target_runs_one_form() -> None:
         assert makefile.count(f"DELTA_TRACKER_WHOLE_SWEEPS={form} $(SWEEPS)") == 1
 
 
-def test_ci_runs_each_test_in_one_form(request: pytest.FixtureRequest) -> None:
+def test_ci_runs_each_test_in_one_form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """CI runs the long forms of a tenth of the short sweeps, and all other tests as ``make test`` does."""
     ci = (_TESTS.parent / ".ci" / "run").read_text()
     assert ci.count("DELTA_TRACKER_WHOLE_SWEEPS=rest make --no-print-directory test\n") == 1
@@ -60,5 +60,11 @@ def test_ci_runs_each_test_in_one_form(request: pytest.FixtureRequest) -> None:
         test = pytest.Function.from_parent(request.node.parent, name="some_test", callobj=lambda: None)
         for mark in marks:
             test.add_marker(mark)
-        assert [is_selected(test, choice) for choice in ("rest", "daily")].count(True) == 1
+        num_daily = 0
+        for day in range(10):
+            monkeypatch.setattr("time.time", lambda day=day: day * 86400.0)
+            is_daily = is_selected(test, "daily")
+            assert is_selected(test, "rest") != is_daily
+            num_daily += is_daily
+        assert num_daily == (1 if marks == [pytest.mark.sweep("short")] else 0)
         assert is_selected(test, "")

@@ -75,7 +75,7 @@ def collision_state(module: Any) -> dict[str, Any]:  # noqa: ANN401  a class of 
 
 
 def collision_fault(state: Mapping[str, Any]) -> str:
-    """Return the name of the first invalid value of a state from a stream; an empty string if there is none."""
+    """Return the name of the first invalid value of a state from a stream, or an empty string."""
     return next(_faults(state), "")
 
 

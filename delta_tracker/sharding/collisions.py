@@ -131,7 +131,8 @@ class HashOwners(LocalOwners):
     def read(self) -> Tensor:
         """Return the owner of each slot, ``[R]`` int64, ``NO_OWNER`` if the slot is empty.
 
-        -1 stands for ``NO_OWNER`` as an owner, which is refused, so that a change to or from it is found.
+        An owner with the raw id ``NO_OWNER``, which :meth:`refusal` reports, is returned as -1. A change to or from it
+        is therefore not taken for that of an empty slot.
         """
         raw_ids = self._raw_ids()
         is_empty, is_reserved = raw_ids == _HASH_EMPTY, raw_ids == NO_OWNER

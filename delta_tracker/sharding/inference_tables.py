@@ -45,7 +45,7 @@ _QUANTIZED_FROM = (torch.float32, torch.float16)
 
 
 def model_tables(model: nn.Module) -> Iterator[tuple[str, RowTarget | Tensor]]:
-    """Yield the name and the target of each table of TorchRec, and all other parameters and buffers as tensors.
+    """Yield names with the targets of sharded and quantized tables, and with all other parameters and buffers.
 
     Names are those of ``state_dict``, without the parts of modules that only wrap another one. Names of targets do not
     end with ``.weight``.

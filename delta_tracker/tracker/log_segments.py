@@ -111,7 +111,7 @@ class LogSegments:
     def cut(self, fqns: Collection[str] | None = None) -> None:
         """Start a segment in the stores of some tables. The rows of writes in progress are marked in it again.
 
-        ``fqns`` excludes the owners of the tables. None stands for all tables and owners.
+        None stands for all tables, and also for the stores of their owners.
         """
         with one_cut():
             if self.owners and fqns is None:

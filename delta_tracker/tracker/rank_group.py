@@ -146,7 +146,8 @@ class RankGroup:
     def wait(self, work: dist.Work | None, meanwhile: Callable[[], None] | None = None) -> None:
         """Wait for a collective of this group. Ctrl-C interrupts only the wait; the collective continues.
 
-        ``meanwhile`` is called several times per second. ``work`` is None if the collective could not be started.
+        ``meanwhile`` is called several times per second during the wait. ``work`` is None for a collective that could
+        not be started.
         """
         if self._lost is not None:
             raise unraised(self._lost)

@@ -365,7 +365,7 @@ class _Search:
         """Find the next digit of each threshold.
 
         It is the highest digit for which the cost of all rows with this or a higher digit exceeds the remaining budget.
-        If there is none, all rows fit. ``histograms`` is ``[G, _NUM_BINS]``, the sum over all ranks.
+        If no digit does, all rows fit. ``histograms`` is ``[G, _NUM_BINS]``, the sum over all ranks.
         """
         for index, histogram in enumerate(histograms):
             if self._takes_all[index]:

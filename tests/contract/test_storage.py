@@ -389,13 +389,20 @@ def test_options_are_for_remote_stores_and_never_shown() -> None:
             Storage("s3://bucket", options=options)
         assert "hunter2" not in str(caught.value)
     for url, options, near in (
-        ("s3://bucket", {"aws_acess_key_id": "hunter2"}, "Did you mean access_key_id instead of acess_key_id?"),
+        ("s3://bucket", {"aws_acess_key_id": "hunter2"}, "Did you mean access_key_id instead of aws_acess_key_id?"),
         ("gs://bucket", {"service_acount": "hunter2"}, "Did you mean service_account instead of service_acount?"),
         ("http://127.0.0.1:1", {"read_timout": "3s"}, "Did you mean read_timeout instead of read_timout?"),
     ):
         with pytest.raises(InvalidArgumentError, match=re.escape(near)) as caught:
             Storage(url, options=options)
         assert "hunter2" not in str(caught.value)
+    for options in (
+        {"acess_key_id": "a", "default_region": "b", "token": "c"},  # the other two are valid
+        {"acount_nam": "a"},  # resembles an option of Azure only
+    ):
+        with pytest.raises(InvalidArgumentError) as caught:
+            Storage("s3://bucket", options=options)
+        assert not re.search("instead of (default_region|token)|account_name", str(caught.value))
     Storage("s3://bucket/a", options={"aws_allow_http": "true", "region": "us-east-1", "timeout": "5s"})
     with pytest.raises(InvalidArgumentError, match="fsync"):
         Storage("memory://", fsync=False)

@@ -351,11 +351,8 @@ def interrupted_by_the_user(rank: int, world_size: int, path: str, spec: dict[st
     # A group that waits for its timeout makes the ranks of the test fail.
     call = partial(trainer.restore, path, timeout=timedelta(seconds=120))
     messages = []
-    with (
-        mock.patch.object(recovery_plan, "write_scalars", side_effect=KeyboardInterrupt)
-        if rank == 0
-        else mock.MagicMock()
-    ):
+    interrupt = mock.patch.object(recovery_plan, "write_scalars", side_effect=KeyboardInterrupt)
+    with interrupt if rank == 0 else mock.MagicMock():
         try:
             messages.append(attempt(call))
         except KeyboardInterrupt:

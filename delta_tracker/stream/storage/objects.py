@@ -64,7 +64,8 @@ class BucketStore(Store):
             self._store: ObjectStore = from_url(url, **settings)
         except UnknownConfigurationKeyError as error:
             why = str(error).partition("\n")[0].rstrip(".")
-            remedy = f"Use options of the store: {why}{suggestion(options or ())}"
+            invalid = [name for name in options or () if f"'{name.lower()}'" in why]
+            remedy = f"Use options of the store: {why}{suggestion(url, invalid[0]) if invalid else ''}"
             raise InvalidArgumentError("options", sorted(options or ()), remedy) from error
 
         self._silence_seconds = seconds_of(settings["client_options"]["read_timeout"])

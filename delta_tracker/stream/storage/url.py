@@ -6,7 +6,7 @@ import difflib
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -47,27 +47,24 @@ _CLIENT_OPTIONS = frozenset(
         "user_agent",
     }
 )
-# The options of buckets that most programs set. obstore checks all of them; these are suggested for one like them.
-_BUCKET_OPTIONS = frozenset(
-    {
-        "access_key_id",
-        "account_key",
-        "account_name",
-        "bearer_token",
-        "client_id",
-        "client_secret",
-        "endpoint",
-        "region",
-        "sas_token",
-        "secret_access_key",
-        "service_account",
-        "service_account_key",
-        "session_token",
-        "skip_signature",
-        "tenant_id",
-        "virtual_hosted_style_request",
-    }
-)
+# The options of each kind of bucket that most programs set, to suggest one of them. obstore knows all that are valid.
+_BUCKET_OPTIONS = {
+    "s3": frozenset(
+        {
+            "access_key_id",
+            "endpoint",
+            "region",
+            "secret_access_key",
+            "session_token",
+            "skip_signature",
+            "virtual_hosted_style_request",
+        }
+    ),
+    "gs": frozenset({"application_credentials", "service_account", "service_account_key", "skip_signature"}),
+    "az": frozenset(
+        {"account_key", "account_name", "client_id", "client_secret", "endpoint", "sas_token", "tenant_id"}
+    ),
+}
 _UNIT_SECONDS = {"n": 1e-9, "u": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")
 _NO_COLON = re.compile(rf"({'|'.join(SCHEMES)})//+", re.IGNORECASE)
@@ -156,7 +153,8 @@ def connection(url: str, options: Mapping[Any, Any] | None, *, past_cache: bool 
             store[key] = value
     if is_http(url):
         if store:
-            remedy = f"Use only {', '.join(sorted(_CLIENT_OPTIONS))}{suggestion(store, _CLIENT_OPTIONS)}"
+            near = suggestion(url, min(store))
+            remedy = f"Use only {', '.join(sorted(_CLIENT_OPTIONS))}{near}"
             raise InvalidArgumentError("options", sorted(store), remedy)
         if scheme == "http":
             client["allow_http"] = "true"
@@ -168,12 +166,11 @@ def connection(url: str, options: Mapping[Any, Any] | None, *, past_cache: bool 
     return {"client_options": client | headers, "config": store, "retry_config": retry}
 
 
-def suggestion(options: Iterable[str], known: frozenset[str] = _CLIENT_OPTIONS | _BUCKET_OPTIONS | _ENDPOINTS) -> str:
-    """Return a sentence that corrects options which resemble a known one, or an empty string."""
-    plain = [_OPTION_PREFIX.sub("", each.lower()) for each in options]
-    near = {each: difflib.get_close_matches(each, known, n=1) for each in plain if each not in known}
-    found = [f"{names[0]} instead of {each}" for each, names in near.items() if names]
-    return f". Did you mean {' and '.join(found)}?" if found else ""
+def suggestion(url: str, option: str) -> str:
+    """Return a sentence with the option that an invalid one resembles; an empty string if it resembles none."""
+    known = _CLIENT_OPTIONS | _BUCKET_OPTIONS.get(_split(url).scheme, frozenset())
+    near = difflib.get_close_matches(_OPTION_PREFIX.sub("", option.lower()), known, n=1)
+    return f". Did you mean {near[0]} instead of {option}?" if near else ""
 
 
 def seconds_of(duration: str) -> float:

@@ -111,8 +111,8 @@ class RankCounters:
         Raises:
             StateMismatchError: if the parts were not saved together or not by a :class:`RankCounters`, if names or
                 kinds differ, or if the number of ranks differs and a state cannot be merged.
-            CheckpointError: if there is no part, or a part that this rank loads is missing;
-                or if the fields of a counter are invalid.
+            CheckpointError: if there is no part, or a part that this rank loads is missing, or
+                if the fields of a counter are invalid.
         """
         if not parts:
             remedy = "Load a checkpoint that has them, or load none: the counters then keep their values"

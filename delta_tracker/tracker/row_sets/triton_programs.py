@@ -7,8 +7,8 @@ outside ``[0, R)`` count as row 0. Shapes:
 - ``summary`` is ``[ceil(B / 32)]`` int32, with one bit per block, which is set if a row of the block is marked.
 - ``ids`` is ``[N]`` int64. Rows and positions are int64 too.
 
-Each kernel runs as many program instances in parallel, each on a different part of the data. Sizes and the alignment of
-ids are no part of a kernel's specialization, so that one variant is compiled for all of them.
+Each kernel runs many program instances in parallel, each on its own part of the data. Kernels are not specialized for
+sizes or for the alignment of ids, so that each is compiled once.
 """
 
 from __future__ import annotations

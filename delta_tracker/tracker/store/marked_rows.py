@@ -241,8 +241,8 @@ class MarkedRows:
             extra: ``[N]`` int64 local ids; None for no ids.
 
         Returns:
-            The set, or None without rows, and the segments with rows that were marked in ``[start, stop)``. The set
-            belongs to the segment if there is one segment and ``extra`` is None.
+            The set, or None without rows, and the segments with rows that were marked in ``[start, stop)``. Without
+            ``extra``, the set of a single segment is the segment's own, not a copy.
         """
         segments = [
             seg
@@ -328,7 +328,7 @@ class MarkedRows:
                     self._recycle(newer.rows)
 
     def delete(self, before: int | None) -> None:
-        """Drop the segments that start before a pinned position, or all if it is None."""
+        """Drop the segments that start before a pinned position. None drops all segments."""
         kept = [] if before is None else [segment for segment in self._segments if segment.start >= before]
         dropped = self._segments[: len(self._segments) - len(kept)]
         self._segments = kept or [Segment(start=self._segments[-1].start if before is None else before)]

@@ -123,7 +123,7 @@ def _together(
     marked: Mapping[str, tuple[RowSet | None, object]],
     call: Callable[[type[RowSet], Sequence[RowSet]], Sequence[_Result]],
 ) -> dict[str, _Result]:
-    """Call a function once for all sets of an engine on a device, and return the results by name, without a set none.
+    """Call a function once for all sets of an engine on a device, and return the results of names that have a set.
 
     ``marked`` has results of :meth:`SegmentStore.marked` by name.
     """
