@@ -93,32 +93,18 @@ class Coordinator:
         return self._claim is not None and self._claim.needs_snapshot
 
     def skew(self) -> float | None:
-        """Return this host's clock minus the store's in seconds, at the commit of :attr:`head`. Sends a request.
+        """Return this host's clock minus the store's in seconds, at the commit of :attr:`head`.
 
-        It includes the time from the creation of the entry to its commit, as a negative number. Any thread may call it.
-
-        Returns:
-            The difference; None if the entry was removed, or the store has no modification times.
-
-        Raises:
-            StorageError: if the store cannot be read.
+        Sends a request; None if unknown.
         """
         head = self.head
         stored = self.storage.stat(entry_name(head.version))
         return None if stored is None or stored.modified <= 0 else head.created - stored.modified
 
     def open(self, url: Location | ClaimedStream) -> None:
-        """Open the store on every rank, and claim the stream on rank 0.
+        """Open the store on every rank, and claim the stream on rank 0, unless it is claimed already. A collective.
 
-        A collective. A stream that is claimed already is not claimed again.
-
-        Raises:
-            InvalidArgumentError: if ``url`` is invalid, or if its claim was used.
-            UnsupportedStoreError: on rank 0, if the store has no atomic create.
-            MalformedError: on rank 0, if the stream's head is malformed.
-            StorageError: if this rank cannot use the store.
-            RankFailedError: if another rank failed for one of these reasons.
-            RankLostError: if a rank dies or does not answer in time.
+        On rank 0, raises UnsupportedStoreError if the store has no atomic create.
         """
         exchange = self._exchange.exchange
         place, claim = (url.storage, url.claim) if isinstance(url, ClaimedStream) else (url, None)
@@ -127,10 +113,9 @@ class Coordinator:
         self.follow(taken[0])
 
     def check_same_store(self) -> None:
-        """Check that this rank's store has rank 0's claim, because predictors look for all parts in rank 0's store.
+        """Raise InvalidArgumentError unless this rank's store has rank 0's claim.
 
-        Raises:
-            InvalidArgumentError: if the store lacks the claim.
+        Predictors look for all parts in it.
         """
         seen = StreamLog(self.storage, self._runtime).read(self.head.version)
         if seen is None or seen.writer != self.head.writer:
@@ -144,15 +129,9 @@ class Coordinator:
             self._claim.release()
 
     def compare_places(self, batch: int, schema: RankSchema) -> None:
-        """Check that all ranks are at the same batch and have the same tables and identities. A collective.
+        """Raise RankFailedError unless all ranks are at the same batch and have the same tables and identities.
 
-        Args:
-            batch: number of batches that this rank has processed.
-            schema: schema of this rank.
-
-        Raises:
-            RankFailedError: if a rank is at another batch than rank 0 or has other tables.
-            RankLostError: if a rank dies or does not answer in time.
+        A collective.
         """
         place = Message.of(lambda: self._place(batch, schema))
         check_alike(self._exchange.exchange(Phase.PLACING, place), "cut", "tables")
@@ -160,28 +139,15 @@ class Coordinator:
     def write_part(
         self, rows: Sequence[BlockRows], dense: Mapping[str, Tensor] | None = None, *, form: int = FORMAT
     ) -> Part:
-        """Write a part of the next version.
-
-        Args:
-            rows: rows of the part.
-            dense: name to dense tensor; None for a part without dense tensors.
-            form: format of the version.
-
-        Returns:
-            Description of the part for the manifest.
-
-        Raises:
-            StorageError: if the part cannot be written.
-        """
+        """Write a part of the next version, in the format ``form``. Return its description for the manifest."""
         states_name = None if form == FORMAT else self._name("s")
         with self._write_timer():
             return put_part(self.storage, self._name(), rows, dense, states_name=states_name)
 
     def write(self, draft: Draft | Exception) -> Message:
-        """Write this rank's parts of a version. Return this rank's share: a message that describes them, or the error.
+        """Write this rank's parts of a version.
 
-        Args:
-            draft: contents to write, or the error of the read.
+        Return a message that describes them, or the error of the read or write.
         """
 
         def act() -> dict[str, Any]:
@@ -209,16 +175,14 @@ class Coordinator:
         return Message.of(act)
 
     def commit(self, draft: Draft, shares: Sequence[Mapping[str, Any]]) -> Manifest:
-        """Create the manifest of a version, and return it. Only rank 0 may call this method.
+        """Create the manifest of a version from all ranks' shares in rank order, and return it. Only on rank 0.
 
         Args:
             draft: contents of rank 0.
             shares: contents of all ranks' shares, in rank order.
 
-        Raises:
-            FencedError: if a newer publisher has claimed the stream.
-            StorageError: if the store fails. The version may have been committed nevertheless. If so, the next version
-                is committed after it.
+        Raises the errors of :meth:`Claim.commit`. After a StorageError, the version may have been committed. The next
+        one then follows it.
         """
         assert self._claim is not None, "only rank 0 commits"
         schema, states = draft.schema, self.states
@@ -297,7 +261,6 @@ class Coordinator:
         return text, digest
 
     def _place(self, batch: int, schema: RankSchema) -> dict[str, str]:
-        """Return this rank's batch and tables as text, under the keys ``cut`` and ``tables``."""
         text, _ = self.describe(schema)
         return {"cut": f"batch {batch}", "tables": text}
 
@@ -323,7 +286,6 @@ def _owner_changes(
 
 
 def _training_fields(shares: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the fields ``training`` and ``event_time`` of an entry of format 2, from the shares of all ranks."""
     times = [share["event_time"] for share in shares if share["event_time"] is not None]
     return {
         "training": tuple([convert(share["training"], Stored) for share in shares]),

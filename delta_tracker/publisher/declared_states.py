@@ -20,18 +20,10 @@ def states_message(own: Mapping[str, TableStates]) -> dict[str, Any]:
 def declared_states(
     messages: Sequence[Mapping[str, Mapping[str, Any]]], tables: Mapping[str, TableSpec]
 ) -> dict[str, TableStates]:
-    """Return the states of whole tables. Their column ranges are those of all ranks.
+    """Return the states of whole tables, by FQN, from the :func:`states_message` of all ranks in rank order.
 
-    Args:
-        messages: results of :func:`states_message` of all ranks, in rank order.
-        tables: FQN to table, the same on every rank.
-
-    Returns:
-        FQN to states; tables that no rank declares are missing.
-
-    Raises:
-        RankFailedError: if ranks declare different optimizers or states of a table, or their ranges do not divide
-            the table's columns.
+    Tables that no rank declares are missing. Raises RankFailedError if ranks declare different optimizers or states of
+    a table, or their ranges do not divide its columns.
     """
     first: dict[str, Mapping[str, Any]] = {}
     columns: dict[str, set[tuple[int, int]]] = {}

@@ -76,10 +76,7 @@ class Delivery:
         self._messenger = runtime.executor("publisher-exchange")
 
     def start(self, outcome: Future[Outcome], number: int, draft: Draft | Exception, read: Delta | None = None) -> None:
-        """Start to complete a version. A second call with the same ``outcome`` has no effect.
-
-        Such a call is made if the first was interrupted, perhaps after its start. The outcome has the read of the one
-        that counts.
+        """Start to complete a version. A second call with the same ``outcome`` has no effect. It follows an interrupt.
 
         Args:
             outcome: future of the result, which never has an exception.
@@ -113,7 +110,7 @@ class Delivery:
         return self._lead(number, draft, job) if self._group.rank == 0 else self._follow(number, job)
 
     def _lost(self, error: BaseException) -> Exception | None:
-        """Leave the group, because the other ranks may have sent other letters, and return the error to report."""
+        """Leave the group, because the other ranks may have sent other letters. Return the error to report."""
         if self._group.world_size == 1 and isinstance(error, Exception):
             return error
         self._group.leave(f"{type(error).__name__} while a version was completed: {error}")
@@ -141,7 +138,7 @@ class Delivery:
         return self._ended(job.result(), commit.result())
 
     def _follow(self, number: int, job: Future[Message]) -> Outcome:
-        """Send the share of this rank to rank 0, and wait for the outcome."""
+        """Send this rank's share to rank 0, and wait for the outcome."""
         is_sent = False
         while True:
             if not is_sent:
@@ -158,11 +155,10 @@ class Delivery:
                 return self._ended(job.result(), Message.of(partial(opened, 0, answer.data)))
 
     def _wait(self, job: Future[Any]) -> None:
-        """Wait for a job until the next sign of life is due."""
         wait([job], self._seconds)
 
     def _commit(self, draft: Draft | Exception, share: Message, others: Mapping[int, bytes]) -> Message:
-        """Commit the version of all ranks' shares. Return the message to all ranks, which may be an error."""
+        """Commit the version. Return the message to all ranks, which may be an error."""
 
         def act() -> dict[str, object]:
             if share.failure is not None:
@@ -202,13 +198,7 @@ class Sign(IntEnum):
 
 
 class Letter(NamedTuple):
-    """Message of one rank.
-
-    Args:
-        number: number of the votes that decided the version's cut.
-        sign: its content.
-        data: data of a share or an outcome.
-    """
+    """Message of a rank, with the number of the votes that decided the cut, and the data of a share or an outcome."""
 
     number: int
     sign: Sign

@@ -93,9 +93,9 @@ class Message:
 
     @classmethod
     def of(cls, action: Callable[[], Mapping[str, Any] | None]) -> Message:
-        """Return a message with the result of ``action``, or with the error that ``action`` raised.
+        """Return a message with the JSON result of ``action``, or with the error that it raised.
 
-        The result must be JSON serializable; None is an empty message.
+        None is an empty message.
         """
         try:
             return cls(action() or {})
@@ -168,7 +168,6 @@ class Exchange:
 
         Raises:
             RankFailedError: if a rank is in another phase.
-            RankLostError: if a rank died or did not answer in time.
         """
         gathered = gathering.result(meanwhile)
         if len(gathered) == 1:  # five times as fast as the reductions, which are the cost of a small version
@@ -187,10 +186,6 @@ class Exchange:
 
     def exchange(self, phase: Phase, own: Message) -> list[dict[str, Any]]:
         """Check that all ranks are in the same phase, and return their messages in rank order.
-
-        Args:
-            phase: phase of this rank.
-            own: message of this rank.
 
         Raises:
             Exception: ``own.failure``, if this rank failed.
@@ -218,10 +213,7 @@ class Exchange:
         self.group.close()
 
     def send_owed_message(self) -> None:
-        """Send a blank message if the other ranks are waiting for a message from this rank.
-
-        A blank message is invalid: the ranks that receive it raise RankFailedError.
-        """
+        """Send a blank message, which is invalid, if the other ranks wait for one: they then raise RankFailedError."""
         try:
             if self._exchanged is not None:
                 self.count(self._exchanged)
@@ -282,9 +274,7 @@ def _check_timeout(timeout: object) -> None:
 def opened(rank: int, data: bytes, action: Action = "publish") -> dict[str, Any]:
     """Return the content of a message of ``rank``, or raise the error that it describes.
 
-    Raises:
-        FencedError, LostEntryError: if the rank failed with such an error.
-        RankFailedError: if it failed with another error or was interrupted.
+    This is FencedError or LostEntryError if the rank failed with it, and RankFailedError for all others.
     """
     if data.isspace():
         raise RankFailedError(rank, "an interrupt", action)
@@ -300,16 +290,7 @@ def opened(rank: int, data: bytes, action: Action = "publish") -> dict[str, Any]
 
 
 def check_alike(messages: Sequence[Mapping[str, Any]], *names: str, action: Action = "publish") -> None:
-    """Check that the ranks' messages have equal values for the keys ``names``.
-
-    Args:
-        messages: messages of all ranks, in rank order.
-        names: keys to compare.
-        action: what fails otherwise, for the error.
-
-    Raises:
-        RankFailedError: if a rank's message differs from that of rank 0.
-    """
+    """Raise RankFailedError unless the messages, in rank order, have equal values for the keys ``names``."""
     for rank, each in enumerate(messages):
         for name in names:
             if each[name] != messages[0][name]:

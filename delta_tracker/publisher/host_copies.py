@@ -78,17 +78,16 @@ class Source:
 class HostCopier:
     """Component that copies tensors to the host. Only one thread may call the methods.
 
-    On a CUDA device, all rows are gathered into one buffer on the current stream. A side stream copies the buffer to
-    pinned memory, and the reader of the copies waits for this copy. The calling thread does not wait. If the rows do
-    not fit into one buffer of 256 MiB, they are copied in chunks through two such buffers. Each chunk then waits on the
-    device until the copy of the chunk before the previous one is complete, which delays the later work of the current
-    stream. If device memory runs out, smaller buffers are used, down to 4 MiB.
+    On a CUDA device, all rows are gathered into one buffer on the current stream, and a side stream copies the buffer
+    to pinned memory. The reader of the copies waits for this copy. If the rows do not fit into one buffer of 256 MiB,
+    they are copied in chunks through two such buffers, which delays the later work of the current stream. If device
+    memory runs out, smaller buffers are used, down to 4 MiB.
 
-    On other devices except the CPU, the buffers hold all rows, and the reader of the copies copies them to the host.
+    On other devices except the CPU, the buffers hold all rows, and the reader copies them to the host.
 
     Device memory: the bytes of the rows, at most 512 MiB on CUDA; freed after the copy. Host memory: the bytes of the
-    rows. It is reused after the copies have been garbage-collected. Torch rounds the size of pinned memory up to a
-    power of two and never frees it. The CUDA path has not been run on a GPU.
+    rows, reused after the copies have been garbage-collected. Torch rounds the size of pinned memory up to a power of
+    two and never frees it. The CUDA path has not been run on a GPU.
     """
 
     def __init__(self) -> None:
@@ -96,15 +95,9 @@ class HostCopier:
         self._streams: dict[torch.device, Any] = {}
 
     def copy(self, sources: Sequence[Source]) -> list[HostCopy]:
-        """Start to copy rows, with their values after the work that is queued on the current streams.
+        """Start to copy rows, with their values after the work that is queued on the current streams. Does not wait.
 
-        Waits neither for the copies nor for the devices.
-
-        Args:
-            sources: the rows. Each :attr:`Source.copied` is set.
-
-        Returns:
-            The copies to wait for before :attr:`Source.copied` of any source is read.
+        Sets each :attr:`Source.copied`. Returns the copies to wait for before any of them is read.
         """
         started: list[HostCopy] = []
         groups: dict[torch.device, list[Source]] = {}
@@ -166,7 +159,7 @@ class HostCopier:
 
 
 class _Piece(NamedTuple):
-    """Rows ``first`` to ``stop`` (exclusive) of a source, whose copy is the bytes ``begin`` to ``end`` of a buffer."""
+    """Rows ``[first, stop)`` of a source, whose copy is the bytes ``begin`` to ``end`` of a buffer."""
 
     source: Source
     first: int
@@ -182,14 +175,7 @@ class _Piece(NamedTuple):
 
 
 class _Layout:
-    """Places of the copies of several sources in one buffer.
-
-    Args:
-        sources: the sources.
-
-    Attributes:
-        num_bytes: size of the buffer in bytes.
-    """
+    """Places of the copies of several sources in one buffer of ``num_bytes`` bytes."""
 
     def __init__(self, sources: Sequence[Source]) -> None:
         self._sources = sources
@@ -214,11 +200,7 @@ class _Layout:
             source.copied = typed[dtype].as_strided(size, strides, begin // dtype.itemsize)
 
     def chunks(self, max_bytes: int) -> Iterator[list[_Piece]]:
-        """Yield parts of the buffer, in order, that together have all rows.
-
-        Args:
-            max_bytes: maximum size of a chunk. A chunk with a single row may be larger.
-        """
+        """Yield parts of the buffer with all rows, in order, of at most ``max_bytes`` each or a single row."""
         pieces: list[_Piece] = []
         for source, start in zip(self._sources, self._begins, strict=True):
             first, row_bytes = 0, source.row_bytes
@@ -243,13 +225,7 @@ def _base(chunk: Sequence[_Piece]) -> int:
 
 
 def _buffers(layout: _Layout, device: torch.device) -> tuple[list[list[_Piece]], list[Tensor]]:
-    """Return the chunks in which a layout is copied, and one or two buffers on ``device`` that any chunk fits into.
-
-    Other devices than CUDA devices copy all rows at once, because they have no stream that orders two buffers.
-
-    Raises:
-        torch.OutOfMemoryError: if the device has no memory for buffers of 4 MiB.
-    """
+    """Return the chunks in which a layout is copied, and one or two buffers on ``device`` that any chunk fits into."""
     has_streams = device.type == "cuda"
     max_bytes = min(MAX_BUFFER_BYTES, layout.num_bytes) if has_streams else layout.num_bytes
     while True:

@@ -42,9 +42,7 @@ def warn_of_dense(live: LiveTables) -> None:
 def published_dense(live: LiveTables, choice: DenseChoice) -> dict[str, Tensor]:
     """Return the chosen dense tensors, without a copy.
 
-    Raises:
-        InvalidArgumentError: if the model has no such tensor, or if it has an unsupported dtype or number of
-            dimensions.
+    Raises InvalidArgumentError if the model has no such tensor, or its dtype or number of dimensions is unsupported.
     """
     found = dense_tensors(live.model, choice, tables=live.tables)
     for name, tensor in found.items():

@@ -56,24 +56,21 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
     """Writer that publishes a tracker's changed rows to a stream, as versions with the rows of all ranks.
 
     Every rank builds a publisher in its training thread. In this thread, all ranks call :meth:`publish` or
-    :meth:`snapshot` at the same batch, or :meth:`step` after each batch. At the cut each rank reads its own rows. Then
-    threads of each rank write them and describe them to rank 0, whose thread creates the manifest. They use a process
-    group of their own. The training thread sends only votes of a few bytes. The version is committed when rank 0 has
-    created its manifest. Until then it is invisible to predictors, and after any failure every row stays pending.
+    :meth:`snapshot` at the same batch, or :meth:`step` after each batch. At the cut each rank reads its own rows.
+    Threads of each rank then write them, and a thread of rank 0 creates the manifest. The version is committed when
+    rank 0 has created its manifest. Until then it is invisible to predictors, and after any failure every row stays
+    pending.
 
-    If a publisher is deleted without :meth:`close`, its worker thread ends after the current task, and a running
-    retention or compaction completes. The rows of an unfinished version stay pending. The next operation of the tracker
-    releases the consumer, and a new publisher starts with a snapshot.
+    If a publisher is deleted without :meth:`close`, the rows of an unfinished version stay pending, and a new publisher
+    starts with a snapshot.
 
-    For a snapshot, tables with a fused optimizer are copied while training continues. The rows that change during the
-    copy are read at the cut and are part of the same version. The copy needs the memory of a few chunks of 4 MiB.
+    For a snapshot, tables with a fused optimizer are copied while training continues. Rows that change during the copy
+    are read at the cut, for the same version.
 
     Building a publisher claims the stream and fences every publisher of an older generation. The first version is a
-    snapshot, unless the tracker's state was loaded from a checkpoint of the same stream. In that case it is a
-    delta, without ``top_k``. It has the rows that were pending in the checkpoint and the rows of all versions after the
-    checkpoint, with the trainer's values. The publisher reserves its consumer, so that no other code can commit rows
-    that are not published yet. If the constructor raises, it has released all its resources, and all ranks may build a
-    new publisher.
+    snapshot, unless the tracker's state was loaded from a checkpoint of the same stream. It is then a delta, without
+    ``top_k``, with the rows that were pending in the checkpoint and those of all later versions. The publisher reserves
+    its consumer.
 
     Args:
         tracker: tracker of the rows.
@@ -91,14 +88,14 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
             encoding. Tables without an encoding are stored in their own dtype.
         cadence: bounds at which :meth:`step` publishes; None if :meth:`step` is not used.
         upkeep: retention, compaction and pointer object of the stream; None for ``Upkeep()``.
-        recovery: training state to publish with each version, so that
-            :func:`~delta_tracker.recovery.restore.restore` can continue training from it. The entries have format 2.
-            After ``restore``, a publisher starts with a delta. After a load of a checkpoint, it starts with a snapshot,
-            because the checkpoint may lack the states of the optimizers. None publishes values only.
+        recovery: training state to publish with each version, so that :func:`~delta_tracker.recovery.restore.restore`
+            can continue training from it. The entries have format 2. After ``restore``, a publisher starts with a
+            delta. After a load of a checkpoint, it starts with a snapshot, because the checkpoint may lack the states
+            of the optimizers. None publishes values only.
         notifier: delivers a hint of each version to waiting predictors; None if predictors only poll.
         timeout: maximum wait for the other ranks, including the wait until every rank has built its publisher.
         monitor: monitor for the metrics; None for ``delta_tracker.monitor.MONITOR``.
-        runtime: clock, waits and threads of the publisher, which a simulation replaces.
+        runtime: clock, waits and threads of the publisher.
         join: makes a process group of all ranks, see :class:`~delta_tracker.tracker.rank_group.RankGroup`.
         name: label ``publisher`` of the metrics; None for ``"publisher"``. If another publisher of this process has the
             same name, a suffix ``-2``, ``-3``, ... is added.
@@ -107,16 +104,15 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
         ReservedConsumerError: if the consumer is already reserved.
         DetachedError: if the tracker is detached.
         IncompleteModelError: if a restore of the model was interrupted.
-        UnsupportedModelError: if ``recovery`` is given and a table has a training state that
-            cannot be published, or is not fused and has no optimizer in ``recovery``.
+        UnsupportedModelError: if ``recovery`` is given and a table has a training state that cannot be published, or is
+            not fused and has no optimizer in ``recovery``.
         InvalidArgumentError: if an argument is invalid, if the tracker has no such consumer, if ``recovery`` is given
             together with ``top_k`` or with an encoding, if the dense names or the encoding do not fit the model, if
             ``top_k`` has no ``score`` and the tracking mode computes none, if the claim in ``url`` was used, or if rank
             0 uses another store.
         UnsupportedStoreError: if the store has no atomic create.
         MalformedError: if the stream's newest entry is malformed.
-        StorageError: if this rank cannot use the store. If the store failed during the claim, the stream may be
-            claimed, and its former publisher fenced.
+        StorageError: if this rank cannot use the store. If it failed during the claim, the stream may be claimed.
         RankFailedError: if another rank raised one of these errors, or if ``top_k``, ``encoding``, ``cadence`` or
             ``recovery`` differ between the ranks.
         RankLostError: if a rank dies, or does not build a publisher in time.
@@ -272,10 +268,7 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
 
     @property
     def upkeep_error(self) -> Exception | None:
-        """Error of the last compaction or of the last retention.
-
-        None if neither failed, if there has been no run yet, or if this rank is not rank 0.
-        """
+        """Error of the last compaction or retention on rank 0; None if neither failed, and on the other ranks."""
         return None if self._upkeep is None else self._upkeep.error
 
     def step(self) -> None:
@@ -283,19 +276,15 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
 
         With ``recovery``, call it in the last line of the training loop, and with gradient accumulation only after the
         last batch that is accumulated: a version has the state from which the next batch continues. Training then waits
-        up to 5 seconds for an update in progress. After a wait that timed out, later waits take up to 0.05 seconds,
-        until one succeeds. Such a version is not published: if the loop keeps the output of a model whose backward pass
-        has not run, for example of an evaluation, delete it before the call, or compute it under ``torch.no_grad()``.
-        Nor is a version if rows were updated since the last ``tracker.step()``. Updates of sharded tables without a
-        fused optimizer are not observed.
+        up to 5 seconds for an update in progress. If it takes longer, the version is not published: if the loop keeps
+        the output of a model whose backward pass has not run, for example of an evaluation, delete it before the call,
+        or compute it under ``torch.no_grad()``. Nor is a version if rows were updated since the last
+        ``tracker.step()``. Updates of sharded tables without a fused optimizer are not observed.
 
-        Training waits only while the rows are read. The ranks vote at every :attr:`Cadence.vote_every`-th call, and
-        act on these votes at the next such call; a single rank acts at once. A delta is cut then. A snapshot is copied
-        while training continues, and cut at the next vote. After the cut, other threads write and commit the version,
-        also if training pauses and calls nothing. Its result is in :attr:`error`, the log and the metrics at the next
-        vote. Only one version is published at a time. Rows that change while it is published stay pending in the
-        tracker. A slow store therefore makes the next version larger, but needs no additional memory. Call
-        :meth:`flush` before a pause to publish the rows that are still pending.
+        Training waits only while the rows are read. A snapshot is copied while training continues. After the cut, other
+        threads write and commit the version. Its result is in :attr:`error`, the log and the metrics at the next vote.
+        Only one version is published at a time. Rows that change while it is published stay pending in the tracker.
+        Call :meth:`flush` before a pause to publish the rows that are still pending.
 
         If a version cannot be published, this method does not raise the error. The error is logged and kept in
         :attr:`error`, all rows stay pending, and the next version contains them. After a
@@ -322,15 +311,14 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
 
         The first version is a snapshot, unless the trainer resumed from a checkpoint. A snapshot is also needed after
         the tracker dropped the consumer's pending rows. A version without changed rows is published too, so that
-        predictors can measure their lag. Rows whose update is in progress are in this version and again in the next.
-        A version that :meth:`step` started is finished first. If another program has deleted the newest entry of the
-        stream, the stream is claimed again, and a snapshot is published.
+        predictors can measure their lag. A version that :meth:`step` started is finished first. If another program has
+        deleted the newest entry of the stream, the stream is claimed again, and a snapshot is published.
 
         Returns:
             The committed manifest, the same on every rank.
 
         Raises:
-            FencedError: if a newer publisher has claimed the stream; raised on every rank. Nothing was published.
+            FencedError: on every rank, if a newer publisher has claimed the stream. Nothing was published.
             RankFailedError: if another rank failed, called another method, or is at another batch; every row stays
                 pending.
             UnfinishedStepError: with ``recovery``, if an update was still in progress after the wait that :meth:`step`
@@ -338,8 +326,8 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
                 every row stays pending.
             UnknownOutcomeError: on rank 0, if the store failed during the commit; every row stays pending. The version
                 may have been published, or may appear later; the next version then follows it. The other ranks raise
-                RankFailedError with ``is_unknown``. Raised, too, if a directory cannot be flushed to disk: if its
-                ``directory`` is ``"log"``, the version was published, but may be missing after a power loss.
+                RankFailedError with ``is_unknown``. With the ``directory`` ``"log"``, it was published, but may be
+                missing after a power loss.
             StorageError: if this rank could not write; every row stays pending.
             RankLostError: if a rank died or did not answer in time; every row stays pending.
             InvalidArgumentError: if the publisher is closed, if called from another thread or process than the one that
@@ -350,10 +338,7 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
     def snapshot(self) -> Manifest:
         """Publish every row of every table with its current value, for example after weights were loaded or edited.
 
-        The errors are those of :meth:`publish`.
-
-        Returns:
-            The committed manifest, the same on every rank.
+        Returns and raises as :meth:`publish`.
         """
         return self._publish("snapshot")
 
@@ -365,9 +350,8 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
         is published, and the call costs an exchange of votes. Tables without a fused optimizer, dense tensors, states
         and raw ids are published if training has advanced since the last version.
 
-        Every rank must call this method at the same batch. If it is interrupted, for example by Ctrl-C, call it again:
-        the call continues, as that of :meth:`publish` and :meth:`snapshot`. The errors are those of :meth:`publish`:
-        all ranks raise FencedError once another publisher has claimed the stream, and RankLostError if a rank is dead.
+        Every rank must call this method at the same batch. If it is interrupted, for example by Ctrl-C, call it again
+        to continue. The errors are those of :meth:`publish`.
         """
         self._publish("flush")
 
@@ -409,12 +393,7 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
         return f"Publisher({self._writer.storage.url!r}, generation={head.generation}, version={head.version})"
 
     def _checked(self) -> Versions:
-        """Return the versions, after checking that the publisher is open.
-
-        Raises:
-            InvalidArgumentError: if the publisher is closed, or if called from another thread or process than the one
-                that built the publisher.
-        """
+        """Return the versions; raise InvalidArgumentError if closed, or if called in another thread or process."""
         if self._versions is None:
             raise InvalidArgumentError("publisher", "closed", "Build a new Publisher")
         thread, process = self._caller
@@ -427,7 +406,6 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
         return self._versions
 
     def _publish(self, name: Publishes) -> Manifest:
-        """Publish a version. Return the newest entry, or raise the error of the last version."""
         versions = self._checked()
         versions.publish(name)
         error, head = self._reports.error, self._writer.head
@@ -466,19 +444,13 @@ def _check_tracker(tracker: object) -> None:
 
 
 def _budget(top_k: TopK | None) -> str:
-    """Return a text that is equal on all ranks whose budgets are equal."""
     if top_k is None:
         return "no top_k"
     return f"top_k={replace(top_k, score=None)}" + (" with a score" if top_k.score is not None else "")
 
 
 def _check(url: object, cadence: object, upkeep: object, recovery: object) -> None:
-    """Check some arguments of a publisher.
-
-    Raises:
-        InvalidArgumentError: if one is invalid, or if a takeover has claimed a stream with states, which continues with
-            states only.
-    """
+    """Raise InvalidArgumentError if one is invalid, or if a takeover has claimed a stream that needs ``recovery``."""
     check_type("cadence", cadence, Cadence, "Cadence(batches=100)")
     check_type("upkeep", upkeep, Upkeep, "Upkeep(compact_every=50)")
     check_recovery(recovery)

@@ -25,27 +25,17 @@ EncodingChoice = Encoding | str | Mapping[str, Encoding | str] | None
 
 
 def name_encodings(choice: EncodingChoice) -> str | dict[str, str] | None:
-    """Return the names of the chosen encodings, which are equal on all ranks that made the same choice.
-
-    Args:
-        choice: see :func:`choose_encodings`, which has accepted it.
-    """
+    """Return the names of the encodings of a choice that :func:`choose_encodings` has accepted, equal on all ranks."""
     if isinstance(choice, Mapping):
         return {fqn: Encoding.named(choice[fqn]).name for fqn in sorted(choice)}
     return None if choice is None else Encoding.named(choice).name
 
 
 def choose_encodings(choice: EncodingChoice, live: LiveTables) -> dict[str, Encoding]:
-    """Return the encoding of each table, by FQN.
+    """Return the encoding of each table, by FQN. Tables without a chosen one are stored in their own dtype.
 
-    Args:
-        choice: one encoding for all tables, a mapping of FQN to encoding, or None. Tables without an encoding are
-            stored in their own dtype.
-        live: the tables.
-
-    Raises:
-        InvalidArgumentError: for an unknown table, an invalid encoding, or an encoding that does not support the number
-            of columns of a shard.
+    Raises InvalidArgumentError for an unknown table, an invalid encoding, or one that does not support the number of
+    columns of a shard.
     """
     own = {fqn: Encoding.of(table.dtype) for fqn, table in live.tables.items()}
     chosen = dict(choice) if isinstance(choice, Mapping) else dict.fromkeys(own, choice) if choice is not None else {}
@@ -127,7 +117,6 @@ class RankTables:
         return self.latest
 
     def _attach(self) -> None:
-        """Find what depends on the shards."""
         live, chosen = self._live, self._encoding
         tables, identities = dict(live.tables), dict(live.identities)
         states = dict(live.table_states) if self._with_states else {}
@@ -155,9 +144,8 @@ class RankTables:
     ) -> Gathered:
         """Start to copy rows and dense tensors with their current values. The thread does not wait for the copies.
 
-        Omits tables that this rank does not write. The memory of the copies is reused once they have been
-        garbage-collected. This method and :meth:`whole` must be called while the context manager
-        :func:`~delta_tracker.sharding.kernel_memory.one_cut` is active.
+        Omits tables that this rank does not write. Call this method and :meth:`whole` within
+        :func:`~delta_tracker.sharding.kernel_memory.one_cut`.
 
         Args:
             delta: the changed rows.
@@ -181,16 +169,11 @@ class RankTables:
         return Gathered(list(map(call, views)), named, copies)
 
     def whole(self, tables: frozenset[str], owners: Mapping[str, Tensor]) -> list[BlockRows]:
-        """Return all rows of some tables, one block for each column range of a shard.
+        """Return all rows of some tables that this rank writes, one block for each column range of a shard.
 
-        Each chunk is copied when it is read, which another thread may do, with its values at that time. It has all
-        updates that were queued on the device when this method was called. The states of a row may be newer than its
-        values.
-
-        If the tracker is read meanwhile, the owners of later chunks are those of that read. The rows of both owners are
-        then among its changed rows.
-
-        Omits tables that this rank does not write.
+        Each chunk is copied when it is read, by any thread, with its values at that time, which include all updates
+        that were queued on the device at this call. The states of a row may be newer than its values. Owners may be
+        those of a later read of the tracker, whose changed rows then include the rows of both owners.
 
         Args:
             tables: FQNs of the tables.
@@ -221,15 +204,7 @@ class RankTables:
         ids: Tensor | None,
         owners: Tensor | None,
     ) -> None:
-        """Append the sources of a table's rows, and functions that return views of the copied blocks.
-
-        Args:
-            sources: sources of the version.
-            views: views of the version's blocks.
-            shard: this rank's shard of the table.
-            ids: ``[N]`` local ids of the rows; None for all rows, without their states.
-            owners: ``[R]`` raw ids of the shard's rows; None for a table without managed collisions.
-        """
+        """Append the sources of a table's rows (local ``ids`` ``[N]``; None for all), and the views of their copies."""
         fqn = shard.table.fqn
         form: IdForm = "all" if ids is None else self._encodings[fqn].listed_form
         num_rows = shard.num_rows if ids is None else len(ids)
@@ -271,13 +246,11 @@ def _view(
 
 
 def _encoded(held: Tensor, block: Block, begin: int, end: int) -> Tensor:
-    """Return some rows of a copy as they are stored."""
     rows = held[begin:end]
     return rows if rows.dtype == block.encoding.dtype else encode_rows(rows, block.encoding)
 
 
 def _copied_state(read: Callable[[Tensor], Tensor], view: Tensor, begin: int, end: int) -> Tensor:
-    """Copy the states of some rows now, and return them."""
     return read(view[begin:end])
 
 

@@ -34,21 +34,16 @@ def rows_to_repair(
 
     Args:
         log: log of the stream.
-        note: stream position in the checkpoint, as
-            :meth:`~delta_tracker.stream.reading.position.Position.to_dict` returned it.
+        note: stream position in the checkpoint, of :meth:`~delta_tracker.stream.reading.position.Position.to_dict`.
         claim: manifest of the new publisher's claim.
         schema: format, tables, states and identities of the new publisher's versions.
         shards: FQN to shard of this rank.
 
     Returns:
-        FQN to ``[N]`` int64 local ids, ascending and unique; tables without such rows are omitted. None if the rows
-        cannot be determined, so that every row must be published. This is the case if ``note`` is not a position in
-        this stream, if its version has another schema, if a later version is missing, is damaged, is a snapshot, has
-        another schema, or does not follow its predecessor, or if a version since the newest snapshot is missing, so
-        that new readers could not reach a delta.
-
-    Raises:
-        StorageError: if the store cannot be read.
+        FQN to ``[N]`` int64 local ids, ascending and unique; tables without such rows are omitted. None if every row
+        must be published: if ``note`` is not a position in this stream, its version has another schema, a later version
+        is missing, damaged, a snapshot, of another schema or no successor, or a version since the newest snapshot is
+        missing.
     """
     try:
         place = Position.from_dict(note) if isinstance(note, Mapping) else None

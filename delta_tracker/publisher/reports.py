@@ -104,7 +104,6 @@ class Reports:
         self._recorder.upkeep_failures.cell(step=step).add(1)
 
     def _show_skew(self) -> None:
-        """Set the gauge of the clock's skew, once per version. Runs in the collector's thread."""
         version = self._writer.head.version
         if version != self._measured:
             skew = self._writer.skew()
@@ -114,7 +113,6 @@ class Reports:
 
 
 def _outcome(error: Exception, version: int) -> str:
-    """Return a text that says what became of a version."""
     if isinstance(error, LostEntryError):
         return f"the next version, {version}, must be a snapshot"
     return (

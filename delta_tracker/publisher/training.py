@@ -215,12 +215,8 @@ class TrainingCuts:
     def take(self, published: Collection[str] = ()) -> TakenState:
         """Return the training state of this rank. Call it in the training thread, at the cut of a version.
 
-        Args:
-            published: names of the dense tensors that this rank writes to the version. They are not saved again.
-
-        Raises:
-            InvalidArgumentError: if a state cannot be encoded; the error has the path of the value. The errors of the
-                objects are also raised.
+        Dense tensors in ``published`` are in the version, and are not saved again. Raises InvalidArgumentError with the
+        path of a value that cannot be encoded, and the errors of the objects.
         """
         position = self._progress.data_position
         state = {
@@ -239,10 +235,7 @@ class TrainingCuts:
         self._cuts.append((position, version))
 
     def _consumers(self) -> dict[str, dict[str, object]]:
-        """Return the pending rows of the other consumers, relative to the versions of this publisher.
-
-        The position of a consumer's own stream is of the same time.
-        """
+        """Return the pending rows of the other consumers, by this publisher's versions, and their own positions."""
 
         def num_cuts(position: int) -> int:
             return bisect_right(self._cuts, position, key=lambda cut: cut[0])
@@ -264,7 +257,6 @@ class TrainingCuts:
         return dense_tensors(self._live.model, self._live.model, tables=self._live.tables)
 
     def _library(self, published: Collection[str]) -> dict[str, object]:
-        """Return what the library itself restores."""
         live = self._live
         dense = {name: tensor for name, tensor in self._dense().items() if name not in published}
         if not self._is_first:  # parameters are equal on all ranks
@@ -301,11 +293,7 @@ def check_recoverable(live: LiveTables, encodings: Mapping[str, Encoding], top_k
 
 
 def _buffers(model: nn.Module) -> set[int]:
-    """Return the addresses of the storages of all buffers.
-
-    Their names are not compared: those of a ``DistributedModelParallel`` within another module differ from the keys of
-    its ``state_dict``.
-    """
+    """Return the addresses of the storages of all buffers, whose names may differ from the keys of ``state_dict``."""
     return {
         buffer.untyped_storage().data_ptr()
         for module in model.modules()
@@ -315,11 +303,7 @@ def _buffers(model: nn.Module) -> set[int]:
 
 
 def _states(argument: str, objects: Mapping[str, Stateful]) -> dict[str, object]:
-    """Return the states of objects by name.
-
-    Raises:
-        InvalidArgumentError: if an optimizer omits its parameter groups: its learning rate would be lost.
-    """
+    """Return the states of objects by name. Raise InvalidArgumentError if an optimizer omits its parameter groups."""
     found: dict[str, object] = {}
     for name, value in objects.items():
         state = found[name] = value.state_dict()
@@ -353,10 +337,7 @@ def _check_unfused(
 def _warn_of_unoptimized(
     model: nn.Module, dense: Mapping[str, Tensor], objects: Iterable[Mapping[str, Stateful]]
 ) -> None:
-    """Log the dense parameters that are trained, but not by an optimizer whose state is saved.
-
-    They may be trained elsewhere, or by an optimizer inside an object without ``param_groups``.
-    """
+    """Log the dense parameters that are trained, but not by an optimizer whose state is saved."""
     optimized = {address for each in objects for address in _storages(each)}
     trained = {
         parameter.untyped_storage().data_ptr()
@@ -373,7 +354,6 @@ def _warn_of_unoptimized(
 
 
 def _storages(objects: Mapping[str, Stateful]) -> Iterator[int]:
-    """Yield the addresses of the storages of all parameters of the optimizers among some objects."""
     sharded = known_torchrec().sharded_tensors
     for value in objects.values():
         for group in getattr(value, "param_groups", ()):

@@ -107,7 +107,6 @@ class VersionSource:
     def has_changes(self) -> bool:
         """True if the stream lacks something of this rank: a snapshot, pending rows, or what only a cut can compare.
 
-        Tables without a fused optimizer, dense tensors and states are compared by the next cut, if training advanced.
         Waits for the device.
         """
         if self.needs_snapshot or any(self.tracker.num_pending(self.handle.name).values()):
@@ -121,15 +120,11 @@ class VersionSource:
     def resume(self, exchange: Exchange, writer: Coordinator) -> None:
         """Make the rows of all versions after the loaded checkpoint pending, so that the next version repairs them.
 
-        If a rank has no checkpoint or cannot find these rows, the next version must be a snapshot instead. So it must
-        be if the versions have states, and the model was not restored from a stream: the states of the rows that are
-        not pending may be others than those in the stream. A collective.
+        A collective.
 
-        Args:
-            exchange: communication with the other ranks.
-            writer: coordinator that has claimed the stream, and that knows the states of all ranks.
-
-        Raises the errors of :meth:`Coordinator.check_same_store`.
+        The next version must be a snapshot instead if a rank has no checkpoint or cannot find these rows, or if the
+        versions have states and the model was not restored from a stream. Raises the errors of
+        :meth:`Coordinator.check_same_store`.
         """
         tracker = self.tracker
         rows: dict[str, Tensor] | None = None
@@ -181,14 +176,13 @@ class VersionSource:
         Args:
             kind: ``"snapshot"`` or ``"delta"``.
             copied: for a snapshot, the part with the rows that :meth:`copy` returned; None if there are no such rows.
-            is_complete: for a delta, True to read all rows, without ``top_k``. It must be the same on every rank.
+            is_complete: for a delta, True to read all rows, without ``top_k``. The same on every rank.
 
         Returns:
             The contents of the version, and the uncommitted read for :meth:`end`.
 
         Raises:
-            InvalidArgumentError: if the tables were resharded while the version was copied. The errors of the objects'
-                states are those of :meth:`TrainingCuts.begin` and :meth:`TrainingCuts.take`.
+            InvalidArgumentError: if the tables were resharded while the version was copied.
         """
         tracker, tables, training = self.tracker, self.tables, self._training
         schema, is_snapshot = tables.current(), kind == "snapshot"
@@ -242,22 +236,16 @@ class VersionSource:
         return kind == "snapshot" or is_complete or self._top_k is None or self._ranks.is_expected
 
     def fail_expected_read(self) -> None:
-        """Fail the read with ``top_k`` in which the other ranks wait for this one. No-op if they do not wait.
+        """Fail the read with ``top_k`` in which the other ranks wait for this one.
 
-        They wait if this rank failed or was interrupted before its own read. Call this method before any other
-        collective. The read then raises InvalidArgumentError on the other ranks.
+        Call it before any other collective.
         """
         if self._ranks.is_expected and self._top_k is not None:
             with suppress(_UnreadError, RankLostError):  # a lost rank is reported by the next collective
                 choose(self._top_k, _UnreadError(), list(self.tracker.shards), self._ranks)
 
     def end(self, read: Delta | None, committed: Manifest | None) -> None:
-        """Commit or abort the read of a version.
-
-        Args:
-            read: the read that :meth:`cut` returned; None if the version failed earlier.
-            committed: manifest of the version; None if the version failed, so that its rows stay pending.
-        """
+        """Commit the read that :meth:`cut` returned, or abort it if ``committed`` is None: its rows stay pending."""
         if committed is None:
             self._progress_at_cut = None
         else:  # first, so that the flags are equal on all ranks even if the code below fails
@@ -280,9 +268,8 @@ class VersionSource:
     def close(self, *, forgets: bool) -> None:
         """Release the consumer.
 
-        Args:
-            forgets: True to remove the consumer's stream position from the tracker's state, because the stream will
-                miss the rows of later reads.
+        With ``forgets``, remove its stream position from the tracker's state, because the stream will miss the rows of
+        later reads.
         """
         if forgets and not self.handle.is_released:  # an earlier call may have been interrupted
             self.handle.annotate(None)
@@ -291,7 +278,6 @@ class VersionSource:
         self.handle.release()
 
     def _progress(self) -> tuple[int, int] | None:
-        """Return the numbers of batches and of later updates; None if no cut finds other changes than pending rows."""
         tables = self.tables
         if self.find_dense is not None or self._training is not None or tables.unfused or tables.latest.identities:
             return self.tracker.num_batches, self.tracker.progress.num_unstepped

@@ -123,13 +123,7 @@ _ENOUGH: Mapping[Publishes, Collection[Step]] = {
 
 
 def decide(flight: Flight | None, votes: int, most: Vote) -> Step:
-    """Return what a rank does next, after the votes of all ranks.
-
-    Args:
-        flight: state of this rank.
-        votes: number of the votes.
-        most: maximum of each field of the votes.
-    """
+    """Return what a rank does next, after the votes of all ranks, whose fields have the maximum ``most``."""
     if flight is not None and flight.after == votes:  # an interrupt came after these votes had been acted on
         return Step.WAIT
     if most.is_working or isinstance(flight, Cut):
@@ -244,14 +238,12 @@ class Versions:
             self._beats.beat(self._writer.head)
 
     def _called(self, name: Publishes) -> Call:
-        """Return the state of a call: that of the same call at the same batch, if it was interrupted."""
         batch = self._source.tracker.num_batches
         if self._call is None or (self._call.name, self._call.batch) != (name, batch):
             self._call = Call(name, batch)
         return self._call
 
     def _begin_by(self, name: Publishes) -> None:
-        """Vote to begin a version, and complete it."""
         try:
             if name == "flush":
                 own = self._vote(Phase.FLUSHING, is_due=self._source.has_changes, is_complete=True)
@@ -277,7 +269,6 @@ class Versions:
         return Vote(phase, batch, tables, is_due, wants_snapshot, is_complete or source.is_repairing)
 
     def _step_vote(self) -> Vote:
-        """Return this rank's vote in :meth:`step`."""
         flight = self._flight
         if isinstance(flight, Copying):
             self._copy(flight)
@@ -325,7 +316,6 @@ class Versions:
     # States
 
     def _complete(self) -> None:
-        """Vote, wait and act until no version is being published."""
         while self._flight is not None or self._ballots.pending is not None:
             flight = self._flight
             if self._ballots.pending is not None:
@@ -385,10 +375,9 @@ class Versions:
         self._start(cut)
 
     def _start(self, cut: Cut) -> None:
-        """Read the rows of a version, and let the threads complete it. They do not do so already.
+        """Read the rows of a version, and let the threads complete it.
 
-        After an interrupt, the rows are read again at the same batch. Later, they belong to another version. A read
-        that was a collective is not repeated, because the other ranks have ended theirs.
+        After an interrupt, read again at the same batch only.
         """
         can_read = not cut.is_tried or self._can_repeat(cut)
         cut.is_tried = True
@@ -410,7 +399,6 @@ class Versions:
         cut.is_started = True
 
     def _can_repeat(self, cut: Cut) -> bool:
-        """Return True if the rows of a version can be read again after an interrupt."""
         source = self._source
         is_same = cut.batch == source.tracker.num_batches and source.can_read(cut.kind, is_complete=cut.is_complete)
         return is_same or self._ballots.is_alone
@@ -434,7 +422,6 @@ class Versions:
             _logger.exception("the read of a version could not be ended: the next one replaces it")
 
     def _report(self, ended: Ended) -> None:
-        """Report a version that has ended on all ranks."""
         outcome = ended.outcome
         if outcome.manifest is not None:
             self._reports.published(outcome.manifest)
