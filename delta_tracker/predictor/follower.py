@@ -115,8 +115,8 @@ class Follower:
     def start(self, poll_seconds: float | None, notifier: Notifier | None) -> None:
         """Start the thread, which checks that the newest version fits the model before it polls.
 
-        This method waits at most two seconds for the check, because the store may not answer, and raises its error. If
-        the check fails later, the error comes up again when the thread applies the version.
+        Waits at most two seconds for the check, and raises its error. A later error comes up when the thread applies
+        the version.
         """
         check_seconds("poll_seconds", poll_seconds)
         with self._control:
@@ -141,7 +141,7 @@ class Follower:
                 raise
 
     def stop(self, *, raises: bool = True) -> None:
-        """Stop the thread at its next chunk or request, and wait until it has ended. No-op if there is no thread.
+        """Stop the thread at its next chunk or request, and wait for its end.
 
         If ``raises`` is True, raise a copy of :attr:`error`, else log it.
         """
@@ -204,7 +204,6 @@ class Follower:
         return self._active is not None and self._active.thread is threading.current_thread()
 
     def _beat(self, *, is_last: bool = False) -> None:
-        """Write a heartbeat if one is due or ``is_last`` is True. No-op if heartbeats are disabled."""
         if self._heartbeats is not None:
             self._heartbeats.write(self.current_error, self.poll_seconds, is_last=is_last)
 
@@ -267,7 +266,6 @@ class Follower:
         return refusal is None
 
     def _check_newest(self) -> None:
-        """Raise if the newest version, or the one of a pin that applies, does not fit the model."""
         try:
             newest = self._reader.newest()
         except StreamError as error:
@@ -360,10 +358,7 @@ class Follower:
 
 
 def _described(error: BaseException) -> str:
-    """Return the message of a :class:`StreamError`, or the type, message, file and line of another error.
-
-    The traceback is omitted, because Python 3.11 parses source files to print it, which is not thread-safe.
-    """
+    """Return the message of a :class:`StreamError`, or the type, message, file and line of another error."""
     if isinstance(error, StreamError):
         return str(error)
     frames = traceback.extract_tb(error.__traceback__, limit=-1)

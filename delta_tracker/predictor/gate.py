@@ -22,8 +22,8 @@ Measure = dict[tuple[str, str], float]
 class Gate:
     """Set of bounds on the rows and dense tensors of a version.
 
-    The RMS row norm of a table is the root mean square of the L2 norms of its rows in the version. It does not depend
-    on the trainer's column-wise sharding. Error messages call it the size of the rows.
+    The RMS row norm of a table is the root mean square of the L2 norms of its rows in the version. Error messages call
+    it the size of the rows.
 
     Args:
         non_finite: True to reject NaN and infinite values.
@@ -71,10 +71,7 @@ class GateKeeper:
         self._accepted.add(version)
 
     def recall(self, manifest: Manifest) -> None:
-        """Reject a version that was held and has not been accepted since, without reading its rows.
-
-        Rejects a merged entry with its rows, too: retention may have deleted the version itself.
-        """
+        """Reject a version that was held and has not been accepted since, without reading its rows."""
         if manifest.version in self._accepted:
             return
         reason = self._refused.get((manifest.stream, manifest.link))

@@ -89,8 +89,7 @@ class ModelWriter(Forkable):
     def write(self, receiver: Receiver, contents: Contents, *, is_elsewhere: bool) -> None:
         """Check a version and write it to ``receiver``, and advance the position when it is complete.
 
-        If it is no successor of the applied version (``is_elsewhere``) and its write is interrupted, only the same
-        version or a snapshot can be applied next.
+        If a write with ``is_elsewhere`` is interrupted, only the same version or a snapshot can be applied next.
         """
         manifest = contents.manifest
         has_raw_ids = bool(manifest.identities or self.identities)
@@ -168,10 +167,7 @@ class ModelWriter(Forkable):
         self._is_torn = self.lock.after_fork_in_child() or self._is_torn
 
     def _unmap(self, changes: Sequence[OwnerChange], default_rows: Iterable[Chunk]) -> None:
-        """Unmap the raw ids of all rows whose owner changes. The caller must hold the lock for writing.
-
-        If the version has other buckets, unknown raw ids then read the default rows of these buckets.
-        """
+        """Unmap the raw ids of all rows whose owner changes. The caller must hold the lock for writing."""
         with self.fence.writing():
             for change in changes:
                 # Counted here: a second attempt does not find the raw ids that a failed one has removed.
@@ -184,7 +180,6 @@ class ModelWriter(Forkable):
                 self.identities = {**self.identities, change.fqn: change.identity}
 
     def _map(self, change: OwnerChange) -> None:
-        """Map the raw ids to their new rows, in one hold of the lock."""
         if not len(change.slots):
             return
         self.fence.enter_reading()
@@ -198,7 +193,6 @@ class ModelWriter(Forkable):
         self._gauges.admitted(change.fqn, change.num_admitted())
 
     def _begin(self, manifest: Manifest, *, is_elsewhere: bool) -> Written:
-        """Record that rows of a version are about to be written. Return what is written of its stream."""
         held = self.written
         of_stream = held if held.stream == manifest.stream else Written(stream=manifest.stream)
         begun = of_stream.begun(manifest, is_elsewhere=is_elsewhere)
@@ -208,7 +202,6 @@ class ModelWriter(Forkable):
         return begun
 
     def _finish(self, begun: Written, manifest: Manifest) -> None:
-        """Record that all rows of a version are written."""
         self._has_newer_rows = self._has_newer_rows and manifest.kind != "snapshot"
         self._hold(begun.finished(manifest))
         self._applying = self.written.applying

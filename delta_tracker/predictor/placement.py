@@ -1,8 +1,7 @@
 """Map the rows of a version to the targets, which are the tables of the model.
 
-Each row is written once, with all columns that the version contains for it. A trainer writes a table with column-wise
-sharding as several blocks. This module joins them, because a row must be written as a whole, and because a row can be
-quantized only from all of its columns.
+Each row is written once, with all columns that the version has: a row is quantized from all of them. So this module
+joins the blocks that a trainer writes for column-wise sharding.
 """
 
 from __future__ import annotations

@@ -68,9 +68,7 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
     """Reader of a stream that applies each version once, in order, to the tables of a model.
 
     A predictor starts from the newest snapshot and applies every later version. A version is validated completely
-    before its first row is written, so that an invalid one leaves the tables and :attr:`version` unchanged. If the next
-    version cannot be applied, the predictor resyncs: it continues from a merged version or a newer snapshot, and logs a
-    warning. ``guide/fleet.md`` has all rules, failover and limits.
+    before its first row is written. ``guide/fleet.md`` has all rules, failover and limits.
 
     Lookups in other threads run inside ``with predictor.reading()``, where no row changes. While a version is applied,
     lookups see some of its rows, but no torn (partly written) one, and no raw id reads the row of another one. All
@@ -81,8 +79,7 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
             tensor or :class:`~delta_tracker.row_target.RowTarget`. A module may contain ``nn.Embedding``,
             ``nn.EmbeddingBag`` and TorchRec collections (unsharded, sharded or quantized). The tables are looked up for
             each version, so ``model.to(device)`` may be called between versions. All dense tensors of the stream are
-            applied too: the model must have them. Or a
-            :class:`~delta_tracker.predictor.served_model.ModelTarget` of such a model, with other choices. Or a
+            applied too: the model must have them. Or a :class:`~delta_tracker.predictor.served_model.ModelTarget`. Or a
             :class:`~delta_tracker.sinks.row_sink.RowSink`, which keeps the position and all tables, but no dense
             tensors, for lookups in other processes.
         url: url of the stream, such as ``file:///directory``, ``s3://bucket/prefix`` or ``https://cache/prefix``, or an
@@ -97,7 +94,7 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
             keep the parts that they read, so that each is fetched once.
         heartbeats: url or store for the heartbeats; None for the first ``url`` that can be written to, and after a
             failover for the new one if it can be.
-        runtime: clock, waits, random numbers and threads of the predictor, which a simulation replaces.
+        runtime: clock, waits, random numbers and threads of the predictor.
 
     Raises:
         InvalidArgumentError: for an invalid argument, such as a model without tables.
@@ -175,18 +172,17 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
         """Context manager that blocks writes during lookups, and yields the versions that the tables hold.
 
         Keep the body of the ``with`` statement short and without ``await``: :meth:`follow` and :meth:`sync` cannot
-        write rows until it ends. Methods that wait for such a write raise InvalidArgumentError inside it.
+        write rows until it ends.
 
         If tables are on CUDA devices, the streams that are current when the ``with`` statement begins wait for the last
         write of rows, and the next write waits for all work that these streams have when the statement ends. Launch the
         lookups on these streams. The statement does not wait for the device. This was not run on a GPU.
 
-        In a process that is forked while :meth:`follow` runs, the tables are as they were at the fork, between two
-        chunks, and do not change until the process calls :meth:`follow` or :meth:`sync`. The parent continues to write
-        to tables in shared memory: do not look them up in the child. After a fork during a long write, rows may be
-        torn: raises FollowEndedError until :meth:`sync` writes them again. Fork after :meth:`wait` has returned: while
-        another thread calls a function of torch for the first time, a fork may leave a lock of glibc held, and the
-        child hangs.
+        In a process that is forked while :meth:`follow` runs, the tables do not change until it calls :meth:`follow` or
+        :meth:`sync`. The parent continues to write to tables in shared memory: do not look them up in the child. After
+        a fork during a long write, rows may be torn: raises FollowEndedError until :meth:`sync` writes them again. Fork
+        after :meth:`wait` has returned: while another thread calls a function of torch for the first time, a fork may
+        leave a lock of glibc held, and the child hangs.
         """
         return self._destination.reading()
 
@@ -221,9 +217,7 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
     def sync(self, limit: int | None = None) -> int:
         """Apply the committed versions that are not applied yet, by the rules in ``guide/fleet.md``.
 
-        After :meth:`rollback`, and at the version of a pin, no newer version is applied until a release. A predictor
-        that is many versions behind applies merged versions and newer snapshots, each of which replaces several
-        versions, unless the gate has a ``max_drift``.
+        After :meth:`rollback`, and at the version of a pin, no newer version is applied until a release.
 
         Args:
             limit: maximum number of versions to apply; None for all. A merged version counts as one.
@@ -234,10 +228,9 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
         Raises:
             NoSnapshotError: if the stream has no snapshot to start from.
             HeldVersionError: if the gate rejects the next version.
-            StorageError: if the store cannot be read. The third consecutive one causes a resync, in case a single
-                object is unreadable.
+            StorageError: if the store cannot be read.
             StaleCacheError: if an object is missing, short or altered behind an http cache, also when it is read past
-                the caches. A call 10 seconds after the first one resyncs.
+                the caches.
             StreamError: if the next version is missing, damaged, of another stream or an older copy, or does not fit
                 the model, and no resync is possible. ``guide/errors.md`` names the types and what to do.
         """
@@ -260,8 +253,7 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
         """Apply new versions in a background thread until :meth:`stop`.
 
         The thread waits until the stream has a snapshot. If an attempt fails, the thread reports the error in
-        :attr:`error`, the heartbeat and the metric ``follow_errors``, and retries after a pause of up to 5 seconds. If
-        a version was interrupted, :meth:`reading` reports it as ``applying`` until it is applied again.
+        :attr:`error`, the heartbeat and the metric ``follow_errors``, and retries after a pause of up to 5 seconds.
 
         An exception such as ``SystemExit`` or ``KeyboardInterrupt`` that is raised in the thread ends the thread.
         :attr:`error` is then a :class:`FollowEndedError`, which :meth:`stop` raises.
@@ -306,9 +298,9 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
     def stop(self) -> None:
         """End the thread of :meth:`follow` within about a second, and raise its current error if there is one.
 
-        A request that hangs is abandoned. A version whose rows are being written is completed, unless its parts exceed
-        256 MiB in total and must be read again, or another thread does not leave :meth:`reading`. ``reading()`` reports
-        an interrupted version as ``applying``. A signal handler may call this method; the thread itself may not.
+        A version whose rows are being written is completed, unless its parts exceed 256 MiB in total and must be read
+        again, or another thread does not leave :meth:`reading`. A signal handler may call this method; the thread
+        itself may not.
         """
         self._refuse_inside_reading("stop()")
         self._follower.stop()
@@ -342,8 +334,7 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
         """Return to an earlier version, and apply no newer one until :meth:`release`. Bypasses the gate.
 
         With ``follows_pins``, a newer pin or release of the stream ends the rollback. All data is read and validated
-        before the first row is written, except that a hash module's probes are checked version by version. The stream
-        must still contain a snapshot at or before ``version``, and all versions in between; merged ones will do.
+        before the first row is written.
 
         Raises:
             InvalidArgumentError: if ``version`` is invalid, not committed yet or above the bound of a canary.
@@ -387,10 +378,9 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
     def load_state_dict(self, state: Mapping[str, str | int]) -> None:
         """Restore the stream position of tables that were saved together with ``state``, also by an older release.
 
-        The next :meth:`sync` or :meth:`follow` continues with the version after this position, or resyncs; a pinned
-        version is applied again, because the rows may be newer. A :meth:`rollback` is not part of the state. Load the
-        mapping of raw ids before: the model's state, or that of each ``RawIdIndex``. Raises InvalidArgumentError if
-        ``state`` is invalid or does not fit this mapping.
+        The next :meth:`sync` or :meth:`follow` continues with the version after this position, or resyncs. A
+        :meth:`rollback` is not part of the state. Load the mapping of raw ids before: the model's state, or that of
+        each ``RawIdIndex``. Raises InvalidArgumentError if ``state`` is invalid or does not fit this mapping.
         """
         self._refuse_inside_reading("load_state_dict()")
         with self._syncing:

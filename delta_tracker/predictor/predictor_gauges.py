@@ -129,7 +129,6 @@ class PredictorGauges:
         self.reads(self._stream)
 
     def _show(self, read_status: Callable[[], Status]) -> None:
-        """Set the gauges of the lag, the polling interval and the requests. Runs in the collector's thread."""
         self._asked = self._monotonic()
         status = read_status()
         lag_versions, lag_seconds = status.lag_versions, status.lag_seconds

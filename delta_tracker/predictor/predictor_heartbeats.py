@@ -51,7 +51,7 @@ def lag(reader: Reader, poll_seconds: float | None = None) -> tuple[int, float] 
     """Return the number of committed versions that are not applied, and the age in seconds of the oldest of them.
 
     Returns None if the store cannot be read, or if its log ends before the last applied version. With ``poll_seconds``,
-    the interval between two polls, sends no request if one of the last two polls found no version.
+    sends no request if one of the last two polls found no version.
     """
     version, source = reader.version, reader.source
     rested = source.lag.rested

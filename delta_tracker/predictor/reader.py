@@ -45,9 +45,7 @@ _SURVEY_SECONDS = 60.0  # between two looks at the other sources while the curre
 class Reader:
     """Reader of one stream: it decides what to apply, and applies it.
 
-    Each call of :meth:`advance` is a round. It decides by what it sees of the log, acts, and forgets what it saw. Not
-    thread-safe, except :meth:`release` and the attributes. With ``skips_versions``, applies entries that replace
-    several versions when it is far behind.
+    Each call of :meth:`advance` is a round. Not thread-safe, except :meth:`release` and the attributes.
 
     Attributes:
         pinned: version at which an order keeps the reader, or to which it goes; None without one.
@@ -195,7 +193,6 @@ class Reader:
         return _Round(view, looks_for_gap)
 
     def _unseen(self, sources: Iterable[Source]) -> tuple[SeenLog, ...]:
-        """Return the logs of sources before the first look."""
         current = self.sources.current
         doubted = None if current.storage.lists else current.number
         return tuple([SeenLog(each, self.orders, each.number == doubted) for each in sources])
@@ -241,7 +238,6 @@ class Reader:
         return True
 
     def _failed(self, state: _Round, decision: Apply, entry: Manifest, error: StreamError) -> None:
-        """Take a fault of an entry into account in the next decision."""
         self.writer.destination.restore()  # some rows may have been written
         if decision.rule is Rule.CATCH_UP:
             decision.log.source.catch_up.avoid(entry)
@@ -258,7 +254,6 @@ class Reader:
         state.view = replace(view, faults=faults, position=self.position)
 
     def _applied(self, state: _Round, decision: Apply) -> None:
-        """Record that entries were applied."""
         before, last = state.view.position, decision.entries[-1]
         version = None if before is None else before.link.version
         source = self._use(state, decision.log)
@@ -326,7 +321,6 @@ class Reader:
         state.view = replace(state.view, logs=logs, faults=(), looks_for_gap=True, catches_up=False)
 
     def _believe(self, state: _Round, fault: StreamError) -> None:
-        """Believe a fault that has lasted."""
         settling = self.source.settling
         if not settling.is_over and not self._is_retired():
             raise StaleCacheError(self.storage.url, _subject(fault), settling.seconds)
@@ -423,11 +417,11 @@ class IgnoredPins:
 
 @dataclass(slots=True, eq=False)
 class _Round:
-    """What one round has seen, and what it has tried.
+    """What one round has seen, and what it has tried. A round that reads past a cache looks for a gap in any case.
 
     Args:
-        view: what the next decision depends on. The source of a log may be a view of it past the caches.
-        looks_for_gap: as the caller asked. A round that reads past a cache looks for a gap in any case.
+        view: what the next decision depends on.
+        looks_for_gap: as the caller asked.
         retry: source to read a faulty version from next.
         has_waited: True after the wait before the first object is read again.
     """
@@ -439,7 +433,6 @@ class _Round:
 
 
 def _subject(fault: StreamError) -> str:
-    """Return what a fault is about, for a message."""
     if isinstance(fault, CorruptPartError | MalformedError):
         return fault.path
     return f"version {fault.version}" if isinstance(fault, MissingVersionError) else "the last applied version"

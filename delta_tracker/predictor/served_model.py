@@ -124,7 +124,7 @@ def _is_prefix(name: str) -> bool:
 
 
 class ServedModel:
-    """Tables, dense tensors and mappings of raw ids of a model, compared with each version that is written to them.
+    """Tables, dense tensors and mappings of raw ids of a model.
 
     ``first_devices`` are the devices of the model at the construction. What the last version was written to is kept,
     also after the model has got other tensors, until the next version.

@@ -9,9 +9,8 @@ The order of each version is:
 5. Store the state: the version is complete. Readers get it now.
 6. Copy the log to the stored map of owners, and clear it.
 
-The stored map is therefore always that of the last complete version: after a crash before step 5, the raw ids that only
-the log has are deleted; after step 5, step 6 is repeated. Either way, the stored rows are those of the map's raw ids
-again, except for the deleted ones, which the interrupted version does not have either.
+The stored map is therefore always that of the last complete version. After a crash before step 5, the raw ids that only
+the log has are deleted; after step 5, step 6 is repeated.
 """
 
 from __future__ import annotations
@@ -313,7 +312,6 @@ def _check_table(fqn: str, manifest: Manifest, held: SinkState) -> None:
 
 
 def _defaults(identities: Mapping[str, Identity]) -> dict[str, tuple[int, ...]]:
-    """Return the global row ids of the default rows of each table that has them."""
     slots = {
         fqn: tuple(bucket.default for bucket in identity.buckets if bucket.default is not None)
         for fqn, identity in identities.items()

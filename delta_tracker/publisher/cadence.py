@@ -80,8 +80,6 @@ class Pace:
     recorded since then reaches a bound.
 
     Args:
-        cadence: the bounds.
-        tracker: tracker of the rows.
         consumer: name of the consumer whose pending rows are counted.
         num_batches: number of batches from a check to its effect.
     """

@@ -63,9 +63,6 @@ class Coordinator:
     The training thread calls the methods. A worker thread may call only :meth:`write_part`, :meth:`write`,
     :meth:`commit`, :meth:`answer` and :meth:`describe`.
 
-    Args:
-        exchange: communication with the other ranks.
-        recorder: records the time of writes and commits.
 
     Attributes:
         is_first: True on rank 0, which commits.
@@ -175,14 +172,10 @@ class Coordinator:
         return Message.of(act)
 
     def commit(self, draft: Draft, shares: Sequence[Mapping[str, Any]]) -> Manifest:
-        """Create the manifest of a version from all ranks' shares in rank order, and return it. Only on rank 0.
+        """Create the manifest of a version, and return it. Only rank 0 may call this method.
 
-        Args:
-            draft: contents of rank 0.
-            shares: contents of all ranks' shares, in rank order.
-
-        Raises the errors of :meth:`Claim.commit`. After a StorageError, the version may have been committed. The next
-        one then follows it.
+        ``draft`` is that of rank 0, ``shares`` those of all ranks, in rank order. Raises the errors of
+        :meth:`Claim.commit`. After a StorageError, the version may have been committed. The next one then follows it.
         """
         assert self._claim is not None, "only rank 0 commits"
         schema, states = draft.schema, self.states

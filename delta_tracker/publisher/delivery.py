@@ -45,9 +45,8 @@ class Delivery:
     """Threads of one rank that complete each version after its cut, without the training thread.
 
     Each rank writes its share of the version and sends the description to rank 0. Rank 0 commits the version and sends
-    the outcome to all. A message is sent once, so that the messages of a version grow linearly with the number of
-    ranks. While a rank writes, or rank 0 commits, the ranks exchange signs of life. So a rank that died is noticed at
-    once, one that is stopped within the timeout, and a slow store is no failure.
+    the outcome to all. While a rank writes, or rank 0 commits, the ranks exchange signs of life: a rank that died is
+    noticed at once, one that is stopped within the timeout.
 
     Args:
         writer: writes the shares of this rank and, on rank 0, commits.

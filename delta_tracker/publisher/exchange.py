@@ -76,12 +76,7 @@ class Vote(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Message of one rank to the others.
-
-    Args:
-        content: what the message says, JSON values.
-        failure: error of this rank, which ``content`` describes; None without an error.
-    """
+    """Message of one rank to the others: JSON values, which describe the error ``failure`` if this rank has one."""
 
     content: Mapping[str, Any]
     failure: Exception | None = None
@@ -149,7 +144,7 @@ class Exchange:
         """Send this rank's vote without waiting for the others, and return the handle for :meth:`count`.
 
         If the other ranks still wait for a message, because this rank failed or was interrupted, a blank message is
-        sent first. Otherwise, they would receive the vote in place of the message.
+        sent first.
         """
         if self._exchanged is not None or self._num_owed_bytes:
             self.send_owed_message()
@@ -232,9 +227,6 @@ class Ballots(Exchange):
     Every ``vote_every``-th call of ``step()`` sends a vote. A call that failed or was interrupted before its vote owes
     it to the other ranks.
 
-    Args:
-        timeout: as for an :class:`Exchange`.
-        join: as for an :class:`Exchange`.
 
     Attributes:
         vote_every: number of calls of ``step()`` from one vote to the next.

@@ -54,8 +54,6 @@ class Gathered:
     """Copies of the rows and dense tensors of a version.
 
     Args:
-        rows: the rows.
-        dense: name to dense tensor.
         copies: the copies to wait for before anything is read, also the additional sources.
     """
 
@@ -89,7 +87,6 @@ class RankTables:
     Rows of a table in 2D parallelism are copied on the ranks of the first replica only.
 
     Args:
-        live: the tables.
         encoding: choice that :func:`choose_encodings` has accepted.
         writes_replicas: True if this rank writes replicated tables.
         with_states: True to copy the optimizer's states of the rows, too.

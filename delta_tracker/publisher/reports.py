@@ -32,7 +32,6 @@ class Reports:
     """Result of the last version of a publisher, and the metrics of its versions, rows and failures.
 
     Args:
-        recorder: recorder of the publisher.
         writer: writer of the stream. Rank 0 counts the versions and rows of all ranks.
 
     Attributes:

@@ -140,12 +140,10 @@ class TrainingCuts:
     The constructor takes the state once, so that a state that cannot be published is refused before any version.
 
     Args:
-        live: tables of the model.
         progress: progress of the training, with the position in the training data.
         handle: the publisher's consumer.
         recovery: objects of the user. The optimizers of tables that are not fused must be among them, because updates
             of their states cannot be found by comparing rows.
-        is_first: True on rank 0.
 
     Raises:
         InvalidArgumentError: if a state cannot be encoded, or if an optimizer does not save its parameter groups.
@@ -235,7 +233,10 @@ class TrainingCuts:
         self._cuts.append((position, version))
 
     def _consumers(self) -> dict[str, dict[str, object]]:
-        """Return the pending rows of the other consumers, by this publisher's versions, and their own positions."""
+        """Return the pending rows of the other consumers, relative to the versions of this publisher.
+
+        The position of a consumer's own stream is of the same time.
+        """
 
         def num_cuts(position: int) -> int:
             return bisect_right(self._cuts, position, key=lambda cut: cut[0])

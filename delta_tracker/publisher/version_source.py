@@ -44,13 +44,10 @@ class VersionSource:
 
     Args:
         exchange: communication with the other ranks. Only rank 0 writes replicated tables and dense tensors.
-        recorder: records the time of reads and encodings.
         recovery: objects whose states are in each version, together with the states of the fused optimizers; None for
             versions of values only.
 
     Attributes:
-        tracker: the tracker.
-        handle: the consumer.
         tables: the schema and the rows of this rank's tables.
         find_dense: finds the dense tensors that this rank writes, by name; None without dense tensors.
         is_repairing: True if the next delta must have all pending rows, without ``top_k``, because it repairs earlier
@@ -278,6 +275,7 @@ class VersionSource:
         self.handle.release()
 
     def _progress(self) -> tuple[int, int] | None:
+        """Return the numbers of batches and of later updates; None if no cut finds other changes than pending rows."""
         tables = self.tables
         if self.find_dense is not None or self._training is not None or tables.unfused or tables.latest.identities:
             return self.tracker.num_batches, self.tracker.progress.num_unstepped

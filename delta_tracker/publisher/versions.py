@@ -138,18 +138,12 @@ def decide(flight: Flight | None, votes: int, most: Vote) -> Step:
 class Versions:
     """State of the version that this rank writes. Only the training thread calls the methods.
 
-    All ranks begin a version and make its cut after the same votes, and so at the same batch. After the cut, the
-    training thread only ends the read, at a later vote.
+    All ranks begin a version and make its cut after the same votes, and so at the same batch.
 
     An exception such as KeyboardInterrupt may end any method. The next call then completes what this rank owes to the
     others: it counts the same votes again, and a version without this rank's contents fails on all ranks.
 
     Args:
-        source: rows of the versions.
-        writer: writer of the stream.
-        ballots: votes of the ranks.
-        delivery: completes the versions after their cut.
-        reports: receives the results.
         pace: bounds of the cadence; None to begin no version in :meth:`step`.
         beats: heartbeats of the publisher; None without them.
     """

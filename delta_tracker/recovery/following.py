@@ -41,13 +41,12 @@ _FAULTS = (CorruptPartError, MalformedError, MissingVersionError, NotRecoverable
 
 
 class Following:
-    """Follower of a stream that writes the rows and states of this rank's shards. Makes no collective call.
+    """Follower of a stream that writes the rows and states of this rank's shards.
 
     Rows are absolute values, so an entry whose writes failed or were interrupted is written again.
 
     After a fault, it may go back to an older snapshot and apply the versions after it, which a
-    :class:`~delta_tracker.predictor.reader.Reader` never does: all states must belong to one history. It also
-    begins again if a restore has written the model.
+    :class:`~delta_tracker.predictor.reader.Reader` never does: all states must belong to one history.
 
     Attributes:
         error: error of the last attempt, which the next turns repeat; None if it succeeded.
@@ -89,9 +88,9 @@ class Following:
     def advance(self, until: float) -> bool:
         """Apply entries until there are no more, or until the monotonic time ``until``. Return True if there was any.
 
-        An entry that is started is applied completely. An error of the store or of the stream is logged, and kept in
-        :attr:`error`. After it, this method does nothing for up to five seconds, see :meth:`retry`. A stream that does
-        not fit the job, or never had states, raises an error.
+        An entry that is started is applied completely. An error of the store or of the stream is logged and kept in
+        :attr:`error`, and this method then does nothing for up to five seconds. Raises the error of a stream that does
+        not fit the job, or never had states.
         """
         self._begin_again_if_restored()
         has_moved = False
@@ -211,7 +210,7 @@ class Following:
         return bool(self._ahead)
 
     def _is_forward(self, target: Manifest) -> bool:
-        """Return True unless the model has rows that are as new. An older copy of the log raises OlderCopyError."""
+        """Return True unless the model has rows that are as new. Raise OlderCopyError for an older copy of the log."""
         position = self._position
         if self.newest is None or position is None or target.stream != position.stream:
             return True

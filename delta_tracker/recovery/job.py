@@ -141,9 +141,8 @@ class LocalJob:
 def check_warm(model: nn.Module) -> None:
     """Raise InvalidArgumentError unless ``DistributedDataParallel`` has trained enough to order the gradients.
 
-    It groups gradients into buckets, whose order it changes once, after the first backward pass, or with
-    ``static_graph`` after the second one. With three ranks or more, another order gives other sums. A module that
-    training does not call, but only modules inside it, is rejected nevertheless: only the user knows that.
+    It changes the order of its buckets once, after the first backward pass, or with ``static_graph`` after the second.
+    With three ranks or more, another order gives other sums.
     """
     for name, module in model.named_modules():
         if isinstance(module, DistributedDataParallel) and _may_reorder(module):

@@ -50,10 +50,9 @@ class RandomStates:
         }
 
     def load_state_dict(self, state: Any) -> None:  # noqa: ANN401  validated below
-        """Restore states that :meth:`state_dict` returned.
+        """Restore the result of :meth:`state_dict`.
 
-        Raises:
-            InvalidArgumentError: if ``state`` does not fit these generators. No generator is changed.
+        Raise InvalidArgumentError, and change nothing, if it does not fit.
         """
         if not isinstance(state, dict) or state.keys() != _LOADERS.keys():
             found = sorted(map(str, state)) if isinstance(state, dict) else type(state)

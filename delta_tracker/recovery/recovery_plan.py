@@ -225,7 +225,7 @@ def load_collisions(
 ) -> dict[str, tuple[object, list[dict[str, Any]]]]:
     """Return the managed-collision module of each table in ``owners``, and the states of its slots, by FQN.
 
-    Of the ``ranks`` of the version, reads the states only from those that had the slots.
+    Of the ``ranks``, reads the states only from those that had the slots.
     """
     saved = {rank: states.collision_slots(rank) for rank in ranks} if owners else {}
     found = {}
@@ -246,7 +246,6 @@ def check_collisions(last: Manifest, owners: Collection[str], ignore: Collection
 
 
 def _targets(job: LocalJob, last: Manifest, shards: Mapping[str, LocalShard]) -> dict[str, RowTarget]:
-    """Return the targets of the rows and of the states, by the name of the table or state table."""
     tables = {fqn: last.tables[fqn] for fqn in shards}
     targets = {fqn: target for fqn, target in find_targets(job.model).items() if fqn in tables}  # also write caches
     check_targets(replace(last, tables=tables), targets)

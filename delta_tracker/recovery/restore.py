@@ -63,14 +63,13 @@ def restore(
     """Restore the training state of a version that a ``Publisher(..., recovery=...)`` published. A collective.
 
     All ranks call it in their training threads, after they have built the model, the optimizers and the tracker, and
-    before they build a publisher. If the model contains ``DistributedDataParallel``, as a ``DistributedModelParallel``
-    with dense parameters does, they train two batches before, without a pipeline; the call overwrites their effect.
-    Afterwards, training continues as after the version. The section "Continuous checkpoints" of
+    before they build a publisher. If the model contains ``DistributedDataParallel``, they train two batches before,
+    without a pipeline. Afterwards, training continues as after the version. The section "Continuous checkpoints" of
     ``guide/recover.md`` says how far it is equal, and what may differ between the jobs.
 
     Each rank reads only the rows of its shards. Everything is compared before the first write. If the call raises after
-    the first write, or is interrupted, the model raises :class:`~delta_tracker.errors.IncompleteModelError` when it
-    is called, until a restore completes.
+    the first write, or is interrupted, the model raises :class:`~delta_tracker.errors.IncompleteModelError` when it is
+    called, until a restore completes.
 
     Args:
         model: the model.
@@ -154,7 +153,6 @@ class Restoration:
         )
 
     def _resolve(self) -> dict[str, Any]:
-        """Validate the arguments and open the store. On rank 0, choose the version."""
         self.job.check()
         storage, chosen, nothing = open_storage(self.url), None, None
         if self.job.rank == 0:

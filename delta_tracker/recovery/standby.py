@@ -198,7 +198,7 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
         Raises:
             StorageError: if the store cannot be read.
             MalformedError, CorruptPartError, MissingVersionError, StreamReplacedError: if a version cannot be applied.
-            OlderCopyError: if the store shows an older copy of the stream. The applied version is kept.
+            OlderCopyError: if the store shows an older copy of the stream.
         """
         with self._meeting("Standby.sync()") as exchange:
             return _lowest(self._catch_up(exchange, "sync()", raises=True))
@@ -320,7 +320,6 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
         return {"call": f"take_over(force={bool(force)}, silence={silence})", "decision": decision}
 
     def _check_due(self, decision: Mapping[str, Any]) -> None:
-        """Raise on all ranks what prevents a takeover."""
         if "gone" in decision:
             raise StreamReplacedError(self._log.url, decision["gone"]).advising(GONE)
         if "nothing" in decision:

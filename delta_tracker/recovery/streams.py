@@ -230,11 +230,11 @@ class ServingStreams:
         self._check_distinct([recovery.storage.url, *(each.url for each in self.storages)])
 
     def check(self, version: Manifest | None) -> None:
-        """Check that the streams exist, that the trainer publishes them, and that it publishes no others.
+        """Check that the streams exist, and that they are all streams that the trainer publishes.
 
         ``version``, of the recovery stream, has the positions of the streams of the tracker's other consumers. A stream
-        that is not among them is accepted only for a consumer whose position is unknown. None of them may be left out,
-        because its former publisher would not be fenced.
+        that is not among them is accepted only for a consumer whose position is unknown. None may be left out, because
+        its publisher would not be fenced.
         """
         storages = [open_storage(each) for each in self._urls]  # the directory may have been mounted meanwhile
         streams = [_stream_of(each) for each in storages]
@@ -259,8 +259,7 @@ class ServingStreams:
     def claim(self, number: int, recovery: Manifest) -> Claim:
         """Claim a stream, unless another job has claimed the recovery stream after ``recovery``.
 
-        The order of the reads keeps a job that was suspended from fencing the job that has taken over from it: that job
-        claims the recovery stream first. If its claim of the serving stream is not the head yet, it comes later.
+        That job claims the recovery stream first, so a job that was suspended finds its claim and does not fence it.
         """
         storage = self.storages[number]
         storage.probe()
@@ -296,7 +295,6 @@ def _claim_newest(log: StreamLog, writer: str, newest: Callable[[], Manifest]) -
 
 
 def _stream_of(storage: Storage) -> str:
-    """Return the id of the stream in a store."""
     head = StreamLog(storage).head() if storage.has_directory("log") else None
     if head is None:
         remedy = "Check the url, and that its directory is mounted: there is no stream"

@@ -89,7 +89,6 @@ def state_table(fqn: str, spec: StateSpec) -> str:
 
 
 def _columns(spec: StateSpec, table: TableStates, columns: tuple[int, int]) -> tuple[int, int]:
-    """Return the columns of a state table for a column range of the table."""
     if spec.width == "columns":
         return columns
     number = table.columns.index(columns)

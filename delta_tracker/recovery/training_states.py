@@ -45,8 +45,6 @@ class Consumer(Struct, frozen=True):
 
 
 class _Shard(Struct, frozen=True):
-    """Block of a table that a rank had."""
-
     rows: Range
     columns: tuple[Range, ...]
     replicated: bool
@@ -189,5 +187,4 @@ def _fields(reader: StateReader, *path: str) -> list[str] | None:
 
 
 def _number(value: object) -> object:
-    """Return the number in a tensor without dimensions, and every other value unchanged."""
     return value.item() if isinstance(value, Tensor) and not value.dim() else value

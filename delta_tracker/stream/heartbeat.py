@@ -102,8 +102,6 @@ def leave_heartbeat(storage: Storage, beat: Heartbeat) -> None:
 
 @dataclass(slots=True)
 class _Target:
-    """Store for the heartbeats of a predictor, and the monotonic time of the next one."""
-
     storage: Storage
     due: float = 0.0
     pause: float = 0.0  # seconds from the last failure to the next heartbeat, 0 after a success
@@ -137,8 +135,7 @@ class Pulse:
     def leave(self, **fields: Any) -> None:  # noqa: ANN401  fields of a Heartbeat
         """Write a heartbeat, except to a local directory without a log: it has no stream.
 
-        If the directory was replaced, the heartbeat is written to the new one. ``fields`` are those of the
-        :class:`Heartbeat` that this object does not know.
+        ``fields`` are those of the :class:`Heartbeat` that this object does not know.
         """
         target, now = self._target, time.monotonic()
         target.due = now + self._seconds
@@ -354,7 +351,6 @@ def _waits_after(release: Pin, beat: Heartbeat, head: Manifest) -> bool:
 
 
 def _progress(beat: Heartbeat, head: Manifest) -> State:
-    """Return the state by the versions and lags of a full window."""
     if beat.version == head.version:
         return "current"  # an error, such as that of one poll, delays nothing
     has_moved = len({version for _, version, _ in beat.window}) > 1

@@ -73,7 +73,6 @@ class _Heartbeats(Source):
         self._shown = set(readings)
 
     def _log_skew(self, seen: SeenHeartbeat) -> None:
-        """Log once that a predictor's clock differs from the store's; again after it was right."""
         problem = skew_problem(f"predictor {seen.beat.name}", seen.skew)
         if problem is None:
             self._skewed.discard(seen.beat.name)

@@ -42,15 +42,13 @@ _OTHERS = stat.S_IWGRP | stat.S_IWOTH
 class HostCache:
     """Directory in which the processes of one host keep the parts that they read, so that each is fetched once.
 
-    One process fetches a part, and the others wait for it. Each process compares every part with its record before it
-    uses it, so that a damaged file costs one more fetch. Thread-safe, also between several caches of one directory.
+    Each process compares every part with its record before it uses the part. Thread-safe.
 
     Args:
         directory: directory of the cache on a local file system; it is created with mode 0700 if it is missing.
         max_bytes: maximum size of all files. The least recently used parts are deleted first. A part that is larger is
             read past the cache.
-        patience_seconds: time without progress of the fetching process after which others read past the cache. Each
-            piece of 8 MiB is progress.
+        patience_seconds: time without progress of the fetching process after which others read past the cache.
 
     Attributes:
         counts: number of parts that were read from the cache (``hits``), fetched into it (``misses``), and read past it
@@ -109,7 +107,6 @@ class HostCache:
         return descriptor
 
     def _found(self, storage: Storage, part: Part) -> int | None:
-        """Wait for the file of a part, or fetch it, as :meth:`open`. Raises OSError if the directory fails."""
         seen: tuple[int, float] | None = None  # modification time of the draft, and when it was seen first
         while True:
             check()
@@ -145,8 +142,6 @@ class HostCache:
         return draft
 
     def _download(self, storage: Storage, part: Part, draft: int) -> None:
-        """Write the bytes of a part to its draft. Raises CorruptPartError if they do not match its record."""
-
         def read(begin: int, end: int) -> NDArray[np.uint8] | None:
             check()
             try:
@@ -162,7 +157,6 @@ class HostCache:
             position += len(piece)
 
     def _drop(self, part: Part, draft: int) -> None:
-        """Delete a locked draft, and close it, which releases the lock."""
         with suppress(OSError):
             self._draft(part).unlink(missing_ok=True)
         os.close(draft)
@@ -265,7 +259,6 @@ class HostCache:
         return self._directory / "drafts" / _key(part)
 
     def _prepare(self) -> None:
-        """Create the directories, and check their owner and that their file system has locks."""
         for path in (self._directory, self._directory / "objects", self._directory / "drafts"):
             path.mkdir(mode=0o700, parents=path == self._directory, exist_ok=True)
             status = path.stat()
@@ -342,7 +335,6 @@ def _write(descriptor: int, data: memoryview, position: int) -> None:
 
 
 def _read(descriptor: int, memory: NDArray[np.uint8], begin: int) -> NDArray[np.uint8]:
-    """Return ``memory``, filled with the bytes of a file from ``begin`` on. Raises OSError if the file ends before."""
     if (filled := read_into(descriptor, memory.data, begin)) < len(memory):
         raise OSError(f"the file ended after {begin + filled} bytes")
     return memory
@@ -355,7 +347,6 @@ def _close(opened: dict[str, int | None]) -> None:
 
 
 def _is_right(descriptor: int, part: Part) -> bool:
-    """Return True if a file has the size of a part, and its bytes match the part's record."""
     if os.fstat(descriptor).st_size != part.num_bytes:
         return False
     buffer = np.empty(min(PIECE_BYTES, part.num_bytes), dtype=np.uint8)

@@ -1,7 +1,7 @@
 """Log of a stream: consecutive entries, each created exactly once and linked to its predecessor by hash.
 
 FORMAT.md has the rules of a publisher, which :class:`Claim` and the functions below it follow. They leave a single
-history, even if publishers race, are killed or are suspended at any step. Readers ignore objects that no entry names.
+history, even if publishers race or are killed at any step.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ class StreamLog:
     def may_have(self, version: int) -> bool:
         """Return False if the entry of a version need not be requested yet, by the pointer.
 
-        A request for an entry that does not exist yet leaves a "not found" in caches. So over http, returns True if the
-        pointer reaches the version, and otherwise once every 10 to 15 s: the publisher may be unable to write it.
+        A request for an entry that does not exist yet leaves a "not found" in caches. Over http, returns True if the
+        pointer reaches the version, and otherwise once every 10 to 15 s.
         """
         if self.is_listed:
             return True
@@ -101,9 +101,9 @@ class StreamLog:
     def newest_version(self, after: int) -> int:
         """Return the newest version at or above ``after``, a version of the log or -1.
 
-        Over http, it is that of :meth:`pointed`. Otherwise, the entries above the pointer's are looked for by name: the
-        result is exact if no entry between is missing. Above the pointer, the log is listed if ``after`` is negative or
-        its entry is missing, and if the search ends at a claim: retention may have deleted what follows.
+        Over http, it is that of :meth:`pointed`. Otherwise, names above the pointer's are looked for, and the log is
+        listed if ``after`` is negative, the pointer's entry is missing, or the search ends at a claim. The result is
+        exact unless an entry between is missing.
         """
         pointer = self.pointer.newest()
         if not self.is_listed and pointer is not None and pointer.version > after:
@@ -131,9 +131,8 @@ class StreamLog:
     def read(self, version: int) -> Manifest | None:
         """Return the entry of a version, None if it does not exist.
 
-        Over http, entries below the pointer's oldest one that it does not name do not exist: a cache may still have
-        them, but not their parts or successors. Raises MalformedError if the entry does not follow the format, belongs
-        to another version, or is a merged entry.
+        Over http, entries below the pointer's oldest one that it does not name do not exist. Raises MalformedError if
+        the entry does not follow the format, belongs to another version, or is a merged entry.
         """
         if not self.is_listed and self._is_deleted(version):
             return None
@@ -168,10 +167,9 @@ class StreamLog:
     def head(self) -> Manifest | None:
         """Return the newest entry, None if the store is empty.
 
-        The search begins at the newest version that is known from the pointer or an earlier call. The whole log is
-        listed if none is known, or if retention may have deleted the entry after the one that was found. Over http,
-        raises StaleCacheError if the entry is not the pointer's, and UnreadablePointerError if there is something else
-        than a pointer, and none was read before.
+        Searches from the newest version that is known, or else lists the whole log. Over http, raises StaleCacheError
+        if the entry is not the pointer's, and UnreadablePointerError if there is something else than a pointer, and
+        none was read before.
         """
         if self.is_listed:
             return self._known_head() or self._listed_head()
@@ -204,7 +202,6 @@ class StreamLog:
         return None
 
     def _listed_head(self) -> Manifest | None:
-        """Return the newest entry by a listing of the whole log, None if the store is empty."""
         while versions := self.versions():
             if (head := self.read(versions[-1])) is not None:
                 return head
@@ -214,8 +211,7 @@ class StreamLog:
     def pointed(self, *, is_due: bool = True) -> HeadPointer | None:
         """Return the newest pointer whose entry was read and has its hash, raised to newer entries that were read.
 
-        For a store that cannot list. Reads the entry of a pointer that is new, past the caches if a cache has another
-        one or none. With ``is_due=False``, sends no request for the pointer.
+        For a store that cannot list. With ``is_due=False``, sends no request for the pointer.
         """
         pointer = self.pointer.newest(is_due=is_due)
         if pointer is not None and pointer is not self.pointer.confirmed:
@@ -230,7 +226,6 @@ class StreamLog:
             raise unraised(trouble)
 
     def _is_deleted(self, version: int) -> bool:
-        """Return True if the log has no entry of a version any more, by a pointer whose entry was read."""
         seen = self.pointer.newest(is_due=False), self.pointer.confirmed
         if all(each is None or each.may_have(version) for each in seen):
             return False
@@ -347,7 +342,7 @@ class StreamLog:
     def is_surely_newest(self, entry: Manifest) -> bool:
         """Return True if an entry is the newest one, as far as single requests to a local directory can show it.
 
-        Always False if the store is not a local directory. Other programs may have deleted up to three entries above.
+        Always False if the store is not a local directory.
         """
         # Retention deletes in ascending order, except that it keeps each claim and the entry before it. So if any other
         # entry at or below this one is still there, retention has deleted nothing above it. A power loss can undo some
@@ -359,9 +354,8 @@ class StreamLog:
     def is_committed(self, entry: Manifest) -> bool:
         """Return True if an entry that was read is part of the log.
 
-        Use it for claims: a publisher that read the head long ago may have given its claim the name of an entry that
-        retention has since deleted. The log then continues above the claim, and no entry names the claim as its parent.
-        Other entries need no check: retention never frees a name that a fenced publisher may still try to use.
+        Use it for claims: a publisher that read the head long ago may have given its claim a name that retention has
+        freed. Retention never frees a name that a fenced publisher may still use for another entry.
         """
         following = None if self.storage.lists_from else self.read(entry.version + 1)
         if following is None and self.is_surely_newest(entry):
@@ -383,7 +377,7 @@ class StreamLog:
         """Claim the stream with the generation after the head's, and return the claim.
 
         If the store is empty, the claim starts a new stream. An altered claim is followed by another one, because no
-        other publisher may be able to read it. Altered claims stay in the log.
+        other publisher may be able to read it.
 
         Args:
             after: link of the entry that the claim must follow; None to follow any entry.
@@ -394,8 +388,8 @@ class StreamLog:
         Raises:
             LivePublisherError: if another entry than ``after`` is the newest. Nothing was created.
             StreamReplacedError: if ``after`` is given and the store is empty.
-            StorageError: if the store fails, and the claim may have been created, or every attempt was lost to another
-                publisher. It is an AlteredEntryError if three consecutive claims were altered on the way.
+            StorageError: if the store fails. The claim may have been created. It is an AlteredEntryError if three
+                consecutive claims were altered on the way.
         """
         writer = secrets.token_hex(16) if writer is None else writer
         refused, name = 0, ""
@@ -496,14 +490,13 @@ class Claim:
         The stream, generation, writer, version, parent, snapshot and creation time of ``entry`` are filled in.
 
         Raises:
-            FencedError: if a newer generation has claimed the stream. No later call commits either.
-            AlteredEntryError: if a remote store has other bytes than were sent. The version was not committed. The next
-                commit continues after the stored bytes.
+            FencedError: if a newer generation has claimed the stream.
+            AlteredEntryError: if a remote store has other bytes than were sent. The version was not committed.
             LostEntryError: if the newest entry was deleted, and ``entry`` is a delta. Nothing was committed. The stream
-                was claimed again. A snapshot is committed after this claim.
+                was claimed again.
             UnknownOutcomeError: if the store fails, and the entry may have been created, or may appear later. The next
                 commit then continues after it. With ``directory``, the entry was created, but may be missing after a
-                power loss. The next commit makes both versions durable or fails too.
+                power loss.
             StorageError: for other faults of the store. Nothing was committed.
         """
         if self._fenced is not None:
@@ -572,8 +565,7 @@ class Claim:
     def _claim_again(self, kind: Kind) -> None:
         """Claim the stream after this publisher's newest entry was lost; raise LostEntryError to commit a delta.
 
-        The name of the claim was never used before: it is above all entries, and above a version whose outcome is
-        unknown. The names of lost entries are not used again, because caches may have them.
+        The claim has a name that was never used, because caches may have lost entries.
         """
         lost, num_altered = entry_name(self.head.version), 0
         for attempt in range(_CLAIM_ATTEMPTS):
@@ -596,7 +588,7 @@ class Claim:
         raise WriteRefusedError.taken(self._log.url, lost, _CLAIM_ATTEMPTS)
 
     def _claimed_again(self) -> tuple[Manifest, bytes] | None:
-        """Create a claim after the newest entry; return None if another entry has its name."""
+        """Create a claim after the newest entry. Return None if another entry has its name."""
         head, writer = self.head, _next_writer(self.head.writer)
         top, data = self._check_owner(writer)
         before = head
@@ -622,8 +614,7 @@ class Claim:
     def _check_owner(self, writer: str) -> tuple[int, bytes | None]:
         """Return the newest version above the lost entry of this publisher, and its bytes; -1, None without one.
 
-        If there is a sign of a newer publisher, deletes this one's entries above the lost one, which are not part of
-        the log, and raises FencedError.
+        Raises FencedError at a sign of a newer publisher, after deleting this one's entries above the lost one.
         """
         log, head = self._log, self.head
         versions = log.versions()
@@ -642,7 +633,6 @@ class Claim:
         return (top, read[top]) if top > head.version else (-1, None)
 
     def _fence(self, owner: int, version: int) -> FencedError:
-        """Return the error for this and each later call."""
         self._fenced = FencedError(self.head.generation, owner, version)
         return unraised(self._fenced)
 
@@ -675,7 +665,7 @@ def _has(storage: Storage, version: int) -> bool:
 def _follows_deletable(log: StreamLog, entry: Manifest) -> bool:
     """Return True if ``entry``, or one before it in the log, is still there, though retention need not keep it.
 
-    The parent of ``entry`` must be there, too: without it, ``entry`` may be late, at a name that was freed.
+    The parent of ``entry`` must be there, too.
     """
     after: Manifest | None = None
     link: Link | None = entry.link
@@ -743,10 +733,8 @@ def _append(log: StreamLog, draft: Manifest, sent: set[str]) -> tuple[Manifest, 
 def _confirm(log: StreamLog, entry: Manifest) -> bool:
     """Return True if a newly created entry is part of the log; otherwise delete the entry and return False.
 
-    The log may already have continued beyond this version, and retention may have deleted the entry that had this
-    name before. The head is never deleted, so an entry of the log is the head, or is the parent of the next entry.
-    Retention keeps the parent of a head that is no claim. So if it is missing, and no successor found the entry as the
-    head, another program has deleted it: :class:`_ParentLostError` is raised, and the entry stays.
+    Retention may have deleted the entry that had this name before. An entry of the log is the head, or is the parent of
+    the next entry. Raises :class:`_ParentLostError`, and keeps the entry, if another program has deleted its parent.
     """
     follows = None if entry.kind == "claim" else entry.parent
     is_lost = follows is not None and _is_lost(log.storage, follows, entry.writer)
@@ -761,10 +749,7 @@ def _confirm(log: StreamLog, entry: Manifest) -> bool:
 
 
 def _is_succeeded(log: StreamLog, entry: Manifest) -> bool:
-    """Return True if the log has continued after ``entry``, by a claim of a publisher that found it as the head.
-
-    A higher generation shows a publisher that had claimed the stream before, and met ``entry`` at a freed name.
-    """
+    """Return True if the log has continued after ``entry``, by a claim of a publisher that found it as the head."""
     if not log.versions(after=entry.version):
         return False
     following = log.read(entry.version + 1)
@@ -774,8 +759,8 @@ def _is_succeeded(log: StreamLog, entry: Manifest) -> bool:
 def _create(storage: Storage, name: str, data: bytes) -> bool:
     """Create an entry; return False if another entry has the name.
 
-    If the store fails or reports that the name is taken, the stored entry is compared with ``data``, because an
-    earlier request may have created it, and flushed to disk: a successful read only proves that it is in memory.
+    If the store fails or reports that the name is taken, the stored entry is compared with ``data`` and flushed to
+    disk.
     """
     created, failure = False, None
     try:
@@ -822,10 +807,7 @@ def _read_back(storage: Storage, name: str, failure: StorageError | None) -> byt
 
 
 def _is_lost(storage: Storage, link: Link, writer: str) -> bool:
-    """Return True if the entry of a link, created by ``writer``, is missing, or its name has another writer's entry.
-
-    An entry that was damaged in its place is not lost: the log continues after it.
-    """
+    """Return True if the entry of a link, created by ``writer``, is missing, or its name has another writer's entry."""
     data = storage.read(entry_name(link.version), max_bytes=MAX_ENTRY_BYTES)
     if data is None or xxhash.xxh3_128_hexdigest(data.data) == link.xxh3:
         return data is None
@@ -834,10 +816,7 @@ def _is_lost(storage: Storage, link: Link, writer: str) -> bool:
 
 
 def _continues_after(log: StreamLog, version: int) -> bool:
-    """Return True if an entry above ``version`` exists. In a directory, only the next names are looked for.
-
-    Retention never frees a name at which a fenced publisher may still create an entry. Other programs may.
-    """
+    """Return True if an entry above ``version`` exists. In a directory, only the next names are looked for."""
     if log.storage.lists_from:
         return bool(log.versions(after=version))
     return any(map(partial(_has, log.storage), range(version + 1, version + 1 + _LOOK_AHEAD)))
@@ -853,7 +832,7 @@ def _is_superseded(taken: Manifest, head: Manifest) -> bool:
 
 
 def _next_writer(writer: str) -> str:
-    """Return the writer of a publisher's next claim. If the store's answer was lost, it shows whose claim it is."""
+    """Return the writer of a publisher's next claim, which shows whose claim it is if the store's answer was lost."""
     return xxhash.xxh3_128_hexdigest(writer.encode())
 
 
@@ -868,7 +847,6 @@ def _parsed(version: int, data: bytes) -> Manifest | None:
 
 
 def _is_readable(name: str, data: bytes) -> bool:
-    """Return True if ``data`` is an entry, also one of a newer format."""
     try:
         parse_manifest(name, data)
     except MalformedError as error:

@@ -1,9 +1,8 @@
 """Mirror of a stream: a copy of its entries and objects in another store, which follows the source.
 
 The log of the destination is always a contiguous range of the source's log with the same bytes, from a snapshot on, and
-every object that it names is complete. Below it are only the claims that started its stream and former ones. So readers
-may use it at any time, and a mirror that was killed continues where it stopped. A mirror only reads the source, and
-never claims the destination: if another program appends to it, the mirror stops.
+every object that it names is complete. Below it are only the claims that started its stream and former ones. A mirror
+that was killed continues where it stopped. It stops if another program appends to the destination.
 """
 
 from __future__ import annotations
@@ -141,7 +140,7 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
     def copy_merged(self) -> int:
         """Copy the newest merged snapshot and the merged deltas after it that no other one covers.
 
-        Skips those whose objects the source has deleted meanwhile, and returns the number of copies.
+        Skips those whose objects the source has deleted. Returns the number of copies.
         """
         head = self._head
         if head is None:
@@ -152,7 +151,7 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
     def copy_claims(self) -> int:
         """Copy the claims that prove which former streams the stream continues, and return their number.
 
-        A destination that begins after a promotion lacks them, and readers of a former stream need them to continue.
+        Readers of a former stream need them to continue.
         """
         if self._head is None:
             return 0
@@ -173,8 +172,8 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
     def copy_pins(self) -> int:
         """Copy the pins of the source in the order of their counters, and return their number.
 
-        They wait until the destination has the entry that the newest one names, because predictors could not follow it
-        before. Raises MirrorDivergedError if the destination has another pin with the same counter.
+        They wait until the destination has the entry that the newest one names. Raises MirrorDivergedError if the
+        destination has another pin with the same counter.
         """
         source, destination = self._source.storage, self._to.storage
         found: list[bytes] = []
@@ -271,7 +270,6 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
         return decision
 
     def _newest(self, versions: list[int]) -> Manifest | None:
-        """Return the newest entry of the destination, see :func:`_unreadable` for a malformed one."""
         data = _read(self._to, versions[-1]) if versions else None
         if data is None:
             return None
@@ -285,7 +283,6 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
             return _unreadable(versions[-1], data, before)
 
     def _copy(self, decision: Copy) -> bool:
-        """Copy an entry; return False if the source has replaced the merged snapshot before it meanwhile."""
         entry, merged = decision.entry, decision.merged
         if merged is not None and not self._copy_merged(merged, entry.stream):
             return False
@@ -332,10 +329,8 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
 def promote(storage: Storage) -> Manifest:
     """Start a new stream after the newest entry of a log, so that a publisher can continue there; return its claim.
 
-    Stop the former trainer and the mirror first: this function does not look for the publisher of the source, as
-    ``delta-tracker mirror --promote`` does. Restore the trainer from the mirror before the call: afterwards the log has
-    no snapshot of the new stream to restore from. Then build the publisher, whose first version is a snapshot.
-    Predictors keep their rows until this snapshot, and continue from it.
+    Stop the former trainer and the mirror first: this function does not look for the publisher of the source. Restore
+    the trainer from the mirror before the call, and build the publisher afterwards, see ``guide/fleet.md``.
 
     The call is idempotent: if the newest entry has started a stream after another one, it is returned.
 
@@ -368,11 +363,7 @@ class ObjectCopier:
         self._memory_bytes = memory_bytes
 
     def copy(self, stored: Part | Stored) -> None:
-        """Copy an object unless the destination has it.
-
-        It becomes visible only if its bytes match its record. A corrupt object is read again past the caches of the
-        source before CorruptPartError is raised.
-        """
+        """Copy an object unless the destination has it."""
         if self._is_there(stored):
             return
         try:
@@ -448,8 +439,8 @@ class _Seen:
 def decide(log: _Seen, head: Manifest | None, *, is_checked: bool, is_due: bool) -> Copy | str:
     """Return what a mirror copies next if ``head`` is the newest entry of the destination; a note if it is nothing.
 
-    Unless ``is_checked``, checks first that the destination is a prefix of the source. With ``is_due``, checks it if
-    there is no next entry: the log may be another one, or have a gap.
+    Unless ``is_checked``, checks first that the destination is a prefix of the source; with ``is_due``, if there is no
+    next entry.
     """
     if head is None:
         return _first(log)
@@ -475,10 +466,7 @@ def decide(log: _Seen, head: Manifest | None, *, is_checked: bool, is_due: bool)
 
 
 def _first(log: _Seen) -> Copy | str:
-    """Begin at the snapshot that leads to the pinned version, or else at the newest one.
-
-    If only a merged snapshot is left, the log of the destination begins with the entry after it.
-    """
+    """Begin at the snapshot that leads to the pinned version, or else at the newest one."""
     head = log.head()
     waits = f"waiting for the first snapshot: url={log.url}"
     if head is None:
@@ -513,9 +501,9 @@ def _pinned_start(log: _Seen, head: Manifest) -> tuple[Manifest | None, str]:
 
 
 def _check(log: _Seen, head: Manifest) -> bytes | None:
-    """Return the bytes of the next entry, None if there is none. Raise if the destination is no prefix of the source.
+    """Return the bytes of the next entry, None if there is none.
 
-    The source must have the newest entry of the destination, or have deleted it, but not the next one.
+    Raise if the destination is no prefix of the source.
     """
     data = log.entry(head.version)
     if data is not None and xxhash.xxh3_128_hexdigest(data) != head.xxh3:
@@ -580,7 +568,6 @@ def _parsed(version: int, data: bytes) -> Manifest:
 
 
 def _understood(version: int, data: bytes, before: Manifest) -> tuple[Manifest, MalformedError | None]:
-    """Return an entry, or its stand-in with the error if it is malformed; ``before`` is the entry before it."""
     try:
         return _parsed(version, data), None
     except NewerFormatError:

@@ -82,7 +82,7 @@ def newest_counter(storage: Storage, *, after: int = 0) -> int:
 def last_present(is_there: Callable[[int], bool], after: int) -> int:
     """Return a number from ``after`` on that has no successor, and that is there if it is not ``after``.
 
-    The number of calls is logarithmic in the distance.
+    Makes a logarithmic number of calls.
     """
     present, step = after, 1
     while is_there(after + step):
@@ -198,9 +198,9 @@ class PinReader:
         self._quiet_until = 0.0
 
     def order(self, storage: Storage, *, at_once: bool = False) -> Pin | None:
-        """Return the newest pin that is known, None before the first. With ``at_once``, look now, and past all caches.
+        """Return the newest pin that is known, None before the first.
 
-        If the store cannot be read, the pin is the one of the last look; at the first look, the error is raised.
+        With ``at_once``, look now, and past all caches.
         """
         now = self._runtime.monotonic()
         if self._next is not None and now < self._next and not at_once:
@@ -247,7 +247,6 @@ class PinReader:
         self._recheck_at = now + _RECHECK_SECONDS
 
     def _fail(self, error: StorageError, now: float) -> None:
-        """Keep the newest pin for a while, because the store may be back soon."""
         # Log the first of consecutive failures, and then one after each pause, which doubles up to an hour.
         if not self._quiet_seconds or now >= self._quiet_until:
             self._quiet_seconds = min(max(_RECHECK_SECONDS, 2 * self._quiet_seconds), 3600.0)

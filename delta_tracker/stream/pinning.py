@@ -41,8 +41,8 @@ def pin_version(
     """Return all predictors that follow pins to a version, and keep them there until a release.
 
     The entries that lead to the version, and the sizes of their objects, are checked before the pin is written and
-    again afterwards, because a retention pass may run at the same time. Before, all bytes of the parts are checked too,
-    unless ``is_quick`` is True. Retention keeps these entries and objects while the pin applies.
+    again afterwards; unless ``is_quick`` is True, all bytes of the parts are checked before, too. Retention keeps them
+    while the pin applies.
 
     ``reason`` is a text for people of at most 1,000 characters. ``replaces=True`` replaces the pin that applies.
 
@@ -87,8 +87,8 @@ def pin_version(
 def release_pin(storage: Storage, *, reason: str = "") -> Pin:
     """Let the predictors that are held by a pin continue from the newest snapshot of the log.
 
-    The snapshot must be above all versions that existed when the pin was written. Merged snapshots are not considered:
-    they contain rows of earlier versions, which may be bad. ``reason`` has at most 1,000 characters.
+    The snapshot must be above all versions that existed when the pin was written. Merged snapshots are not considered.
+    ``reason`` has at most 1,000 characters.
 
     Raises:
         InvalidArgumentError: if the stream is not pinned.
@@ -175,7 +175,6 @@ def _log(storage: Storage, operation: str, reason: str) -> StreamLog:
 
 
 def _order(kind: Literal["pin", "release"], entry: Manifest, bad: int, reason: str) -> Pin:
-    """Return an order without its counter."""
     return Pin(
         counter=0,
         stream=entry.stream,

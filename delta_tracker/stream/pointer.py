@@ -144,7 +144,6 @@ def _described(data: bytes) -> str:
 
 
 def _report(error: UnreadablePointerError) -> None:
-    """Log each kind of malformed pointer once."""
     if error.why not in _reported and len(_reported) < _MAX_REPORTED:
         _reported.add(error.why)
         _logger.warning("ignored malformed pointer: url=%s name=%s error=%s", error.url, error.name, error.reason)
@@ -239,7 +238,6 @@ class PointerView(Forkable):
         return self._runtime.monotonic() - self._read_at >= self._seconds
 
     def _read(self, *, past_cache: bool) -> None:
-        """Read the object, and take it into account."""
         now = self._runtime.monotonic()
         try:
             pointer = load_pointer(self._storage.uncached if past_cache else self._storage)
@@ -265,7 +263,6 @@ class PointerView(Forkable):
         return refused[2]
 
     def _take(self, pointer: HeadPointer, *, is_uncached: bool) -> None:
-        """Take a pointer into account that was read."""
         known = self.confirmed
         if known is not None and _link(known) == _link(pointer):
             self._move_to(pointer)
@@ -285,10 +282,7 @@ class PointerView(Forkable):
         return self._runtime.monotonic() - since >= _DOUBT_SECONDS
 
     def _replacement(self, known: HeadPointer, pointer: HeadPointer, *, is_uncached: bool) -> HeadPointer | None:
-        """Return the pointer that the log has instead of ``known``, by their entries past all caches; else None.
-
-        That is one of another stream, or of a copy of the log that lacks the entry of ``known``.
-        """
+        """Return the pointer that the log has instead of ``known``, by their entries past all caches; else None."""
         is_other = pointer.stream != known.stream
         base = self._base  # a pointer that was read before entries raised it is not lower than itself
         is_late = not is_other and base is not None and _order(pointer) >= _order(base)
@@ -304,7 +298,6 @@ class PointerView(Forkable):
         return pointer if self._has_entry(pointer) and (is_newer or not self._has_entry(known)) else None
 
     def _has_entry(self, pointer: HeadPointer) -> bool:
-        """Return True if the log has the entry of a pointer, read past all caches."""
         name = entry_name(pointer.version)
         try:
             data = self._storage.uncached.read(name, max_bytes=MAX_ENTRY_BYTES)

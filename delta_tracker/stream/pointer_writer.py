@@ -127,7 +127,6 @@ class PointerWriter:
                 _logger.warning("the pointer is written again: url=%s", self._log.storage.url)
 
     def _scanned(self) -> HeadPointer:
-        """Return the pointer to the newest entry, by a listing."""
         versions, merged = self._log.versions(), self._log.merged()
         head = self._head
         assert head is not None, "checked by write_now()"
@@ -156,7 +155,6 @@ class PointerWriter:
         )
 
     def _snapshot(self, head: Manifest, versions: list[int], merged: list[Merged]) -> PointedSnapshot | None:
-        """Return the newest snapshot of the stream of ``head``."""
         in_log = -1 if head.snapshot is None or head.snapshot < min(versions, default=0) else head.snapshot
         for each in reversed(merged):
             if each.kind != "snapshot" or not in_log < each.last <= head.version:

@@ -12,12 +12,10 @@ COARSE_SECONDS = 1.0  # S3 truncates modification times to whole seconds
 class StoreClock:
     """Estimate of a store's current time in Unix seconds, from the modification times that one reader sees.
 
-    All ages are then differences of times of one clock, the store's. The reader's clock is used until modification
-    times contradict it:
+    The reader's clock is used until modification times contradict it:
 
     - The store's time is not before any modification time.
-    - If an object was not modified yet when the reader looked last, its modification time is not before that look. A
-      process that looks only once therefore cannot detect that its clock is ahead.
+    - If an object was not modified yet when the reader looked last, its modification time is not before that look.
 
     The estimate is exact to the time between two looks, plus one second. It may be too low if a writer was suspended
     after it dated a local object and before the object was visible. Not thread-safe.

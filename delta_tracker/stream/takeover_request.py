@@ -72,7 +72,6 @@ class Liveness:
         return Signs(head, max(0.0, now - last), last, None if beat is None else beat.seconds or None)
 
     def _store_time(self, version: int | None, error: str | None) -> float:
-        """Leave a heartbeat, and return its modification time."""
         head = self._head
         beat = Heartbeat(
             name=self._name,

@@ -80,9 +80,9 @@ class BlockRows:
             yield read(begin, min(begin + step, self.block.num_rows))
 
     def owned(self) -> Iterator[tuple[Tensor | slice, Tensor]]:
-        """Yield the ``n`` global ids of all rows, as a slice or as ascending int64, with their ``[n]`` int64 raw ids.
+        """Yield the ``n`` global ids of rows, as a slice or as ascending int64, with their ``[n]`` int64 raw ids.
 
-        Yields nothing without owners. A large block is read in pieces.
+        Yields nothing without owners.
         """
         for begin in range(0, self.block.num_rows, _OWNERS_ROWS) if self.owners else ():
             end = min(begin + _OWNERS_ROWS, self.block.num_rows)
@@ -136,7 +136,6 @@ class BlockRows:
         return self._read_through(part, ids, lambda read: lambda begin, end: gather(read, places[begin:end]))
 
     def _read_through(self, block: Block, ids: Tensor | None, change: Callable[[RowReader], RowReader]) -> BlockRows:
-        """Return some of the rows: ``change`` is applied to the readers of values, states and owners."""
         states = tuple(change(read) for read in self.states)
         owners = None if self.owners is None else change(self.owners)
         return BlockRows(block, ids, change(self.read), states, owners)
@@ -244,10 +243,7 @@ def newest(rows: Iterable[BlockRows]) -> tuple[list[BlockRows], list[BlockRows]]
 
 
 class _Index(Generic[_T]):
-    """Index of values by block, searchable by table, row range and column range. Leaves out empty blocks.
-
-    The blocks must not overlap. In each column range, the start and end indices of their row ranges then both ascend.
-    """
+    """Index of values by block, searchable by table, row range and column range. Leaves out empty blocks."""
 
     def __init__(self, entries: Iterable[tuple[Block, _T]]) -> None:
         self._tables: defaultdict[str, defaultdict[tuple[int, int], list[tuple[Block, _T]]]]

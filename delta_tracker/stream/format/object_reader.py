@@ -97,7 +97,6 @@ class Ranged:
         return self._held[1]
 
     def _load(self, number: int) -> NDArray[np.uint8]:
-        """Read and check a piece."""
         stored = self._stored
         self._begin()
         piece = self._fetch(*piece_range(number, self._end))

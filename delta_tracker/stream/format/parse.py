@@ -1,8 +1,7 @@
 """Parser of manifests, which are untrusted input. It rejects manifests that violate ``stream/FORMAT.md``.
 
 The decoders of msgspec check types and limits, and end at the first invalid element, so that a malformed manifest takes
-no more memory than a valid one of its size. Other threads, which look up rows, wait while a decoder runs, so that the
-blocks of each part are decoded by themselves. The functions below check what depends on several fields.
+no more memory than a valid one of its size. The functions below check what depends on several fields.
 """
 
 from __future__ import annotations
@@ -80,8 +79,6 @@ _States = Annotated[tuple[_State, ...], Meta(max_length=16)]
 
 
 class _StatesTable(_Table):
-    """Table of format 2."""
-
     columns: _Columns
     optimizer: _Optimizer | None
     states: _States
@@ -97,8 +94,6 @@ class _TableStates(Struct):
 
 
 class _Owners(Struct):
-    """Numbers of rows whose owner changed."""
-
     admitted: Count
     evicted: Count
 
@@ -117,8 +112,6 @@ class _Part(Struct):
 
 
 class _StatesPart(_Part):
-    """Part of format 2."""
-
     body: Count
     states: Stored | None
 
@@ -144,8 +137,6 @@ class _Entry(Struct):
 
 
 class _StatesEntry(_Entry):
-    """Entry of format 2."""
-
     tables: Mapping[str, _StatesTable]
     parts: tuple[_StatesPart, ...]
     event_time: Time | None
@@ -233,7 +224,6 @@ def _manifest(name: str, data: bytes) -> Manifest:
 
 
 def _tables(entry: _Entry) -> tuple[dict[str, TableSpec], dict[str, TableStates], dict[str, Identity]]:
-    """Check the tables, and return them, their states and the rules for their raw ids, by FQN."""
     tables: dict[str, TableSpec] = {}
     states: dict[str, TableStates] = {}
     identities: dict[str, Identity] = {}
@@ -274,7 +264,6 @@ def _quoted(raw: bytes) -> str:
 def _columns_and_states(
     table: TableSpec, found: _StatesTable | _TableStates
 ) -> tuple[tuple[Range, ...], tuple[StateSpec, ...]]:
-    """Check and return the column ranges and the states of a table."""
     ends = [0, *(end for _, end in found.columns)]
     is_right = ends[-1] == table.dim and all(first < end for first, end in found.columns)
     if not is_right or found.columns != tuple(pairwise(ends)):
@@ -345,7 +334,6 @@ def _part(
     tables: Mapping[str, TableSpec],
     columns: Mapping[str, frozenset[Range]],
 ) -> Part:
-    """Check a part. ``columns`` has the column ranges of the tables with states."""
     blocks = _decoded(_BLOCKS, part.blocks, f"{path}.blocks")
     for block in blocks:
         table = tables[block.table]

@@ -44,8 +44,6 @@ _Expected: TypeAlias = dict[str, tuple[torch.dtype, tuple[int, ...] | None]]
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """Dtype, shape and byte range of a tensor in the file."""
-
     dtype: torch.dtype
     shape: tuple[int, ...]
     begin: int
@@ -122,8 +120,8 @@ class _File:
 class PartReader:
     """Reader of the rows and dense tensors of a part. The constructor checks the whole part.
 
-    A part of at most ``memory_bytes`` is held in memory, and rows and tensors may be views of it. Of a larger part,
-    only a few pieces of 8 MiB and the stored row ids (8 bytes each) are held in memory.
+    A part of at most ``memory_bytes`` is held in memory, and rows and tensors may be views of it. Of a larger one, a
+    few pieces of 8 MiB and the row ids (8 bytes each) are.
 
     Args:
         part: record of the part, from a checked manifest.
@@ -234,7 +232,6 @@ class PartReader:
         return expected
 
     def _states(self, index: int) -> _Expected:
-        """Return the dtype and shape of each state of a block, by the name of its tensor."""
         block = self.part.blocks[index]
         states = self._manifest.states.get(block.table)
         expected: _Expected = {}
@@ -287,8 +284,8 @@ def read_training(storage: Storage, stored: Stored) -> StateReader:
 class PartBuffer:
     """Memory for the parts of successive versions, because allocation takes longer than reading into it.
 
-    The memory is reusable once every array and tensor that refers to it has been garbage-collected. While a version is
-    in use, the next one is read into other memory. At most 320 MiB of free memory are kept.
+    The memory is reusable once every array and tensor that refers to it has been garbage-collected. At most 320 MiB of
+    free memory are kept.
     """
 
     def __init__(self) -> None:
@@ -321,9 +318,9 @@ def read_parts(
 ) -> list[PartReader]:
     """Read and check all parts of a version, and return a reader for each.
 
-    Parts of at most ``memory_bytes`` in total are held in memory, in that of ``buffer`` if it is given. The other parts
-    are read again when their rows are needed. After a :class:`StorageError` or an interruption, ``buffer`` keeps what
-    was read, and the next call for the same parts continues, except within a local file.
+    Parts of at most ``memory_bytes`` in total are held in memory, in that of ``buffer`` if it is given. After a
+    :class:`StorageError` or an interruption, ``buffer`` keeps what was read, and the next call for the same parts
+    continues, except within a local file.
     """
     parts = manifest.parts
     sources = None if buffer is None else buffer.begun(parts)
@@ -377,7 +374,7 @@ class Contents:
         """Yield the raw ids of all rows of tables with raw ids: of the whole blocks first, then of the listed rows.
 
         Each item has the table FQN, the ``n`` global row ids as a slice or as ascending int64, and the ``[n]`` int64
-        raw ids, 2**63 - 1 for a row without one. Do not write to the tensors: they may be views of a part.
+        raw ids, 2**63 - 1 for a row without one. Do not write to them.
         """
         for rows in (*self.whole, *self.listed):
             for ids, owners in rows.owned():

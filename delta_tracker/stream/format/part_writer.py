@@ -1,8 +1,6 @@
 """Writer of parts, which are safetensors files with rows and dense tensors. ``stream/FORMAT.md`` specifies them.
 
-The file is written directly from the tensors' memory, chunk by chunk, and can be read without a copy. The
-``safetensors`` package cannot write to an object store without a copy: its ``save`` returns all bytes, which makes a
-publish several times slower.
+The file is written directly from the tensors' memory, chunk by chunk, and can be read without a copy.
 """
 
 from __future__ import annotations
@@ -74,7 +72,6 @@ class _FileWriter(Iterable[memoryview]):
             self.num_bytes, self.xxh3 = body, hasher.hexdigest()
 
     def _header(self, size: int) -> bytes:
-        """Return the bytes before the first tensor. ``size`` is that of all tensors but the digests."""
         number = 1
         while True:  # the header has the number of digests, which its own size may change
             digests = [_Entry(DIGESTS_KEY, torch.uint8, (DIGEST_BYTES * number,), ())] if self.has_digests else []

@@ -83,9 +83,8 @@ class StateTree:
     def buffers(self, tensors: Sequence[Tensor]) -> Iterator[memoryview]:
         """Yield buffers whose concatenation is the encoded state.
 
-        Args:
-            tensors: a copy of each of :attr:`tensors` on the CPU. A copy may have another shape with the same number of
-                values, in the same order.
+        ``tensors`` has a copy of each of :attr:`tensors` on the CPU, with the same values in the same order and any
+        shape.
         """
         copies = iter(tensors)
         head = len(self.text).to_bytes(_SIZE_BYTES, "little") + self.text
@@ -134,11 +133,7 @@ def pack(value: object, path: str) -> bytes:
 
 
 def unpack(data: bytes | bytearray | memoryview | NDArray[np.uint8]) -> object:
-    """Return the state that is encoded in ``data``.
-
-    Raises:
-        ValueError: if the data are not an encoded state.
-    """
+    """Return the state that is encoded in ``data``. Raise ValueError if it is not an encoded state."""
     found = np.frombuffer(data, dtype=np.uint8)
     return StateReader(lambda begin, end: found[begin:end], len(found)).load()
 
@@ -176,10 +171,7 @@ class StateReader:
             raise ValueError(f"its data end at byte {self._start + parser.end} of {num_bytes}")
 
     def keys(self, *path: str) -> list[str]:
-        """Return the keys of a dict, in their order.
-
-        Args:
-            path: keys that lead from the root to the dict; none for the root.
+        """Return the keys of the dict to which the keys ``path`` lead from the root, in their order.
 
         Raises:
             KeyError: if a key of the path is missing.
@@ -193,10 +185,7 @@ class StateReader:
         return list(found)
 
     def load(self, *path: str) -> object:
-        """Return a value, with all values below it. Tensors are new, on the CPU.
-
-        Args:
-            path: keys that lead from the root to the value; none for the root.
+        """Return the value to which the keys ``path`` lead from the root. Tensors are new, on the CPU.
 
         Raises:
             KeyError: if a key of the path is missing.
@@ -215,7 +204,6 @@ class StateReader:
         return found
 
     def _filled(self, value: object) -> object:
-        """Return a value with its data in place of the leaves."""
         match value:
             case dict():
                 return {key: self._filled(each) for key, each in value.items()}
@@ -247,16 +235,7 @@ class StateReader:
 
 
 class _Flattener:
-    """Encoder of one state.
-
-    Args:
-        path: name of the state, for errors.
-        paths: name of the value of a key of the root, for errors.
-
-    Attributes:
-        leaves: tensors, and bytes of other leaves.
-        end: number of bytes of the data.
-    """
+    """Encoder of one state, with its ``leaves``, tensors and bytes, and ``end``, the number of bytes of the data."""
 
     def __init__(self, path: str, paths: Mapping[str, str]) -> None:
         self._path = path
@@ -368,21 +347,13 @@ class _Leaf:
 
 
 class _Parser:
-    """Parser of the decoded text of an untrusted state.
-
-    Attributes:
-        end: number of bytes of the data.
-    """
+    """Parser of the decoded text of an untrusted state. ``end`` is the number of bytes of the data."""
 
     def __init__(self) -> None:
         self.end = 0
 
     def parse(self, node: object, level: int) -> object:
-        """Return a value of the state, with leaves in place of data.
-
-        Raises:
-            ValueError: if a value, a span or the number of levels is invalid.
-        """
+        """Return a value of the state, with leaves in place of data. Raise ValueError if it is invalid."""
         if level > MAX_LEVELS:
             raise ValueError(f"more than {MAX_LEVELS} levels")
         found: object = node
@@ -438,11 +409,7 @@ def _number(tag: str, text: str) -> object:
 
 
 def _num_bytes(shape: list[Any], itemsize: int) -> int:
-    """Return the size of a tensor in bytes.
-
-    Raises:
-        ValueError: if the shape is invalid.
-    """
+    """Return the size of a tensor in bytes. Raise ValueError if the shape is invalid."""
     sizes = [size for size in shape if type(size) is int and 0 <= size <= _MAX_BYTES]
     if len(sizes) < len(shape) or not _fits(sizes, itemsize):
         raise ValueError("an invalid shape")
@@ -464,7 +431,6 @@ def _decoded(text: bytes) -> object:
 
 
 def _shown(key: object) -> str:
-    """Return the text of a key in a path. Python rejects the decimal digits of a large integer."""
     if isinstance(key, int) and key.bit_length() > _MAX_SHOWN:
         return f"<{key.bit_length()} bits>"
     return repr(key)[:_MAX_SHOWN]

@@ -1,11 +1,11 @@
 """Compaction, which merges several deltas into one delta or into a snapshot, so that readers read fewer bytes.
 
 A merged entry is stored outside the log, is created after its parts, and only if no other entry has its name. So any
-process may compact at any time. A compaction that is killed leaves parts that no entry names.
+process may compact at any time.
 
-The newest value of each row and column range is kept. If all blocks of a table that overlap have the same encoding and
-columns, their rows are copied as they are stored. Otherwise the rows are decoded to the table's dtype, split at every
-column edge, and stored in that dtype's encoding. Readers get the same values in both cases, bit for bit.
+The newest value of each row and column range is kept. Blocks that overlap are copied as they are stored if they have
+the same encoding and columns. Otherwise their rows are decoded and split at every column edge. Readers get the same
+values in both cases, bit for bit.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def compact(
 ) -> Manifest | None:
     """Merge the deltas after the newest snapshot into a larger delta, or fold them into a new snapshot.
 
-    The input includes merged deltas of earlier calls. A merged snapshot keeps the blocks of the old one and replaces
-    their rows with newer ones. Rows with another encoding or other columns are stored as additional blocks.
+    A merged snapshot keeps the blocks of the old one and replaces their rows with newer ones. Rows with another
+    encoding or other columns are stored as additional blocks.
 
     Args:
         stream: store or log of the stream.
@@ -75,8 +75,7 @@ def compact(
 
     Raises:
         MalformedError, CorruptPartError: if an entry or a part is invalid; nothing was merged.
-        StorageError: if the store fails, or is so slow that retention may have deleted the new parts, which had no
-            entry yet.
+        StorageError: if the store fails, or is so slow that retention may have deleted the new parts.
     """
     if type(fold) not in (int, float) or not 0 < fold < float("inf"):
         raise InvalidArgumentError("fold", fold, "Pass a positive fraction of the snapshot's bytes, such as 0.5")
@@ -127,8 +126,7 @@ class _Compaction:
     def merge(self, versions: Sequence[Manifest], *, fold_bytes: float = float("inf")) -> Manifest | None:
         """Merge ``versions``, oldest first, into a delta.
 
-        If their merged rows and dense tensors have ``fold_bytes`` or more, merge them and the newest snapshot into a
-        new snapshot instead.
+        If they have ``fold_bytes`` or more, merge them and the newest snapshot into a new snapshot instead.
         """
         draft = _delta(versions)
         rows, dense = self._read(versions)
@@ -204,10 +202,7 @@ class _Compaction:
 
 
 def _delta(versions: Sequence[Manifest]) -> Manifest:
-    """Return the manifest of the delta that merges ``versions``, without parts.
-
-    Claims have no cut, batches, pending rows, tables or training state: these fields are those of the other versions.
-    """
+    """Return the manifest of the delta that merges ``versions``, without parts."""
     last, newest = versions[-1], [version for version in versions if version.kind != "claim"]
     return replace(
         newest[-1],
@@ -225,10 +220,7 @@ def _delta(versions: Sequence[Manifest]) -> Manifest:
 
 
 def _pieces(log: StreamLog, base: Manifest) -> list[Manifest]:
-    """Return the entries after ``base``, up to the next snapshot (exclusive) or the head.
-
-    If merged deltas start at a version, the longest one is returned instead of the versions that it replaces.
-    """
+    """Return the entries after ``base``, up to the next snapshot (exclusive) or the head."""
     # Sorted by end, so the longest one per first version is kept.
     merged = {each.first: each for each in log.merged(after=base.version) if each.kind == "delta"}
     pieces: list[Manifest] = []
@@ -266,7 +258,6 @@ def _run(pieces: Sequence[Manifest], max_bytes: int) -> list[Manifest]:
 
 
 def _schema(versions: Sequence[Manifest]) -> Schema:
-    """Return the format, tables, states and identities of the first version that is not a claim."""
     return next((version.schema for version in versions if version.kind != "claim"), (FORMAT, {}, {}, {}))
 
 
@@ -276,7 +267,6 @@ def _is_alike(new: Mapping[str, Encoding], held: Mapping[str, Encoding]) -> bool
 
 
 def _owned_encodings(version: Manifest) -> dict[str, Encoding]:
-    """Return the encoding of each table with raw ids that has blocks in a version, by FQN."""
     if not version.identities:
         return {}
     blocks = (block for part in version.parts for block in part.blocks)
@@ -284,7 +274,6 @@ def _owned_encodings(version: Manifest) -> dict[str, Encoding]:
 
 
 def _size(version: Manifest) -> int:
-    """Return the bytes of a version's parts and of the states of their rows."""
     return version.total_bytes - sum(each.num_bytes for each in version.training)
 
 
@@ -301,7 +290,6 @@ def _listed_bytes(version: Manifest) -> int:
 
 
 def _num_new(versions: Sequence[Manifest]) -> int:
-    """Count the deltas that are not merged entries."""
     return sum(version.kind == "delta" and version.merges is None for version in versions)
 
 
@@ -371,7 +359,7 @@ def _newest(table: TableSpec, columns: tuple[int, int], encoding: Encoding, sour
 def _chosen(block: Block, ids: Tensor, sources: Sequence[BlockRows], source: Tensor, place: Tensor) -> BlockRows:
     """Return for each of ``N`` ids the row at the index ``place`` of a source, with its states and owner.
 
-    ``source``, ``[N]``, has the indices of the sources, which have the same columns in the same encoding.
+    ``source``, ``[N]``, has the indices of the sources, which have the same columns and encoding.
     """
 
     def read(column: Column, begin: int, end: int) -> Tensor:

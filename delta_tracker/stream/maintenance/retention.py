@@ -3,11 +3,10 @@
 Versions are deleted oldest first, so that the entries that readers use form a contiguous range. These entries are kept:
 
 - the head and its parent;
-- each claim and the entry before it, without their objects. A publisher that was fenced by a claim and has not detected
-  this yet tries to create one of these two entries, and must fail;
-- the newest snapshot that is older than the grace period, and all later versions. A reader that started at the
-  preceding snapshot has the grace period to finish. One that lags further finds its next version missing and resyncs.
-  A snapshot of which an object is missing or has another size does not count, because no reader can start at it;
+- each claim and the entry before it, without their objects. A fenced publisher tries to create one of these two, and
+  must fail;
+- the newest snapshot that is older than the grace period, and all later versions. A snapshot of which an object is
+  missing or has another size does not count;
 - what leads to the version of the newest pin.
 
 An *orphan* is an object that no process needs: one below ``parts/`` that no entry names, the draft of an interrupted
@@ -16,7 +15,7 @@ interrupted pass.
 
 In a local store, the kept entries are synced before anything is deleted, and the deletions of entries before their
 objects are deleted. After a power loss, every entry therefore has its objects. Any process may run retention at any
-time, concurrently with all others.
+time.
 """
 
 from __future__ import annotations
@@ -71,8 +70,7 @@ _NAMES = {
 class Retention:
     """Bounds on the number, age and size of the versions that a stream keeps.
 
-    A version that exceeds one of the bounds is deleted once no reader needs it. Without bounds, all versions are kept,
-    and only orphans and old heartbeats are deleted.
+    A version that exceeds one of the bounds is deleted once no reader needs it.
 
     Args:
         versions: maximum number of versions; None for no bound.
@@ -124,7 +122,7 @@ def retain(stream: Storage | StreamLog, retention: Retention, now: Callable[[], 
     and orphans. Objects whose names this library does not create are never deleted.
 
     ``now`` returns the store's Unix time in seconds, for the ages of versions and merged entries. None uses the newest
-    modification time in the store. If nothing was written for a while, ages are then too low.
+    modification time in the store.
 
     Raises:
         MalformedError: if an entry does not follow the format; nothing was deleted.
@@ -137,8 +135,7 @@ class RetentionPasses:
     """Retention passes of a process that runs many of them over one log. Not thread-safe.
 
     A pass reads only the entries that were created since the last one, and ends if no version and no merged entry is to
-    delete. Otherwise, and every ten minutes, it runs :func:`retain`, whose time grows with the log; less often if
-    that took more than 6 s, so that it takes at most a hundredth of the time.
+    delete. Otherwise, and every ten minutes or less often, it runs :func:`retain`, whose time grows with the log.
     """
 
     def __init__(self, log: StreamLog, retention: Retention, now: Callable[[], float] | None = None) -> None:
@@ -162,7 +159,6 @@ class RetentionPasses:
         return retained
 
     def _read_all(self) -> Retained:
-        """Read all entries, decide, and delete."""
         storage, pin = self._log.storage, newest_pin(self._log.storage)
         held = _Held.read(self._log, pin)
         if held is None:
@@ -198,8 +194,7 @@ class RetentionPasses:
 class _Held:
     """All entries of a stream, by version, and the objects that may be orphans.
 
-    Entries below the first gap are claims and the entries before them, and entries of delayed publishers. A delayed
-    publisher deletes its entry, unless the publisher is killed first.
+    Entries below the first gap are claims and the entries before them, and entries of delayed publishers.
     """
 
     head: Manifest
@@ -256,7 +251,6 @@ def _present(found: Mapping[_K, Manifest | None]) -> dict[_K, Manifest]:
 
 
 def _pinned_path(log: StreamLog, entries: Mapping[int, Manifest], pin: Pin | None) -> list[Manifest]:
-    """Return the entries that lead to the version of a pin of the stream, with the log's entry of it."""
     if pin is None or pin.kind != "pin" or pin.stream != entries[max(entries)].stream:
         return []
     try:
@@ -322,7 +316,6 @@ def _needed(
 
 
 def _exceeds(retention: Retention, num_versions: int, seconds: float, num_bytes: int) -> bool:
-    """Return True if a version of this age exceeds a bound, by the number and size of those from the newest to it."""
     bounds = (retention.versions, num_versions), (retention.seconds, seconds), (retention.num_bytes, num_bytes)
     return any(bound is not None and value > bound for bound, value in bounds)
 
@@ -337,10 +330,7 @@ def _expired(held: _Held, retention: Retention, now: float) -> set[int]:
 
 
 def _guards(entries: Mapping[int, Manifest], head: Manifest) -> set[int]:
-    """Return the versions of all claims of the stream, of the entries before them, and of former promotions.
-
-    The last prove to readers of a former stream that this one continues theirs.
-    """
+    """Return the versions of all claims of the stream, of the entries before them, and of former promotions."""
     # A delayed publisher may have given its claim the name of an entry that retention had deleted. Such a claim has a
     # lower version than the log's claim of the same generation, or a higher generation than the head.
     claims = {
@@ -362,8 +352,6 @@ def _guards(entries: Mapping[int, Manifest], head: Manifest) -> set[int]:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What a pass deletes."""
-
     versions: list[int]  # whose entries are deleted, ascending
     first: int  # lowest version whose objects are kept
     merged: list[Merged]
@@ -373,7 +361,6 @@ class _Plan:
 
     @classmethod
     def of(cls, held: _Held, retention: Retention, now: float) -> _Plan:
-        """Decide what to delete."""
         before = now - retention.grace_seconds
         start, floor, superseded = _needed(held.snapshots, held.merged, held.lost, held.head, before)
         floor = min([floor, *(each.version for each in held.path if each.merges is None)])

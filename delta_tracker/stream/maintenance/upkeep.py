@@ -76,7 +76,6 @@ class _RetentionStep:
         self._bound = retention.versions  # None once it was logged
 
     def run(self) -> bool:
-        """Run a pass. Return False if it deleted nothing."""
         if self._passes.run() != Retained():
             return True
         if self._bound is not None:
@@ -93,7 +92,6 @@ class _RetentionStep:
         return False
 
     def _num_after_snapshot(self) -> int:
-        """Return the number of versions after the newest snapshot; 0 if it cannot be read."""
         with suppress(MalformedError, StorageError):
             head, snapshot = self._log.head(), self._log.newest_snapshot()
             if head is not None:
@@ -146,7 +144,7 @@ class UpkeepThread:
     def error(self) -> Exception | None:
         """Error of the last compaction or of the last retention, without a traceback; None if neither failed.
 
-        If both failed, the one that has failed for longer. The error of a step remains until that step succeeds.
+        If both failed, the one that has failed for longer.
         """
         return next(iter(self._errors.values()), None)
 
@@ -170,11 +168,7 @@ class UpkeepThread:
             self._thread = thread
 
     def close(self) -> None:
-        """Wait up to ``close_seconds`` for a running pass, then interrupt it. No pass starts after this call.
-
-        An interrupted pass does not wait for the response to a read. The stream stays valid, and a later retention pass
-        deletes parts that no entry names.
-        """
+        """Wait up to ``close_seconds`` for a running pass, then interrupt it. No pass starts after this call."""
         self._is_closed = True
         if self._thread is not None:
             self._thread.join(self._close_seconds)

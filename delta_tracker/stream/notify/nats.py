@@ -27,9 +27,8 @@ class NatsNotifier(Forkable):
     """:class:`~delta_tracker.stream.notify.notifier.Notifier` that publishes a stream's newest hint on a NATS subject.
 
     The subject is ``{subject}.{stream id}``, and its payload the version in ASCII digits. A JetStream stream with the
-    name ``subject`` keeps the last hint of each subject in memory, for readers that connect later; readers get the
-    others by plain subscriptions, so that a thousand readers need no consumers in the server. Start the server with
-    ``--jetstream``.
+    name ``subject`` keeps the last hint of each subject in memory, for readers that connect later. Start the server
+    with ``--jetstream``.
 
     A thread of this object runs the connection from the first call to :meth:`close`. After the connection was lost or a
     call failed, the next call connects again. Raises MissingExtraError without the package ``nats-py``.
@@ -82,7 +81,6 @@ class NatsNotifier(Forkable):
         self._loop = self._thread = self._connection = None
 
     def _run(self, call: Callable[[_Connection], Coroutine[Any, Any, T]]) -> T:
-        """Make a call in the thread, and return its result."""
         with self._control:
             if self._loop is None:
                 loop = asyncio.new_event_loop()
@@ -97,8 +95,6 @@ class NatsNotifier(Forkable):
             running.cancel()
 
     def _serve(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Run an event loop until this object is closed, then close the connection."""
-
         async def serve() -> None:
             await self._closing.wait()
             connection, self._connection = self._connection, None
@@ -124,8 +120,6 @@ class NatsNotifier(Forkable):
             raise
 
     async def _connected(self) -> _Connection:
-        """Connect, and create the JetStream stream if it is missing."""
-
         async def ignore(_: Exception) -> None:
             """The next call raises the error."""
 
@@ -174,7 +168,6 @@ class _Connection:
             return False
 
     async def _subscribe(self, stream: str) -> None:
-        """Listen to the hints of a stream, and read its last one."""
         async with self._subscribing:
             if stream in self._subscribed:
                 return
@@ -198,7 +191,6 @@ class _Connection:
 
 
 def _version(data: bytes) -> int:
-    """Return the version in a payload; -1 if the payload is no version."""
     version = int(data) if len(data) <= _MAX_DIGITS and data.isdigit() else -1
     return version if version <= MAX_COUNT else -1
 

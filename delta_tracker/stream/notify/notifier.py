@@ -114,7 +114,6 @@ class Hints:
 
     @contextmanager
     def _caught(self) -> Iterator[None]:
-        """Context manager that catches and counts all errors of the notifier."""
         try:
             yield
         except Exception as error:  # noqa: BLE001  a lost hint must not fail a committed version; polling continues

@@ -10,9 +10,8 @@ from delta_tracker.errors import InvalidArgumentError, import_optional
 class RedisNotifier:
     """:class:`~delta_tracker.stream.notify.notifier.Notifier` that keeps a stream's newest hint in a Redis stream.
 
-    The version is the id of the Redis entry, so Redis rejects an old or repeated version. Consumer groups of Redis are
-    not suitable: every predictor must receive every version, and starts from its own version. Raises
-    MissingExtraError without the package ``redis``.
+    The version is the id of the Redis entry, so Redis rejects an old or repeated version. Raises MissingExtraError
+    without the package ``redis``.
 
     Args:
         url: ``redis://host:port/db``, ``rediss://...`` or ``unix://...``.

@@ -77,7 +77,6 @@ class CanaryBound:
         return manifest.created + self.canary.seconds <= self._latest
 
     def _find_newest(self, manifest: Manifest) -> None:
-        """Look for newer entries than those before."""
         newest = self._log.newest_version(max(manifest.version, self._newest))
         if newest <= self._newest:
             return

@@ -53,7 +53,6 @@ class CatchUp:
         self._avoided.add(_name(entry))
 
     def _newest_merged(self, kind: str, after: int, position: Position) -> Manifest | None:
-        """Return the newest merged entry with a last version above ``after`` that the reader can read and apply."""
         for each in reversed(self._merged):
             if each.kind != kind or each.first > position.version + 1 or not after < each.last <= self._bound:
                 continue
@@ -65,7 +64,6 @@ class CatchUp:
         return None
 
     def _snapshot(self, position: Position, after: int) -> Manifest | None:
-        """Return the newest snapshot above ``after`` that the reader can apply, of the log or merged."""
         merged = self._newest_merged("snapshot", after, position)
         after = after if merged is None else merged.version
         entry = readable(self._log.read, self._bound)
@@ -81,11 +79,7 @@ class CatchUp:
         return leads_on and self._allows(entry)
 
     def _is_smaller(self, snapshot: Manifest, position: Position, merged: Manifest | None) -> bool:
-        """Return True if a snapshot has fewer bytes than ``merged`` and the versions after it, up to the snapshot's.
-
-        True for an entry of the log, which is one of these versions. If another one is missing or cannot be read, the
-        snapshot is the only way.
-        """
+        """Return True if a snapshot has fewer bytes than ``merged`` and the versions after it, up to the snapshot's."""
         if snapshot.merges is None:
             return True
         num_bytes = 0 if merged is None else merged.num_bytes

@@ -74,7 +74,7 @@ class Orders:
     """Orders to one reader, and which of them it has followed.
 
     The newest one of all urls counts, also one that was followed and that no url shows any more: a mirror may lag. At a
-    promoted mirror, its own orders come before those of the former streams, although their counters may be lower.
+    promoted mirror, its own orders come before those of the former streams.
 
     Only one thread at a time may use it, except :meth:`release` and :attr:`followed`.
 
@@ -129,7 +129,6 @@ class Orders:
         return self._newest
 
     def _present(self, found: Sequence[Order], source: Source) -> Sequence[Order]:
-        """Return the orders without those of the former streams of a source, unless there are no others."""
         if len({each.stream for each in found}) <= 1:
             return found
         former = source.known_former_streams()
@@ -146,7 +145,6 @@ class Orders:
         return entry if is_there else None
 
     def _confirm(self, order: Order) -> None:
-        """Keep an order at all urls that show it, because its entry was read at one of them."""
         if order.pin is not None:
             for each in self._sources.values():
                 each.pins.confirm(order.pin)

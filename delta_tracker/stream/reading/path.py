@@ -95,16 +95,14 @@ def next_entry(log: Entries, position: Position, entry: Manifest | None) -> Mani
 def snapshots(log: Entries, *, allows: Allows | None = None, skips_unreadable: bool = False) -> Iterator[Manifest]:
     """Yield the snapshots that a reader can start from, newest first.
 
-    With ``skips_unreadable``, skips up to two consecutive entries of the log that cannot be read or are malformed: each
-    read may take as long as the store's timeout, so that the caller should wait during an outage. Such merged entries
-    are always skipped, because they add no information.
+    With ``skips_unreadable``, skips up to two consecutive entries of the log that cannot be read or are malformed. Such
+    merged entries are always skipped, because they add no information.
     """
     found = _snapshots(log, skips_unreadable=skips_unreadable, are_all_merged=skips_unreadable or allows is not None)
     return (each for each in found if allows is None or allows(each))
 
 
 def _snapshots(log: Entries, *, skips_unreadable: bool, are_all_merged: bool) -> Iterator[Manifest]:
-    """Yield the snapshots of the log, and the merged ones: all of them, or only those above the newest of the log."""
     read = partial(readable, log.read) if skips_unreadable else log.read
     num_tries = _MAX_UNREADABLE if skips_unreadable else 1
 
@@ -195,12 +193,11 @@ def path_to_entry(
 ) -> list[Manifest]:
     """Return the entries to apply to reach an entry: those after a position, or a snapshot and its successors.
 
-    Begins with the newest snapshot before the target, of the log or merged: retention may have deleted the versions
-    that a merged one replaces, or only their parts. With a position at or above the newest snapshot of the log, begins
-    after it, if all entries from there on are deltas and claims. The list is empty if the target, which may be a merged
-    entry, is that of the position. ``newest`` is the newest version, for messages. ``shortcut`` reads a merged entry to
-    apply instead of the versions that it replaces, and returns None if it must not be used; without it, merged deltas
-    are used only for versions that the log lacks.
+    Begins with the newest snapshot before the target, of the log or merged. With a position at or above the newest
+    snapshot of the log, begins after it, if all entries from there on are deltas and claims. The list is empty if the
+    target, which may be a merged entry, is that of the position. ``newest`` is the newest version, for messages.
+    ``shortcut`` reads a merged entry to apply instead of the versions that it replaces, and returns None if it must not
+    be used; without it, merged deltas are used only for versions that the log lacks.
 
     Raises:
         MissingVersionError: if a required entry is missing or was replaced.
@@ -220,10 +217,7 @@ def path_to_entry(
 def _path(
     log: Entries, target: Manifest, newest: int, position: Position | None, shortcut: ReadMerged | None
 ) -> list[Manifest]:
-    """Go back from the target by the links of the entries, to a position or else to the first snapshot.
-
-    A merged delta that begins before the position, or before the snapshot, may belong to another history than the rows.
-    """
+    """Go back from the target by the links of the entries, to a position or else to the first snapshot."""
     after = (target.snapshot or 0) - 1 if position is None else position.version
     merged = [] if position is not None and shortcut is None else log.merged(after=after)
     starts = [each for each in merged if position is None and each.kind == "snapshot" and each.last <= target.version]
@@ -294,7 +288,6 @@ def committed_entry(
 
 
 def _entry(log: Entries, version: int, link: Link | None) -> Manifest | None:
-    """Return the log's entry of a version, or a merged entry that ends with it; None if none of them has the link."""
     entry = log.read(version)
     if entry is not None and link in (None, entry.link):
         return entry
@@ -326,11 +319,7 @@ def has_other_entry(log: Entries, position: Position) -> bool:
 
 
 def continues(log: Entries, position: Position, merged: Manifest) -> bool:
-    """Return False if a merged delta is of another history than the position, so that it lacks rows.
-
-    One that begins after the position has it as its parent, see :func:`is_next`. One that begins before it is of
-    another history if the log has another entry in the place of the position's.
-    """
+    """Return False if a merged delta is of another history than the position, so that it lacks rows."""
     assert merged.parent is not None, "the entry before a delta"
     return merged.parent.version == position.version or not has_other_entry(log, position)
 
@@ -369,9 +358,7 @@ def former_streams(log: Entries, head: Manifest) -> tuple[str, ...]:
 def forks(versions: list[int], stream: str, read: Callable[[int], Manifest | None]) -> Iterator[Manifest]:
     """Yield the claims that forked a stream and its former ones from others, the newest first.
 
-    Each promotion of a mirror starts another stream in its log, with a claim that names the former one. Retention keeps
-    claims, so the claim is the lowest entry of its stream. The search reads a logarithmic number of entries. The
-    ``versions`` of the log end with one of the stream, ascending.
+    The ``versions`` of the log end with one of the stream, ascending.
     """
     found = {stream}
     while versions:

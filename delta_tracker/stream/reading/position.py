@@ -156,8 +156,7 @@ class Written:
     def leaves_rows(self, entry: Manifest) -> bool:
         """Return True if rows of a version that is partly written would remain after an entry of another history.
 
-        That version is another entry with the same number, or a later one of a lower generation. Only a snapshot
-        replaces all of its rows.
+        Only a snapshot replaces them.
         """
         if self.applying is None or entry.kind == "snapshot" or entry.stream != self.stream:
             return False

@@ -25,7 +25,6 @@ class SeenLog:
     Args:
         is_doubted: True if a fault may be that of a cache, and must not be believed yet.
         answers: what was looked up, by method and argument.
-        errors: errors of looks.
         lacks: what the log is taken to lack.
     """
 
@@ -109,6 +108,4 @@ class SeenLog:
 
 @dataclass(frozen=True, slots=True)
 class _Failed:
-    """Answer of a look that raised an error."""
-
     error: StreamError

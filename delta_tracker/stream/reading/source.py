@@ -130,9 +130,8 @@ class Source:
         """Raise an error if the entry after a position was deleted, or if the log was replaced.
 
         Nothing is listed if the pointer object shows no newer version, and the log has the last applied entry:
-        retention deletes in ascending order. It keeps claims, so that a claim proves this only with an entry before it,
-        see :meth:`StreamLog.is_surely_newest`. Once per minute, the log is listed in any case, because other programs
-        may delete entries in any order.
+        retention deletes in ascending order. It keeps claims, see :meth:`StreamLog.is_surely_newest`. Once per minute,
+        the log is listed in any case.
         """
         held, log = position.link, self.log
         pointer = log.pointer.newest()
@@ -240,9 +239,9 @@ class Lag:
     def of(self, log: StreamLog, held: int | None) -> tuple[int, float]:
         """Return the number of versions above ``held``, and the age of the oldest one in seconds.
 
-        The age is above 0 if the number is, and 0 if the number is. Reads no entries, and lists the log only before the
-        first applied version, or if the next entry is missing although there are newer ones. Raises a StreamError if
-        the store cannot be read, or if its log ends before ``held``.
+        The age is above 0 if and only if the number is. Reads no entries, and lists the log only before the first
+        applied version, or if the next entry is missing although there are newer ones. Raises a StreamError if the
+        store cannot be read, or if its log ends before ``held``.
         """
         began = self._monotonic()
         waiting: Sequence[int] = () if held is None else range(held + 1, log.newest_version(held) + 1)

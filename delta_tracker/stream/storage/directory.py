@@ -36,12 +36,11 @@ _open = partial(os.open, flags=os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
 class DirectoryStore(Store):
-    """Files below a directory. obstore is not used: its stream of a local file takes 30 times as long.
+    """Files below a directory.
 
     Once the directory was found, only this directory is written to: it is identified by its device and inode numbers.
-    It may be a link, but the folders in it may not: what a link leads to can be missing or on another disk, where its
-    objects look deleted and a file cannot be renamed to. ``create`` creates the directory if it is missing, and
-    ``fsync`` flushes all writes to disk.
+    It may be a link, but the folders in it may not. ``create`` creates the directory if it is missing, and ``fsync``
+    flushes all writes to disk.
     """
 
     is_remote = False
@@ -220,7 +219,6 @@ class DirectoryStore(Store):
         )
 
     def _sync(self, prefix: str, name: str) -> None:
-        """Flush the names in the directory ``prefix`` to disk; ``name`` is for the error."""
         if not self._fsync:
             return
         try:
@@ -261,8 +259,7 @@ def write_file(
         buffers: contents of the file.
         overwrite: True to replace an existing file of this name; if False and it exists, the result is False.
         fsync: True to flush the bytes to disk before the file is renamed. :func:`sync_names` flushes the new name.
-        check: called before the file is renamed; raises an error if ``directory`` was replaced. If it is replaced
-            later, the renaming fails, because the new directory lacks the temporary file.
+        check: called before the file is renamed; raises an error if ``directory`` was replaced.
     """
     target = directory / name
     draft = directory / "drafts" / secrets.token_hex(8)
@@ -372,8 +369,7 @@ def list_files(
     most systems return none with a name.
 
     Follows links to files. Skips directories, pipes, links that lead nowhere, and files that are deleted meanwhile. The
-    result is empty if ``prefix`` does not exist. Other failures raise OSError: if an entry of the log was missing from
-    the result, the one before it would look like the head.
+    result is empty if ``prefix`` does not exist. Other failures raise OSError.
     """
     try:
         scanned = os.scandir(f"{directory}/{prefix}")

@@ -48,8 +48,6 @@ class BucketStore(Store):
     """Objects of a bucket. Requests of threads with a stop flag can be interrupted.
 
     Args:
-        url: URL of the store.
-        options: options of obstore.
         past_cache: True to ask caches for the origin's objects.
     """
 
@@ -169,7 +167,6 @@ class BucketStore(Store):
     def _ask(
         self, blocking: Callable[P, T], request: Callable[P, Awaitable[T]], *args: P.args, **options: P.kwargs
     ) -> T:
-        """Send a request and return the response."""
         return answer(partial(blocking, *args, **options), partial(request, *args, **options))
 
     def _request(self, name: str, begin: int, end: int | None) -> GetResult:

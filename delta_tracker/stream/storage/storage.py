@@ -44,7 +44,7 @@ class Storage:
     ``..`` component, a backslash, a ``#`` or a control character, or more than 1,024 bytes. All methods reject an
     invalid name with :class:`InvalidArgumentError`, and raise :class:`StorageError` if the store fails. A local object
     is on disk (fsync) before the call that wrote it returns; :class:`UnknownOutcomeError` says that it was written, but
-    its name cannot be flushed. Remote stores guarantee durability.
+    its name cannot be flushed.
 
     A web server or a cache at an http URL serves single objects: all methods that write, delete or list raise
     :class:`UnsupportedStoreError`.
@@ -53,15 +53,13 @@ class Storage:
         url: ``file:///absolute/directory``, ``s3://bucket/prefix``, ``gs://...``, ``az://...``, ``memory://`` (a
             separate store for each object), ``http://host/path`` or ``https://host/path``; or the path of a directory;
             or a :class:`~delta_tracker.stream.storage.store.Store` of another kind, without the other arguments.
-        create: True to create a missing local directory. If False, it is read as an empty store until it exists. Once
-            it was found, this object writes only to this directory: if another one or none has its path, or if it is
-            empty although this object has written to it, writes, deletions and syncs raise
-            :class:`WriteRefusedError`. Reads use the directory that is there.
+        create: True to create a missing local directory. If False, it is read as an empty store until it exists. If it
+            is replaced, missing or emptied later, writes, deletions and syncs raise :class:`WriteRefusedError`.
         fsync: if False, the system decides when local objects reach the disk, and a machine failure may lose them.
         options: options of a remote store as obstore names them, such as ``endpoint``, ``region``, ``access_key_id``,
-            ``secret_access_key``, ``allow_http``, ``read_timeout`` (30s by default: time without any byte,
-            and after which an object that has not arrived must average 16 KiB per second) or ``timeout`` (of a whole
-            request, no limit by default); all values are strings.
+            ``secret_access_key``, ``allow_http``, ``read_timeout`` (30s by default: time without any byte, and after
+            which an object that has not arrived must average 16 KiB per second) or ``timeout`` (of a whole request, no
+            limit by default); all values are strings.
 
     Attributes:
         url: URL of the store.
@@ -143,9 +141,8 @@ class Storage:
     def put(self, name: str, buffers: Iterable[memoryview]) -> None:
         """Write the concatenated ``buffers`` as an object, replacing one of the same name.
 
-        Each buffer is written or copied before the next one is requested, so the caller may then reuse its memory. For
-        a remote store, the call needs up to 100 MB of memory, and an object may have up to 80 GB. No partial object is
-        visible after a failure.
+        Each buffer is written or copied before the next one is requested, so the caller may then reuse its memory. A
+        remote object may have up to 80 GB, and its write needs up to 100 MB of memory. No partial object is visible.
 
         If a remote store refuses a request because of a concurrent one (409 on AWS), the object is written again for
         about a second. Unless it has at most 8 MiB, ``buffers`` must be iterable again for this, such as a
@@ -246,8 +243,8 @@ class Storage:
     def sync(self, prefix: str) -> None:
         """Flush all creations and deletions of objects in ``prefix`` to disk, or raise :class:`UnknownOutcomeError`.
 
-        Of the methods, only :meth:`delete` does not wait for its own change. No-op for remote stores, which guarantee
-        durability, with ``fsync=False``, and if the directory does not exist.
+        Of the methods, only :meth:`delete` does not wait for its own change. No-op for remote stores, with
+        ``fsync=False``, and without the directory.
         """
         with self._operation(None, prefix, "sync()", argument="prefix"):
             self._store.sync(prefix)
@@ -353,7 +350,6 @@ def open_storage(url: Location, *, create: bool = False) -> Storage:
 
 
 def _opened(url: str, options: Mapping[str, str] | None, *, create: bool, fsync: bool) -> Store:
-    """Return the store of the kind that the scheme of the URL names."""
     directory = local_directory(url)
     if not fsync and directory is None:
         raise InvalidArgumentError("fsync", fsync, "Omit it: only a local directory is synced")
