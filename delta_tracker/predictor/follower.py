@@ -312,7 +312,6 @@ class Follower:
                 self._survives(run, self._beat)
 
     def _poll(self, run: _Run) -> bool:
-        """Apply the next version and return True. Return False if there is none."""
         # An error may have been found by a gap check. Only another one can show that it no longer exists.
         looks_for_gap = self.error is not None or run.gaps.is_due
         has_moved = False

@@ -1,7 +1,7 @@
 """Map the rows of a version to the targets, which are the tables of the model.
 
-Each row is written once, with all columns that the version has: a row is quantized from all of them. So this module
-joins the blocks that a trainer writes for column-wise sharding.
+Each row is written once, with all columns that the version has. A trainer writes a table with column-wise sharding as
+several blocks. This module joins them, because a row can be quantized only from all of its columns.
 """
 
 from __future__ import annotations

@@ -228,7 +228,8 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
         Raises:
             NoSnapshotError: if the stream has no snapshot to start from.
             HeldVersionError: if the gate rejects the next version.
-            StorageError: if the store cannot be read.
+            StorageError: if the store cannot be read. The third consecutive one causes a resync, in case a single
+                object is unreadable.
             StaleCacheError: if an object is missing, short or altered behind an http cache, also when it is read past
                 the caches.
             StreamError: if the next version is missing, damaged, of another stream or an older copy, or does not fit

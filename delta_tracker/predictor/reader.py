@@ -198,7 +198,6 @@ class Reader:
         return tuple([SeenLog(each, self.orders, each.number == doubted) for each in sources])
 
     def _run(self, state: _Round) -> bool:
-        """Decide and act until something was applied, or nothing can be. Return True if it was applied."""
         while True:
             decision = decide(state.view)
             match decision:
@@ -354,7 +353,6 @@ class Reader:
         return source
 
     def _log_skipped(self, state: _Round, raised: StreamError | None) -> None:
-        """Log what could not be read, except for the error that is raised. Ask other sources that failed later."""
         for log in state.view.logs:
             for error in log.errors:
                 if not isinstance(error, MalformedError | StorageError):

@@ -193,7 +193,6 @@ class ServedModel:
         return found
 
     def _dense(self, specs: Mapping[str, DenseSpec]) -> dict[str, Tensor]:
-        """Return the tensors of the model for dense tensors, by name in the stream; empty if none are written."""
         if not specs or not self._takes_dense:
             return {}
         held = _tensors(self._model)
@@ -261,7 +260,6 @@ def _named_tensors(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
 
 
 def _tensors(model: Model) -> dict[str, Tensor]:
-    """Return the tensors of a model to which dense tensors of a stream can be written, by name."""
     if not isinstance(model, nn.Module):
         return {name: tensor for name, tensor in model.items() if isinstance(tensor, Tensor)}
     if has_sharded(model):

@@ -160,7 +160,6 @@ class SinkWriter(Forkable):
         self._is_known = True
 
     def _held(self, manifest: Manifest) -> SinkState | None:
-        """Return the state of the version's stream; None if readers read another stream or none."""
         return self.written if self.written.stream == manifest.stream else None
 
     def _hold(self, state: SinkState) -> None:
@@ -169,7 +168,6 @@ class SinkWriter(Forkable):
     def _write(
         self, manifest: Manifest, placements: list[Placement], owners: VersionOwners
     ) -> dict[str, tuple[Tensor, int]]:
-        """Write the rows of a version, and delete those of raw ids that own none. Return what :meth:`_log` returns."""
         ordered = {fqn: _by_slot(*of_table) for fqn, of_table in owners.items()}
         changes = {fqn: self._log(manifest.stream, fqn, *of_table) for fqn, of_table in ordered.items()}
         for placement in placements:
@@ -300,7 +298,6 @@ _ANEW = "Pass a row store with another prefix or directory, or start a new strea
 
 
 def _check_table(fqn: str, manifest: Manifest, held: SinkState) -> None:
-    """Raise ModelMismatchError if a table of a version differs from the one that the row store holds."""
     given, stored = manifest.tables.get(fqn), held.tables.get(fqn)
     if given is None or given != stored:
         found, known = (str(given or "missing"), str(stored or "missing")), sorted(held.tables)

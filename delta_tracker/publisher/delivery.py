@@ -175,7 +175,6 @@ class Delivery:
         return Message.of(act)
 
     def _ended(self, share: Message, message: Message) -> Outcome:
-        """Return the outcome that rank 0's message describes, or the error of this rank."""
         failure = share.failure or message.failure
         if failure is None:
             try:

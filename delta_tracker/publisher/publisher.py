@@ -326,8 +326,8 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
                 every row stays pending.
             UnknownOutcomeError: on rank 0, if the store failed during the commit; every row stays pending. The version
                 may have been published, or may appear later; the next version then follows it. The other ranks raise
-                RankFailedError with ``is_unknown``. With the ``directory`` ``"log"``, it was published, but may be
-                missing after a power loss.
+                RankFailedError with ``is_unknown``. If its ``directory`` is ``"log"``, the version was published, but
+                may be missing after a power loss.
             StorageError: if this rank could not write; every row stays pending.
             RankLostError: if a rank died or did not answer in time; every row stays pending.
             InvalidArgumentError: if the publisher is closed, if called from another thread or process than the one that

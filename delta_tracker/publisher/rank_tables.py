@@ -218,7 +218,6 @@ class RankTables:
             views.append(partial(_view, block, listed, values, states, owned))
 
     def _columns(self, fqn: str, shard: ShardSpec) -> Iterator[tuple[tuple[int, int], Tensor, Sequence[Tensor]]]:
-        """Yield each column range of a shard, the live view of its rows, and those of its states to copy."""
         states: Sequence[Sequence[Tensor]] = [()] * len(shard.columns)
         if self._with_states:
             states = self._live.state_views(fqn)
@@ -232,7 +231,6 @@ class RankTables:
 def _view(
     block: Block, ids: Source | None, values: Source, states: Sequence[Source], owners: Source | None
 ) -> BlockRows:
-    """Return a view of the copies of a block: its ids, or None for all rows, its rows, their states and raw ids."""
     return BlockRows(
         block,
         None if ids is None else ids.copied,

@@ -117,10 +117,8 @@ class VersionSource:
     def resume(self, exchange: Exchange, writer: Coordinator) -> None:
         """Make the rows of all versions after the loaded checkpoint pending, so that the next version repairs them.
 
-        A collective.
-
-        The next version must be a snapshot instead if a rank has no checkpoint or cannot find these rows, or if the
-        versions have states and the model was not restored from a stream. Raises the errors of
+        A collective. The next version must be a snapshot instead if a rank has no checkpoint or cannot find these rows,
+        or if the versions have states and the model was not restored from a stream. Raises the errors of
         :meth:`Coordinator.check_same_store`.
         """
         tracker = self.tracker

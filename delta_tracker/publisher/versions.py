@@ -278,7 +278,6 @@ class Versions:
             return Vote(Phase.STEPPING)
 
     def _count(self) -> None:
-        """Count the votes that were sent, and do what they decide."""
         ballots = self._ballots
         assert ballots.pending is not None, "send() came first"
         # While another rank writes, this publisher is alive. Before a version is begun, the other ranks may hang.
@@ -344,7 +343,6 @@ class Versions:
             self._pace.restart()
 
     def _copy(self, copying: Copying) -> Future[Part | None]:
-        """Start to track changes, and to copy and write all rows of the tables with a fused optimizer, unless done."""
         if copying.job is not None:
             return copying.job
         try:
@@ -358,7 +356,6 @@ class Versions:
         return job
 
     def _cut(self, kind: Kind, *, copied: Future[Part | None] | None, is_complete: bool) -> None:
-        """Read the rows of a version, and let the threads complete it."""
         self._flight = cut = Cut(
             after=self._ballots.number,
             kind=kind,
@@ -398,7 +395,6 @@ class Versions:
         return is_same or self._ballots.is_alone
 
     def _end_read(self) -> None:
-        """Commit or abort the read of a version whose outcome is known."""
         cut = self._flight
         if not isinstance(cut, Cut):
             return

@@ -139,7 +139,6 @@ class Following:
         self.error = unraised(error)
 
     def _step(self) -> bool:
-        """Apply the next entry, or find a path around it, and return True. Return False if there is none yet."""
         if self._position is None and not self._ahead:
             try:
                 self._take_path(recovery_path(self._log))

@@ -237,7 +237,6 @@ def check_fit(saved: Saved, job: Job, ignore: Collection[str] = ()) -> None:
 
 
 def _check_optimizer(fqn: str, saved: Saved, job: Job) -> None:
-    """Check that the states of a table's optimizer can be restored to this rank's shard."""
     expected, shard = saved.states.get(fqn), job.shards[fqn]
     optimizer = f"the optimizer of {fqn!r}"
     is_fused = fqn in job.fused

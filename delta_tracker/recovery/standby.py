@@ -260,7 +260,6 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
         return {"ignore": f"ignore={sorted(map(str, job.ignore))}", "serving": serving_streams}
 
     def _turn(self, silence: float | None) -> dict[str, Any]:
-        """Apply versions. On rank 0, decide on a takeover."""
         if silence is not None:
             _check_silence(silence)
         turn = self._advanced(f"follow(silence={silence})")
@@ -358,7 +357,6 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
         return ClaimedStream(storage=storage, claim=own, entry=entry, has_states=storage is self._log.storage)
 
     def _complete(self, exchange: Exchange, claimed: ClaimedStream, began: float) -> Takeover:
-        """Restore the version before the claim, and claim the serving streams. Removes the mark of the model."""
         try:
             restored, serving = self._restore_and_claim(exchange, claimed)
         except Exception as error:
@@ -420,11 +418,9 @@ def _text(error: Exception) -> str:
 
 
 def _first(messages: Sequence[Mapping[str, Any]], key: str) -> str:
-    """Return the first text under a key with its rank; "" if all ranks have none."""
     return next((f"rank {rank} has {each[key]}" for rank, each in enumerate(messages) if each[key]), "")
 
 
 def _lowest(messages: Sequence[Mapping[str, Any]]) -> int | None:
-    """Return the lowest version that a rank has applied; None if a rank has applied none."""
     versions = [message["version"] for message in messages]
     return None if None in versions else min(versions)

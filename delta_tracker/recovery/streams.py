@@ -193,7 +193,6 @@ class RecoveryStream:
         return head.kind == "claim" and head.writer == self._writer
 
     def _check_interval(self, silence: float, signs: Signs) -> None:
-        """Check a number of seconds of silence against the time between two heartbeats of the publisher."""
         seconds = signs.heartbeat_seconds
         if seconds is None or self._checked_silence == (silence, seconds):
             return
@@ -259,7 +258,7 @@ class ServingStreams:
     def claim(self, number: int, recovery: Manifest) -> Claim:
         """Claim a stream, unless another job has claimed the recovery stream after ``recovery``.
 
-        That job claims the recovery stream first, so a job that was suspended finds its claim and does not fence it.
+        That job claims the recovery stream first. A job that was suspended finds this claim, and fences nothing.
         """
         storage = self.storages[number]
         storage.probe()

@@ -311,7 +311,6 @@ class CachedStore(Store):
 
 
 def _key(part: Part) -> str:
-    """Return the name of a part's file. The parser of manifests has checked that it has only hex digits and counts."""
     return f"{part.xxh3}-{part.num_bytes}-{part.body}"
 
 

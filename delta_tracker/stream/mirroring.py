@@ -293,7 +293,6 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
         return True
 
     def _copy_merged(self, merged: Merged, stream: str) -> bool:
-        """Copy a merged entry; return False if the source no longer has it or its objects."""
         data = read_bytes(self._source.storage, merged.name)
         if data is None:
             return False
@@ -401,7 +400,6 @@ class ObjectCopier:
             self._destination.put(stored.name, buffers(reader))
 
     def _checked(self, storage: Storage, stored: Part | Stored) -> Iterator[NDArray[np.uint8]]:
-        """Yield the bytes of an object, in order. The last piece is yielded only if all bytes match the record."""
         if stored.num_bytes <= self._memory_bytes:
             yield read_object(storage, stored)
             return

@@ -127,7 +127,6 @@ def _read_pin(storage: Storage, counter: int) -> Pin | None:
 
 
 def _parsed(data: bytes, counter: int) -> Pin:
-    """Decode a pin. Raise ValueError if its fields are invalid, or contradict each other or its name."""
     pin = convert(load_json(data), Pin)
     if pin.counter != counter:
         raise ValueError(f"its counter is {pin.counter}")

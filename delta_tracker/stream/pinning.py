@@ -188,7 +188,6 @@ def _order(kind: Literal["pin", "release"], entry: Manifest, bad: int, reason: s
 
 
 def _create(storage: Storage, order: Pin, counters: Sequence[int]) -> Pin:
-    """Write an order with some counters, and return the last pin. Raise PinError if another one has one."""
     for counter in counters:
         order = replace(order, counter=counter)
         data = order.to_json()

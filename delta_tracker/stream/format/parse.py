@@ -49,8 +49,6 @@ _T = TypeVar("_T")
 
 
 class _Format(Struct):
-    """Fields that decide whether this release can read an entry."""
-
     format: Raw
     draft: Raw = Raw()
 
@@ -145,8 +143,6 @@ class _StatesEntry(_Entry):
 
 
 class _Claim(Struct):
-    """Field that only claims have; in other entries it is an unknown field."""
-
     forked_from: Fork | None = None
 
 
@@ -275,7 +271,6 @@ def _columns_and_states(
 
 
 def _dense_names(entry: _Entry) -> list[tuple[str, ...]]:
-    """Return the names of the dense tensors in each part. Together, they are those of the entry."""
     most_quotes = sum(2 + name.count('"') for name in entry.dense)
     unheld = set(entry.dense)
     found = []

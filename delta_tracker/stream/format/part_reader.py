@@ -84,7 +84,6 @@ class _File:
         return torch.from_numpy(self._read(begin, end)).view(span.dtype)
 
     def _layout(self, stored: Part | Stored, expected: _Expected) -> dict[str, _Span]:
-        """Read the header, and return the dtype, shape and byte range of each tensor, in the order of the file."""
         size = stored.num_bytes
         header_end = stored.body or size
         header_bytes = int.from_bytes(self._read(0, min(SIZE_BYTES, header_end)).tobytes(), "little")

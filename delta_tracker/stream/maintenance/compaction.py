@@ -154,14 +154,12 @@ class _Compaction:
         return rows, dense
 
     def _listed(self) -> Iterator[BlockRows]:
-        """Yield copies of the snapshot's listed rows."""
         for part in self._base.parts:
             if any(block.ids != "all" for block in part.blocks):
                 # Do not hold the part in memory: the yielded rows are copies.
                 yield from _loaded_rows(PartReader(self._log.storage, part, self._base, memory_bytes=0))
 
     def _write_over(self, draft: Manifest, overlay: Overlay) -> tuple[list[Part], _Dense]:
-        """Write the snapshot's whole blocks with newer rows to new parts. Return these and its dense tensors."""
         parts: list[Part] = []
         dense: _Dense = {}
         for part in self._base.parts:
@@ -294,14 +292,12 @@ def _num_new(versions: Sequence[Manifest]) -> int:
 
 
 def _is_there(log: StreamLog, version: Manifest) -> bool:
-    """Return True if the entry ``version`` still exists and is unchanged."""
     found = log.read(version.version) if version.merges is None else log.read_merged(Merged.of(version))
     # A deleted merged entry may have been created again with other parts.
     return found is not None and found.xxh3 == version.xxh3
 
 
 def _loaded_rows(part: PartReader, *, of_whole_blocks: bool = False) -> list[BlockRows]:
-    """Load the listed rows of a part, or those of its whole blocks as listed ones, with states and owners."""
     if all((block.ids == "all") != of_whole_blocks for block in part.part.blocks):
         return []  # without a read of the states
     found = [each for each in part.with_states() if (each.ids is None) == of_whole_blocks and each.block.num_rows]

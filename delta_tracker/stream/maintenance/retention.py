@@ -267,7 +267,6 @@ def _pinned_path(log: StreamLog, entries: Mapping[int, Manifest], pin: Pin | Non
 
 
 def _orphans(held: _Held, named: Collection[str], retention: Retention) -> dict[str, int]:
-    """Return the names and sizes in bytes of the orphans, also of drafts that are still being written."""
     ages = {"predictors": retention.heartbeat_seconds, "publishers": retention.heartbeat_seconds}
     ages["control/retention"] = DELETIONS_SECONDS
     found = {}

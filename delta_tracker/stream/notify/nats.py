@@ -108,7 +108,6 @@ class NatsNotifier(Forkable):
             runner.run(serve())
 
     async def _called(self, call: Callable[[_Connection], Coroutine[Any, Any, T]]) -> T:
-        """Make a call, on a new connection if needed. A failed one closes it: the next creates a missing stream too."""
         async with self._connecting:
             if self._connection is None or self._connection.client.is_closed:
                 self._connection = await self._connected()

@@ -63,7 +63,6 @@ class Settling:
 
 
 def _doubtful(fault: StreamError, position: Position | None) -> set[str]:
-    """Return the names of the objects whose cached copies may have caused a fault."""
     if isinstance(fault, CorruptPartError | MalformedError):
         return {fault.path}
     names = {POINTER_NAME}

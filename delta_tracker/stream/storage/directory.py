@@ -154,7 +154,6 @@ class DirectoryStore(Store):
         return is_new
 
     def _at(self, name: str, call: Callable[[str], T]) -> T | None:
-        """Return what ``call`` returns for the path of an object; None if the object does not exist."""
         folder = name.rpartition("/")[0]
         if folder not in self._folders and not self._has_folder(folder):
             return None
@@ -228,7 +227,6 @@ class DirectoryStore(Store):
 
 
 def _no_directory(name: str, path: str, status: os.stat_result) -> tuple[str, str]:
-    """Return reason and remedy for a folder ``name`` of a store that is not a directory."""
     if stat.S_ISLNK(status.st_mode):
         reason = f"{name} is a link to {os.readlink(path)!r} instead of a directory"  # noqa: PTH115  keeps the text
         return reason, "Replace it by the directory itself; only the directory of the whole stream may be a link"

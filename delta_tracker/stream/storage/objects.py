@@ -170,7 +170,6 @@ class BucketStore(Store):
         return answer(partial(blocking, *args, **options), partial(request, *args, **options))
 
     def _request(self, name: str, begin: int, end: int | None) -> GetResult:
-        """Request the bytes ``[begin, end)`` of an object. An ``end`` of None means the end of the object."""
         options: GetOptions = {}
         if end is not None:
             options = {"range": (begin, end)}
