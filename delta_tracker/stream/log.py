@@ -355,7 +355,7 @@ class StreamLog:
         """Return True if an entry that was read is part of the log.
 
         Use it for claims: a publisher that read the head long ago may have given its claim a name that retention has
-        freed. Retention never frees a name that a fenced publisher may still use for another entry.
+        freed. Other entries need no check: retention never frees a name that a fenced publisher may still try to use.
         """
         following = None if self.storage.lists_from else self.read(entry.version + 1)
         if following is None and self.is_surely_newest(entry):
@@ -388,8 +388,8 @@ class StreamLog:
         Raises:
             LivePublisherError: if another entry than ``after`` is the newest. Nothing was created.
             StreamReplacedError: if ``after`` is given and the store is empty.
-            StorageError: if the store fails. The claim may have been created. It is an AlteredEntryError if three
-                consecutive claims were altered on the way.
+            StorageError: if the store fails, and the claim may have been created, or every attempt was lost to another
+                publisher. It is an AlteredEntryError if three consecutive claims were altered on the way.
         """
         writer = secrets.token_hex(16) if writer is None else writer
         refused, name = 0, ""
@@ -565,7 +565,7 @@ class Claim:
     def _claim_again(self, kind: Kind) -> None:
         """Claim the stream after this publisher's newest entry was lost; raise LostEntryError to commit a delta.
 
-        The claim has a name that was never used, because caches may have lost entries.
+        The claim has a name that was never used, because caches may have the lost entries.
         """
         lost, num_altered = entry_name(self.head.version), 0
         for attempt in range(_CLAIM_ATTEMPTS):

@@ -362,7 +362,10 @@ class ObjectCopier:
         self._memory_bytes = memory_bytes
 
     def copy(self, stored: Part | Stored) -> None:
-        """Copy an object unless the destination has it."""
+        """Copy an object unless the destination has it.
+
+        It becomes visible only if its bytes match its record. Raises CorruptPartError otherwise.
+        """
         if self._is_there(stored):
             return
         try:
