@@ -62,7 +62,6 @@ class Aggregate:
         is_counter: True to reject negative numbers.
 
     Attributes:
-        count: number of accepted numbers.
         total: weighted sum of the accepted numbers, exact for integers.
         weight: sum of the weights, equal to ``count`` for unweighted numbers. The mean is ``total / weight``.
         min: smallest accepted number; NaN if there is none, or if only sums are known, as for ``DeviceMean``.
@@ -90,11 +89,7 @@ class Aggregate:
         return self.count + self.num_rejected
 
     def extend(self, values: list[float]) -> list[float]:
-        """Add numbers. Never raises; rejected numbers are counted in ``num_rejected``.
-
-        Returns:
-            The accepted numbers.
-        """
+        """Add numbers, and return the accepted ones. Never raises; rejected numbers are counted in ``num_rejected``."""
         numbers = self._accepted(values)
         if not numbers:
             return numbers
@@ -121,15 +116,7 @@ class Aggregate:
         self._add_extremes(newer.min, newer.max, newer.last)
 
     def value(self, aggregation: str) -> float | None:
-        """Return the value of an aggregation.
-
-        Args:
-            aggregation: name of the aggregation, such as ``mean`` or ``p95``.
-
-        Returns:
-            The value; None if it is undefined, for example the mean of no numbers. The value of ``histogram`` is always
-            None.
-        """
+        """Return the value of an aggregation, such as ``mean`` or ``p95``; None if undefined, and for ``histogram``."""
         fraction = quantile_of(aggregation)
         if fraction is not None:
             return self._quantile(fraction)
@@ -152,10 +139,7 @@ class Aggregate:
         return estimate if math.isnan(self.min) else min(max(estimate, self.min), self.max)
 
     def _deviation(self) -> float | None:
-        """Return the sample standard deviation, the square root of sum((x - mean)^2) / (count - 1).
-
-        Returns None for fewer than two numbers, or if the aggregate was created without ``with_spread``.
-        """
+        """Return the sample standard deviation, sqrt(sum((x - mean)^2) / (count - 1)); None if it is undefined."""
         if self._squares is None or self._num_spread <= 1:
             return None
         return math.sqrt(self._squares / (self._num_spread - 1))

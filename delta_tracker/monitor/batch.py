@@ -21,8 +21,6 @@ class WindowReport:
     The window belongs to a cell: the series of all records of a stat that have the same labels.
 
     Args:
-        definition: definition of the stat.
-        labels: labels of the cell.
         values: aggregates by name, such as ``mean``. Undefined aggregates are omitted.
         count: number of accepted records in the window.
         num_rejected: number of rejected records in the window, such as NaN.
@@ -56,8 +54,6 @@ class TotalReport:
     """Report for sinks that export totals. It has the aggregate of all records of a cell since the process started.
 
     Args:
-        definition: definition of the stat.
-        labels: labels of the cell.
         figures: the aggregate. The sum of a counter also includes the total that was restored from a checkpoint.
         function: for a gauge with a function, returns its value at present, or None for no data; None for other cells.
     """

@@ -93,12 +93,8 @@ class LogBuckets:
     def quantile(self, fraction: float) -> float:
         """Estimate a quantile by its nearest rank: the smallest number that at least ``fraction`` of all do not exceed.
 
-        Args:
-            fraction: fraction in [0, 1], such as 0.5 for the median.
-
-        Returns:
-            The estimate; NaN if nothing was counted. The relative error is at most :data:`RELATIVE_ERROR` if the
-            magnitude is between :data:`MIN` and :data:`MAX`.
+        ``fraction`` is in [0, 1], such as 0.5 for the median. The result is NaN if nothing was counted. The relative
+        error is at most :data:`RELATIVE_ERROR` for magnitudes between :data:`MIN` and :data:`MAX`.
         """
         ranges = self.ranges()
         if not ranges:
@@ -122,15 +118,10 @@ class LogBuckets:
         ]
 
     def cumulative(self, bounds: Sequence[float]) -> list[int]:
-        """Return the number of values up to each bound.
+        """Return the number of values that are less than or equal to each bound.
 
-        The result is exact for values whose magnitude is above :data:`MIN` and at most :data:`MAX`.
-
-        Args:
-            bounds: positive bounds of buckets, which are powers of ``2**(1 / 32)``, ascending.
-
-        Returns:
-            For each bound, the number of values that are less than or equal to the bound.
+        The bounds are positive powers of ``2**(1 / 32)``, ascending. The result is exact for values whose magnitude is
+        above :data:`MIN` and at most :data:`MAX`.
         """
         limits = [round(math.log2(bound) * PER_OCTAVE) for bound in bounds]
         below = self.negative.total() + self.zero

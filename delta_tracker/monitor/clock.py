@@ -34,7 +34,6 @@ class Progress:
     """Mutable record of the clock, the current step and the last epoch, shared by all stats of a registry.
 
     Args:
-        clock: source of timestamps.
         step: current training step; None until it is set.
         epoch: number of the last epoch that ended; None until it is set.
     """

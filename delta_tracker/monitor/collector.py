@@ -39,9 +39,6 @@ class Collector:
     thread. If a call exceeds the deadline, the second thread is abandoned and replaced.
 
     Args:
-        registry: registry of the stats to collect.
-        events: log of the events to deliver.
-        metrics: built-in metrics, including the counters of errors and losses.
         deadline_seconds: time limit of each call to a sink, handler or callback.
     """
 
@@ -91,11 +88,6 @@ class Collector:
     def start(self, sinks: Sequence[Sink], interval_seconds: float, attributes: Mapping[str, str]) -> None:
         """Start the thread that collects periodically, and the thread that calls the sinks.
 
-        Args:
-            sinks: sinks that receive the batches.
-            interval_seconds: time between two collections.
-            attributes: names and values that identify the process.
-
         Raises:
             RuntimeError: if a thread cannot be started; the collector stays stopped.
         """
@@ -116,8 +108,7 @@ class Collector:
     def stop(self, timeout_seconds: float) -> bool:
         """Deliver the last batch, close the sinks and end both threads. No-op if the collector is not running.
 
-        Returns:
-            False if this takes longer than ``timeout_seconds``; the threads are then abandoned.
+        Return False, and abandon the threads, if this takes longer than ``timeout_seconds``.
         """
         thread, self._thread = self._thread, None
         if thread is None:
@@ -131,11 +122,7 @@ class Collector:
         return is_done
 
     def flush(self, timeout_seconds: float) -> bool:
-        """Collect now, and wait until the batch has been delivered to the sinks.
-
-        Returns:
-            False if this takes longer than ``timeout_seconds``.
-        """
+        """Collect now, and wait until the sinks have the batch. Return False after ``timeout_seconds``."""
         if self._thread is None:
             self.collect()
             return True
@@ -150,16 +137,12 @@ class Collector:
             self._wakeups.put(_Wake.EVENTS)
 
     def collect(self, *, is_last: bool = False, handler_seconds: float | None = None) -> Batch:
-        """Read all sources, stats and events. Call the event handlers, and deliver the batch to the sinks.
+        """Read all sources, stats and events, call the event handlers, and deliver the batch to the sinks. Return it.
 
         Args:
             is_last: True to close all windows and to also call muted sinks.
             handler_seconds: time limit of all event handlers together, by default half the deadline. Remaining events
                 stay queued.
-
-        Returns:
-            The collected batch. Each sink also receives those windows and events of earlier batches that the sink has
-            not accepted.
         """
         with self._lock:
             clock = self._registry.progress.clock
@@ -220,15 +203,10 @@ class Collector:
         return windows, totals
 
     def _hand_to_handlers(self, seconds: float, *, is_last: bool = False) -> bool:
-        """Call each handler with its queued events.
+        """Call each handler with its queued events. Return True if events remain for one that can be called.
 
-        Args:
-            seconds: time limit in seconds. The events that remain then stay queued, but each handler that is not muted
-                is called with at least one of its events.
-            is_last: True to call handlers in this thread if no other thread can be started.
-
-        Returns:
-            True if events remain for a handler that neither failed nor is muted.
+        After ``seconds``, the events that remain stay queued, but each handler that is not muted gets at least one.
+        With ``is_last``, handlers are called in this thread if no other thread can be started.
         """
         self._is_woken = False
         events = self._events.take()

@@ -201,10 +201,6 @@ class Span:
     exception's type as ``data["error"]``. Use :meth:`start` and :meth:`stop` where a ``with`` statement does not fit.
 
     Args:
-        emit: called with the events.
-        clock: source of timestamps.
-        name: name of both events.
-        data: data of both events.
         severity: severity of both events, unless the body raises.
         trace: 128-bit id of a group of related spans, see :func:`trace_of`. None to use the trace of the parent, or a
             new random trace if there is no parent.
@@ -242,10 +238,7 @@ class Span:
     def stop(self, error: BaseException | None = None) -> None:
         """Emit the end event and make the parent, if any, the current span. A second call is a no-op.
 
-        Must be called in the thread or task that called :meth:`start`.
-
-        Args:
-            error: exception that ended the body, if any.
+        Must be called in the thread or task that called :meth:`start`. ``error`` is the exception that ended the body.
         """
         if self._token is None:
             return

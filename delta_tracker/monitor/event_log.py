@@ -83,7 +83,6 @@ class Subscription:
     """Subscription of a handler to events. :meth:`remove` ends it.
 
     Args:
-        log: the log that the handler subscribes to.
         pattern: shell pattern of event names.
         severity: lowest severity of the events.
         handler: function that is called with each matching event.
@@ -120,11 +119,8 @@ class Subscription:
     def hand(self, until: float) -> None:
         """Call the handler with each queued event.
 
-        If the handler raises, that event is not delivered again, and the events after it stay queued.
-
-        Args:
-            until: value of ``time.monotonic()`` after which the remaining events stay queued. The handler is called
-                with at least one event, even if this time has passed.
+        If the handler raises, that event is not delivered again, and the events after it stay queued. So do those that
+        remain at ``until``, a value of ``time.monotonic()``. The handler is called with at least one event.
         """
         event = self._next()
         while event is not None:
@@ -147,7 +143,6 @@ class EventLog:
     Adding an event never blocks or raises.
 
     Args:
-        clock: clock for the rate limits.
         capacity: maximum number of queued events. If an event is added to a full queue, the oldest event is dropped.
         dropped: function called for each dropped event with the reason: ``severity``, ``sample``, ``rate``,
             ``overrun`` or ``unhandled``.
@@ -206,16 +201,7 @@ class EventLog:
         self._gates = {}
 
     def subscribe(self, pattern: str, handler: Handler, severity: Severity = Severity.DEBUG) -> Subscription:
-        """Subscribe ``handler`` to the matching events.
-
-        Args:
-            pattern: shell pattern of event names.
-            handler: function that is called with each matching event, in a thread of the library.
-            severity: lowest severity to handle.
-
-        Returns:
-            The subscription. Call its ``remove()`` to end it.
-        """
+        """Subscribe ``handler`` to the matching events, as :meth:`~delta_tracker.monitor.monitor.Monitor.on` does."""
         subscription = Subscription(self, pattern, severity, handler)
         self.subscriptions = (*self.subscriptions, subscription)
         return subscription

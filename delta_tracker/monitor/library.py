@@ -53,9 +53,6 @@ _seconds = partial(_Metric[Histogram], Kind.HISTOGRAM, unit="seconds")
 class LibraryMetrics:
     """The built-in metrics as attributes. A metric is registered at the first access to its attribute.
 
-    Args:
-        registry: registry in which the metrics are registered.
-
     Example:
         >>> metrics = LibraryMetrics(Registry())
         >>> metrics.published_rows.cell(publisher="publisher", table="user").add(3)

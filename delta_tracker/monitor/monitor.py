@@ -40,11 +40,6 @@ class Monitor(Forkable):
         deadline: time limit of a call to a sink, handler or callback. If a call exceeds the limit, no further calls
             are made to the same sink, handler or callback for a while.
 
-    Attributes:
-        registry: registry of all stats and sources.
-        metrics: the built-in metrics.
-        events: log that receives the events.
-
     Example:
         >>> monitor = Monitor()
         >>> loss = monitor.stat("training.loss", "Loss of a batch.", aggregations=("mean",))
@@ -221,18 +216,13 @@ class Monitor(Forkable):
     # Progress
 
     def step(self, number: int | None = None) -> None:
-        """Set the current training step. A window reports the step at which it closed.
-
-        Args:
-            number: the step, by default the previous one plus 1.
-        """
+        """Set the training step, by default the previous one plus 1. Windows report the step at which they closed."""
         self._progress.step = (self._progress.step or 0) + 1 if number is None else number
 
     def end_epoch(self, number: int | None = None) -> None:
         """End an epoch: close the windows of all stats whose policy has ``Window(epoch=True)``.
 
-        Args:
-            number: number of the epoch that ended, by default the previous one plus 1.
+        ``number`` is that of the epoch, by default the previous one plus 1.
         """
         self._progress.epoch = (self._progress.epoch or 0) + 1 if number is None else number
         for source in self.registry.sources:
@@ -292,8 +282,7 @@ class Monitor(Forkable):
     def stop(self, timeout: timedelta = timedelta(seconds=15)) -> bool:
         """Deliver the last windows, close the sinks and stop the threads. No-op if the monitor is not running.
 
-        Returns:
-            False if the delivery did not finish within ``timeout``; True otherwise.
+        Return False if the delivery did not finish within ``timeout``, otherwise True.
         """
         atexit.unregister(self.stop)
         return self._collector.stop(timeout.total_seconds())
@@ -301,8 +290,7 @@ class Monitor(Forkable):
     def flush(self, timeout: timedelta = timedelta(seconds=15)) -> bool:
         """Collect now and wait until the sinks have been called with the collected batch.
 
-        Returns:
-            False if the calls did not finish within ``timeout``; True otherwise.
+        Return False if the calls did not finish within ``timeout``, otherwise True.
         """
         return self._collector.flush(timeout.total_seconds())
 

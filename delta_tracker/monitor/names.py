@@ -22,11 +22,7 @@ Labels = tuple[tuple[str, str], ...]
 
 
 def check_name(argument: str, name: object) -> str:
-    """Return ``name`` if it is valid for a stat or an event.
-
-    Args:
-        argument: name of the checked argument, for the error message.
-        name: name to check.
+    """Return ``name`` if it is valid for a stat or an event. ``argument`` names the argument in the error message.
 
     Raises:
         InvalidArgumentError: for an invalid name.
@@ -80,11 +76,6 @@ def exposed(name: str) -> str:
 
 def order_labels(stat: str, names: tuple[str, ...], labels: Mapping[str, object]) -> Labels:
     """Return ``labels`` in the order of ``names``, with values converted to encodable strings.
-
-    Args:
-        stat: name of the stat, for the error message.
-        names: label names of the stat.
-        labels: label values by name.
 
     Raises:
         InvalidArgumentError: if the keys of ``labels`` are not exactly ``names``.

@@ -23,7 +23,6 @@ class NvmlMetrics(Source):
     Energy is counted since the driver was loaded, for all processes on the device.
 
     Args:
-        registry: registry in which the metrics are registered.
         grams_per_kilowatt_hour: carbon dioxide emitted per kilowatt-hour of electricity; None to report no emissions.
 
     Raises:

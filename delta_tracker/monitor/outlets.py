@@ -56,10 +56,6 @@ class Guard:
         """Mute the sink, handler or callback after a failure. Log the first failure.
 
         The muting lasts 10 s after a first failure. The duration doubles with each consecutive failure, up to 600 s.
-
-        Args:
-            reason: the exception.
-            now_ns: current time of the monotonic clock.
         """
         seconds = min(_FIRST_MUTE_SECONDS * 2**self.num_in_a_row, _LONGEST_MUTE_SECONDS)
         self.num_in_a_row = min(self.num_in_a_row + 1, 16)
@@ -79,11 +75,6 @@ class Runner:
     """Runner of calls in a worker thread. If a call exceeds the deadline, the next call is made in a new worker thread.
 
     Not thread-safe. The worker is a daemon thread, started by :meth:`start` or at the first call.
-
-    Args:
-        clock: clock that times the muting.
-        deadline_seconds: time limit of a call.
-        metrics: counters of the errors and of the skipped calls.
     """
 
     def __init__(self, clock: Clock, deadline_seconds: float, metrics: LibraryMetrics) -> None:
@@ -97,9 +88,6 @@ class Runner:
 
         :meth:`run` does this, too. Call this method early if the first call may be made at interpreter shutdown, when
         no thread can be started.
-
-        Raises:
-            RuntimeError: if no thread can be started.
         """
         if self._calls is None:
             calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
@@ -121,9 +109,6 @@ class Runner:
                 not longer than the deadline.
             here_if_refused: True to call ``action`` in the calling thread, without a deadline, if no worker thread can
                 be started. Since Python 3.12, no thread can be started at interpreter shutdown.
-
-        Returns:
-            True if ``action`` was called and returned within the deadline without raising; False otherwise.
         """
         now = self._clock.monotonic_ns()
         if even_if_muted and guard.call is not None:
@@ -178,10 +163,6 @@ def _make(action: Callable[[], None], call: Future[None]) -> None:
 class SinkQueue:
     """Queue of the undelivered windows and events of one sink. Thread-safe.
 
-    Args:
-        sink: the sink.
-        max_events: maximum number of queued events.
-
     Attributes:
         guard: record of the sink's failures. A sink that failed is muted: it is not called for a while.
     """
@@ -199,8 +180,7 @@ class SinkQueue:
     def add(self, windows: Sequence[WindowReport], events: Sequence[Event]) -> tuple[list[WindowReport], int]:
         """Queue windows and events. If the queue exceeds a limit, drop the oldest ones that are not being delivered.
 
-        Returns:
-            The dropped windows, and the number of dropped events.
+        Return the dropped windows, and the number of dropped events.
         """
         with self._lock:
             self._windows += windows

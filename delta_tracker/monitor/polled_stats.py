@@ -38,8 +38,7 @@ class Source(ABC):
     def read(self, *, is_last: bool) -> None:
         """Record the current readings.
 
-        Args:
-            is_last: True for the last collection before the monitor stops. Only then may the method wait for a device.
+        ``is_last`` is True in the last collection before the monitor stops. Only then may the method wait for a device.
         """
 
     def end(self) -> None:  # noqa: B027  most sources need no clean-up

@@ -63,11 +63,7 @@ class Recorder(Source):
         self.label = {role: self.name.removeprefix(f"{role} ")}
 
     def __getattr__(self, metric: str) -> BoundStat:
-        """Return the built-in metric ``metric``, with the recorder's label set to the name of the object.
-
-        Raises:
-            AttributeError: if no built-in metric has this name.
-        """
+        """Return the built-in metric ``metric``, with the recorder's label set to the name of the object."""
         if metric.startswith("_"):
             raise AttributeError(metric)
         bound = BoundStat(getattr(self.monitor.metrics, metric), self.label)
@@ -114,12 +110,7 @@ class Recorder(Source):
 
 
 class BoundStat:
-    """View of a metric in which the value of one label is fixed.
-
-    Args:
-        stat: the metric.
-        label: name and value of the fixed label.
-    """
+    """View of a metric in which the value of one label is fixed."""
 
     __slots__ = ("_label", "_stat")
 

@@ -40,9 +40,7 @@ class Registry:
     def define(self, definition: Definition, **settings: Any) -> Stat:  # noqa: ANN401  the fields of Policy
         """Register a stat and return it. If the same definition is already registered, return the existing stat.
 
-        Args:
-            definition: name, kind, unit and labels of the stat.
-            settings: fields of :class:`~delta_tracker.monitor.policy.Policy`; :meth:`configure` overrides them.
+        ``settings`` are fields of :class:`~delta_tracker.monitor.policy.Policy`; :meth:`configure` overrides them.
 
         Raises:
             InvalidArgumentError: for an invalid setting, if the name is registered with another definition, or if
@@ -112,12 +110,7 @@ class Registry:
             return [stat.name for stat in found]
 
     def find(self, pattern: str = "*", *, kind: Kind | None = None) -> list[Stat]:
-        """Return the stats whose names match a shell pattern, sorted by name.
-
-        Args:
-            pattern: shell pattern of names, such as ``training.*``.
-            kind: kind of the stats to return; None for all kinds.
-        """
+        """Return the stats whose names match a shell pattern, sorted by name."""
         with self._lock:
             found = [stat for stat in self._stats.values() if fnmatchcase(stat.name, pattern)]
         return sorted((s for s in found if kind is None or s.definition.kind is kind), key=lambda stat: stat.name)
@@ -131,8 +124,7 @@ class Registry:
     def reset(self) -> list[Source]:
         """Discard all records and replace the locks. Called in a forked child, whose parent may have held the locks.
 
-        Returns:
-            The sources whose ``after_fork()`` raised; they are removed.
+        Return the sources whose ``after_fork()`` raised; they are removed.
         """
         self._lock = threading.RLock()
         for stat in self._stats.values():

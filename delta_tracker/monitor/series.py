@@ -29,7 +29,6 @@ class ClosedWindow:
     """Closed window of a cell, with the aggregate of the window's records.
 
     Args:
-        aggregate: aggregate of the records.
         begin_ns: time at which the window opened, in nanoseconds of the monotonic clock.
         end_ns: time at which the window closed, in nanoseconds of the monotonic clock.
         time_ns: time at which the window closed, in nanoseconds since the epoch.
@@ -98,7 +97,6 @@ class _Uncollected:
     """What the next collection reports of a cell.
 
     Args:
-        windows: closed windows.
         num_lost: number of windows dropped because too many were closed.
         num_closed: number of windows closed since the cell exists.
         num_rejected: number of values rejected before the last collection.
@@ -114,9 +112,6 @@ class Cell:
     """Series of records of one stat, all with the same label values. Thread-safe.
 
     Args:
-        labels: label names and values.
-        policy: windows and aggregations of the records.
-        progress: clock, step and epoch.
         is_counter: True to reject negative numbers.
 
     Attributes:
@@ -200,11 +195,7 @@ class Cell:
             self._close_if_full()
 
     def collect(self, *, is_last: bool = False) -> Collected:
-        """Close the open window if it is over. Return what happened since the last call.
-
-        Args:
-            is_last: True to close the open window even if it is not over.
-        """
+        """Close the open window if it is over or ``is_last`` is True. Return what happened since the last call."""
         with self._lock:
             self.fold()
             now = self._progress.clock.monotonic_ns()
@@ -218,8 +209,7 @@ class Cell:
     def end_epoch(self, at: tuple[int | None, int | None] | None = None) -> None:
         """Close the window if the policy has ``Window(epoch=True)``.
 
-        Args:
-            at: step and epoch of the closed window, by default the current ones.
+        ``at`` is the step and epoch of the closed window, by default the current ones.
         """
         if self._policy.window.epoch:
             with self._lock:

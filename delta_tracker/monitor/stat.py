@@ -119,9 +119,6 @@ class Stat:
     its ``add()``.
 
     Args:
-        definition: name, kind, unit and labels.
-        policy: windows and aggregations of the records.
-        progress: clock, step and epoch.
         overflowed: called with the stat's name each time a cell beyond ``max_cells`` is requested.
     """
 
@@ -169,10 +166,7 @@ class Stat:
         return self._make(key) if found is None else found
 
     def remove(self, **labels: object) -> None:
-        """Remove the cells whose labels match ``labels``, for example all cells of a removed consumer.
-
-        Args:
-            labels: label values; an omitted label matches any value.
+        """Remove the cells whose labels match ``labels``. An omitted label matches any value.
 
         Raises:
             InvalidArgumentError: for a label that the stat does not have.

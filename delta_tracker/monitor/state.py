@@ -31,9 +31,6 @@ class LogicalCounters:
     """Adapter that saves logical counters with a tracker's state; pass it to ``ModelDeltaTracker.register_counter()``.
 
     A state has the counters of one rank. A load restores each saved state on exactly one rank.
-
-    Args:
-        monitor: the monitor of the counters.
     """
 
     def __init__(self, monitor: Monitor = MONITOR) -> None:

@@ -40,10 +40,7 @@ def memory_bytes() -> Readings:
 
 
 def disk_bytes() -> Readings:
-    """Return the bytes read from and written to storage.
-
-    The keys are ``read`` and ``written``. Returns None if unavailable.
-    """
+    """Return the bytes that were ``read`` from and ``written`` to storage, by these keys; None if unavailable."""
     text = _read("io")
     if text is None:
         return None
@@ -52,10 +49,7 @@ def disk_bytes() -> Readings:
 
 
 def network_bytes() -> Readings:
-    """Return the bytes received and sent on all network interfaces except the loopback.
-
-    The keys are ``received`` and ``sent``. Returns None if unavailable.
-    """
+    """Return the bytes ``received`` and ``sent`` on all interfaces except the loopback; None if unavailable."""
     text = _read("net/dev")
     if text is None:
         return None
@@ -132,11 +126,7 @@ _METRICS: tuple[tuple[str, Kind, str, str, tuple[str, ...], Callable[[], Reading
 
 
 class SystemMetrics(Source):
-    """Source of all metrics of this module, read once per collection.
-
-    Args:
-        registry: registry in which the metrics are registered.
-    """
+    """Source of all metrics of this module, read once per collection."""
 
     name = "system"
 

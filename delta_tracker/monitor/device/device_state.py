@@ -36,7 +36,6 @@ class DeviceState(ABC):
     """Base class of metrics that add values to ``K`` sums, which are kept separately on each device.
 
     Args:
-        name: name of the state.
         num_sums: number of sums ``K``.
         reader: reader that copies the sums to the host.
 
@@ -92,10 +91,8 @@ class DeviceState(ABC):
     def _add(self, device: torch.device, growth: Tensor, places: Tensor | None = None) -> None:
         """Add numbers to the sums on ``device``. Does not wait for the device.
 
-        Args:
-            device: device of the numbers.
-            growth: one number for each of the ``K`` sums, or ``[N]`` numbers if ``places`` is given.
-            places: ``[N]`` indices of the sums to which the numbers are added.
+        ``growth`` has one number for each of the ``K`` sums, or ``[N]`` numbers for the sums with the ``[N]`` indices
+        ``places``.
         """
         with self._reader.lock:
             vector = self._vector(device)
@@ -124,14 +121,7 @@ def sum_dtype(device: torch.device) -> torch.dtype:
 
 @dataclass(slots=True)
 class _Copy:
-    """Copy of the sums of several states on one device.
-
-    Args:
-        numbers: copy of the concatenated sums of ``parts``.
-        device: device of the sums.
-        parts: states whose sums are copied.
-        epoch_end: step and epoch if the copy was started at the end of an epoch, otherwise None.
-    """
+    """Copy of the sums of ``parts``, which are states on one device. ``epoch_end`` is None unless an epoch ended."""
 
     numbers: HostCopy
     device: torch.device
@@ -144,8 +134,6 @@ class DeviceReader(Source):
     """Source that reads all device states of a monitor, with one copy for each device and CUDA stream.
 
     Args:
-        progress: the current step and epoch.
-        name: name in errors and metrics.
         lock: protects the states and the list of copies.
         deleted: states that were deleted and are read once more. A destructor appends them without the lock.
     """
@@ -182,10 +170,7 @@ class DeviceReader(Source):
         """Start to copy the sums of all states, each on the CUDA stream that last updated the state.
 
         The states that were deleted are dropped once their copies are started. If a copy cannot be started, they are
-        kept for the next call.
-
-        Args:
-            epoch_end: step and epoch if the method is called at the end of an epoch, otherwise None.
+        kept for the next call. ``epoch_end`` is None unless an epoch ended.
         """
         with self.lock:
             deleted = [self.deleted[place] for place in range(len(self.deleted))]  # a destructor may append meanwhile
@@ -200,13 +185,9 @@ class DeviceReader(Source):
                 self.deleted.popleft()
 
     def finish(self, *, wait: bool) -> bool:
-        """Record the completed copies, oldest first, up to the first one that is pending.
+        """Record the completed copies, oldest first, up to the first one that is pending. Return False if there is one.
 
-        Args:
-            wait: True to wait until all copies are complete.
-
-        Returns:
-            False if a copy is still pending.
+        With ``wait``, wait until all copies are complete.
         """
         with self._finishing:
             while self._copies:

@@ -112,12 +112,7 @@ class _DeviceStat(DeviceState):
         return result
 
     def absorb(self, growth: list[float], epoch_end: EpochEnd | None) -> None:
-        """Record the values that were added between two readings of the sums.
-
-        Args:
-            growth: increase of each sum between the readings.
-            epoch_end: step and number of an epoch to end after these values; None if no epoch ended.
-        """
+        """Record the values that were added between two readings of the sums."""
         self._cell.merge(self.figures(growth))
         if epoch_end is not None:
             self._cell.end_epoch(epoch_end)
@@ -214,14 +209,7 @@ class DeviceHistogram(_DeviceStat):
     _defaults: ClassVar[Mapping[str, Any]] = {"aggregations": ("count", "mean", "p50", "p95", "p99", "histogram")}
 
     def update(self, value: Tensor | float) -> None:
-        """Count values in their buckets. No-op if the histogram is disabled.
-
-        Args:
-            value: tensor of any shape and real dtype, or a number.
-
-        Raises:
-            InvalidArgumentError: for complex values.
-        """
+        """Count values, as in :meth:`DeviceMean.update`, in their buckets. No-op if the histogram is disabled."""
         if not self.enabled:
             return
         if not isinstance(value, Tensor):

@@ -145,9 +145,7 @@ class TorchMetric(Source):
     def _copy_kept(self, passed: Sequence[Tensor], lengths: Mapping[str, int]) -> None:
         """Copy the states that share memory with a tensor that was passed to ``update``, which may change later.
 
-        Args:
-            passed: the tensors.
-            lengths: lengths of the lists before the update.
+        ``lengths`` has the lengths of the lists before the update.
         """
         memory = {each.untyped_storage().data_ptr() for each in passed if each.numel()}
         if not memory:
@@ -185,9 +183,6 @@ class TorchMetric(Source):
 
 class _Reader(Source):
     """Source that reads a :class:`TorchMetric` until the object is deleted and its last updates are recorded.
-
-    Args:
-        metric: the object, held by a weak reference.
 
     Attributes:
         deleted: the object, after it was deleted with updates that were not recorded.
@@ -246,7 +241,6 @@ def _state_names(metric: Any) -> tuple[str, ...]:  # noqa: ANN401
 
 
 def _states_of(metric: Any, names: Iterable[str]) -> dict[str, Tensor | list[Tensor]]:  # noqa: ANN401
-    """Return the states of a metric by name."""
     return {name: getattr(metric, name) for name in names}
 
 
@@ -284,16 +278,7 @@ def _edition(value: object) -> int:
 def _check_unchanged(
     name: str, before: Mapping[str, tuple[object, object]], after: Mapping[str, tuple[object, object]]
 ) -> None:
-    """Compare two results of :func:`_outside`.
-
-    Args:
-        name: name of the gauge, for the error message.
-        before: attributes before an update.
-        after: attributes after the update.
-
-    Raises:
-        InvalidArgumentError: if they differ.
-    """
+    """Raise InvalidArgumentError if two results of :func:`_outside` differ. ``name`` is that of the gauge."""
     missing = (_check_unchanged, 0)
     for key, (value, edition) in after.items():
         old, old_edition = before.get(key, missing)

@@ -49,9 +49,7 @@ class Sink(ABC):
 class FileSink(Sink):
     """Sink that appends to a file. When :meth:`write` returns, the operating system has the text.
 
-    A buffered file object has a lock and a buffer. If a thread of the parent holds the lock during a fork, the child
-    hangs when closing the file. If there is text in the buffer, parent and child both write it. This class has no lock
-    and no buffer.
+    The class has no lock and no buffer: after a fork, the child neither hangs nor writes text of its parent.
 
     Args:
         path: the file; it must have no other writer. Its folder is created if missing.

@@ -33,9 +33,6 @@ class ChromeTraceSink(FileSink):
 
     Args:
         path: the file, ending with ``.json``.
-
-    Raises:
-        OSError: if the file cannot be opened or written.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -47,11 +44,7 @@ class ChromeTraceSink(FileSink):
         self.append([{"name": "process_labels", "ph": "M", "pid": self._pid, "args": labels}], ",\n")
 
     def deliver(self, batch: Batch) -> None:
-        """Append the events and windows of the batch. If the write fails, the file is unchanged.
-
-        Raises:
-            OSError: if the write fails, for example on a full disk.
-        """
+        """Append the events and windows of the batch. If the write fails, the file is unchanged."""
         lines = [self._event(event) for event in batch.events]
         lines += [self._curve(report) for report in batch.windows if report.values]
         self.append(lines, ",\n")

@@ -19,17 +19,10 @@ class JsonlSink(FileSink):
 
     Args:
         path: the file; its folder is created if missing.
-
-    Raises:
-        OSError: if the file cannot be opened.
     """
 
     def deliver(self, batch: Batch) -> None:
-        """Append the lines of the batch. If the write fails, the file is unchanged.
-
-        Raises:
-            OSError: if the write fails, for example on a full disk.
-        """
+        """Append the lines of the batch. If the write fails, the file is unchanged."""
         lines = [window_line(report, batch.attributes) for report in batch.windows]
         lines += [event_line(event, batch.attributes) for event in batch.events]
         self.append(lines, "\n")

@@ -142,11 +142,7 @@ class MlflowSink(Sink):
                 _logger.warning("monitor: MLflow refused an item: %s=%r error=%s", kind, item.key, error)
 
     def _is_active(self) -> bool:
-        """Return False if the run was deleted. MLflow then refuses all items.
-
-        Raises:
-            MlflowException: if MLflow does not answer.
-        """
+        """Return False if the run was deleted. MLflow then refuses all items."""
         return str(self._client.get_run(self.run_id).info.lifecycle_stage) == "active"
 
 

@@ -103,12 +103,7 @@ class OpenTelemetrySink(Sink):
 
 
 def metrics_data(batch: Batch, resource: Any) -> Any:  # noqa: ANN401  the SDK's classes
-    """Convert the totals of a batch to the SDK's ``MetricsData``.
-
-    Args:
-        batch: batch with the totals.
-        resource: ``Resource`` of the SDK that describes the process.
-    """
+    """Convert the totals of a batch to the SDK's ``MetricsData``. ``resource`` is a ``Resource`` of the SDK."""
     from opentelemetry.sdk.metrics import export as sdk  # noqa: PLC0415
     from opentelemetry.sdk.util.instrumentation import InstrumentationScope  # noqa: PLC0415
 

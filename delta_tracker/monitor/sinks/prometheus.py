@@ -35,7 +35,6 @@ class _TotalsSink(Sink):
         self._registry.register(self)
 
     def deliver(self, batch: Batch) -> None:
-        """Replace the exported totals."""
         self._batch = batch
 
     def collect(self) -> Iterator[Metric]:
@@ -60,10 +59,8 @@ class PrometheusSink(_TotalsSink):
     records since the process started. The unit is appended to each name, and ``_total`` to the names of counters.
 
     A histogram has eight buckets per power of two, between the ``bounds`` of its definition. In PromQL, a
-    ``histogram_quantile`` between these bounds is therefore off by at most 9 % (:data:`BUCKET_RATIO`), and by less than
-    5 % if the values near it are spread evenly. A cell with the default bounds has 196 series. The bounds are fixed, so
-    histograms of several processes can be summed.
-    :class:`~delta_tracker.monitor.sinks.opentelemetry.OpenTelemetrySink` exports buckets with an error of 1.1 %.
+    ``histogram_quantile`` between these bounds is therefore off by at most 9 % (:data:`BUCKET_RATIO`). A cell with the
+    default bounds has 196 series. The bounds are fixed, so histograms of several processes can be summed.
 
     Args:
         port: port to listen on; 0 for any free port, see :attr:`port`.
@@ -98,9 +95,7 @@ class PrometheusSink(_TotalsSink):
 
 
 class PrometheusFileSink(_TotalsSink):
-    """Sink that writes the totals to a text file each time the monitor collects the metrics.
-
-    The previous file is replaced atomically.
+    """Sink that writes the totals to a text file at each collection. The previous file is replaced atomically.
 
     Args:
         path: the file, ending with ``.prom`` for node_exporter.
@@ -123,10 +118,7 @@ class PrometheusFileSink(_TotalsSink):
 def family(definition: Definition, reports: Sequence[TotalReport], attributes: Sequence[tuple[str, str]]) -> Metric:
     """Return the metric family of a stat.
 
-    Args:
-        definition: definition of the stat.
-        reports: totals of the cells of the stat.
-        attributes: labels added to every sample, unless the stat has a label of the same name.
+    ``attributes`` are labels added to every sample, unless the stat has a label of the same name.
     """
     from prometheus_client import core  # noqa: PLC0415  optional
 
