@@ -92,8 +92,7 @@ class MissingExtraError(DeltaTrackerError, ImportError):
     """A required package is not installed, or was not built for the installed release of another one.
 
     ``extra`` is the extra of this library that installs ``package``, or None if every installation of the library does.
-    ``other`` is the other package with its release, if there is one. ``command`` installs what is missing. It names the
-    distribution that this library was installed from; without its metadata, the command is one for a checkout.
+    ``other`` is the other package with its release, if there is one. ``command`` installs what is missing.
     """
 
     def __init__(self, package: str, extra: str | None, *, other: str | None = None, command: str = "") -> None:
@@ -384,8 +383,7 @@ class WriteRefusedError(StorageError):
 
     With a ``name``, the store refused to create this object, although no object of that name exists. Without one, the
     directory of a local store was unmounted, deleted or replaced since it was opened, or has a link or a file instead
-    of a folder, so that a write would go to another disk or stream. Writes succeed again once the directory is back. If
-    it was replaced on purpose, or has another device number now, a new publisher is necessary.
+    of a folder, so that a write would go to another disk or stream. Writes succeed again once the directory is back.
     """
 
     def __init__(self, url: str, reason: str, remedy: str, name: str | None = None) -> None:
@@ -810,10 +808,7 @@ def _picklable(error: BaseException | None) -> BaseException | None:
 
 @cache
 def _distribution() -> str | None:
-    """Return the name of the distribution that installed this library; None if no or several metadata claim it.
-
-    It is the one whose command runs this library's code: an editable install does not list the files of the library.
-    """
+    """Return the name of the distribution that installed this library; None if no or several metadata claim it."""
     from importlib.metadata import entry_points  # noqa: PLC0415  slow to import
 
     try:

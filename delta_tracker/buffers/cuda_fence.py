@@ -20,11 +20,8 @@ class StreamFence:
     earlier uses, including all work that was queued on them so far. Neither the calling thread nor any other stream
     waits. Devices other than CUDA devices need no fence and are ignored.
 
-    The caching allocator reuses freed memory in the order of the stream on which the memory was allocated. The fence
-    therefore registers the memory with each new stream, so that the memory is not reused before that stream has
-    finished its work.
-
-    Callers must serialize the calls.
+    The fence also registers the memory with each new stream, so that the caching allocator does not reuse it before
+    that stream has finished its work. Callers must serialize the calls.
 
     Args:
         tensors: function that returns all tensors of the shared memory that may be freed. It is called only if the

@@ -30,8 +30,7 @@ class BufferPool:
     several threads, from signal handlers, and after a fork: while another thread uses the pool, :meth:`lend` allocates
     a new array instead of blocking.
 
-    Buffers are reused because new memory costs more than copying rows into it: the first touch of 256 MB takes 17 ms of
-    processor time with huge pages and 110 to 180 ms without, and the copy takes 15 ms.
+    Buffers are reused because the first touch of new memory costs more than copying rows into it.
 
     Memory: all free buffers together take at most ``max_bytes``. A buffer in use may be up to 1.5 times as large
     as requested. If the pool has n buffers, a buffer that stays free during 4 n requests is released, and a request
@@ -116,9 +115,6 @@ class BufferPool:
 
         If another thread uses the pool, a later request marks the memory. The garbage collector may call this method in
         any thread at any time.
-
-        Args:
-            loan: weak reference to the array; None to mark only the memory of arrays that were recorded before.
         """
         if loan is not None:
             self._ended.append(id(loan))
@@ -129,10 +125,7 @@ class BufferPool:
                 self._lock.release()
 
     def _settle(self) -> None:
-        """Mark the memory of garbage-collected arrays as free, and release free memory above the limits.
-
-        The caller must hold the lock.
-        """
+        """Mark the memory of collected arrays as free, and release what exceeds the limits. The lock must be held."""
         while self._ended:
             _, memory = self._loans.pop(self._ended.popleft())
             self._num_returns += 1

@@ -102,11 +102,7 @@ def level_of(state: State) -> Level:
 def of_publishers(history: History, head: Manifest, now: float, described: Collection[int]) -> list[Notice]:
     """Return the notices about the publishers of a stream.
 
-    Args:
-        history: history with the entries of the stream that were read.
-        head: newest entry.
-        now: Unix time by the store's clock, in seconds.
-        described: missing or malformed versions for which there are other notices.
+    ``now`` is Unix time by the store's clock, in seconds. For the versions in ``described`` there are other notices.
     """
     if not history.bins:
         step = "Call Publisher.snapshot() on the trainer. Without it, predictors have nothing to start from"
@@ -139,10 +135,8 @@ def of_publishers(history: History, head: Manifest, now: float, described: Colle
 def of_silence(age: float, num_gaps: int, longest: float) -> list[Notice]:
     """Return the notice about a publisher that has stopped.
 
-    Args:
-        age: seconds since the newest version.
-        num_gaps: number of the times between two successive versions that are known.
-        longest: longest of these times, in seconds.
+    ``age`` is the time since the newest version, and ``longest`` the longest of ``num_gaps`` times between successive
+    versions, all in seconds.
     """
     if num_gaps < _MIN_GAPS or age <= max(_MIN_QUIET_SECONDS, _QUIET_GAPS * longest):
         return []

@@ -39,15 +39,10 @@ _STATE_KEYS = {
 def entries_of(log: StreamLog, version: int) -> list[Manifest]:
     """Return the entries that :func:`write_checkpoint` reads, in order.
 
-    Args:
-        log: log of the stream.
-        version: version to write.
-
     Raises:
         InvalidArgumentError: if the version is not committed yet, a table has raw ids, or the keys of the states of an
             optimizer in TorchRec's checkpoints are not known.
         NotRecoverableError: if the version has states, and cannot be restored.
-        MalformedError, MissingVersionError, NoSnapshotError, StorageError: if the version cannot be read.
     """
     path = path_to(log, version, of_any=True)
     for fqn in path[-1].identities:
@@ -79,12 +74,6 @@ def write_checkpoint(
         directory: directory of the checkpoint, which must not exist.
         work: existing directory for memory-mapped files as large as the tables and their states.
         advance: called with the bytes of each entry that was read.
-
-    Raises:
-        CorruptPartError: if an object does not match its record.
-        MalformedError: if the tables of the entries differ.
-        StorageError: if the store cannot be read.
-        OSError: if a file cannot be written.
     """
     rows = mapped(work / "tables", {fqn: rows_of(spec) for fqn, spec in path[0].tables.items()})
     if path[-1].training:

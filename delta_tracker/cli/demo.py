@@ -117,7 +117,6 @@ class _Training:
         self.tables = {name.removesuffix(".weight"): table.detach() for name, table in self.model.named_parameters()}
 
     def step(self) -> float:
-        """Train on one batch and return the loss."""
         rows = [self._draw(len(table)) for table in self.tables.values()]
         users, items = (tastes[ids] for tastes, ids in zip(self._tastes, rows, strict=True))
         clicks = torch.bernoulli((users * items).sum(1).sigmoid(), generator=self._random)

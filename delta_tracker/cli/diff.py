@@ -108,25 +108,11 @@ def _both(
     *,
     with_ids: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return the rows that the table has at each of the two versions, or their raw ids.
+    """Return the rows that the table has at each of the two versions, or their raw ids if ``with_ids`` is True.
 
-    If the second path begins with all entries of the first path, these entries are read only once.
-
-    Args:
-        stream: the stream.
-        paths: for each of the two versions, the entries from a snapshot to the version.
-        spec: the table.
-        scratch: directory for the files of the memory-mapped tensors.
-        with_ids: True to return the raw ids, for a table that has them.
-
-    Returns:
-        All rows at the first version and all rows at the second, each ``[rows, columns]`` in the table's dtype; or
-        their raw ids, each ``[rows]`` int64.
-
-    Raises:
-        MalformedError: if the table's shape or dtype differs between entries.
-        CorruptPartError, StorageError: if an entry's parts cannot be read.
-        OSError: if the disk is full.
+    ``paths`` has the entries from a snapshot to each version. If the second path begins with all entries of the first,
+    these are read only once. The results are memory-mapped files in ``scratch``: rows ``[rows, columns]`` in the
+    table's dtype, or raw ids ``[rows]`` int64.
     """
     first, second = paths
     held = DenseSpec("int64", (spec.num_rows,)) if with_ids else rows_of(spec)

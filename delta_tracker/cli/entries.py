@@ -20,12 +20,7 @@ _R = TypeVar("_R")
 
 
 class Amount(Struct, frozen=True, rename={"num_bytes": "bytes"}):
-    """Amount of data of one table in one or more versions.
-
-    Args:
-        rows: number of rows.
-        num_bytes: bytes of the stored values, without ids.
-    """
+    """Amount of data of one table in one or more versions. ``num_bytes`` counts the stored values, without ids."""
 
     rows: int = 0
     num_bytes: int = 0
@@ -45,9 +40,7 @@ class Entry(Struct, frozen=True, kw_only=True, rename={"num_rows": "rows", "num_
     """Summary of an entry's manifest, with the names of its JSON. Times are Unix seconds.
 
     Args:
-        version: index in the log.
         kind: claim, snapshot or delta.
-        generation: generation of the publisher.
         cut: time of the cut.
         created: time of the commit by the publisher's clock.
         committed: time of the commit by the store's clock.
@@ -56,7 +49,6 @@ class Entry(Struct, frozen=True, kw_only=True, rename={"num_rows": "rows", "num_
         num_rows: number of rows in all parts.
         num_bytes: bytes of all objects: the parts with ids and dense tensors, and in format 2 the states.
         part_bytes: bytes of the parts, which are what predictors read.
-        num_parts: number of parts.
         tables: FQN to amount of data, for each table that has rows in this version.
         owners: FQN to the changes of raw ids, for each table with raw ids; None if the publisher did not know them, as
             in the first version of a publisher that continues a stream.
@@ -139,10 +131,7 @@ def total(amounts: Iterable[Mapping[str, Amount]]) -> defaultdict[str, Amount]:
 def contiguous(versions: Sequence[int]) -> int:
     """Return the start index of the contiguous range that ends at the last version; 0 if ``versions`` is empty.
 
-    A new reader reads only versions in this range.
-
-    Args:
-        versions: versions in ascending order.
+    A new reader reads only versions in this range. ``versions`` must be ascending.
 
     Example:
         >>> contiguous([0, 1, 5, 6, 7])
@@ -167,9 +156,6 @@ def read_all(
     Yields:
         Pairs of a name and a value: the result of ``keep``, the error if the entry is malformed, or None if the entry
         does not exist.
-
-    Raises:
-        StorageError: if the store cannot be read.
     """
 
     def one(name: _T) -> _R | MalformedError | None:

@@ -107,22 +107,7 @@ def _refuse_existing(option: str, out: Path) -> None:
 
 
 def _write(stream: Stream, version: int, form: str, made: Path, work: Path) -> str:
-    """Write the files of a version, and return the stream to which it belongs.
-
-    Args:
-        stream: the stream.
-        version: version to export.
-        form: ``safetensors``, ``torch`` or ``dcp``.
-        made: path of the new file or directory.
-        work: existing directory for temporary files.
-
-    Raises:
-        InvalidArgumentError: if the version is not committed yet, or the format does not support it.
-        MalformedError: if the spec of a table differs between the snapshot and a later version.
-        MissingVersionError, NoSnapshotError, NotRecoverableError, CorruptPartError, StorageError: if the version cannot
-            be read.
-        OSError: if a file cannot be written.
-    """
+    """Write a version to ``made``, and return its stream. ``work`` is an existing directory for temporary files."""
     if form == "dcp":
         from delta_tracker.cli.dcp_checkpoint import entries_of, write_checkpoint  # noqa: PLC0415  slow to import
 

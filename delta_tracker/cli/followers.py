@@ -29,7 +29,6 @@ class Follower:
     """State of a predictor, computed from its last heartbeat and the newest entry of the log.
 
     Args:
-        beat: last heartbeat.
         health: state by the window of the last heartbeats, see :func:`~delta_tracker.stream.heartbeat.evaluate`.
         seconds_ago: age of the heartbeat in seconds, by the store's clock.
         skew: predictor's clock minus the store's, in seconds.
@@ -78,17 +77,8 @@ def read_followers(
 ) -> tuple[list[Follower], int]:
     """Return the predictors with a heartbeat in the last hour, and the number of heartbeats that were not read.
 
-    Those with an error come first, then those in the worst states.
-
-    Args:
-        storage: store of the stream.
-        head: newest entry of the stream.
-        clock: estimate of the store's time; it is updated with the modification times of the heartbeats.
-        order: newest pin or release of the stream; None if there is none.
-        limit: maximum number of heartbeats to read, the newest ones; None for all.
-
-    Raises:
-        StorageError: if the store cannot be read.
+    Those with an error come first, then those in the worst states. At most the ``limit`` newest heartbeats are read.
+    ``clock`` is updated with their modification times. ``order`` is the newest pin or release of the stream.
     """
     seen, num_unread = see_heartbeats(storage, clock, max_age=GONE_SECONDS, limit=limit)
     found = [_follower(each, head, max(0.0, clock.now() - each.modified), order) for each in seen]
@@ -122,9 +112,6 @@ class Skews:
     """Differences between the clocks of a stream's publishers and the store's.
 
     The skew of a publisher is the smallest one of its entries, because a slow commit looks like a clock that is behind.
-
-    Args:
-        entries: entries of the log.
     """
 
     def __init__(self, entries: Iterable[Manifest | Entry] = ()) -> None:
@@ -140,9 +127,7 @@ class Skews:
     def problems(self, followers: Iterable[Follower] = (), clock: StoreClock | None = None) -> list[str]:
         """Return a description of each clock that differs from the store's by more than a minute.
 
-        Args:
-            followers: predictors of the stream.
-            clock: clock of this process; None if it was not compared with the store's.
+        ``clock`` is that of this process; None if it was not compared with the store's.
         """
         skews = {f"the publisher of generation {number}": skew for number, skew in sorted(self._found.items())}
         skews |= {f"predictor {each.beat.name}": each.skew for each in followers}

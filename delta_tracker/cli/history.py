@@ -19,12 +19,8 @@ class Bin:
     """Statistics of consecutive snapshots and deltas, here called versions. Times are Unix seconds.
 
     Args:
-        first: first version.
-        last: last version.
         begin: commit time of the first version, see :class:`History`.
         end: commit time of the last version, never before ``begin``.
-        deltas: number of deltas.
-        snapshots: number of snapshots.
         restarts: number of claims between a version and its predecessor, summed over the versions.
         delta_bytes: bytes of the deltas' parts.
         snapshot_bytes: bytes of the snapshots' parts.

@@ -84,11 +84,6 @@ def _survey(stream: Stream) -> tuple[dict[str, Any], list[Entry], list[Follower]
     Returns:
         A summary as JSON values, whose times are Unix seconds; the entries of the contiguous range of versions that
         ends at the head, except malformed ones; and the predictors with a heartbeat in the last hour.
-
-    Raises:
-        InvalidArgumentError: if there is no stream.
-        MalformedError: if the newest entry is malformed.
-        StorageError: if the store cannot be read.
     """
     head = stream.head()
     storage, log = stream.storage, stream.log
@@ -141,12 +136,7 @@ def _start(stream: Stream, head: Manifest, held: Mapping[int, Entry]) -> tuple[M
 
     The entries are the snapshot and the versions after it, up to the newest version or to the last one before a missing
     or malformed version that no merged entry bridges. The snapshot is None, and there are no entries, if none is
-    readable. The problem is a list of at most one description.
-
-    Args:
-        stream: the stream.
-        head: newest entry.
-        held: version to summary of each readable entry.
+    readable. The problem is a list of at most one description. ``held`` has the readable entries by version.
     """
     try:
         snapshot = next(snapshots(stream.log), None)

@@ -45,10 +45,7 @@ _FINDINGS = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command.
-
-    Args:
-        arguments: command-line arguments; None for the arguments of this process.
+    """Run a command. ``arguments`` are the command-line arguments, None for those of this process.
 
     Returns:
         The exit code: 0 success; 1 the stream is damaged, or a check has findings; 2 invalid call, or the store cannot

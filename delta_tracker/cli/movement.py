@@ -76,7 +76,6 @@ class TableMovement:
     """Statistics of the updates of one table: how often each row is updated, and by what L2 distance.
 
     Args:
-        spec: the table.
         sample_bytes: maximum size in bytes of the sample, which holds the previous values of rows in float32. If the
             whole table would need more memory in float32, only every ``stride``-th row is sampled.
         num_counted: maximum number of different updated rows for which ``counts`` is exact.
@@ -104,9 +103,7 @@ class TableMovement:
     def add(self, blocks: Sequence[BlockRows], *, is_delta: bool) -> None:
         """Add the rows of the table in the next version to the statistics.
 
-        Args:
-            blocks: those that contain every row of their row range, then those that list the ids of their rows.
-            is_delta: True for a delta, False for a snapshot.
+        ``blocks`` has first those that contain every row of their range, then those that list the ids of their rows.
         """
         # Two blocks contain the same row only if they are column shards.
         is_split = any(rows.block.num_columns < self.spec.dim for rows in blocks)

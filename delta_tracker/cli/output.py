@@ -77,12 +77,7 @@ class Output:
     def progress(self, doing: str, total: float | None) -> Iterator[Callable[..., None]]:
         """Show a progress bar on stderr during the ``with`` statement, if stderr is a terminal.
 
-        Args:
-            doing: description of the work.
-            total: amount of work; None if unknown.
-
-        Yields:
-            Function that advances the bar by an amount, 1 by default.
+        ``total`` is the amount of work, None if unknown. The yielded function advances the bar by 1 or another amount.
         """
         columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
         is_shown = self._errors.is_terminal

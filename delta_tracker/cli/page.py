@@ -42,11 +42,7 @@ _in_utc = partial(moment, zone=UTC)
 
 
 def render(figures: Figures) -> str:
-    """Return the HTML page of a report.
-
-    Args:
-        figures: data of the report, returned by :func:`delta_tracker.cli.report.gather`.
-    """
+    """Return the HTML page of a report. :func:`delta_tracker.cli.report.gather` returns its data, ``figures``."""
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, finalize=_harmless
     )
@@ -91,10 +87,7 @@ def share(value: float) -> str:
 
 
 def _harmless(value: object) -> object:
-    """Return a string with escaped control characters, and any other value unchanged.
-
-    The template applies this to every value that it prints.
-    """
+    """Escape the control characters of a string for the template; return any other value unchanged."""
     return plain(value) if type(value) is str else value
 
 
@@ -115,12 +108,7 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Part of the horizontal axis that one bar takes, in percent from the left.
-
-    Args:
-        left: left edge.
-        width: width.
-    """
+    """Part of the horizontal axis that one bar takes, in percent from the left."""
 
     left: float
     width: float
@@ -146,8 +134,6 @@ class Chart:
         slots: parts of the horizontal axis, from left to right.
         shapes: CSS classes and SVG path data of each shape, from back to front: the class of its series, which sets the
             color, and ``line`` for a path that is stroked instead of filled.
-        y_ticks: labels of the vertical axis.
-        x_ticks: labels of the horizontal axis.
         tips: title and values of the tooltip of each slot: one value per series, in the order of the legend, or none.
         marks: places of vertical lines in percent from the left, by their CSS class: ``snapshot``, ``restart`` or
             ``median``.
@@ -225,11 +211,8 @@ def bars(
 ) -> str:
     """Return the SVG path data of bars.
 
-    Args:
-        slots: slot of each bar.
-        heights: height of each bar in percent. A bar of height 0 is not drawn.
-        below: distance of each bar's lower edge from the bottom of the chart, in percent; None if all are 0.
-        gap: gap between two bars, as a fraction of a bar's slot.
+    ``heights`` are in percent; a bar of height 0 is not drawn. ``below`` has the distance of each bar's lower edge from
+    the bottom of the chart, in percent; None if all are 0. ``gap`` is a fraction of a bar's slot.
     """
     width = WIDTH / 100
     steps = []
@@ -241,11 +224,7 @@ def bars(
 
 
 def line(places: Sequence[tuple[float, float]]) -> str:
-    """Return the SVG path data of a line.
-
-    Args:
-        places: points of the line, at least one, in percent from the left and the bottom.
-    """
+    """Return the SVG path data of a line. Its points, at least one, are in percent from the left and the bottom."""
     return "M" + "L".join(f"{_svg(x * WIDTH / 100)} {_svg(HEIGHT - y)}" for x, y in places)
 
 
@@ -253,11 +232,7 @@ def slots_of(spans: Sequence[tuple[float, float]], usual: float) -> list[Slot]:
     """Return slots at their places on an axis, such as times: each ends at the end of its span.
 
     A slot begins at the end of the one before it, but no more than ``usual`` before its own span. A longer time without
-    a span thus remains empty. A slot takes at least 0.2 % of the axis.
-
-    Args:
-        spans: begin and end of each span, ascending.
-        usual: usual distance of two spans.
+    a span thus remains empty. A slot takes at least 0.2 % of the axis. Spans are ascending pairs of begin and end.
 
     Example:
         >>> [(slot.left, slot.right) for slot in slots_of([(10.0, 10.0), (20.0, 20.0), (50.0, 50.0)], 10.0)]
@@ -297,11 +272,7 @@ def _svg(value: float) -> str:
 
 
 class _Axis:
-    """Horizontal axis of the charts over the life of a stream: time.
-
-    Args:
-        bins: those of the figures of the report, at least one.
-    """
+    """Horizontal axis of the charts over the life of a stream: time. There must be at least one bin."""
 
     def __init__(self, bins: Sequence[dict[str, Any]]) -> None:
         self.bins = bins
@@ -342,10 +313,7 @@ def _over_time(figures: Figures) -> dict[str, Chart]:
 
 
 def _sizes(figures: Figures, axis: _Axis) -> Chart:
-    """Return the bar chart of the mean delta size in each bin of versions.
-
-    Each bar is divided into the bytes of each table and the remaining bytes.
-    """
+    """Return the bar chart of the mean delta size in each bin, divided into the bytes of each table and the rest."""
     bins, tables = figures["bins"], figures["tables"]
     named = tables[:_NUM_SERIES]
     layers = {f"s{index}": table["bin_bytes"] for index, table in enumerate(named)}

@@ -88,11 +88,7 @@ def command(stream: Stream, path: Path | None, versions: int, megabytes: int) ->
 
 
 def _write(page: Path, text: str) -> None:
-    """Write ``text`` to a temporary file and rename the file to ``page``, so that ``page`` is never incomplete.
-
-    Raises:
-        InvalidArgumentError: if the file cannot be written.
-    """
+    """Write a temporary file and rename it to ``page``, so that ``page`` is never incomplete."""
     draft = page.with_name(f".{page.name}.{secrets.token_hex(8)}")
     with os_errors_of("--out", str(page)):
         try:
@@ -111,11 +107,6 @@ def gather(stream: Stream, max_versions: int, max_bytes: int) -> Figures:
         stream: the stream.
         max_versions: maximum number of log entries to read, the newest ones.
         max_bytes: maximum total size of the parts to read, in bytes, those of the newest versions.
-
-    Raises:
-        InvalidArgumentError: if there is no stream.
-        MalformedError: if the newest entry is malformed.
-        StorageError: if the store cannot be read.
     """
     head = stream.head()
     listed = [version for version in stream.log.versions() if version <= head.version]
@@ -215,11 +206,7 @@ def _gap(stream: Stream, listed: list[int]) -> list[StreamError]:
     """Return a list with the error of a missing entry after the newest snapshot; empty if none is missing.
 
     If such an entry is missing, a new predictor cannot reach the newest version. Missing entries before the snapshot
-    are not a fault, because retention deletes them.
-
-    Args:
-        stream: the stream.
-        listed: versions in the log, ascending.
+    are not a fault, because retention deletes them. ``listed`` has the versions in the log, ascending.
     """
     try:
         snapshot = stream.log.newest_snapshot()
@@ -238,9 +225,6 @@ def _read_rows(
 
     Returns:
         Those of the versions that were read.
-
-    Raises:
-        MissingExtraError: if torch is not installed.
     """
     import_optional("torch", "torch", "torch")
     from delta_tracker.stream.format.part_reader import Contents  # noqa: PLC0415  it imports torch

@@ -32,12 +32,8 @@ def screen(
 ) -> RenderableType:
     """Return the screen as a rich renderable.
 
-    Args:
-        view: data to show.
-        width: width of the terminal in characters.
-        height: height of the terminal in lines; None for no limit.
-        section: the table to show; ``all`` to divide the lines among the three tables.
-        hint: last line of the screen; empty for none.
+    ``width`` and ``height`` are those of the terminal in characters and lines; a ``height`` of None is no limit.
+    ``section`` is the table to show, or ``all`` to divide the lines among the three tables. ``hint`` is the last line.
     """
     notices, newest = _notices(view, height), view.watch.newest(height or _UNLIMITED)
     wanted = {
@@ -85,9 +81,7 @@ def _notices(view: View, height: int | None) -> list[Text]:
 def _shares(room: int, wanted: Sequence[int]) -> list[int]:
     """Return the number of lines of each table: one line more for each in turn, up to what it needs.
 
-    Args:
-        room: number of lines to distribute. Each table gets one even if there are fewer.
-        wanted: number of lines that each table needs.
+    Each table gets one line even if ``room`` is smaller.
     """
     given = [min(1, want) for want in wanted]
     while sum(given) < room and given != list(wanted):

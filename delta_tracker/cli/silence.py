@@ -19,8 +19,6 @@ def check_silence(storage: Storage, silence: float) -> Signs | None:
     Raises:
         LivePublisherError: if the publisher gave a sign of life in the last ``silence`` seconds.
         InvalidArgumentError: if ``silence`` is less than the time between the publisher's heartbeats.
-        MalformedError: if the newest entry does not follow the format.
-        StorageError: if the store cannot be read and written.
     """
     name = f"command-{secrets.token_hex(4)}"  # two commands may run at the same time
     try:

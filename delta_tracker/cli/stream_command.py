@@ -37,13 +37,7 @@ _JSON = click.Option(["--json", "is_json"], is_flag=True, help="Print JSON on st
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """Stream that a command works on, and the output of the command.
-
-    Args:
-        storage: store of the stream.
-        log: log of the stream.
-        out: output of the command.
-    """
+    """Stream that a command works on, and the output of the command."""
 
     storage: Storage
     log: StreamLog
@@ -67,7 +61,6 @@ class Stream:
 
         Raises:
             InvalidArgumentError: if there is no stream.
-            MalformedError, StorageError: if the entry cannot be read.
         """
         head = self.log.head()
         if head is None:
@@ -99,9 +92,6 @@ def stream_command(function: Callable[..., int]) -> Callable[..., int]:
 
     Args:
         function: function that takes a :class:`Stream` and the command's own parameters, and returns the exit code.
-
-    Returns:
-        A function that takes the parameters of the command line, opens the store and calls ``function``.
     """
 
     @functools.wraps(function)
@@ -118,10 +108,6 @@ def stream_command(function: Callable[..., int]) -> Callable[..., int]:
 def store_options(options: Sequence[str], option: str = "--option") -> dict[str, str] | None:
     """Return a dict from name to value of the ``name=value`` arguments of an option; None if there are none.
 
-    Args:
-        options: the arguments.
-        option: name of the option on the command line.
-
     Raises:
         click.UsageError: if an argument has no name or no ``=``. The message omits its text, which may be secret.
     """
@@ -133,19 +119,16 @@ def store_options(options: Sequence[str], option: str = "--option") -> dict[str,
 
 
 class Number(click.FloatRange):
-    """Type of an option that takes a finite number, at most 1e9.
+    """Type of an option that takes a finite number from ``least`` to ``most``, or above ``least`` if ``above`` is True.
 
-    Args:
-        least: smallest number.
-        most: largest number; None for 1e9.
-        above: True if the number must be above ``least``.
+    ``most`` is 1e9 if it is None.
     """
 
     def __init__(self, least: float, most: float | None = None, *, above: bool = False) -> None:
         super().__init__(least, most, min_open=above)
 
     def convert(self, value: float, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Return the number that a text is."""
+        """Convert the text of an option to a number."""
         number = super().convert(value, param, ctx)
         if not number <= _MAX:  # NaN passes the comparisons of a range
             self.fail(f"{value} is not a number up to {_MAX:g}.", param, ctx)

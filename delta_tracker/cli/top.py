@@ -108,18 +108,11 @@ def _views(stream: Stream, window: float) -> Iterator[View]:
 
 
 class _Notes(logging.Handler):
-    """Log handler that stores the last message, so that the screen can show it.
-
-    If messages were written to the terminal, they would corrupt the screen.
-
-    Attributes:
-        last: the last message; None before the first.
-    """
+    """Log handler that stores the last message for the screen. Messages on the terminal would corrupt the screen."""
 
     last: str | None = None
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Store the message."""
         self.last = record.getMessage()
 
 

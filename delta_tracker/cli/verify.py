@@ -85,13 +85,7 @@ def command(stream: Stream, *, quick: bool) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Record of a damaged entry or part.
-
-    Args:
-        where: object name of the entry or part.
-        problem: description of the damage.
-        is_in_the_way: True if a predictor that starts now reads the entry or part.
-    """
+    """Record of a damaged entry or part. ``is_in_the_way`` is True if a predictor that starts now reads it."""
 
     where: str
     problem: str
@@ -110,7 +104,6 @@ class _Owners:
         self._new: list[tuple[str, Tensor | slice, Tensor]] = []
 
     def add(self, rows: BlockRows) -> None:
-        """Add the raw ids of a block of the next version."""
         if rows.owners is not None:
             ids = slice(*rows.block.rows) if rows.ids is None else rows.ids.clone()
             self._new.append((rows.block.table, ids, rows.owners(0, rows.block.num_rows)[:, 0].clone()))
@@ -122,9 +115,7 @@ class _Owners:
     def problems(self, manifest: Manifest, *, is_whole: bool) -> Iterator[str]:
         """Yield a description of each problem after a version, whose raw ids were added.
 
-        Args:
-            manifest: the version.
-            is_whole: True if all of its rows were added.
+        ``is_whole`` is True if all rows of the version were added.
         """
         if manifest.kind == "claim":
             return
@@ -159,7 +150,6 @@ class _Check:
     """Check of the entries and parts of one stream, with its result.
 
     Args:
-        stream: the stream.
         is_quick: True to compare only the sizes of parts.
 
     Attributes:
@@ -200,12 +190,7 @@ class _Check:
             self._check_merged()
 
     def _newest(self) -> tuple[Manifest | None, int]:
-        """Return the newest well-formed entry, None if there is none, and the newest version.
-
-        Raises:
-            InvalidArgumentError: if there is no stream.
-            StorageError: if the store cannot be read.
-        """
+        """Return the newest well-formed entry, None if there is none, and the newest version."""
         try:
             head = self.stream.head()
         except MalformedError:  # reported when the entry is checked
@@ -358,14 +343,7 @@ def _check_training(storage: Storage, stored: Stored) -> None:
 
 
 def _starts(manifest: Manifest, before: Manifest | None, stream: str, newest: str) -> bool:
-    """Return True if an entry may start another stream in the log.
-
-    Args:
-        manifest: the entry.
-        before: previous entry; None if it is missing or malformed.
-        stream: stream of the entries so far.
-        newest: stream of the newest well-formed entry of the log.
-    """
+    """Return True if an entry may start another stream in the log. Arguments as in :func:`_chain_problems`."""
     if manifest.forked_from is not None:
         return before is None or manifest.forked_from.stream == stream
     return before is None and manifest.stream == newest  # the promotion itself is missing or malformed

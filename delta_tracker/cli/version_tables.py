@@ -52,8 +52,6 @@ def write_versions(
 
     Raises:
         MalformedError: if the spec or the rule for raw ids of a table differs, or ``like`` does not have the table.
-        CorruptPartError: if a part is missing or does not match its manifest.
-        StorageError: if the store cannot be read.
     """
     targets = {fqn: TensorTarget.of(each) for fqn, each in rows.items()}
     dense: dict[str, Tensor] = {}
@@ -82,9 +80,6 @@ def mapped(path: Path, specs: Mapping[str, DenseSpec], header: bytes = b"") -> d
         path: path of the new file.
         specs: name to spec of each tensor, in the order of the file.
         header: first bytes of the file, before the tensors.
-
-    Raises:
-        OSError: if the disk is full, or the file cannot be written.
     """
     with path.open("xb") as file:
         file.write(header)

@@ -29,10 +29,6 @@ _NUM_LISTED = 20
 class Watch:
     """Reader that keeps the newest entries of a stream: those in a time window that ends now, and some older ones.
 
-    Args:
-        log: log of the stream.
-        window_seconds: length of the window.
-
     Attributes:
         head: newest entry that was read; None if none was read yet.
         entries: the newest entries in ascending order, at most 5,000.
@@ -66,10 +62,6 @@ class Watch:
 
         Args:
             now: Unix time in seconds, by the store's clock.
-
-        Raises:
-            MalformedError: if a new entry, or the newest one, is malformed.
-            StorageError: if the store cannot be read.
         """
         try:
             if self.head is None:
@@ -121,9 +113,6 @@ class Watch:
 
         Whether the stream was replaced or an entry is missing is checked at most every 10 seconds, because the check
         may list the log.
-
-        Raises:
-            MissingVersionError, StreamReplacedError: if the entries do not follow ``head``.
         """
         self.is_complete = False
         is_due = time.monotonic() >= self._next_check
@@ -176,7 +165,6 @@ class View:
     """Data that one refresh of the screen shows.
 
     Args:
-        url: URL of the stream.
         now: Unix time of the refresh by the store's clock, in seconds.
         watch: reader of the newest entries.
         followers: predictors with a heartbeat in the last hour.

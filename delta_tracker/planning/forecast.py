@@ -109,11 +109,8 @@ class VersionSize:
     def reads(self, memory_bytes: int = MEMORY_BYTES) -> Reads:
         """Return the requests of one predictor for the parts.
 
-        Parts are read whole as long as they fit in the memory for parts. The others are read twice, in pieces: once to
+        Parts are read whole as long as they fit in ``memory_bytes``. The others are read twice, in pieces: once to
         check the hash, and once to apply the rows.
-
-        Args:
-            memory_bytes: memory for parts.
         """
         left, num_gets, num_heads, num_bytes = memory_bytes, 0, 0, 0
         for each in self.part_bytes:
@@ -130,8 +127,6 @@ class Reads:
     """Requests of one predictor for the parts of one version.
 
     Args:
-        num_gets: number of GET requests.
-        num_heads: number of HEAD requests.
         num_bytes: bytes received.
         memory_bytes: memory for the parts that are held.
     """
@@ -143,13 +138,7 @@ class Reads:
 
 
 class Forecast:
-    """Memory, bytes, requests, disk and start-up of a stream in a bucket.
-
-    Attributes:
-        workload: the workload.
-        delta: sizes of a delta.
-        snapshot: sizes of a snapshot.
-    """
+    """Memory, bytes, requests, disk and start-up of a stream in a bucket."""
 
     def __init__(self, workload: Workload) -> None:
         self.workload = workload
@@ -367,10 +356,7 @@ def _part_bytes(blocks: Sequence[Block], dense_bytes: int) -> int:
 
 @cache
 def _gaps(density: float) -> tuple[float, float]:
-    """Return the compressed bytes and the number of escapes per id, for ids that are drawn at random.
-
-    Ids that are close to each other take fewer bytes.
-    """
+    """Return the compressed bytes and the number of escapes per id, for ids that are drawn at random."""
     gaps = np.random.default_rng(0).geometric(min(1.0, density), _SAMPLE)
     packed, escapes = pack_ids(torch.from_numpy(np.cumsum(gaps) - 1))
     return len(packed) / _SAMPLE, len(escapes) / _SAMPLE

@@ -140,7 +140,6 @@ def observe(log: StreamLog) -> Workload:
     Raises:
         InvalidArgumentError: if there is no stream, or if it has fewer than two deltas, has states or raw ids, or has
             different encodings of tables of one dtype.
-        MalformedError, StorageError: if the entries cannot be read.
     """
     url = log.storage.url
     entries = [entry for entry in map(log.read, log.versions()[-_NUM_ENTRIES:]) if entry is not None]

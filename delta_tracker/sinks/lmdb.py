@@ -267,9 +267,6 @@ class LmdbSink(RowSink):
 class _WriterLock(Forkable):
     """Lock of the file ``writer.lock``, which a forked process does not keep.
 
-    Args:
-        store: the row store.
-
     Raises:
         SinkError: if the lock is taken.
     """
@@ -288,7 +285,6 @@ class _WriterLock(Forkable):
         os.write(self._file, f"process {os.getpid()} of host {socket.gethostname()}".encode())
 
     def release(self) -> None:
-        """Release the lock."""
         file, self._file = self._file, -1
         if file >= 0:
             os.close(file)

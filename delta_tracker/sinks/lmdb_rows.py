@@ -113,9 +113,6 @@ class LmdbStore:
 
     A key is ``k``, the stream id, a letter for its kind, the name of the table, and 8 bytes with an id.
 
-    Args:
-        directory: directory of the environment.
-
     Raises:
         InvalidArgumentError: if the directory is empty or has a null character.
         MissingExtraError: if the package ``lmdb`` is not installed.

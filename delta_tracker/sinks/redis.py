@@ -259,7 +259,6 @@ class RedisSink(RowSink):
         self._disconnect()
 
     def _connect(self) -> None:
-        """Connect, check the server, and become the writer."""
         self._redis = self._server.client(is_single=True)
         self._check_server()
         token = secrets.token_hex(16)

@@ -125,10 +125,7 @@ class RedisRows:
 class RedisServer:
     """Redis server of a row store: builds clients, names keys, and translates errors.
 
-    Args:
-        url: ``redis://host:port/db``, ``rediss://...`` or ``unix://...``.
-        prefix: beginning of all keys.
-        timeout_seconds: timeout of a connection, and of each response.
+    The arguments are those of :class:`RedisRows`.
 
     Raises:
         InvalidArgumentError: for an invalid URL, an empty prefix, or a timeout that is not positive.
@@ -158,8 +155,7 @@ class RedisServer:
     def client(self, *, is_single: bool = False) -> Any:  # noqa: ANN401  the package is optional
         """Return a client, which connects at its first command and does not retry.
 
-        Args:
-            is_single: True for one connection, which is not safe for use by several threads.
+        With ``is_single``, it has one connection and is not safe for use by several threads.
         """
         try:
             return self._redis.Redis.from_url(

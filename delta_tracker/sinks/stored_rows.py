@@ -152,8 +152,6 @@ class Lookup:
     """Lookup of ids in one table as of one state: says which keys to read, and decodes what was read.
 
     Args:
-        state: state of the stream that readers read.
-        table: FQN of the table.
         ids: ``[N]`` int64 on the CPU: global row ids, or raw ids for a table with raw ids.
 
     Raises:
