@@ -68,12 +68,9 @@ def write_checkpoint(
     a ``DistributedModelParallel``. ``optimizer`` is missing if the version has no states of fused optimizers.
     ``training_state`` has the states of rank 0's ``training_state``, if the version has them.
 
-    Args:
-        storage: store of the stream.
-        path: the entries of :func:`entries_of`.
-        directory: directory of the checkpoint, which must not exist.
-        work: existing directory for memory-mapped files as large as the tables and their states.
-        advance: called with the bytes of each entry that was read.
+    ``path`` has the entries of :func:`entries_of`. ``directory`` must not exist. ``work`` is an existing directory for
+    memory-mapped files as large as the tables and their states. ``advance`` is called with the bytes of each entry that
+    was read.
     """
     rows = mapped(work / "tables", {fqn: rows_of(spec) for fqn, spec in path[0].tables.items()})
     if path[-1].training:

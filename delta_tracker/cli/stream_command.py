@@ -90,8 +90,7 @@ def stream_command(function: Callable[..., int]) -> Callable[..., int]:
     Place this decorator below ``click.command`` and above the command's own arguments, so that ``URL`` is the first
     argument.
 
-    Args:
-        function: function that takes a :class:`Stream` and the command's own parameters, and returns the exit code.
+    ``function`` takes a :class:`Stream` and the command's own parameters, and returns the exit code.
     """
 
     @functools.wraps(function)

@@ -41,14 +41,9 @@ def write_versions(
 ) -> dict[str, Tensor]:
     """Write the rows and raw ids of versions to tensors, in order, and return their dense tensors by name.
 
-    Args:
-        storage: store of the stream.
-        manifests: manifests of the versions.
-        rows: FQN to ``[rows, columns]``, written in place; rows of other tables are skipped.
-        owners: FQN to ``[rows]`` int64, written in place; raw ids of other tables are skipped.
-        like: manifest whose tables those of the versions must be like.
-        table: FQN of the table whose parts are read; None for all.
-        advance: called with the bytes of each version that was written.
+    ``rows`` has the ``[rows, columns]`` of each table by FQN, and ``owners`` the ``[rows]`` int64 raw ids. Both are
+    written in place; other tables are skipped. The tables of the versions must be like those of the manifest ``like``.
+    If ``table`` is given, only its parts are read. ``advance`` is called with the bytes of each version.
 
     Raises:
         MalformedError: if the spec or the rule for raw ids of a table differs, or ``like`` does not have the table.
@@ -76,10 +71,7 @@ def write_versions(
 def mapped(path: Path, specs: Mapping[str, DenseSpec], header: bytes = b"") -> dict[str, Tensor]:
     """Create a file for tensors, and return the memory-mapped tensors by name. Allocates the disk space immediately.
 
-    Args:
-        path: path of the new file.
-        specs: name to spec of each tensor, in the order of the file.
-        header: first bytes of the file, before the tensors.
+    The file has the bytes ``header``, and then the tensors in the order of ``specs``.
     """
     with path.open("xb") as file:
         file.write(header)

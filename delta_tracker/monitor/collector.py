@@ -203,7 +203,7 @@ class Collector:
         return windows, totals
 
     def _hand_to_handlers(self, seconds: float, *, is_last: bool = False) -> bool:
-        """Call each handler with its queued events. Return True if events remain for one that can be called.
+        """Call each handler with its queued events. Return True if events remain, except for failed or muted handlers.
 
         After ``seconds``, the events that remain stay queued, but each handler that is not muted gets at least one.
         With ``is_last``, handlers are called in this thread if no other thread can be started.

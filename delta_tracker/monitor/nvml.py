@@ -79,10 +79,7 @@ class NvmlMetrics(Source):
         )
 
     def _each(self, read: Any) -> Readings:  # noqa: ANN401
-        """Call ``read`` for each device, and return the results by device index.
-
-        Devices that do not support the reading are omitted.
-        """
+        """Call ``read`` for each device that supports it, and return the results by device index."""
         found: dict[str | tuple[str, ...], float] = {}
         for index, device in enumerate(self._devices):
             try:

@@ -21,7 +21,6 @@ class Recorder(Source):
     """Recorder of the built-in metrics of one object. It sets one label of each metric to the object's name.
 
     The attributes are the metrics of :class:`~delta_tracker.monitor.library.LibraryMetrics` that have this label.
-    The object creates the recorder in its constructor, and its components use the same recorder.
 
     Args:
         role: name of the label: ``"tracker"``, ``"publisher"`` or ``"predictor"``.

@@ -77,10 +77,7 @@ class LogicalCounters:
                 cell.restore(cell.collect_total() + total)  # beyond max_cells, several label sets share a cell
 
     def _summed(self, states: Iterable[Mapping[str, Any]]) -> dict[tuple[str, tuple[str, ...]], float]:
-        """Return the total of each cell over all states, by counter name and label values.
-
-        Defines the built-in counters that occur in ``states``.
-        """
+        """Return the total of each cell of all states, by counter name and label values. Defines built-in counters."""
         summed: dict[tuple[str, tuple[str, ...]], float] = {}
         for part in map(_parsed, states):
             for name, cells in part.items():
@@ -102,11 +99,7 @@ class LogicalCounters:
 
 
 def _parsed(saved: Any) -> Totals:  # noqa: ANN401  untrusted data from a checkpoint
-    """Return the totals of a saved state.
-
-    Raises:
-        InvalidArgumentError: if ``saved`` is not a valid result of :meth:`LogicalCounters.state_dict`.
-    """
+    """Return the totals of a saved state. Raise InvalidArgumentError if the state is malformed."""
     try:
         return convert(saved[_FORMAT], Totals)
     except (ValueError, TypeError, KeyError) as error:

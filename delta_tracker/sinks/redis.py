@@ -326,11 +326,7 @@ class RedisSink(RowSink):
             redis.close()
 
     def _run(self, script: str, keys: Sequence[str], arguments: Sequence[str | bytes | int]) -> None:
-        """Run a script as the writer.
-
-        Raises:
-            SinkError: if another process became the writer; nothing was changed.
-        """
+        """Run a script as the writer. Raise SinkError, and change nothing, if another process became the writer."""
         self._client()
         with self._server.errors():
             is_done = self._scripts[script](keys=[self._key("writer"), *keys], args=[self._writer, *arguments])

@@ -152,11 +152,7 @@ def _series(report: WindowReport | TotalReport) -> str:
 
 
 def _key(name: str) -> str:
-    """Return ``name`` as a key of MLflow.
-
-    The characters that MLflow does not accept are replaced by underscores. The end of a long name is replaced by the
-    hash of the name.
-    """
+    """Return ``name`` as a key of MLflow. Other characters become underscores; a long name ends with its hash."""
     key = "".join(each if each.isalnum() or each in "_-. /" else "_" for each in name)
     if len(key) <= _MAX_KEY_LENGTH:
         return key
