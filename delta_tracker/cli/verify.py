@@ -284,8 +284,9 @@ class _Check:
         Retention keeps an entry that precedes a claim, but deletes the entry's objects.
         """
         log = self.stream.log
-        is_old = manifest.version < self._start or manifest.stream != self._stream
-        return is_old and log.storage.size(stored.name) is None and log.precedes_claim(manifest)
+        has_newer = manifest.version < self._start or manifest.stream != self._stream
+        has_merged = manifest.version == self._start and manifest.kind == "delta"  # a snapshot that ends with it
+        return (has_newer or has_merged) and log.storage.size(stored.name) is None and log.precedes_claim(manifest)
 
     def _checks(self, manifest: Manifest) -> Iterator[tuple[Part | Stored, Callable[[], object]]]:
         """Yield each object of an entry, and a function that checks it. The functions raise CorruptPartError."""

@@ -286,7 +286,7 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
         entry, merged = decision.entry, decision.merged
         if merged is not None and not self._copy_merged(merged, entry.stream):
             return False
-        self._copy_objects(entry)
+        self._copy_objects(entry, is_merged=merged is not None and merged.last == entry.version)
         self._create(decision.data, entry.version)
         self._head = entry
         self._num_copied += 1
@@ -307,13 +307,18 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
         self._to.create_copy(merged.name, data)  # no-op if there is another compaction's entry for the same versions
         return True
 
-    def _copy_objects(self, entry: Manifest) -> None:
+    def _copy_objects(self, entry: Manifest, *, is_merged: bool = False) -> None:
+        """Copy the objects of an entry. If it ``is_merged``, retention may have deleted them."""
         log = self._source
         for stored in entry.objects:
             try:
                 self._objects.copy(stored)
             except CorruptPartError as error:
-                if entry.merges is None and (log.read(entry.version) is None or log.precedes_claim(entry)):
+                is_kept_for_claim = log.precedes_claim(entry)
+                if is_merged and is_kept_for_claim:
+                    return
+                is_passed = is_kept_for_claim and self._head is not None
+                if entry.merges is None and (is_passed or log.read(entry.version) is None):
                     raise (_emptied(log) or self._diverged(entry.version, _DELETED)) from error
                 raise error.advising(_REPAIR) from error
 
@@ -432,6 +437,13 @@ class _Seen:
         self.head, self.newest_snapshot = cache(log.head), cache(log.newest_snapshot)
         self.is_committed = log.is_committed
 
+    def is_kept_for_claim(self, entry: Manifest) -> bool:
+        """Return True if retention has deleted the objects of an entry, and keeps it because a claim follows it."""
+        if not self.source.precedes_claim(entry):
+            return False
+        size = self.source.storage.size
+        return any(size(each.name) is None for each in entry.objects)
+
     def next_entry(self, version: int) -> bytes | None:
         """Return the bytes of the entry to copy next; None if it does not exist, as far as a poll can tell."""
         return _read(self.source, version) if self.source.may_have(version) else None
@@ -475,10 +487,11 @@ def _first(log: _Seen) -> Copy | str:
     start, note = _pinned_start(log, head)
     if start is None:
         start = None if head.snapshot is None else log.read(head.snapshot)
+    if start is None or log.is_kept_for_claim(start):
+        newest = log.newest_snapshot()
+        start = start if newest is None or newest.merges is None else newest
     if start is None:
-        start = log.newest_snapshot()
-        if start is None or start.merges is None:
-            return waits
+        return waits
     merged = None if start.merges is None else Merged.of(start)
     version = start.version if merged is None or log.read(start.version) is not None else start.version + 1
     data = log.next_entry(version)

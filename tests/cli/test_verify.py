@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import random
+import threading
+import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,7 +32,9 @@ from delta_tracker.stream.pointer_writer import PointerWriter
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import Bucket, Identity, StateSpec, TableStates
 from tests.cli.commands import IDENTITY, Cli, entry, flip, make_owned, path_of, url_of
+from tests.stream.histories import History
 from tests.stream.streams import FQN, Writer
+from tests.sweeps import SWEEPS_ARE_WHOLE
 
 
 def test_verify_accepts_an_intact_stream(cli: Cli, writer: Writer) -> None:
@@ -139,6 +144,42 @@ def test_claims_that_retention_keeps_are_no_damage(cli: Cli, writer: Writer) -> 
     assert "1 entry below a missing one: retention leaves only claims" in cli("inspect", url)
     report = cli.json("report", url)
     assert (report["faults"], report["versions"]["missing"]) == ([], 0)
+
+
+def test_an_entry_without_parts_below_a_claim_and_a_merged_snapshot_is_no_damage(cli: Cli, writer: Writer) -> None:
+    assert compact(writer.storage, fold=1e-9) is not None
+    last = StreamLog(writer.storage).versions()[-1]
+    writer.claim = StreamLog(writer.storage).claim()
+    writer.delta([1])
+    writer.delta([2])
+    before = StreamLog(writer.storage).read(last)
+    assert before is not None
+    retain(writer.storage, Retention(versions=1, grace_seconds=0.0), now=lambda: time.time() + 1)
+    assert [writer.storage.size(each.name) for each in before.parts] == [None]
+    url = url_of(writer)
+    for options in ([], ["--quick"]):
+        assert cli.json("verify", url, *options)["findings"] == []
+    assert cli.json("report", url)["faults"] == []
+
+
+@pytest.mark.sweep("short")
+@pytest.mark.parametrize("seed", range(100) if SWEEPS_ARE_WHOLE else (6, 26, 30))
+def test_what_retention_leaves_can_be_mirrored_and_is_no_damage(cli: Cli, tmp_path: Path, seed: int) -> None:
+    choose, source = random.Random(seed), Storage((tmp_path / "stream").as_uri(), create=True)
+    history = History(source, seed)
+    for number in range(20):
+        step = choose.choice(["delta", "delta", "snapshot", "claim", "compact", "compact", "retain"])
+        if step == "compact":
+            compact(source, fold=choose.choice([1e9, 1e-9]))
+        elif step == "retain":
+            retain(source, Retention(versions=choose.randint(1, 3), grace_seconds=0), lambda: time.time() + 1)
+            copy = Storage((tmp_path / f"copy{number}").as_uri(), create=True)
+            Mirror(source, copy).run(stop=threading.Event(), poll_seconds=0.001, once=True)
+            assert StreamLog(copy).head() == history.held.head
+            for stream in (source, copy):
+                assert cli.json("verify", str(stream.url))["findings"] == []
+        else:
+            getattr(history, step)()
 
 
 @pytest.fixture

@@ -418,6 +418,35 @@ def test_a_mirror_starts_at_a_merged_snapshot_if_no_other_is_left(writer: Writer
     assert torch.equal(table, writer.table)
 
 
+def test_a_mirror_starts_at_a_merged_snapshot_that_ends_before_a_claim(writer: Writer) -> None:
+    """Retention keeps the entry before a claim, but not its parts."""
+    assert compact(writer.storage, fold=1e-9) is not None
+    storage = writer.storage
+    writer.claim = StreamLog(storage).claim()
+    writer.delta([3])
+    writer.delta([4])
+    retain(storage, _ALL, now=lambda: time.time() + 1)
+    before = StreamLog(storage).read(5)
+    assert before is not None
+    assert [storage.size(each.name) for each in before.objects] == [None]
+    destination = Storage("memory://")
+    copy(Mirror(storage, destination))
+    assert entries(destination) == [5, 6, 7, 8]
+    assert everything(destination).items() <= everything(storage).items()
+    version, table = table_at(destination)
+    assert version == 8
+    assert torch.equal(table, writer.table)
+
+
+def test_an_only_snapshot_without_its_part_is_reported_as_damage(writer: Writer) -> None:
+    """Retention would keep the part of a snapshot before a claim, as long as there is no newer one."""
+    snapshot = writer.snapshot()
+    writer.claim = StreamLog(writer.storage).claim()
+    writer.storage.delete(snapshot.parts[0].name)
+    with pytest.raises(CorruptPartError, match="does not exist"):
+        Mirror(writer.storage, Storage("memory://")).step()
+
+
 def test_merged_entries_are_copied_once_the_log_has_reached_them(writer: Writer) -> None:
     destination = prefix(writer.storage)
     mirror = Mirror(writer.storage, destination)
