@@ -5,7 +5,7 @@ from __future__ import annotations
 from delta_tracker.errors import DeltaTrackerError, InvalidArgumentError, StreamError
 from delta_tracker.predictor.reader import Reader
 from delta_tracker.predictor.status import error_text
-from delta_tracker.stream.heartbeat import Pulse
+from delta_tracker.stream.heartbeat import HeartbeatWriter
 from delta_tracker.stream.storage.storage import Location, open_storage
 
 
@@ -18,7 +18,7 @@ class Heartbeats:
             text = "Pass the url of a bucket or directory: heartbeats cannot be written over http"
             raise InvalidArgumentError("heartbeats", given, text)
         self._reader = reader
-        self._pulse = Pulse(storage, name)
+        self._writer = HeartbeatWriter(storage, name)
         self._source = reader.source if given is None else None  # None if heartbeats do not move
 
     def write(self, error: Exception | None, poll_seconds: float | None, *, is_last: bool = False) -> None:
@@ -27,12 +27,12 @@ class Heartbeats:
         if self._source not in (None, source):
             self._source = source
             if not source.storage.is_read_only:
-                self._pulse.move_to(source.storage)
-        if not is_last and not self._pulse.is_due():
+                self._writer.move_to(source.storage)
+        if not is_last and not self._writer.is_due():
             return
         lag_versions, lag_seconds = lag(reader, poll_seconds if error is None else None) or (None, None)
         position, canary = reader.position, source.canary
-        self._pulse.leave(
+        self._writer.write(
             stream=None if position is None else position.stream,
             version=None if position is None else position.version,
             lag_versions=lag_versions,

@@ -7,7 +7,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any
 
 from delta_tracker.stream.format.manifest import Manifest
-from delta_tracker.stream.heartbeat import PublisherPulse
+from delta_tracker.stream.heartbeat import PublisherHeartbeatWriter
 from delta_tracker.stream.reading.runtime import Runtime
 from delta_tracker.stream.storage.storage import Storage
 
@@ -25,15 +25,15 @@ class Heartbeats:
 
     def __init__(self, storage: Storage, seconds: float, runtime: Runtime) -> None:
         self._seconds = seconds
-        self._pulse = PublisherPulse(storage, seconds)
+        self._writer = PublisherHeartbeatWriter(storage, seconds)
         self._worker = runtime.executor("publisher-heartbeat")
         # Start the thread now: a system that has no more threads must not fail training later.
         self._job: Future[None] = self._worker.submit(lambda: None)
 
     def beat(self, head: Manifest) -> None:
         """Start to write a heartbeat if one is due and no other is being written. Makes no request in this thread."""
-        if self._pulse.is_due() and self._job.done():
-            self._job = self._worker.submit(self._pulse.leave, head)
+        if self._writer.is_due() and self._job.done():
+            self._job = self._worker.submit(self._writer.write, head)
 
     def wait(self, job: Future[Any], head: Manifest) -> None:
         """Wait until a job has ended, and write heartbeats meanwhile."""

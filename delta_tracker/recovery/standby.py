@@ -40,7 +40,7 @@ from delta_tracker.recovery.streams import GONE, RecoveryStream, ServingStreams,
 from delta_tracker.sharding.interrupted import mark, unmark
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.format.parse import parse_manifest
-from delta_tracker.stream.heartbeat import PublisherPulse, check_name
+from delta_tracker.stream.heartbeat import PublisherHeartbeatWriter, check_name
 from delta_tracker.stream.log import Claim, ClaimedStream, StreamLog
 from delta_tracker.stream.reading.runtime import REAL, Runtime
 from delta_tracker.stream.storage.storage import Location, Storage, open_storage
@@ -392,7 +392,7 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
         try:
             restored = restoration.run()
             if self._is_first:
-                PublisherPulse(storage, 0.0).leave(claimed.entry)  # the only heartbeat, without period
+                PublisherHeartbeatWriter(storage, 0.0).write(claimed.entry)  # the only heartbeat, without period
             serving = list(self._claim_serving(exchange, claimed))
         except BaseException:
             if restoration.plan is not None:

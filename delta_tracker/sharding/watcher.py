@@ -126,7 +126,7 @@ class Watcher:
 
     def remove(self) -> None:
         """Stop reporting. The remaining reports of a lookup or write in progress are dropped."""
-        self._listener = cast("HookListener", _Deaf())
+        self._listener = cast("HookListener", _NoListener())
 
     def _begin_write(self, key: int, ids: Mapping[str, Tensor | None]) -> None:
         if is_capturing():
@@ -193,7 +193,7 @@ class Watcher:
             _logger.error("a hook failed; all rows count as changed: tables=%s", tables, exc_info=error)
 
 
-class _Deaf:
+class _NoListener:
     """Listener that ignores all reports. It replaces the listener of a removed hook."""
 
     def __getattr__(self, name: str) -> Callable[..., None]:

@@ -93,7 +93,7 @@ def check_name(name: object) -> None:
         raise InvalidArgumentError("name", name, "Use up to 64 letters, digits, underscores and hyphens")
 
 
-def leave_heartbeat(storage: Storage, beat: Heartbeat) -> None:
+def write_heartbeat(storage: Storage, beat: Heartbeat) -> None:
     """Write a heartbeat, replacing one of the same name. Truncates its error, reason and next step."""
     error = None if beat.error is None else beat.error[:_MAX_TEXT]
     fields = asdict(beat) | {"error": error, "why": beat.why[:_MAX_TEXT], "next_step": beat.next_step[:_MAX_STEP]}
@@ -109,7 +109,7 @@ class _Target:
     num_written: int = 0
 
 
-class Pulse:
+class HeartbeatWriter:
     """Writer of one predictor's heartbeats, every ``seconds``. It does not raise errors of the store.
 
     The first of consecutive failures and the recovery are logged, but no failure before the first version. After a
@@ -132,7 +132,7 @@ class Pulse:
         """Write the next heartbeats to another store. The first one is due immediately, also after failures."""
         self._target = _Target(storage)  # a heartbeat that another thread is writing delays only its own target
 
-    def leave(self, **fields: Any) -> None:  # noqa: ANN401  fields of a Heartbeat
+    def write(self, **fields: Any) -> None:  # noqa: ANN401  fields of a Heartbeat
         """Write a heartbeat, except to a local directory without a log: it has no stream.
 
         ``fields`` are those of the :class:`Heartbeat` that this object does not know.
@@ -148,7 +148,7 @@ class Pulse:
             self._check_alone(target)
             own: dict[str, Any] = {"host": socket.gethostname()[:_MAX_HOST], "seconds": self._seconds, "window": window}
             beat = Heartbeat(name=self._name, time=time.time(), **(own | fields))
-            leave_heartbeat(target.storage, beat)
+            write_heartbeat(target.storage, beat)
             target.last, target.num_written = beat.time, target.num_written + 1
         except StorageError as error:
             if fields["stream"] is None:
@@ -273,8 +273,8 @@ def see_publisher(storage: Storage, head: Manifest) -> tuple[PublisherHeartbeat,
     return beat, response.modified
 
 
-class PublisherPulse:
-    """Writer of the heartbeats of one publisher, as :class:`Pulse` without longer pauses after failures."""
+class PublisherHeartbeatWriter:
+    """Writer of the heartbeats of one publisher, as :class:`HeartbeatWriter` without longer pauses after failures."""
 
     def __init__(self, storage: Storage, seconds: float = BEAT_SECONDS) -> None:
         self._storage = storage
@@ -286,7 +286,7 @@ class PublisherPulse:
         """Return True if it is time for the next heartbeat."""
         return time.monotonic() >= self._next
 
-    def leave(self, head: Manifest) -> None:
+    def write(self, head: Manifest) -> None:
         """Write a heartbeat. ``head`` is the newest entry of the publisher."""
         self._next = time.monotonic() + self._seconds
         beat = PublisherHeartbeat(

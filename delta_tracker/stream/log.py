@@ -44,7 +44,7 @@ from delta_tracker.stream.format.manifest import (
 )
 from delta_tracker.stream.format.parse import parse_manifest
 from delta_tracker.stream.pin import has_deletions, last_present
-from delta_tracker.stream.pointer import HeadPointer, PointerView, read_pointer
+from delta_tracker.stream.pointer import HeadPointer, PointerReader, read_pointer
 from delta_tracker.stream.reading.runtime import REAL, Runtime
 from delta_tracker.stream.storage.objects import back_off
 from delta_tracker.stream.storage.storage import Storage
@@ -72,7 +72,7 @@ class StreamLog:
         self.url = storage.url
         self._runtime = runtime
         self.is_listed = storage.lists
-        self.pointer = PointerView(storage, runtime=runtime)
+        self.pointer = PointerReader(storage, runtime=runtime)
         self._known = -1  # newest version that was read or listed; a hint, because the store may be replaced
         self._awaited: tuple[int, float] | None = None  # version of may_have(), and monotonic time to ask for it
         self._doubted: tuple[str, float] | None = None  # entry read past the caches last, and the monotonic time

@@ -149,7 +149,7 @@ def _report(error: UnreadablePointerError) -> None:
         _logger.warning("ignored malformed pointer: url=%s name=%s error=%s", error.url, error.name, error.reason)
 
 
-class PointerView(Forkable):
+class PointerReader(Forkable):
     """The pointers that one reader has read. Thread-safe.
 
     A pointer is **claimed** until the entry that it names was read, and then **confirmed**. The confirmed pointer is

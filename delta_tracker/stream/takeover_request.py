@@ -18,9 +18,9 @@ from delta_tracker.stream.heartbeat import (
     Heartbeat,
     check_name,
     heartbeat_path,
-    leave_heartbeat,
     read_record,
     see_publisher,
+    write_heartbeat,
 )
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.storage.storage import Storage
@@ -83,7 +83,7 @@ class Liveness:
             resyncs=0,
             error=error,
         )
-        leave_heartbeat(self._storage, beat)
+        write_heartbeat(self._storage, beat)
         response = Transfer()
         name = heartbeat_path(self._name)
         if self._storage.read(name, max_bytes=_MAX_BYTES, transfer=response) is None or response.modified is None:

@@ -13,7 +13,7 @@ import torch
 from delta_tracker.cli.main import main
 from delta_tracker.raw_ids import NO_OWNER
 from delta_tracker.stream.format.manifest import Manifest
-from delta_tracker.stream.heartbeat import Heartbeat, leave_heartbeat
+from delta_tracker.stream.heartbeat import Heartbeat, write_heartbeat
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import Bucket, Identity
@@ -90,7 +90,7 @@ def beat(writer: Writer, name: str, **changes) -> Heartbeat:
 
 def leave(writer: Writer, beat: Heartbeat, seconds_ago: float = 0.0) -> None:
     """Write a heartbeat, and date it in the store."""
-    leave_heartbeat(writer.storage, beat)
+    write_heartbeat(writer.storage, beat)
     date(path_of(writer, f"predictors/{beat.name}.json"), seconds_ago)
 
 

@@ -13,7 +13,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from delta_tracker.stream.heartbeat import PublisherPulse
+from delta_tracker.stream.heartbeat import PublisherHeartbeatWriter
 from tests.cli.commands import Cli, beat, date, leave, path_of, url_of
 from tests.stream.streams import Writer
 
@@ -55,7 +55,7 @@ def _awaited(url: str, name: str) -> dict[str, float]:
 def test_it_serves_ages_lags_and_heartbeats(writer: Writer) -> None:
     for path in path_of(writer, "log").iterdir():
         date(path, 100)
-    PublisherPulse(writer.storage).leave(writer.claim.head)
+    PublisherHeartbeatWriter(writer.storage).write(writer.claim.head)
     leave(writer, beat(writer, "host-7", version=2, lag_versions=2, lag_seconds=7.0))
     stream = f'{{url="{url_of(writer)}"}}'
     with _exporter(url_of(writer)) as url:

@@ -13,7 +13,7 @@ import torch
 from delta_tracker.cli.silence import SILENCE_SECONDS
 from delta_tracker.predictor.predictor import Predictor
 from delta_tracker.stream.format.manifest import entry_name
-from delta_tracker.stream.heartbeat import GONE_SECONDS, Heartbeat, PublisherPulse, leave_heartbeat
+from delta_tracker.stream.heartbeat import GONE_SECONDS, Heartbeat, PublisherHeartbeatWriter, write_heartbeat
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.pointer import POINTER_NAME
@@ -90,12 +90,12 @@ def test_inspect_shows_predictors_until_they_are_long_gone(cli: Cli, writer: Wri
         resyncs=3,
         error="x",
     )
-    leave_heartbeat(writer.storage, left)
+    write_heartbeat(writer.storage, left)
     leave(writer, replace(left, name="b"), SILENCE_SECONDS + 60)
     leave(writer, replace(left, name="c"), GONE_SECONDS + 60)
-    leave_heartbeat(writer.storage, replace(left, name="d", stream="0" * 32))
-    leave_heartbeat(writer.storage, replace(left, name="e", version=None, stream=None))
-    leave_heartbeat(writer.storage, replace(left, name="f", time=now + 1000))
+    write_heartbeat(writer.storage, replace(left, name="d", stream="0" * 32))
+    write_heartbeat(writer.storage, replace(left, name="e", version=None, stream=None))
+    write_heartbeat(writer.storage, replace(left, name="f", time=now + 1000))
     path_of(writer, "predictors/g.json").write_text("nonsense")
     found = cli.json("inspect", url)
     assert "g.json error=" in cli.err
@@ -116,7 +116,7 @@ def test_inspect_shows_the_heartbeats_of_the_publisher(cli: Cli, writer: Writer)
         "heartbeat_seconds_ago": None,
         "is_silent": False,
     }
-    PublisherPulse(writer.storage).leave(head)
+    PublisherHeartbeatWriter(writer.storage).write(head)
     beat = path_of(writer, f"publishers/{1:020d}.json")
     date(beat, SILENCE_SECONDS + 60)
     assert not cli.json("inspect", url)["publisher"]["is_silent"], "the newest version is a sign of life"

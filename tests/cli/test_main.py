@@ -15,7 +15,7 @@ import delta_tracker.cli
 from delta_tracker.cli.commands import commands
 from delta_tracker.cli.main import main
 from delta_tracker.cli.text import plain
-from delta_tracker.stream.heartbeat import Heartbeat, leave_heartbeat
+from delta_tracker.stream.heartbeat import Heartbeat, write_heartbeat
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import TableSpec
 from tests.cli.commands import Cli, entry, flip, interrupted, make, path_of, url_of
@@ -145,7 +145,7 @@ def test_text_of_others_reaches_no_terminal_as_it_is(cli: Cli, tmp_path: Path) -
         rows = replace(rows, block=replace(rows.block, table=HOSTILE))
         writer.write("snapshot" if ids is None else "delta", [rows], {HOSTILE: writer.spec})
     beat = {"stream": writer.claim.head.stream, "version": 1, "lag_versions": 0, "lag_seconds": 0.0, "resyncs": 0}
-    leave_heartbeat(writer.storage, Heartbeat(name="p", time=time.time(), error=HOSTILE, **beat))
+    write_heartbeat(writer.storage, Heartbeat(name="p", time=time.time(), error=HOSTILE, **beat))
     (path_of(writer, "predictors") / "q.json").write_text(json.dumps({"name": HOSTILE}))
     url = url_of(writer)
     shown = [cli("inspect", url), cli.err, cli("diff", url, 1, 2), cli("export", url, "--out", tmp_path / "out")]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from delta_tracker.stream.format.manifest import entry_name
-from delta_tracker.stream.heartbeat import PublisherPulse, read_heartbeats
+from delta_tracker.stream.heartbeat import PublisherHeartbeatWriter, read_heartbeats
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.storage.storage import Storage
 from tests.cli.commands import Cli, date, make, path_of, url_of
@@ -100,7 +100,7 @@ def test_a_mirror_of_a_live_publisher_is_not_promoted(
     if sign == "version":
         date(path_of(copied, entry_name(4)), 0)
     else:
-        PublisherPulse(copied.storage).leave(copied.claim.head)
+        PublisherHeartbeatWriter(copied.storage).write(copied.claim.head)
     assert cli("mirror", url, copy, "--promote", code=2) == ""
     assert f"error: {url} has a live publisher of generation 1: version 4, last sign" in cli.err
     assert "Stop that trainer, and repeat the command 30 s later; --force promotes at once" in cli.err
@@ -116,7 +116,7 @@ def test_the_silence_of_a_publisher_has_a_bound(cli: Cli, copied: Writer, copy: 
     url = url_of(copied)
     cli("mirror", url, copy, "--promote", "--silence", "200", code=2)
     assert "has a live publisher" in cli.err
-    PublisherPulse(copied.storage, 40.0).leave(copied.claim.head)
+    PublisherHeartbeatWriter(copied.storage, 40.0).write(copied.claim.head)
     cli("mirror", url, copy, "--promote", code=2)
     assert "Pass more than 40 s, the time between the publisher's heartbeats, or --force" in cli.err
     assert StreamLog(Storage(copy.as_uri())).versions() == [1, 2, 3, 4]

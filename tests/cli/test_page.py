@@ -20,7 +20,7 @@ from delta_tracker.stream import log as log_module
 from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.format.manifest import Block, entry_name
-from delta_tracker.stream.heartbeat import Heartbeat, leave_heartbeat
+from delta_tracker.stream.heartbeat import Heartbeat, write_heartbeat
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import TableSpec
 from tests.cli.commands import beat, leave, make, path_of
@@ -32,7 +32,7 @@ def test_text_of_a_stream_never_becomes_markup_or_script(trainer: Trainer, tmp_p
     head = trainer.writer.claim.head
     fields = {"stream": head.stream, "version": 3, "lag_versions": 4, "lag_seconds": 1.0, "resyncs": 1}
     beat = Heartbeat(name="p", time=time.time(), error=HOSTILE, **fields)
-    leave_heartbeat(trainer.writer.storage, beat)
+    write_heartbeat(trainer.writer.storage, beat)
     out = tmp_path / "r.html"
     assert main(["report", trainer.writer.storage.url, "--out", str(out)]) == 0
     text = out.read_text(encoding="utf-8")

@@ -17,7 +17,7 @@ from delta_tracker.cli.stream_command import Stream
 from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.format.manifest import Block
-from delta_tracker.stream.heartbeat import leave_heartbeat
+from delta_tracker.stream.heartbeat import write_heartbeat
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import TableSpec
@@ -41,7 +41,7 @@ def test_the_screen_fits(
         ]
         writer.write("delta", rows, specs)
     for index in range(num_predictors):
-        leave_heartbeat(storage, beat(writer, f"{'p' * 50}-{index}", error="x" * 500 if index % 5 == 0 else None))
+        write_heartbeat(storage, beat(writer, f"{'p' * 50}-{index}", error="x" * 500 if index % 5 == 0 else None))
     console = Console(width=width, height=height, record=True, file=io.StringIO(), markup=False)
     stream = Stream(storage, StreamLog(storage), Output(is_json=False))
     view = next(top_command._views(stream, 60.0))

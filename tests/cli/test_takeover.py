@@ -8,7 +8,7 @@ import pytest
 
 from delta_tracker.cli import takeover
 from delta_tracker.stream import takeover_request as stream_takeover
-from delta_tracker.stream.heartbeat import Heartbeat, PublisherPulse, read_heartbeats
+from delta_tracker.stream.heartbeat import Heartbeat, PublisherHeartbeatWriter, read_heartbeats
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.stream.takeover_request import TakeoverRequest, read_request
 from tests.cli.commands import Cli, date, path_of, url_of
@@ -34,11 +34,11 @@ def request_of(writer: Writer) -> TakeoverRequest:
 
 def test_a_live_publisher_is_not_replaced_without_force(cli: Cli, silent: Writer) -> None:
     url, head = url_of(silent), silent.claim.head
-    PublisherPulse(silent.storage).leave(head)
+    PublisherHeartbeatWriter(silent.storage).write(head)
     assert cli("takeover", url, code=2) == ""
     assert "live publisher of generation 1: version 4, last sign" in cli.err
     assert silent.storage.size(_REQUEST) is None
-    PublisherPulse(silent.storage, 40.0).leave(head)
+    PublisherHeartbeatWriter(silent.storage, 40.0).write(head)
     cli("takeover", url, code=2)
     assert "Pass more than 40 s, the time between the publisher's heartbeats, or --force" in cli.err
     assert cli.json("takeover", url, "--force")["silent_seconds"] is None
@@ -83,14 +83,14 @@ def test_a_request_is_cancelled(cli: Cli, silent: Writer) -> None:
 
 
 def test_two_commands_look_at_the_same_time(cli: Cli, silent: Writer, monkeypatch: pytest.MonkeyPatch) -> None:
-    leave, url = stream_takeover.leave_heartbeat, url_of(silent)
+    leave, url = stream_takeover.write_heartbeat, url_of(silent)
 
     def left(storage: Storage, beat: Heartbeat) -> None:
         leave(storage, beat)
         monkeypatch.undo()
         cli("takeover", url)  # before the first command has read its own heartbeat
 
-    monkeypatch.setattr(stream_takeover, "leave_heartbeat", left)
+    monkeypatch.setattr(stream_takeover, "write_heartbeat", left)
     cli("takeover", url)
     assert read_heartbeats(silent.storage) == []
 

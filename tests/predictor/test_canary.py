@@ -180,7 +180,7 @@ def test_a_canary_of_seconds_leaves_a_stream_that_a_promotion_has_ended() -> Non
 
 
 def test_a_canary_follows(writer: Writer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heartbeat_module.Pulse, "is_due", lambda self: True)
+    monkeypatch.setattr(heartbeat_module.HeartbeatWriter, "is_due", lambda self: True)
     predictor = Predictor(writer.model(), writer.storage, rollout=Rollout(canary=Canary(versions=2)), name="p")
     predictor.follow(0.001)
     for number in range(5):

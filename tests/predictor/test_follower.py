@@ -112,7 +112,7 @@ def test_follow_refuses_a_stream_that_does_not_fit_the_model(
 def test_following_retries_after_a_version_that_does_not_fit_the_model(
     writer: Writer, publish: Callable, tensor: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(heartbeat_module.Pulse, "is_due", lambda self: True)
+    monkeypatch.setattr(heartbeat_module.HeartbeatWriter, "is_due", lambda self: True)
     model = writer.model()
     predictor = Predictor(model, writer.storage, name="p")
     predictor.follow(poll_seconds=0.001)

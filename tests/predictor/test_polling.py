@@ -298,7 +298,7 @@ def test_hints_make_a_follower_poll_rarely() -> None:
 
 def test_a_rare_poll_does_not_delay_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("delta_tracker.predictor.follower._BEAT_SECONDS", 0.02)
-    monkeypatch.setattr(heartbeat_module.Pulse, "is_due", lambda self: True)
+    monkeypatch.setattr(heartbeat_module.HeartbeatWriter, "is_due", lambda self: True)
     writer = Writer(Storage("memory://"))
     writer.snapshot()
     storage = writer.storage
@@ -312,7 +312,7 @@ def test_a_rare_poll_does_not_delay_heartbeats(monkeypatch: pytest.MonkeyPatch) 
 
 def test_the_heartbeat_of_a_resting_follower_needs_no_read(monkeypatch: pytest.MonkeyPatch) -> None:
     shorten_waits(monkeypatch, gap_check_seconds=3600.0)
-    monkeypatch.setattr(heartbeat_module.Pulse, "is_due", lambda self: True)
+    monkeypatch.setattr(heartbeat_module.HeartbeatWriter, "is_due", lambda self: True)
     writer = Writer(Storage("memory://"))
     writer.snapshot()
     storage = WrappedStorage(writer.storage)

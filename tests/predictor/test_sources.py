@@ -26,7 +26,7 @@ from delta_tracker.errors import (
 )
 from delta_tracker.predictor import reader as reader_module
 from delta_tracker.stream.format.manifest import entry_name
-from delta_tracker.stream.heartbeat import Pulse, read_heartbeats
+from delta_tracker.stream.heartbeat import HeartbeatWriter, read_heartbeats
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.mirroring import Mirror, promote
@@ -338,7 +338,7 @@ def test_what_is_lost_is_not_read_from_a_copy_that_does_not_have_it(fault: str, 
 
 @pytest.mark.parametrize("is_given", [False, True])
 def test_heartbeats_follow_a_failover(monkeypatch: pytest.MonkeyPatch, *, is_given: bool) -> None:
-    monkeypatch.setattr(Pulse, "is_due", lambda self: True)
+    monkeypatch.setattr(HeartbeatWriter, "is_due", lambda self: True)
     writer = Writer(flaky())
     writer.snapshot()
     other, given = flaky(), Storage("memory://")

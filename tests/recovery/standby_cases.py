@@ -30,7 +30,7 @@ from delta_tracker.recovery.random_states import RandomStates
 from delta_tracker.recovery.targets import RowWriter
 from delta_tracker.sharding.interrupted import check_complete
 from delta_tracker.stream.format.manifest import entry_name
-from delta_tracker.stream.heartbeat import BEAT_SECONDS, PublisherPulse, read_heartbeats
+from delta_tracker.stream.heartbeat import BEAT_SECONDS, PublisherHeartbeatWriter, read_heartbeats
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.mirroring import Mirror, promote
@@ -221,7 +221,7 @@ def revived(rank: int, world_size: int, path: str, spec: dict[str, Any]) -> str:
 
     def slow(writer: RowWriter, entry: Any) -> None:
         write(writer, entry)
-        PublisherPulse(Storage(f"file://{path}/stream")).leave(last)
+        PublisherHeartbeatWriter(Storage(f"file://{path}/stream")).write(last)
 
     with mock.patch.object(RowWriter, "write", slow):
         message = attempt(standby.take_over)
@@ -395,7 +395,7 @@ def followed_until(rank: int, world_size: int, path: str, spec: dict[str, Any]) 
     standby = job.standby(path)
     if rank == 0:  # the publisher was silent for a while
         request(path)
-        PublisherPulse(Storage(f"file://{path}/stream")).leave(log_of(path).head())
+        PublisherHeartbeatWriter(Storage(f"file://{path}/stream")).write(log_of(path).head())
     expected = trainer.held()
     with _at_the_third_look(partial(request, path, force=True)) as looks:
         taken = standby.follow()
@@ -726,7 +726,7 @@ def misused(rank: int, world_size: int, path: str, spec: dict[str, Any]) -> list
     last = publisher.snapshot()
     standby = job.standby(path)
     if rank == 0:
-        PublisherPulse(Storage(f"file://{path}/stream"), 5.0).leave(last)
+        PublisherHeartbeatWriter(Storage(f"file://{path}/stream"), 5.0).write(last)
     barrier()
     different = (
         (partial(standby.follow, 30.0), standby.take_over),
@@ -812,7 +812,7 @@ def beating_without_threads(rank: int, world_size: int, path: str, spec: dict[st
     publisher = trainer.publisher(path, heartbeat_seconds=1e9)
     publisher.snapshot()
     assert publisher._versions._beats is not None
-    publisher._versions._beats._pulse._next = 0.0
+    publisher._versions._beats._writer._next = 0.0
     with mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("can't start new thread")):
         publisher.publish()
     publisher.close()

@@ -14,7 +14,7 @@ import torch
 from delta_tracker import Predictor, Rollout
 from delta_tracker.errors import InvalidArgumentError, NoSnapshotError, StorageError, StreamError
 from delta_tracker.stream import heartbeat as heartbeat_module
-from delta_tracker.stream.heartbeat import Heartbeat, Pulse, leave_heartbeat, read_heartbeats
+from delta_tracker.stream.heartbeat import Heartbeat, HeartbeatWriter, read_heartbeats, write_heartbeat
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.mirroring import Mirror
 from delta_tracker.stream.reading.canary import Canary
@@ -62,16 +62,16 @@ def test_a_written_heartbeat_is_read(changes: dict[str, object]) -> None:
     storage = Storage("memory://")
     assert read_heartbeats(storage) == []
     beat = Heartbeat(**_FIELDS | changes)
-    leave_heartbeat(storage, Heartbeat(**_FIELDS))
-    leave_heartbeat(storage, beat)
+    write_heartbeat(storage, Heartbeat(**_FIELDS))
+    write_heartbeat(storage, beat)
     other = Heartbeat(**_FIELDS | {"name": "A"})
-    leave_heartbeat(storage, other)
+    write_heartbeat(storage, other)
     assert read_heartbeats(storage) == [other, beat]
 
 
 def test_long_texts_are_cut() -> None:
     storage = Storage("memory://")
-    leave_heartbeat(storage, Heartbeat(**_FIELDS | dict.fromkeys(("error", "why", "next_step"), "é" * 100_000)))
+    write_heartbeat(storage, Heartbeat(**_FIELDS | dict.fromkeys(("error", "why", "next_step"), "é" * 100_000)))
     (beat,) = read_heartbeats(storage)
     assert (beat.error, beat.why, beat.next_step) == ("é" * 1000, "é" * 1000, "é" * 400)
 
@@ -112,7 +112,7 @@ def test_malformed_heartbeats_are_skipped_and_named(content: object, caplog) -> 
     storage = Storage("memory://")
     plant(storage, content)
     good = Heartbeat(**_FIELDS | {"name": "good"})
-    leave_heartbeat(storage, good)
+    write_heartbeat(storage, good)
     assert read_heartbeats(storage) == [good]
     (record,) = [each for each in caplog.records if each.name == heartbeat_module.__name__]
     assert record.message.startswith("ignored malformed heartbeat: name=predictors/p-1.json error=")
@@ -131,46 +131,46 @@ def test_other_names_are_no_heartbeats(path: str) -> None:
 @pytest.mark.parametrize("name", ["", "a/b", "..", "-a", "a b", "a\n", "x" * 65, 1, None])
 def test_an_invalid_name_is_refused(name: object) -> None:
     with pytest.raises(InvalidArgumentError, match="name="):
-        Pulse(Storage("memory://"), name)
+        HeartbeatWriter(Storage("memory://"), name)
 
 
 def test_a_pulse_beats_every_few_seconds(clock: _Clock) -> None:
     storage = Storage("memory://")
-    pulse = Pulse(storage, "p", seconds=5.0)
+    beats = HeartbeatWriter(storage, "p", seconds=5.0)
     fields = {key: value for key, value in _FIELDS.items() if key not in ("name", "time")}
-    assert pulse.is_due()
-    pulse.leave(**fields)
-    assert not pulse.is_due()
+    assert beats.is_due()
+    beats.write(**fields)
+    assert not beats.is_due()
     clock.seconds += 4.9
-    assert not pulse.is_due()
+    assert not beats.is_due()
     clock.seconds += 0.2
-    assert pulse.is_due()
-    pulse.leave(**fields | {"version": 8})
+    assert beats.is_due()
+    beats.write(**fields | {"version": 8})
     (beat,) = read_heartbeats(storage)
     assert (beat.time, beat.version) == (1e9 + 105.1, 8), "its age tells who is gone"
 
 
 def test_two_processes_of_one_name_are_named_once(clock: _Clock, caplog) -> None:
     storage = Storage("memory://")
-    one, other = Pulse(storage, "p-1"), Pulse(storage, "p-1")
+    one, other = HeartbeatWriter(storage, "p-1"), HeartbeatWriter(storage, "p-1")
     fields = {key: value for key, value in _FIELDS.items() if key not in ("name", "time")}
     for number in range(30):
         clock.seconds += 4
-        one.leave(**fields)
+        one.write(**fields)
         if number == 15:
             assert not caplog.records
         if number > 15:
             clock.seconds += 1
-            other.leave(**fields)
+            other.write(**fields)
     assert len([record for record in caplog.records if "writes heartbeats of the name p-1" in record.getMessage()]) == 2
 
 
 def test_a_heartbeat_has_the_window_of_the_last_ten(clock: _Clock) -> None:
     storage = Storage("memory://")
-    pulse = Pulse(storage, "p", seconds=5.0)
+    beats = HeartbeatWriter(storage, "p", seconds=5.0)
     fields = {key: value for key, value in _FIELDS.items() if key in ("stream", "lag_seconds", "resyncs", "error")}
     for version in range(12):
-        pulse.leave(version=version, lag_versions=20 - version, **fields)
+        beats.write(version=version, lag_versions=20 - version, **fields)
         clock.seconds += 5.0
     (beat,) = read_heartbeats(storage)
     assert beat.window == tuple((5.0 * (11 - each), each, 20 - each) for each in range(2, 12))
@@ -179,7 +179,7 @@ def test_a_heartbeat_has_the_window_of_the_last_ten(clock: _Clock) -> None:
 
 def test_a_store_that_cannot_be_written_is_named_once(clock: _Clock, caplog, monkeypatch: pytest.MonkeyPatch) -> None:
     storage = Storage("memory://")
-    pulse = Pulse(storage, "p")
+    beats = HeartbeatWriter(storage, "p")
     fields = {key: value for key, value in _FIELDS.items() if key not in ("name", "time")}
 
     def refuse(name: str, data: bytes) -> None:
@@ -189,9 +189,9 @@ def test_a_store_that_cannot_be_written_is_named_once(clock: _Clock, caplog, mon
         with monkeypatch.context() as patch:
             patch.setattr(storage, "replace", refuse)
             for _ in range(3):
-                pulse.leave(**fields)
+                beats.write(**fields)
         assert read_heartbeats(storage) == []
-        pulse.leave(**fields)
+        beats.write(**fields)
         assert len(read_heartbeats(storage)) == 1
         storage.delete("predictors/p.json")
     assert caplog.text.count("could not write the predictor's heartbeat") == 2
@@ -199,7 +199,7 @@ def test_a_store_that_cannot_be_written_is_named_once(clock: _Clock, caplog, mon
 
 def test_heartbeats_to_a_store_that_fails_become_rare(clock: _Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     storage = Storage("memory://")
-    pulse = Pulse(storage, "p")
+    beats = HeartbeatWriter(storage, "p")
     fields = {key: value for key, value in _FIELDS.items() if key not in ("name", "time")}
     attempts: list[float] = []
 
@@ -210,8 +210,8 @@ def test_heartbeats_to_a_store_that_fails_become_rare(clock: _Clock, monkeypatch
     def beat_for(seconds: int) -> None:
         for _ in range(seconds):
             clock.seconds += 1
-            if pulse.is_due():
-                pulse.leave(**fields)
+            if beats.is_due():
+                beats.write(**fields)
 
     with monkeypatch.context() as patch:
         patch.setattr(storage, "replace", refuse)
@@ -249,11 +249,11 @@ def test_the_first_heartbeat_after_a_failover_is_not_late(clock: _Clock) -> None
 def test_a_heartbeat_to_the_former_store_does_not_delay_the_next(clock: _Clock) -> None:
     fields = {key: value for key, value in _FIELDS.items() if key not in ("name", "time")}
     former, later = WrappedStorage(Storage("memory://"), fails(on("replace"))), Storage("memory://")
-    pulse = Pulse(former, "p")
-    former.rules.insert(0, calls(on("replace"), before=lambda _: pulse.move_to(later)))  # as another thread does
-    pulse.leave(**fields)
-    assert pulse.is_due()
-    pulse.leave(**fields)
+    beats = HeartbeatWriter(former, "p")
+    former.rules.insert(0, calls(on("replace"), before=lambda _: beats.move_to(later)))  # as another thread does
+    beats.write(**fields)
+    assert beats.is_due()
+    beats.write(**fields)
     assert len(read_heartbeats(later)) == 1
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from delta_tracker import Predictor
 from delta_tracker.monitor import Monitor
-from delta_tracker.stream.heartbeat import Heartbeat, leave_heartbeat
+from delta_tracker.stream.heartbeat import Heartbeat, write_heartbeat
 from delta_tracker.stream.heartbeat_metrics import show_heartbeats
 from delta_tracker.stream.storage.storage import Storage
 from tests.monitor.clocks import ManualClock
@@ -41,17 +41,17 @@ def test_each_predictor_is_shown_and_a_dead_one_ages_out() -> None:
 
     show_heartbeats(storage, monitor)
     assert shown(monitor) == {}
-    leave_heartbeat(storage, beat("a", 1e9))
+    write_heartbeat(storage, beat("a", 1e9))
     go(2)
-    leave_heartbeat(storage, beat("b", 1e9, lag_versions=None, lag_seconds=None))
+    write_heartbeat(storage, beat("b", 1e9, lag_versions=None, lag_seconds=None))
     go(1)
     assert shown(monitor) == {
         ("lag_versions", "a"): 2, ("lag_seconds", "a"): 0.5, ("age_seconds", "a"): 3,
         ("age_seconds", "b"): 1,
     }  # fmt: skip
-    leave_heartbeat(storage, beat("a", 1e9, lag_versions=None, lag_seconds=None))
+    write_heartbeat(storage, beat("a", 1e9, lag_versions=None, lag_seconds=None))
     go(3597)
-    leave_heartbeat(storage, beat("b", 1e9, lag_versions=9, lag_seconds=4))
+    write_heartbeat(storage, beat("b", 1e9, lag_versions=9, lag_seconds=4))
     assert shown(monitor) == {
         ("age_seconds", "a"): 3597,
         ("lag_versions", "b"): 9, ("lag_seconds", "b"): 4, ("age_seconds", "b"): 0,
@@ -77,7 +77,7 @@ def test_wrong_clocks_change_no_age(ahead: float, who: str, caplog: pytest.LogCa
     for number in range(6):
         time = clock.seconds + (ahead if who == "predictor" else 0.0)
         for name in ("live", "dead") if number < 2 else ("live",):
-            leave_heartbeat(storage, beat(name, time))
+            write_heartbeat(storage, beat(name, time))
         clock.seconds += 5
         host.go(5)
         found = shown(monitor)

@@ -12,7 +12,7 @@ import pytest
 from delta_tracker.errors import InvalidArgumentError, StorageError
 from delta_tracker.stream import heartbeat as heartbeat_module
 from delta_tracker.stream.format.manifest import entry_name
-from delta_tracker.stream.heartbeat import PublisherPulse, read_heartbeats
+from delta_tracker.stream.heartbeat import PublisherHeartbeatWriter, read_heartbeats
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.maintenance.retention import Retention, retain
 from delta_tracker.stream.storage.storage import Storage
@@ -92,20 +92,20 @@ def test_only_a_heartbeat_of_the_newest_generation_counts(tmp_path: Path) -> Non
     storage = Storage(tmp_path.as_uri())
     first = Writer(storage).snapshot()
     age_log(tmp_path, 100)
-    pulse = PublisherPulse(storage)
-    pulse.leave(first)
+    beats = PublisherHeartbeatWriter(storage)
+    beats.write(first)
     assert look(storage).silent_seconds == pytest.approx(0, abs=5)
     path = tmp_path / "publishers" / f"{1:020d}.json"
     age(path, 40)
     assert look(storage).silent_seconds == pytest.approx(40, abs=5)
     Writer(storage)
     age_log(tmp_path, 60)
-    pulse.leave(first)  # it is fenced, and wakes up
+    beats.write(first)  # it is fenced, and wakes up
     assert look(storage).silent_seconds == pytest.approx(60, abs=5)
     second = StreamLog(storage).head()
-    pulse.leave(replace(second, writer="0" * 32))
+    beats.write(replace(second, writer="0" * 32))
     assert look(storage).silent_seconds == pytest.approx(60, abs=5)
-    pulse.leave(second)
+    beats.write(second)
     assert look(storage).silent_seconds == pytest.approx(0, abs=5)
     (tmp_path / "publishers" / f"{2:020d}.json").write_bytes(b"{}")
     assert look(storage).silent_seconds == pytest.approx(60, abs=5)
@@ -152,10 +152,10 @@ def test_a_pulse_is_due_one_interval_after_the_claim_and_logs_an_outage_once(
     storage = Storage("memory://")
     head, now = Writer(storage).snapshot(), 100.0
     monkeypatch.setattr(heartbeat_module.time, "monotonic", lambda: now)
-    pulse = PublisherPulse(storage, 5.0)
-    assert not pulse.is_due()
+    beats = PublisherHeartbeatWriter(storage, 5.0)
+    assert not beats.is_due()
     now = 105.0
-    assert pulse.is_due()
+    assert beats.is_due()
 
     def fail(*_: object) -> None:
         raise StorageError(storage.url, "full")
@@ -163,9 +163,9 @@ def test_a_pulse_is_due_one_interval_after_the_claim_and_logs_an_outage_once(
     with monkeypatch.context() as patch:
         patch.setattr(Storage, "replace", fail)
         for _ in range(2):
-            pulse.leave(head)
-            assert not pulse.is_due()
-    pulse.leave(head)
+            beats.write(head)
+            assert not beats.is_due()
+    beats.write(head)
     assert [record.message.partition(":")[0] for record in caplog.records] == [
         "could not write the publisher's heartbeat",
         "the publisher's heartbeat is written again",

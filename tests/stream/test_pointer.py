@@ -18,7 +18,7 @@ from delta_tracker.errors import StaleCacheError, StreamError, UnreadablePointer
 from delta_tracker.stream.format.manifest import entry_name
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.mirroring import promote
-from delta_tracker.stream.pointer import POINTER_NAME, HeadPointer, PointedSnapshot, PointerView, read_pointer
+from delta_tracker.stream.pointer import POINTER_NAME, HeadPointer, PointedSnapshot, PointerReader, read_pointer
 from delta_tracker.stream.reading.runtime import Runtime
 from delta_tracker.stream.reading.settling import Settling
 from delta_tracker.stream.storage.storage import Storage
@@ -112,7 +112,7 @@ def test_unknown_fields_are_ignored(writer: Writer) -> None:
 
 
 def test_a_view_reads_at_most_once_in_its_interval(writer: Writer) -> None:
-    view, held = PointerView(writer.storage, seconds=3600.0), PointerView(writer.storage, seconds=0.0)
+    view, held = PointerReader(writer.storage, seconds=3600.0), PointerReader(writer.storage, seconds=0.0)
     first = point_at_the_head(writer.storage)
     assert view.newest(is_due=False) is None
     assert view.newest() == held.newest() == first
@@ -333,7 +333,7 @@ def test_a_late_pointer_from_before_a_restore_changes_nothing(writer: Writer, cl
 
 
 def test_a_malformed_or_missing_pointer_keeps_the_one_before(writer: Writer) -> None:
-    view = PointerView(writer.storage, seconds=0.0)
+    view = PointerReader(writer.storage, seconds=0.0)
     pointer = point_at_the_head(writer.storage)
     assert view.newest() == pointer
     writer.storage.replace(POINTER_NAME, b"{")
@@ -343,7 +343,7 @@ def test_a_malformed_or_missing_pointer_keeps_the_one_before(writer: Writer) -> 
 
 
 def test_an_entry_that_was_read_raises_the_version(writer: Writer) -> None:
-    view = PointerView(writer.storage, seconds=3600.0)
+    view = PointerReader(writer.storage, seconds=3600.0)
     view.saw(writer.claim.head)  # no pointer yet
     pointer = point_at_the_head(writer.storage)
     view.newest()

@@ -32,7 +32,7 @@ import torch
 
 from delta_tracker import Predictor
 from delta_tracker.errors import NoSnapshotError, StreamError
-from delta_tracker.stream.heartbeat import Heartbeat, leave_heartbeat, read_heartbeats
+from delta_tracker.stream.heartbeat import Heartbeat, read_heartbeats, write_heartbeat
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.maintenance.retention import Retention, retain
@@ -127,7 +127,7 @@ def _heartbeat(stage: Stage) -> None:
     beat = Heartbeat(
         name="p", time=1.0, stream=None, version=None, lag_versions=None, lag_seconds=None, resyncs=0, error=None
     )
-    stage.action = lambda: leave_heartbeat(Storage(stage.url), beat)
+    stage.action = lambda: write_heartbeat(Storage(stage.url), beat)
     stage.action()
 
 

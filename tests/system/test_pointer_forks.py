@@ -7,7 +7,7 @@ import signal
 import threading
 from pathlib import Path
 
-from delta_tracker.stream.pointer import PointerView
+from delta_tracker.stream.pointer import PointerReader
 from delta_tracker.stream.storage.storage import Storage
 from tests.predictor.pointed import point_at_the_head
 from tests.stores.rules import Gate, nth, on
@@ -23,7 +23,7 @@ def test_a_forked_process_reads_the_pointer_while_a_thread_of_its_parent_does(
     writer = Writer(storage)
     writer.snapshot()
     pointer = point_at_the_head(storage)
-    view = PointerView(WrappedStorage(storage, gate), seconds=0.0)
+    view = PointerReader(WrappedStorage(storage, gate), seconds=0.0)
     thread = threading.Thread(target=view.newest)
     thread.start()
     assert gate.reached.wait(60)
