@@ -15,8 +15,8 @@ from delta_tracker.errors import InvalidArgumentError, LostEntryError
 from delta_tracker.monitor.recorder import Recorder
 from delta_tracker.publisher.declared_states import declared_states, states_message
 from delta_tracker.publisher.exchange import Exchange, Message, Phase, check_alike
-from delta_tracker.publisher.host_copies import Source
-from delta_tracker.publisher.rank_tables import Gathered, RankSchema
+from delta_tracker.publisher.host_copies import SelectedRows
+from delta_tracker.publisher.rank_tables import CopiedRows, RankSchema
 from delta_tracker.publisher.training import TakenState
 from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.manifest import FORMAT, DenseSpec, Kind, Manifest, Part, Stored, entry_name
@@ -38,7 +38,7 @@ class Draft:
         batches: half-open range of ``step()`` counts that the version covers.
         cut: Unix time of the read in seconds.
         schema: schema of this rank's rows.
-        gathered: rows and dense tensors to write.
+        copied: rows and dense tensors to write.
         pending_rows: number of changed rows on this rank that stay pending, because ``top_k`` did not select them.
         parts: parts of the version that this rank has already written.
         training: training state of this rank; None for a version without states. Its tensors are copied.
@@ -50,11 +50,11 @@ class Draft:
     batches: tuple[int, int]
     cut: float
     schema: RankSchema
-    gathered: Gathered
+    copied: CopiedRows
     pending_rows: int = 0
     parts: Sequence[Part] = ()
     training: TakenState | None = None
-    owner_changes: Mapping[str, Source] | None = None
+    owner_changes: Mapping[str, SelectedRows] | None = None
 
 
 class Coordinator:
@@ -104,10 +104,10 @@ class Coordinator:
         On rank 0, raises UnsupportedStoreError if the store has no atomic create.
         """
         exchange = self._exchange.exchange
-        place, claim = (url.storage, url.claim) if isinstance(url, ClaimedStream) else (url, None)
-        exchange(Phase.OPENING, Message.of(lambda: self._open(place)))
+        location, claim = (url.storage, url.claim) if isinstance(url, ClaimedStream) else (url, None)
+        exchange(Phase.OPENING, Message.of(lambda: self._open(location)))
         taken = exchange(Phase.CLAIMING, Message.of(lambda: self._take_stream(claim) if self.is_first else None))
-        self.follow(taken[0])
+        self.set_head(taken[0])
 
     def check_same_store(self) -> None:
         """Raise InvalidArgumentError unless this rank's store has rank 0's claim.
@@ -125,13 +125,13 @@ class Coordinator:
         if self._claim is not None:
             self._claim.release()
 
-    def compare_places(self, batch: int, schema: RankSchema) -> None:
+    def compare_cuts(self, batch: int, schema: RankSchema) -> None:
         """Raise RankFailedError unless all ranks are at the same batch and have the same tables and identities.
 
         A collective.
         """
-        place = Message.of(lambda: self._place(batch, schema))
-        check_alike(self._exchange.exchange(Phase.PLACING, place), "cut", "tables")
+        cut = Message.of(lambda: self._cut(batch, schema))
+        check_alike(self._exchange.exchange(Phase.COMPARING, cut), "cut", "tables")
 
     def write_part(
         self, rows: Sequence[BlockRows], dense: Mapping[str, Tensor] | None = None, *, form: int = FORMAT
@@ -150,15 +150,15 @@ class Coordinator:
         def act() -> dict[str, Any]:
             if isinstance(draft, Exception):
                 raise draft
-            gathered, schema, parts = draft.gathered, draft.schema, [*draft.parts]
-            for copy in gathered.copies:
+            copied, schema, parts = draft.copied, draft.schema, [*draft.parts]
+            for copy in copied.copies:
                 copy.result()
-            if gathered.rows or gathered.dense:
-                parts.append(self.write_part(gathered.rows, gathered.dense, form=schema.format))
+            if copied.rows or copied.dense:
+                parts.append(self.write_part(copied.rows, copied.dense, form=schema.format))
             content: dict[str, Any] = {
                 "parts": [asdict(part) for part in parts] if self.rank else parts,  # rank 0 does not send its share
                 "pending_rows": draft.pending_rows,
-                **self._place(draft.batches[1], schema),
+                **self._cut(draft.batches[1], schema),
             }
             if draft.owner_changes is not None:
                 content["owner_changes"] = {fqn: counts.copied.tolist() for fqn, counts in draft.owner_changes.items()}
@@ -193,7 +193,7 @@ class Coordinator:
             created=self._runtime.clock(),
             pending_rows=sum([share["pending_rows"] for share in shares]),
             tables=dict(schema.tables),
-            dense={name: DenseSpec(tensor.dtype, tuple(tensor.shape)) for name, tensor in draft.gathered.dense.items()},
+            dense={name: DenseSpec(tensor.dtype, tuple(tensor.shape)) for name, tensor in draft.copied.dense.items()},
             parts=(*shares[0]["parts"], *others),
             format=schema.format,
             identities=schema.identities,
@@ -210,7 +210,7 @@ class Coordinator:
         """Return the message to the other ranks with rank 0's last entry; an empty dict on the other ranks."""
         return {} if self._claim is None else {"entry": self._claim.data.decode()}
 
-    def follow(self, message: Mapping[str, Any]) -> Manifest:
+    def set_head(self, message: Mapping[str, Any]) -> Manifest:
         """Set :attr:`head` to rank 0's entry, which the other ranks parse from rank 0's :meth:`answer`. Return it."""
         if self._claim is not None:
             self.head = self._claim.head
@@ -223,7 +223,7 @@ class Coordinator:
         self.head = parse_manifest("entry of rank 0", error.claim.encode())
 
     def _write_training(self, taken: TakenState) -> Stored:
-        copied = [source.copied for source in taken.sources]
+        copied = [selection.copied for selection in taken.selections]
         with self._write_timer():
             buffers = Repeatable(lambda: taken.tree.buffers(copied))
             return put_training(self.storage, self._name("t"), buffers, taken.tree.num_bytes)
@@ -253,7 +253,7 @@ class Coordinator:
             self._described = schema, text, digest
         return text, digest
 
-    def _place(self, batch: int, schema: RankSchema) -> dict[str, str]:
+    def _cut(self, batch: int, schema: RankSchema) -> dict[str, str]:
         text, _ = self.describe(schema)
         return {"cut": f"batch {batch}", "tables": text}
 

@@ -106,7 +106,7 @@ class Delivery:
             share = self._writer.write(draft)
             return self._ended(share, self._commit(draft, share, {}))
         job = self.worker.submit(self._writer.write, draft)
-        return self._lead(number, draft, job) if self._group.rank == 0 else self._follow(number, job)
+        return self._lead(number, draft, job) if self._group.rank == 0 else self._send(number, job)
 
     def _lost(self, error: BaseException) -> Exception | None:
         """Leave the group, because the other ranks may have sent other letters. Return the error to report."""
@@ -136,7 +136,7 @@ class Delivery:
                 raise
         return self._ended(job.result(), commit.result())
 
-    def _follow(self, number: int, job: Future[Message]) -> Outcome:
+    def _send(self, number: int, job: Future[Message]) -> Outcome:
         """Send this rank's share to rank 0, and wait for the outcome."""
         is_sent = False
         while True:
@@ -178,7 +178,7 @@ class Delivery:
         failure = share.failure or message.failure
         if failure is None:
             try:
-                return Outcome(self._writer.follow(message.content))
+                return Outcome(self._writer.set_head(message.content))
             except Exception as error:  # noqa: BLE001  the training thread reports it
                 failure = error
         if isinstance(failure, LostEntryError):

@@ -40,7 +40,7 @@ class Phase(IntEnum):
     STEPPING = auto()  # ``step()`` was called, and no snapshot is being copied
     PUBLISHING = auto()  # no version is being published; ``publish()`` or ``snapshot()`` was called
     FLUSHING = auto()  # no version is being published; ``flush()`` was called
-    PLACING = auto()  # the ranks compare their batches and tables, because their votes differ in these
+    COMPARING = auto()  # the ranks compare their batches and tables, because their votes differ in these
     COPYING = auto()  # the workers copy and write all rows of the tables with a fused optimizer, for a snapshot
     FAILED = auto()  # ``publish()``, ``snapshot()`` or ``flush()`` failed on this rank before its vote
     RESOLVING = auto()  # the ranks of a restore validate their arguments, and rank 0 chooses the version

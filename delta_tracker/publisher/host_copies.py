@@ -24,7 +24,7 @@ MAX_BUFFER_BYTES = 256 << 20
 _ALIGNMENT = 16  # of each tensor in a buffer: enough for every dtype
 
 
-class Source:
+class SelectedRows:
     """Rows to copy, and their copy on the host.
 
     Args:
@@ -78,7 +78,7 @@ class Source:
 class HostCopier:
     """Component that copies tensors to the host. Only one thread may call the methods.
 
-    On a CUDA device, all rows are gathered into one buffer on the current stream, and a side stream copies the buffer
+    On a CUDA device, all rows are copied into one buffer on the current stream, and a side stream copies the buffer
     to pinned memory. The reader of the copies waits for this copy. If the rows do not fit into one buffer of 256 MiB,
     they are copied in chunks through two such buffers, which delays the later work of the current stream. If device
     memory runs out, smaller buffers are used, down to 4 MiB.
@@ -94,22 +94,22 @@ class HostCopier:
         self._pool = BufferPool(sys.maxsize)
         self._streams: dict[torch.device, Any] = {}
 
-    def copy(self, sources: Sequence[Source]) -> list[HostCopy]:
+    def copy(self, selections: Sequence[SelectedRows]) -> list[HostCopy]:
         """Start to copy rows, with their values after the work that is queued on the current streams. Does not wait.
 
-        Sets each :attr:`Source.copied`. Returns the copies to wait for before any of them is read.
+        Sets each :attr:`SelectedRows.copied`. Returns the copies to wait for before any of them is read.
         """
         started: list[HostCopy] = []
-        groups: dict[torch.device, list[Source]] = {}
-        for source in sources:
-            groups.setdefault(source.rows.device, []).append(source)
+        groups: dict[torch.device, list[SelectedRows]] = {}
+        for selection in selections:
+            groups.setdefault(selection.rows.device, []).append(selection)
         for device, group in groups.items():
             layout = _Layout(group)
             host = self._memory(layout.num_bytes, device)
-            layout.place(host)
+            layout.assign(host)
             if device.type == "cpu":
-                for source in group:
-                    source.copy_chunks()
+                for selection in group:
+                    selection.copy_chunks()
             elif layout.num_bytes:
                 started.append(self._start(layout, host, device))
         return started
@@ -140,8 +140,8 @@ class HostCopier:
             if number >= len(buffers):
                 torch.cuda.current_stream(device).wait_event(copies[-len(buffers)].copied)
             base, begin, end = _base(chunk), chunk[0].begin, chunk[-1].end
-            for piece in chunk:
-                piece.copy(buffer, base)
+            for span in chunk:
+                span.copy(buffer, base)
             copied = buffer[begin - base : end - base]
             copies.append(HostCopy(copied, stream=self._stream(device), into=host[begin:end]))
         return copies[-1]
@@ -158,10 +158,10 @@ class HostCopier:
         return torch.from_numpy(self._pool.lend(num_bytes))
 
 
-class _Piece(NamedTuple):
-    """Rows ``[first, stop)`` of a source, whose copy is the bytes ``begin`` to ``end`` of a buffer."""
+class _BufferSpan(NamedTuple):
+    """Rows ``[first, stop)`` of a selection, whose copy is the bytes ``begin`` to ``end`` of a buffer."""
 
-    source: Source
+    selection: SelectedRows
     first: int
     stop: int
     begin: int
@@ -169,62 +169,62 @@ class _Piece(NamedTuple):
 
     def copy(self, memory: Tensor, base: int) -> None:
         """Copy the rows to ``memory``, uint8, whose first byte is the byte ``base`` of the buffer."""
-        rows = self.source.rows
+        rows = self.selection.rows
         typed = memory[self.begin - base : self.end - base].view(rows.dtype)
-        self.source.copy(self.first, self.stop, typed.view(self.stop - self.first, *rows.shape[1:]))
+        self.selection.copy(self.first, self.stop, typed.view(self.stop - self.first, *rows.shape[1:]))
 
 
 class _Layout:
-    """Places of the copies of several sources in one buffer of ``num_bytes`` bytes."""
+    """Layout of the copies of several selections in one buffer of ``num_bytes`` bytes."""
 
-    def __init__(self, sources: Sequence[Source]) -> None:
-        self._sources = sources
+    def __init__(self, selections: Sequence[SelectedRows]) -> None:
+        self._selections = selections
         self._begins: list[int] = []
         self.num_bytes = 0
-        for source in sources:
+        for selection in selections:
             self._begins.append(self.num_bytes)
-            num_bytes = source.num_rows * source.row_bytes
+            num_bytes = selection.num_rows * selection.row_bytes
             self.num_bytes += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
-    def place(self, memory: Tensor) -> None:
-        """Set the copy of each source to a view of the buffer ``memory``."""
+    def assign(self, memory: Tensor) -> None:
+        """Set the copy of each selection to a view of the buffer ``memory``."""
         typed: dict[torch.dtype, Tensor] = {}
-        for source, begin in zip(self._sources, self._begins, strict=True):
-            dtype, size = source.rows.dtype, (source.num_rows, *source.rows.shape[1:])
+        for selection, begin in zip(self._selections, self._begins, strict=True):
+            dtype, size = selection.rows.dtype, (selection.num_rows, *selection.rows.shape[1:])
             if dtype not in typed:
                 typed[dtype] = memory.view(dtype)
             strides = [1]
             for num_items in size[:0:-1]:
                 strides.insert(0, strides[0] * num_items)
             # One operation, unlike two views.
-            source.copied = typed[dtype].as_strided(size, strides, begin // dtype.itemsize)
+            selection.copied = typed[dtype].as_strided(size, strides, begin // dtype.itemsize)
 
-    def chunks(self, max_bytes: int) -> Iterator[list[_Piece]]:
+    def chunks(self, max_bytes: int) -> Iterator[list[_BufferSpan]]:
         """Yield parts of the buffer with all rows, in order, of at most ``max_bytes`` each or a single row."""
-        pieces: list[_Piece] = []
-        for source, start in zip(self._sources, self._begins, strict=True):
-            first, row_bytes = 0, source.row_bytes
-            while row_bytes and first < source.num_rows:
+        spans: list[_BufferSpan] = []
+        for selection, start in zip(self._selections, self._begins, strict=True):
+            first, row_bytes = 0, selection.row_bytes
+            while row_bytes and first < selection.num_rows:
                 begin = start + first * row_bytes
-                base = (pieces[0].begin if pieces else begin) // _ALIGNMENT * _ALIGNMENT
-                num_rows = min(source.num_rows - first, (base + max_bytes - begin) // row_bytes)
-                if num_rows < 1 and pieces:
-                    yield pieces
-                    pieces = []
+                base = (spans[0].begin if spans else begin) // _ALIGNMENT * _ALIGNMENT
+                num_rows = min(selection.num_rows - first, (base + max_bytes - begin) // row_bytes)
+                if num_rows < 1 and spans:
+                    yield spans
+                    spans = []
                     continue
                 stop = first + max(1, num_rows)
-                pieces.append(_Piece(source, first, stop, begin, start + stop * row_bytes))
+                spans.append(_BufferSpan(selection, first, stop, begin, start + stop * row_bytes))
                 first = stop
-        if pieces:
-            yield pieces
+        if spans:
+            yield spans
 
 
-def _base(chunk: Sequence[_Piece]) -> int:
+def _base(chunk: Sequence[_BufferSpan]) -> int:
     """Return the byte of a buffer at which memory for a chunk alone begins. Aligned for every dtype."""
     return chunk[0].begin // _ALIGNMENT * _ALIGNMENT
 
 
-def _buffers(layout: _Layout, device: torch.device) -> tuple[list[list[_Piece]], list[Tensor]]:
+def _buffers(layout: _Layout, device: torch.device) -> tuple[list[list[_BufferSpan]], list[Tensor]]:
     """Return the chunks in which a layout is copied, and one or two buffers on ``device`` that any chunk fits into."""
     has_streams = device.type == "cuda"
     max_bytes = min(MAX_BUFFER_BYTES, layout.num_bytes) if has_streams else layout.num_bytes

@@ -29,8 +29,8 @@ from delta_tracker.publisher.exchange import Ballots, Join, Message, Phase, chec
 from delta_tracker.publisher.publisher_heartbeats import Heartbeats
 from delta_tracker.publisher.rank_tables import EncodingChoice, name_encodings
 from delta_tracker.publisher.reports import Reports
+from delta_tracker.publisher.tracker_reader import TrackerReader
 from delta_tracker.publisher.training import Recovery, check_recovery
-from delta_tracker.publisher.version_source import VersionSource
 from delta_tracker.publisher.versions import Publishes, Versions
 from delta_tracker.sharding.dense import DenseChoice
 from delta_tracker.sharding.interrupted import check_complete
@@ -157,9 +157,9 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
         self._still = _Standstill(tracker.progress)
         self._closing: list[Callable[[], object]] = []  # calls that free the resources, in reverse order; idempotent
         self._versions: Versions | None = None  # None until the publisher is built, and after close()
-        self._source: VersionSource | None = None
+        self._reader: TrackerReader | None = None
         self._upkeep: UpkeepThread | None = None
-        source: VersionSource
+        reader: TrackerReader
         self._recorder = recorder = Recorder("publisher", self, name=name, monitor=monitor)
         self._closing.append(recorder.close)
 
@@ -168,8 +168,8 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
             if cadence is not None:
                 exchange.vote_every = cadence.calls_per_vote(exchange.group.world_size)
             check_complete(tracker.model)
-            nonlocal source
-            self._source = source = VersionSource(
+            nonlocal reader
+            self._reader = reader = TrackerReader(
                 tracker,
                 consumer,
                 top_k=top_k,
@@ -179,7 +179,7 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
                 recorder=recorder,
                 recovery=recovery,
             )
-            failing.callback(source.close, forgets=False)
+            failing.callback(reader.close, forgets=False)
             return {
                 "top_k": _budget(top_k),
                 "encoding": f"encoding={name_encodings(encoding)}",
@@ -187,7 +187,7 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
                 "vote_every": f"vote_every={exchange.vote_every}",
                 "cadence": f"cadence={cadence}",
                 "kind": "recovery=None" if recovery is None else "recovery=Recovery(...)",
-                "states": {} if recovery is None else states_message(source.tables.latest.states),
+                "states": {} if recovery is None else states_message(reader.tables.latest.states),
             }
 
         with ExitStack() as failing:
@@ -205,7 +205,7 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
             if recovery is not None:
                 writer.states = declared_states([message["states"] for message in messages], tracker.tables)
             writer.open(url)
-            source.resume(exchange, writer)
+            reader.resume(exchange, writer)
             committed: list[Callable[[Manifest], object]] = []
             if notifier is not None:
                 committed.append(lambda entry: hints.announce(entry.stream, entry.version))
@@ -234,8 +234,8 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
         pace = None
         if cadence is not None:
             lead = 0 if exchange.is_alone else exchange.vote_every
-            pace = Pace(cadence, tracker, source.handle.name, num_batches=lead, runtime=runtime)
-        self._versions = Versions(source, writer, exchange, delivery, reports, pace, beats)
+            pace = Pace(cadence, tracker, reader.handle.name, num_batches=lead, runtime=runtime)
+        self._versions = Versions(reader, writer, exchange, delivery, reports, pace, beats)
         reports.open()
 
     @property
@@ -369,9 +369,9 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
         if self._versions is not None:
             self._checked().land()
         self._versions = None
-        if self._source is not None:
-            self._source.close(forgets=True)
-        self._source = None
+        if self._reader is not None:
+            self._reader.close(forgets=True)
+        self._reader = None
         self._free()
 
     def _free(self) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from delta_tracker.buffers.host_copy import HostCopy
 from delta_tracker.errors import InvalidArgumentError
-from delta_tracker.publisher.host_copies import HostCopier, Source
+from delta_tracker.publisher.host_copies import HostCopier, SelectedRows
 from delta_tracker.stream.format.block_rows import BlockRows, held_rows
 from delta_tracker.stream.format.codec import encode_rows
 from delta_tracker.stream.format.encoding import Encoding
@@ -50,11 +50,11 @@ def choose_encodings(choice: EncodingChoice, live: LiveTables) -> dict[str, Enco
 
 
 @dataclass(frozen=True, slots=True)
-class Gathered:
+class CopiedRows:
     """Copies of the rows and dense tensors of a version.
 
     Args:
-        copies: the copies to wait for before anything is read, also the additional sources.
+        copies: the copies to wait for before anything is read, also the additional selections.
     """
 
     rows: Sequence[BlockRows]
@@ -130,15 +130,15 @@ class RankTables:
         self.latest = RankSchema(form, states, identities, tables)
         self._attached = live.num_attached  # last: an interrupted call is repeated
 
-    def gather(
+    def copy_rows(
         self,
         delta: Delta,
         *,
         whole: frozenset[str],
         dense: Mapping[str, Tensor],
-        extra: Sequence[Source],
+        extra: Sequence[SelectedRows],
         owners: Mapping[str, Tensor],
-    ) -> Gathered:
+    ) -> CopiedRows:
         """Start to copy rows and dense tensors with their current values. The thread does not wait for the copies.
 
         Omits tables that this rank does not write. Call this method and :meth:`whole` within
@@ -154,16 +154,16 @@ class RankTables:
         Returns:
             The copies, with one block of rows for each column range of a shard.
         """
-        sources: list[Source] = []
+        selections: list[SelectedRows] = []
         views: list[Callable[[], BlockRows]] = []
         for fqn, shard in self._shards.items():
             ids = None if fqn in whole else delta[fqn].ids
             if shard.num_rows if ids is None else len(ids):
-                self._add(sources, views, shard, ids, owners.get(fqn))
-        held = {name: Source(tensor if tensor.dim() else tensor.view(1)) for name, tensor in dense.items()}
-        copies = self._copier.copy([*sources, *held.values(), *extra])
-        named = {name: source.copied.view(dense[name].shape) for name, source in held.items()}
-        return Gathered(list(map(call, views)), named, copies)
+                self._add(selections, views, shard, ids, owners.get(fqn))
+        held = {name: SelectedRows(tensor if tensor.dim() else tensor.view(1)) for name, tensor in dense.items()}
+        copies = self._copier.copy([*selections, *held.values(), *extra])
+        named = {name: selection.copied.view(dense[name].shape) for name, selection in held.items()}
+        return CopiedRows(list(map(call, views)), named, copies)
 
     def whole(self, tables: frozenset[str], owners: Mapping[str, Tensor]) -> list[BlockRows]:
         """Return all rows of some tables that this rank writes, one block for each column range of a shard.
@@ -195,25 +195,25 @@ class RankTables:
 
     def _add(
         self,
-        sources: list[Source],
+        selections: list[SelectedRows],
         views: list[Callable[[], BlockRows]],
         shard: ShardSpec,
         ids: Tensor | None,
         owners: Tensor | None,
     ) -> None:
-        """Append the sources of a table's rows (local ``ids`` ``[N]``; None for all), and the views of their copies."""
+        """Append selections of a table's rows (local ``ids`` ``[N]``; None for all), and views of their copies."""
         fqn = shard.table.fqn
         form: IdForm = "all" if ids is None else self._encodings[fqn].listed_form
         num_rows = shard.num_rows if ids is None else len(ids)
         listed = owned = None
         if ids is not None:
-            sources.append(listed := Source(ids, offset=shard.row_offset))
+            selections.append(listed := SelectedRows(ids, offset=shard.row_offset))
         if owners is not None:
-            sources.append(owned := Source(owners.unsqueeze(1), ids))
+            selections.append(owned := SelectedRows(owners.unsqueeze(1), ids))
         for columns, view, held in self._columns(fqn, shard):
-            values = Source(view, ids)
-            states = [Source(state, ids) for state in held] if held and ids is not None else []
-            sources += [values, *states]
+            values = SelectedRows(view, ids)
+            states = [SelectedRows(state, ids) for state in held] if held and ids is not None else []
+            selections += [values, *states]
             block = self._block(fqn, shard, columns, num_rows, form)
             views.append(partial(_view, block, listed, values, states, owned))
 
@@ -229,7 +229,11 @@ class RankTables:
 
 
 def _view(
-    block: Block, ids: Source | None, values: Source, states: Sequence[Source], owners: Source | None
+    block: Block,
+    ids: SelectedRows | None,
+    values: SelectedRows,
+    states: Sequence[SelectedRows],
+    owners: SelectedRows | None,
 ) -> BlockRows:
     return BlockRows(
         block,

@@ -46,17 +46,17 @@ def rows_to_repair(
         missing.
     """
     try:
-        place = Position.from_dict(note) if isinstance(note, Mapping) else None
+        position = Position.from_dict(note) if isinstance(note, Mapping) else None
     except InvalidArgumentError:
-        place = None
-    if place is None or place.stream != claim.stream or not 0 <= place.link.version <= claim.version:
+        position = None
+    if position is None or position.stream != claim.stream or not 0 <= position.link.version <= claim.version:
         return None
     found: dict[str, list[Tensor]] = {}
-    link = place.link
+    link = position.link
     try:
         if not _continues(log, link.version, schema) or not _is_complete(log, claim):
             return None
-        for version in range(place.link.version + 1, claim.version + 1):
+        for version in range(position.link.version + 1, claim.version + 1):
             entry = log.read(version)
             if entry is None or entry.parent != link or entry.stream != claim.stream or entry.kind == "snapshot":
                 return None

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from delta_tracker.arguments import check_seconds, check_type
 from delta_tracker.errors import InvalidArgumentError, UnfinishedStepError, UnsupportedModelError
-from delta_tracker.publisher.host_copies import Source
+from delta_tracker.publisher.host_copies import SelectedRows
 from delta_tracker.sharding.collision_states import collision_state
 from delta_tracker.sharding.dense import dense_tensors
 from delta_tracker.sharding.torchrec_api import known_torchrec
@@ -124,14 +124,14 @@ class TakenState:
     """Training state at a cut, whose tensors are not copied yet.
 
     Args:
-        tree: the state. Its :meth:`StateTree.buffers` need a copy of each source.
+        tree: the state. Its :meth:`StateTree.buffers` need a copy of each selection.
         event_time: time of the last trained batch in seconds; None if unknown.
-        sources: the tensors of the state. Copy them together with the rows, before training continues.
+        selections: the tensors of the state. Copy them together with the rows, before training continues.
     """
 
     tree: StateTree
     event_time: float | None
-    sources: list[Source]
+    selections: list[SelectedRows]
 
 
 class TrainingCuts:
@@ -225,8 +225,8 @@ class TrainingCuts:
         }
         tree = flatten(state, "state", paths={"training": "training_state", "rank": "rank_state"})
         # Flat, so that a chunk of a large tensor can be copied on its own.
-        sources = [Source(tensor.reshape(-1)) for tensor in tree.tensors]
-        return TakenState(tree, None if position is None else position.event_time, sources)
+        selections = [SelectedRows(tensor.reshape(-1)) for tensor in tree.tensors]
+        return TakenState(tree, None if position is None else position.event_time, selections)
 
     def add(self, position: int, version: int) -> None:
         """Note the log position of the cut of a committed version."""

@@ -20,7 +20,7 @@ from delta_tracker.publisher.delivery import Delivery, Outcome
 from delta_tracker.publisher.exchange import Ballots, Phase, Vote
 from delta_tracker.publisher.publisher_heartbeats import Heartbeats
 from delta_tracker.publisher.reports import Reports
-from delta_tracker.publisher.version_source import VersionSource
+from delta_tracker.publisher.tracker_reader import TrackerReader
 from delta_tracker.stream.format.manifest import Kind, Part
 from delta_tracker.types import Delta
 
@@ -150,7 +150,7 @@ class Versions:
 
     def __init__(
         self,
-        source: VersionSource,
+        reader: TrackerReader,
         writer: Coordinator,
         ballots: Ballots,
         delivery: Delivery,
@@ -158,7 +158,7 @@ class Versions:
         pace: Pace | None,
         beats: Heartbeats | None,
     ) -> None:
-        self._source = source
+        self._reader = reader
         self._writer = writer
         self._ballots = ballots
         self._delivery = delivery
@@ -232,7 +232,7 @@ class Versions:
             self._beats.beat(self._writer.head)
 
     def _called(self, name: Publishes) -> Call:
-        batch = self._source.tracker.num_batches
+        batch = self._reader.tracker.num_batches
         if self._call is None or (self._call.name, self._call.batch) != (name, batch):
             self._call = Call(name, batch)
         return self._call
@@ -240,7 +240,7 @@ class Versions:
     def _begin_by(self, name: Publishes) -> None:
         try:
             if name == "flush":
-                own = self._vote(Phase.FLUSHING, is_due=self._source.has_changes, is_complete=True)
+                own = self._vote(Phase.FLUSHING, is_due=self._reader.has_changes, is_complete=True)
             else:
                 own = self._vote(Phase.PUBLISHING, is_due=True, wants_snapshot=name == "snapshot")
         except Exception as error:  # noqa: BLE001  reported after the vote for which the other ranks wait
@@ -256,11 +256,11 @@ class Versions:
     # Votes
 
     def _vote(self, phase: Phase, *, is_due: bool, wants_snapshot: bool = False, is_complete: bool = False) -> Vote:
-        source, writer = self._source, self._writer
-        batch, schema = source.place()
+        reader, writer = self._reader, self._writer
+        batch, schema = reader.batch_and_schema()
         _, tables = writer.describe(schema)
-        wants_snapshot = wants_snapshot or source.needs_snapshot or writer.needs_snapshot
-        return Vote(phase, batch, tables, is_due, wants_snapshot, is_complete or source.is_repairing)
+        wants_snapshot = wants_snapshot or reader.needs_snapshot or writer.needs_snapshot
+        return Vote(phase, batch, tables, is_due, wants_snapshot, is_complete or reader.is_repairing)
 
     def _step_vote(self) -> Vote:
         flight = self._flight
@@ -299,7 +299,7 @@ class Versions:
         elif step in (Step.SNAPSHOT, Step.DELTA) and not self._reports.is_over:
             try:
                 if not is_alike:
-                    self._writer.compare_places(*self._source.place())
+                    self._writer.compare_cuts(*self._reader.batch_and_schema())
             except (RankFailedError, RankLostError) as error:
                 self._failed(error)
             else:
@@ -334,7 +334,7 @@ class Versions:
         self._begun = self._ballots.number, step
         if step is Step.DELTA:
             # Not deferred: with top_k its read is a collective, which the other ranks have started.
-            self._source.expect_read(is_complete=is_complete)
+            self._reader.expect_read(is_complete=is_complete)
             self._cut("delta", copied=None, is_complete=is_complete)
         else:
             self._flight = copying = Copying(self._ballots.number)
@@ -346,8 +346,8 @@ class Versions:
         if copying.job is not None:
             return copying.job
         try:
-            source, writer = self._source, self._writer
-            rows, form = source.copy(), source.tables.copying.format
+            reader, writer = self._reader, self._writer
+            rows, form = reader.copy(), reader.tables.copying.format
             job = self._delivery.worker.submit(lambda: writer.write_part(rows, form=form) if rows else None)
         except Exception as error:  # noqa: BLE001  raised at the cut, which sends it to the other ranks
             job = Future()
@@ -359,7 +359,7 @@ class Versions:
         self._flight = cut = Cut(
             after=self._ballots.number,
             kind=kind,
-            batch=self._source.tracker.num_batches,
+            batch=self._reader.tracker.num_batches,
             is_complete=is_complete,
             copied=copied,
         )
@@ -377,7 +377,7 @@ class Versions:
         try:
             if can_read:
                 part = None if cut.copied is None else cut.copied.result()
-                draft, read = self._source.cut(cut.kind, part, is_complete=cut.is_complete)
+                draft, read = self._reader.cut(cut.kind, part, is_complete=cut.is_complete)
             else:
                 draft = RankFailedError(self._writer.rank, "an interrupt")
         except NeedsSnapshotError as error:  # dropped since the vote
@@ -385,13 +385,13 @@ class Versions:
         except Exception as error:  # noqa: BLE001  sent to the other ranks with the share, then raised
             draft = error
         if isinstance(draft, Exception):
-            self._source.fail_expected_read()  # the other ranks may wait for this one
+            self._reader.fail_expected_read()  # the other ranks may wait for this one
         self._delivery.start(cut.outcome, cut.after, draft, read)
         cut.is_started = True
 
     def _can_repeat(self, cut: Cut) -> bool:
-        source = self._source
-        is_same = cut.batch == source.tracker.num_batches and source.can_read(cut.kind, is_complete=cut.is_complete)
+        reader = self._reader
+        is_same = cut.batch == reader.tracker.num_batches and reader.can_read(cut.kind, is_complete=cut.is_complete)
         return is_same or self._ballots.is_alone
 
     def _end_read(self) -> None:
@@ -407,7 +407,7 @@ class Versions:
 
     def _close_read(self, outcome: Outcome) -> None:
         try:
-            self._source.end(outcome.read, outcome.manifest)
+            self._reader.end(outcome.read, outcome.manifest)
         except Exception:
             _logger.exception("the read of a version could not be ended: the next one replaces it")
 

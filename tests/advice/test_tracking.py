@@ -159,7 +159,7 @@ def test_a_plain_table_that_cannot_be_tracked_is_repaired_or_skipped(
     assert len(tracker.tables) == 1
 
 
-@pytest.mark.advice("UnsupportedModelError: PlainTable.check", "InvalidArgumentError: VersionSource.cut")
+@pytest.mark.advice("UnsupportedModelError: PlainTable.check", "InvalidArgumentError: TrackerReader.cut")
 @pytest.mark.parametrize("change", ["replaced", "half", "other rows"])
 @pytest.mark.parametrize("way", ["reattach", "later"])
 def test_a_tracker_attaches_to_a_converted_model(tmp_path: Path, change: str, way: str) -> None:

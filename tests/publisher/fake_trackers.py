@@ -15,7 +15,7 @@ from delta_tracker.monitor.recorder import Recorder
 from delta_tracker.publisher.coordinator import Draft
 from delta_tracker.publisher.exchange import Exchange
 from delta_tracker.publisher.rank_tables import EncodingChoice
-from delta_tracker.publisher.version_source import VersionSource
+from delta_tracker.publisher.tracker_reader import TrackerReader
 from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.tracker.change_log import ChangeLog
 from delta_tracker.tracker.consumer_handle import ConsumerHandle, TrackerParts
@@ -92,10 +92,10 @@ class FakeTracker:
         self.log.writes.end_write(self._num_writes, tuple(ids))
 
 
-def version_source(
+def tracker_reader(
     tracker: FakeTracker, *, encoding: EncodingChoice = None, dense: Mapping[str, Tensor] | None = None
-) -> VersionSource:
-    """Return the source of a publisher's versions, for a single rank.
+) -> TrackerReader:
+    """Return the reader of a publisher's versions, for a single rank.
 
     Args:
         tracker: the tracker.
@@ -105,17 +105,17 @@ def version_source(
     every: Any = tracker
     recorder = Recorder("publisher", tracker, monitor=Monitor())
     exchange = Exchange(timedelta(seconds=60))
-    source = VersionSource(every, None, top_k=None, dense=None, encoding=encoding, exchange=exchange, recorder=recorder)
-    source.find_dense = lambda: dense or {}
-    return source
+    reader = TrackerReader(every, None, top_k=None, dense=None, encoding=encoding, exchange=exchange, recorder=recorder)
+    reader.find_dense = lambda: dense or {}
+    return reader
 
 
 def read(draft: Draft) -> dict[str, tuple[list[int], Tensor]]:
     """Return what a draft's writer would write: FQN to global ids and stored rows, with dense tensors by name."""
-    gathered = draft.gathered
-    for copy in gathered.copies:
+    copied = draft.copied
+    for copy in copied.copies:
         copy.result()
-    return read_blocks(gathered.rows) | {name: ([], tensor.clone()) for name, tensor in gathered.dense.items()}
+    return read_blocks(copied.rows) | {name: ([], tensor.clone()) for name, tensor in copied.dense.items()}
 
 
 def read_blocks(rows: Sequence[BlockRows]) -> dict[str, tuple[list[int], Tensor]]:

@@ -25,7 +25,7 @@ from delta_tracker.errors import DeltaTrackerError, FencedError, RankFailedError
 from delta_tracker.publisher import coordinator
 from delta_tracker.publisher.cadence import Cadence
 from delta_tracker.publisher.coordinator import Draft
-from delta_tracker.publisher.version_source import VersionSource
+from delta_tracker.publisher.tracker_reader import TrackerReader
 from delta_tracker.publisher.versions import Step
 from delta_tracker.stream.format.manifest import entry_name
 from delta_tracker.stream.log import StreamLog
@@ -778,8 +778,8 @@ def interrupted_repair(rank: int, world_size: int, url: str) -> list[int]:
         held = empty_model(tracker)
         predictor = Predictor(held, url)
         if rank:
-            once = _Once(publisher._source.end, KeyboardInterrupt)
-            with mock.patch.object(publisher._source, "end", once), contextlib.suppress(KeyboardInterrupt):
+            once = _Once(publisher._reader.end, KeyboardInterrupt)
+            with mock.patch.object(publisher._reader, "end", once), contextlib.suppress(KeyboardInterrupt):
                 publisher.publish()
             assert once.has_raised
         else:
@@ -987,7 +987,7 @@ def unable_to_vote(rank: int, world_size: int, url: str, broken_rank: int) -> li
     with Publisher(tracker, url, timeout=timedelta(seconds=12)) as publisher:
         messages = []
         for call in (publisher.publish, publisher.snapshot):
-            failing = mock.patch.object(VersionSource, "place", side_effect=StorageError(url, "x"))
+            failing = mock.patch.object(TrackerReader, "batch_and_schema", side_effect=StorageError(url, "x"))
             with failing if rank == broken_rank else contextlib.nullcontext():
                 messages.append(attempt(call))
             assert call().version == publisher.version
@@ -1005,7 +1005,7 @@ def dropped_since_the_vote(rank: int, world_size: int, url: str) -> str:
         publisher.snapshot()
         model(batch(spec, torch.Generator().manual_seed(rank), size=8)).backward()
         tracker.step()
-        with mock.patch.object(VersionSource, "needs_snapshot", False):
+        with mock.patch.object(TrackerReader, "needs_snapshot", False):
             message = attempt(publisher.publish)
         assert publisher.publish().kind == "snapshot"
         return message

@@ -178,7 +178,7 @@ def published(rank: int, world_size: int, root: str, optimizer: str) -> None:
         entries = trainer.check()
         assert entries[-1].format == 2
         assert len(entries[-1].training) == world_size
-    source = publisher._source
+    source = publisher._reader
     assert source is not None
     before = source.copy
 
@@ -322,7 +322,7 @@ def in_progress(rank: int, world_size: int, root: str) -> None:
     dist.barrier()
     trainer.check()
     # As after a reshard: only a snapshot may have other column ranges.
-    source = trainer.publisher._source
+    source = trainer.publisher._reader
     assert source is not None
     tables = source.tables
     if rank:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from delta_tracker.publisher import host_copies
 from tests.fake_streams.simulation import fake_streams
-from tests.publisher.fake_trackers import ROW_OFFSET, FakeTracker, read, read_blocks, version_source
+from tests.publisher.fake_trackers import ROW_OFFSET, FakeTracker, read, read_blocks, tracker_reader
 
 _DIM = 4
 
@@ -41,7 +41,7 @@ class _Run:
         self._streams = [torch.cuda.default_stream(), *(torch.cuda.Stream() for _ in range(2))]
         torch.cuda.synchronize()
         self._stream = self._draw.choice(self._streams)
-        self._source = version_source(self._tracker, dense={"dense": self._on_device})
+        self._reader = tracker_reader(self._tracker, dense={"dense": self._on_device})
         self._pending: set[tuple[str, int]] = set()
         self._since_cut: set[tuple[str, int]] = set()
         self._is_free = True  # no version is being published
@@ -81,15 +81,15 @@ class _Run:
     def _publish_meanwhile(self, is_open: set[tuple[str, int]]) -> None:
         """Publish a delta while a batch is open: its rows may have the old or the new values, and are sent again."""
         with torch.cuda.stream(self._draw.choice(self._streams)):
-            draft, delta = self._source.cut("delta", None)
+            draft, delta = self._reader.cut("delta", None)
             check = self._expected(self._pending, is_open)
             check(self._in_worker(read, draft))
-            self._source.handle.commit(delta)
+            self._reader.handle.commit(delta)
         self._pending = set(is_open)
 
     def _publish_delta(self) -> None:
         with torch.cuda.stream(self._draw.choice(self._streams)):
-            draft, delta = self._source.cut("delta", None)
+            draft, delta = self._reader.cut("delta", None)
         check = self._expected(self._pending)
         self._since_cut = set()
         for _ in range(self._draw.choice([0, 0, 2])):
@@ -97,21 +97,21 @@ class _Run:
         check(self._in_worker(read, draft))
         with torch.cuda.stream(self._draw.choice(self._streams)):
             if self._draw.random() < 0.8:
-                self._source.handle.commit(delta)
+                self._reader.handle.commit(delta)
                 self._pending = set(self._since_cut)
             else:
-                self._source.handle.abort(delta)
+                self._reader.handle.abort(delta)
 
     def _publish_snapshot(self) -> None:
         with torch.cuda.stream(self._draw.choice(self._streams)):
-            blocks = self._source.copy()
+            blocks = self._reader.copy()
         for _ in range(self._draw.choice([0, 1, 2])):
             self._train()
         copied = self._in_worker(read_blocks, blocks)
         for _ in range(self._draw.choice([0, 1])):
             self._train()
         with torch.cuda.stream(self._draw.choice(self._streams)):
-            draft, delta = self._source.cut("snapshot", None)
+            draft, delta = self._reader.cut("snapshot", None)
         every = {(fqn, row) for fqn, each in self._weights.items() for row in range(len(each))}
         check = self._expected(every)
         self._since_cut = set()
@@ -124,8 +124,8 @@ class _Run:
             found[fqn] = ids, rows
         check(found)
         with torch.cuda.stream(self._draw.choice(self._streams)):
-            self._source.handle.commit(delta)
-            self._source.end(None, None)
+            self._reader.handle.commit(delta)
+            self._reader.end(None, None)
         self._pending = set(self._since_cut)
 
     def _expected(

@@ -10,23 +10,23 @@ import torch
 from torch import Tensor
 
 from delta_tracker.publisher import host_copies
-from delta_tracker.publisher.host_copies import HostCopier, Source
-from delta_tracker.publisher.version_source import VersionSource
+from delta_tracker.publisher.host_copies import HostCopier, SelectedRows
+from delta_tracker.publisher.tracker_reader import TrackerReader
 from delta_tracker.stream.format.codec import encode_rows
 from delta_tracker.stream.format.encoding import Encoding
 from tests.fake_streams.simulation import fake_streams
 from tests.publisher import stream_orders
-from tests.publisher.fake_trackers import ROW_OFFSET, FakeTracker, read, version_source
+from tests.publisher.fake_trackers import ROW_OFFSET, FakeTracker, read, tracker_reader
 from tests.sweeps import SWEEPS_ARE_WHOLE
 from tests.syncs import find_syncs, on_device
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool)
 
 
-def _sources(draw: random.Random, num_sources: int) -> list[tuple[Source, Tensor]]:
-    """Return random sources on the CPU, each with its copy."""
+def _selections(draw: random.Random, num_selections: int) -> list[tuple[SelectedRows, Tensor]]:
+    """Return random selections on the CPU, each with its copy."""
     found = []
-    for _ in range(num_sources):
+    for _ in range(num_selections):
         dtype = draw.choice(_DTYPES)
         shape = [draw.choice([0, 1, 5, 40]), *draw.choice([[], [1], [3], [0], [16], [2, 3]])]
         rows = torch.randint(0, 2 if dtype is torch.bool else 100, shape).to(dtype)
@@ -39,7 +39,7 @@ def _sources(draw: random.Random, num_sources: int) -> list[tuple[Source, Tensor
         elif dtype is torch.int64:
             offset = draw.choice([0, 7])
         copied = rows if ids is None else rows[ids]
-        found.append((Source(rows, ids, offset), copied + offset if offset else copied))
+        found.append((SelectedRows(rows, ids, offset), copied + offset if offset else copied))
     return found
 
 
@@ -49,20 +49,20 @@ def test_copies_are_exact(seed: int, device: str, monkeypatch: pytest.MonkeyPatc
     draw = random.Random(seed)
     torch.manual_seed(seed)
     monkeypatch.setattr(host_copies, "CHUNK_BYTES", draw.choice([1, 64, 1000, 4 << 20]))
-    pairs = _sources(draw, draw.choice([0, 1, 2, 9]))
-    sources = [source for source, _ in pairs]
+    pairs = _selections(draw, draw.choice([0, 1, 2, 9]))
+    selections = [selection for selection, _ in pairs]
     if device == "simulated":
-        sources = [
-            Source(on_device(each.rows), None if each.ids is None else on_device(each.ids), each.offset)
-            for each in sources
+        selections = [
+            SelectedRows(on_device(each.rows), None if each.ids is None else on_device(each.ids), each.offset)
+            for each in selections
         ]
     with find_syncs() as found:
-        copies = HostCopier().copy(sources)
+        copies = HostCopier().copy(selections)
     assert not found
     for copy in copies:
         copy.result()
-    for source, (_, expected) in zip(sources, pairs, strict=True):
-        copied = source.copied
+    for selection, (_, expected) in zip(selections, pairs, strict=True):
+        copied = selection.copied
         assert copied.device.type == "cpu"
         assert copied.dtype == expected.dtype
         assert torch.equal(copied, expected)
@@ -73,14 +73,14 @@ def _tracker(num_tables: int, num_rows: int) -> tuple[FakeTracker, dict[str, Ten
     return FakeTracker({fqn: on_device(each) for fqn, each in held.items()}), held
 
 
-def _cut(source: VersionSource, tracker: FakeTracker, num_rows: int) -> tuple[list[str], list[str]]:
+def _cut(reader: TrackerReader, tracker: FakeTracker, num_rows: int) -> tuple[list[str], list[str]]:
     """Publish rows of all tables; return the waits of the training thread and those of the writer."""
     with find_syncs() as training:
         tracker.write({fqn: on_device(torch.arange(num_rows)) for fqn in tracker.tables}, 1.5)
-        draft, delta = source.cut("delta", None)
+        draft, delta = reader.cut("delta", None)
     with find_syncs() as writing:
         found = read(draft)
-    source.handle.commit(delta)
+    reader.handle.commit(delta)
     for fqn in tracker.tables:
         ids, rows = found[fqn]
         assert ids == list(range(ROW_OFFSET, ROW_OFFSET + num_rows))
@@ -93,9 +93,9 @@ def _cut(source: VersionSource, tracker: FakeTracker, num_rows: int) -> tuple[li
 def test_a_cut_waits_a_constant_number_of_times(num_tables: int) -> None:
     """Before, it waited once per table for the count, once for the ids, once per 4 MiB, and once per dense tensor."""
     tracker, _ = _tracker(num_tables, 200)
-    source = version_source(tracker, dense={"dense": on_device(torch.tensor(2.0)), "w": on_device(torch.ones(5, 3))})
+    reader = tracker_reader(tracker, dense={"dense": on_device(torch.tensor(2.0)), "w": on_device(torch.ones(5, 3))})
     for num_rows in (1, 200):
-        training, writing = _cut(source, tracker, num_rows)
+        training, writing = _cut(reader, tracker, num_rows)
         assert training == (["aten.nonzero"] if num_tables == 1 else ["aten._to_copy", "aten.nonzero"])
         assert writing == ["aten.copy_"]
 
@@ -103,8 +103,8 @@ def test_a_cut_waits_a_constant_number_of_times(num_tables: int) -> None:
 def test_a_cut_does_not_wait_per_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_copies, "CHUNK_BYTES", 64)
     tracker, _ = _tracker(2, 1000)
-    source = version_source(tracker, dense={"dense": on_device(torch.tensor(2.0))})
-    training, _ = _cut(source, tracker, 1000)
+    reader = tracker_reader(tracker, dense={"dense": on_device(torch.tensor(2.0))})
+    training, _ = _cut(reader, tracker, 1000)
     assert len(training) == 2
 
 
@@ -113,10 +113,10 @@ def test_rows_of_a_device_have_the_bytes_of_the_cpu(encoding: Encoding) -> None:
     """Rows with NaN and infinity too, whose codes depend on the processor that computes them."""
     tracker, held = _tracker(1, 40)
     held["t0"][3, 1], held["t0"][5, 2], held["t0"][7] = torch.nan, torch.inf, -torch.inf
-    source = version_source(tracker, encoding=encoding)
+    reader = tracker_reader(tracker, encoding=encoding)
     with find_syncs():
         tracker.log.writes.mark("t0", on_device(torch.arange(40)))
-        draft, _ = source.cut("delta", None)
+        draft, _ = reader.cut("delta", None)
         _, rows = read(draft)["t0"]
     expected = encode_rows(held["t0"], encoding)
     assert torch.equal(rows.view(torch.uint8), expected.view(torch.uint8))
@@ -156,13 +156,13 @@ def test_smaller_buffers_are_used_if_device_memory_runs_out(largest: int, monkey
 
     with fake_streams(0):
         rows = torch.rand(100, 4)
-        source = Source(rows.to("cuda"))
+        selection = SelectedRows(rows.to("cuda"))
         monkeypatch.setattr(torch, "empty", limited)
         if largest < 64:
             with pytest.raises(torch.OutOfMemoryError):
-                HostCopier().copy([source])
+                HostCopier().copy([selection])
         else:
-            (copy,) = HostCopier().copy([source])
+            (copy,) = HostCopier().copy([selection])
             copy.result()
-            assert torch.equal(source.copied, rows)
+            assert torch.equal(selection.copied, rows)
     assert sizes[:4] == [1600, 800, 400, 192]

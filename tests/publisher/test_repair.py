@@ -24,7 +24,7 @@ def _repair(writer: Writer, note: object, shard: ShardSpec | None = None) -> dic
     return None if rows is None else {fqn: ids.tolist() for fqn, ids in rows.items()}
 
 
-def _place(writer: Writer) -> dict[str, str | int]:
+def _position(writer: Writer) -> dict[str, str | int]:
     return Position(writer.claim.head.stream, writer.claim.head.link).to_dict()
 
 
@@ -37,7 +37,7 @@ def writer() -> Writer:
 
 
 def test_rows_of_later_versions_are_repaired(writer: Writer) -> None:
-    note = _place(writer)
+    note = _position(writer)
     assert _repair(writer, note) == {}
     writer = _again(writer)
     writer.delta([5, 19])
@@ -57,7 +57,7 @@ def _again(writer: Writer) -> Writer:
 
 
 def test_every_row_is_sent_if_the_changed_rows_are_unknown(writer: Writer) -> None:
-    note = _place(writer)
+    note = _position(writer)
     for other in (None, {}, "x", note | {"stream": "0" * 32}, note | {"xxh3": "0" * 32}, note | {"version": 10**6}):
         assert _repair(writer, other) is None
     writer = _again(writer)
@@ -82,7 +82,7 @@ def test_every_row_is_sent_if_the_changed_rows_are_unknown(writer: Writer) -> No
 def test_every_row_is_sent_if_readers_cannot_reach_the_position_from_a_snapshot(writer: Writer) -> None:
     """Another program deleted the newest entry, and the trainer ended before it had published a snapshot."""
     lost = writer.delta([5])
-    note = _place(writer)
+    note = _position(writer)
     writer.storage.delete(entry_name(lost.version))
     with pytest.raises(LostEntryError):
         writer.delta([6])
@@ -92,7 +92,7 @@ def test_every_row_is_sent_if_readers_cannot_reach_the_position_from_a_snapshot(
 def test_a_quantized_stream_is_repaired_by_its_ids() -> None:
     writer = Writer(Storage("memory://"), encoding=Encoding.INT8)
     writer.snapshot()
-    note = _place(writer)
+    note = _position(writer)
     writer.delta([1, 4])
     assert _repair(writer, note) == {FQN: [1, 4]}
 
@@ -101,7 +101,7 @@ def test_every_row_is_sent_if_the_buckets_of_raw_ids_changed() -> None:
     identity = Identity(100, (Bucket((0, 20), 19),))
     writer = Writer(Storage("memory://"), identity=identity)
     writer.snapshot()
-    note = _place(writer)
+    note = _position(writer)
     writer.delta([3])
     spec = ShardSpec(writer.spec, 0, 20, ((0, 4),))
     claim = StreamLog(writer.storage).claim().head

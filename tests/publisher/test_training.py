@@ -63,7 +63,7 @@ def _tracker(data: DataPosition[int] | None = None) -> Any:
     )
 
 
-def _source(
+def _cuts(
     tracker: Any, *, training: Any = None, rank: Any = None, is_first: bool = True, others: Any = None
 ) -> TrainingCuts:
     """Return the training states of a publisher. ``others`` has the position and carried ids of other consumers."""
@@ -73,8 +73,8 @@ def _source(
 
 
 def _stored(taken: TakenState) -> Any:
-    assert not HostCopier().copy(taken.sources), "nothing to wait for on the CPU"
-    return unpack(b"".join(taken.tree.buffers([source.copied for source in taken.sources])))
+    assert not HostCopier().copy(taken.selections), "nothing to wait for on the CPU"
+    return unpack(b"".join(taken.tree.buffers([selection.copied for selection in taken.selections])))
 
 
 def test_the_state_of_rank_0() -> None:
@@ -84,10 +84,10 @@ def test_the_state_of_rank_0() -> None:
     data.advance()
     optimizer = torch.optim.Adam(tracker.model.parameters(), lr=0.1)
     others = {"other": (2, {"fused": torch.tensor([1, 3])}), "new": (0, {})}
-    source = _source(tracker, training={"opt": optimizer}, rank={"own": _Object({"a": [1]})}, others=others)
+    cuts = _cuts(tracker, training={"opt": optimizer}, rank={"own": _Object({"a": [1]})}, others=others)
     for position, version in ((1, 4), (3, 5)):
-        source.add(position, version)
-    taken = source.take()
+        cuts.add(position, version)
+    taken = cuts.take()
     assert taken.event_time == 0.5
     state = _stored(taken)
     assert state.keys() == {"library", "training", "rank", "data"}
@@ -108,7 +108,7 @@ def test_the_state_of_rank_0() -> None:
 def test_other_ranks_save_their_buffers_and_their_own_states() -> None:
     tracker = _tracker()
     tracker.model[1].running_mean.add_(3)
-    taken = _source(tracker, training={"opt": _Object({1})}, rank={"own": _Object(1)}, is_first=False).take()
+    taken = _cuts(tracker, training={"opt": _Object({1})}, rank={"own": _Object(1)}, is_first=False).take()
     state = _stored(taken)
     assert (state["training"], state["rank"], state["data"], taken.event_time) == ({}, {"own": 1}, None, None)
     names = {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
@@ -121,12 +121,12 @@ def test_the_copies_have_the_values_of_the_cut() -> None:
     live = {"a": torch.ones(4), "b": torch.tensor(2.0), "c": torch.arange(6.0).reshape(2, 3).T, "d": torch.ones(3, 0)}
     live["e"] = torch.ones(2, dtype=torch.complex128)
     expected = {name: tensor.clone() for name, tensor in live.items()}
-    source = _source(_tracker(), training={"live": _Object(live)})
-    taken = source.take()
-    HostCopier().copy(taken.sources)
+    cuts = _cuts(_tracker(), training={"live": _Object(live)})
+    taken = cuts.take()
+    HostCopier().copy(taken.selections)
     for tensor in live.values():
         tensor.mul_(5)  # training continues before the state is written
-    state: Any = unpack(b"".join(taken.tree.buffers([source.copied for source in taken.sources])))
+    state: Any = unpack(b"".join(taken.tree.buffers([selection.copied for selection in taken.selections])))
     found = state["training"]["live"]
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], each) and found[name].shape == each.shape for name, each in expected.items())
@@ -134,12 +134,12 @@ def test_the_copies_have_the_values_of_the_cut() -> None:
 
 def test_states_are_taken_anew_for_each_version() -> None:
     each = _Object(1)
-    source = _source(_tracker(), rank={"each": each})
+    cuts = _cuts(_tracker(), rank={"each": each})
     each.state = 2
-    assert _stored(source.take())["rank"] == {"each": 2}
+    assert _stored(cuts.take())["rank"] == {"each": 2}
     each.state = {1}
     with pytest.raises(InvalidArgumentError, match=r"^rank_state\['each'\]="):
-        source.take()
+        cuts.take()
 
 
 class _NoState:
@@ -162,7 +162,7 @@ class _NoState:
 )
 def test_what_cannot_be_saved_is_refused_before_any_version(training: Any, rank: Any, reason: str) -> None:
     with pytest.raises(InvalidArgumentError, match=reason):
-        _source(_tracker(), training=training, rank=rank)
+        _cuts(_tracker(), training=training, rank=rank)
 
 
 @pytest.mark.advice("InvalidArgumentError: _states _check_groups")
@@ -171,8 +171,8 @@ def test_an_object_with_parameter_groups_must_save_them() -> None:
         param_groups = ({"params": [torch.ones(1)], "lr": 0.1},)
 
     with pytest.raises(InvalidArgumentError, match="save_param_groups"):
-        _source(_tracker(), training={"opt": Optimizer({"state": {}})})
-    _source(_tracker(), training={"opt": Optimizer({"state": {}, "param_groups": []})})
+        _cuts(_tracker(), training={"opt": Optimizer({"state": {}})})
+    _cuts(_tracker(), training={"opt": Optimizer({"state": {}, "param_groups": []})})
 
 
 def test_a_data_position_that_cannot_be_encoded() -> None:
@@ -180,7 +180,7 @@ def test_a_data_position_that_cannot_be_encoded() -> None:
     data = DataPosition(loader)
     data.state_dict = lambda: {"loader": Tensor}  # type: ignore[assignment, method-assign, return-value]
     with pytest.raises(InvalidArgumentError, match=r"^state\['data'\]\['loader'\]="):
-        _source(_tracker(data))
+        _cuts(_tracker(data))
 
 
 @pytest.mark.parametrize("case", ["unfused", "keyed_optimizers", "change_of_rate", "buffers"])
@@ -192,10 +192,10 @@ def test_dense_parameters_without_an_optimizer_are_logged_once(caplog: pytest.Lo
     tracker = _tracker()
     linear, norm = tracker.model
     norm.bias.requires_grad_(False)
-    source = _source(tracker, training={"adam": torch.optim.Adam(linear.parameters())})
-    source.take()
-    _source(tracker, is_first=False)
+    cuts = _cuts(tracker, training={"adam": torch.optim.Adam(linear.parameters())})
+    cuts.take()
+    _cuts(tracker, is_first=False)
     (message,) = caplog.messages
     assert message.endswith("the state of their optimizer is not saved: 1.weight")
-    _source(tracker, rank={"all": torch.optim.Adam(tracker.model.parameters())})
+    _cuts(tracker, rank={"all": torch.optim.Adam(tracker.model.parameters())})
     assert len(caplog.messages) == 1

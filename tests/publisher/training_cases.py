@@ -21,15 +21,15 @@ from delta_tracker.stream.format.state_tree import unpack
 from tests.models import Spec, Table, batch, ordinary_optimizer, shard
 
 
-def _source(tracker: ModelDeltaTracker, rank: int, training: Any, ranks: Any) -> TrainingCuts:
+def _cuts(tracker: ModelDeltaTracker, rank: int, training: Any, ranks: Any) -> TrainingCuts:
     objects = Recovery(training_state=training, rank_state=ranks)
     handle: Any = SimpleNamespace(name="default", position=0, others=dict)
     return TrainingCuts(tracker.live, tracker.progress, handle, objects, is_first=rank == 0)
 
 
 def _stored(taken: TakenState) -> Any:
-    assert not HostCopier().copy(taken.sources), "nothing to wait for on the CPU"
-    return unpack(b"".join(taken.tree.buffers([source.copied for source in taken.sources])))
+    assert not HostCopier().copy(taken.selections), "nothing to wait for on the CPU"
+    return unpack(b"".join(taken.tree.buffers([selection.copied for selection in taken.selections])))
 
 
 def _optimizer(model: DistributedModelParallel, *words: str) -> KeyedOptimizerWrapper:
@@ -56,9 +56,9 @@ def unfused(rank: int, world_size: int) -> None:
             ({"top": top, "same": same, "parts": parts}, {}, "parts"),
         ):
             with pytest.raises(UnsupportedModelError, match=f"({table})' .*its optimizer is not fused"):
-                _source(tracker, rank, training, ranks)
-        source = _source(tracker, rank, {"top": top}, {"parts": parts, "same": same})
-        source = _source(tracker, rank, {"top": top, "same": same}, {"parts": parts})
+                _cuts(tracker, rank, training, ranks)
+        cuts = _cuts(tracker, rank, {"top": top}, {"parts": parts, "same": same})
+        cuts = _cuts(tracker, rank, {"top": top, "same": same}, {"parts": parts})
 
         generator = torch.Generator().manual_seed(rank)
         for _ in range(3):
@@ -67,7 +67,7 @@ def unfused(rank: int, world_size: int) -> None:
             model(batch(spec, generator)).backward()
             for each in (top, parts, same):
                 each.step()
-        state = _stored(source.take())
+        state = _stored(cuts.take())
         assert state["training"].keys() == ({"top", "same"} if rank == 0 else set())
         assert state["library"]["shards"].keys() == tracker.tables.keys() - tracker.live.fused_tables
         assert state["library"]["kernels"].keys() == tracker.live.fused_tables
@@ -88,16 +88,16 @@ def keyed_optimizers(rank: int, world_size: int) -> None:
     with ModelDeltaTracker(model) as tracker:
         for optimizer in (top, clipped, CombinedOptimizer([top])):
             with pytest.raises(InvalidArgumentError, match=r"training_state\['opt'\].*save_param_groups"):
-                _source(tracker, 0, {"opt": optimizer}, {})
+                _cuts(tracker, 0, {"opt": optimizer}, {})
         for optimizer in (top, clipped, CombinedOptimizer([top])):
             optimizer.save_param_groups(True)
-            state = _stored(_source(tracker, 0, {"opt": optimizer}, {}).take())
+            state = _stored(_cuts(tracker, 0, {"opt": optimizer}, {}).take())
             assert state["training"]["opt"]["param_groups"][0]["lr"] == 0.1
         fused = model.fused_optimizer
         fused.save_param_groups(True)
         both = CombinedOptimizer([("fused", fused), ("top", top)])
         with pytest.raises(InvalidArgumentError, match=r"training_state\['opt'\]\['state'\].*is not fused") as raised:
-            _source(tracker, 0, {"opt": both}, {})
+            _cuts(tracker, 0, {"opt": both}, {})
         assert "ShardedTensor" in str(raised.value.value)
 
 
@@ -109,10 +109,10 @@ def change_of_rate(rank: int, world_size: int) -> None:
     top.save_param_groups(True)
     scheduler = torch.optim.lr_scheduler.StepLR(top._optimizer, step_size=1, gamma=0.5)
     with ModelDeltaTracker(model) as tracker:
-        source = _source(tracker, 0, {"top": top, "scheduler": scheduler}, {})
+        cuts = _cuts(tracker, 0, {"top": top, "scheduler": scheduler}, {})
         top.step()
         scheduler.step()
-        state = _stored(source.take())["training"]
+        state = _stored(cuts.take())["training"]
     assert state["top"]["param_groups"][0]["lr"] == 0.05
     assert state["scheduler"]["last_epoch"] == 1
 
@@ -143,8 +143,8 @@ def buffers(rank: int, world_size: int) -> None:
     finally:
         tests.models.Model = plain  # type: ignore[misc]
     with ModelDeltaTracker(outer) as tracker:
-        source = _source(tracker, rank, {}, {})
-        library = _stored(source.take())["library"]
+        cuts = _cuts(tracker, rank, {}, {})
+        library = _stored(cuts.take())["library"]
     own = {"running_mean", "running_var", "num_batches_tracked"}
     expected = {f"{layer}.{name}" for layer in ("norm", "inner.layers.1") for name in own} | {"inner.shared"}
     if rank == 0:

@@ -23,7 +23,7 @@ from delta_tracker import Cadence, Predictor, Publisher, Standby, Takeover, Upke
 from delta_tracker.errors import StorageError, UnsupportedStoreError
 from delta_tracker.monitor import Monitor
 from delta_tracker.publisher import coordinator
-from delta_tracker.publisher.version_source import VersionSource
+from delta_tracker.publisher.tracker_reader import TrackerReader
 from delta_tracker.recovery import recovery_plan
 from delta_tracker.recovery.following import Following
 from delta_tracker.recovery.random_states import RandomStates
@@ -203,7 +203,7 @@ def overtaken(rank: int, world_size: int, path: str, spec: dict[str, Any]) -> li
     make_silent(path)
     taken = standby.take_over()
     fault = StorageError("file:///gone", "the disk is gone")
-    with mock.patch.object(VersionSource, "resume", side_effect=fault):
+    with mock.patch.object(TrackerReader, "resume", side_effect=fault):
         assert attempt(lambda: job.successor(taken)).startswith("StorageError"), "this does not use the claim up"
     check_successor(trainer, publisher, job, taken, trainer.held())
     return messages

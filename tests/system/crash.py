@@ -102,7 +102,7 @@ class Life:
         self._progress.add()
         self._generator = torch.Generator().manual_seed(1000 * seed + 10 * life + dist.get_rank())
         self._optimizer = torch.optim.SGD(self._model.module.dense.parameters(), lr=0.01)
-        if dist.get_rank() == 0 and self._publisher._source.is_repairing:
+        if dist.get_rank() == 0 and self._publisher._reader.is_repairing:
             (root / f"repaired-{life}").touch()
 
     def _resume(self) -> None:

@@ -14,7 +14,7 @@ import torch
 from delta_tracker import Cadence, ModelDeltaTracker, Predictor, Publisher, Recovery, Upkeep
 from delta_tracker.errors import DeltaTrackerError, MissingVersionError, NotRecoverableError
 from delta_tracker.monitor.monitor import Monitor
-from delta_tracker.publisher.version_source import VersionSource
+from delta_tracker.publisher.tracker_reader import TrackerReader
 from delta_tracker.recovery.restore import restore
 from delta_tracker.recovery.standby import Standby
 from delta_tracker.stream.format.manifest import entry_name
@@ -124,7 +124,7 @@ def test_a_trainer_that_ends_before_its_snapshot_is_restored_from_the_version_be
         job.train(7)
         for _ in range(5):
             job.publisher.step()
-        with mock.patch.object(VersionSource, "copy", side_effect=MemoryError), pytest.raises(MemoryError):
+        with mock.patch.object(TrackerReader, "copy", side_effect=MemoryError), pytest.raises(MemoryError):
             job.publisher.flush()  # claims the stream again, and fails before it publishes a snapshot
     ahead = job.predictor(2)
     with pytest.raises(NotRecoverableError, match="Choose another version") as caught:

@@ -16,7 +16,7 @@ from delta_tracker.errors import InvalidArgumentError, RankLostError, StaleDelta
 from delta_tracker.monitor.recorder import Recorder
 from delta_tracker.publisher.coordinator import Coordinator, Draft
 from delta_tracker.publisher.exchange import Exchange, Message, Phase
-from delta_tracker.publisher.host_copies import Source
+from delta_tracker.publisher.host_copies import SelectedRows
 from delta_tracker.publisher.published_dense import chosen_dense, published_dense, warn_of_dense
 from delta_tracker.publisher.rank_tables import EncodingChoice, RankSchema, RankTables, choose_encodings
 from delta_tracker.publisher.repair import rows_to_repair
@@ -37,7 +37,7 @@ from delta_tracker.types import Delta
 _logger = logging.getLogger(__name__)
 
 
-class VersionSource:
+class TrackerReader:
     """Component that reserves a consumer of a tracker and reads the rows of each version.
 
     Only the training thread may call the methods. The other arguments and the errors are those of ``Publisher(...)``.
@@ -97,7 +97,7 @@ class VersionSource:
 
     @property
     def needs_snapshot(self) -> bool:
-        """True if the next version must be a snapshot. Call :meth:`place` first, which finds new shards."""
+        """True if the next version must be a snapshot. Call :meth:`batch_and_schema` first, which finds new shards."""
         return not self._has_snapshot or self.handle.needs_snapshot or self.tables.latest != self.tables.published
 
     @property
@@ -110,7 +110,7 @@ class VersionSource:
             return True
         return self._progress() != self._progress_at_cut
 
-    def place(self) -> tuple[int, RankSchema]:
+    def batch_and_schema(self) -> tuple[int, RankSchema]:
         """Return the number of batches of this rank, and its schema."""
         return self.tracker.num_batches, self.tables.current()
 
@@ -193,7 +193,7 @@ class VersionSource:
             dense = {} if self.find_dense is None else self.find_dense()
             # First, because it calls the user's code, which may raise.
             taken = None if training is None else training.take(dense)
-            extra = [] if taken is None else [*taken.sources]
+            extra = [] if taken is None else [*taken.selections]
             top_k = None if is_snapshot or is_complete else self._top_k
             with self._read_timer():
                 # Not committed, because an interrupted cut is repeated and must find the same rows.
@@ -208,13 +208,13 @@ class VersionSource:
                 extra += counts.values()
                 owners = tracker.live.owner_views() if schema.identities else {}
                 compared = tables.unfused if is_snapshot else frozenset[str]()
-                gathered = tables.gather(changed, whole=compared, dense=dense, extra=extra, owners=owners)
+                rows = tables.copy_rows(changed, whole=compared, dense=dense, extra=extra, owners=owners)
         draft = Draft(
             kind=kind,
             batches=read.batches,
             cut=time.time(),
             schema=schema,
-            gathered=gathered,
+            copied=rows,
             pending_rows=read.pending_rows,
             parts=[] if copied is None else [copied],
             training=taken,
@@ -281,19 +281,19 @@ class VersionSource:
 
     def _note(self, head: Manifest) -> None:
         """Save the stream position of ``head`` in the tracker's state; None if the next version must be a snapshot."""
-        place = Position(head.stream, head.link).to_dict() if self._has_snapshot else None
-        self.handle.annotate(place)
+        position = Position(head.stream, head.link).to_dict() if self._has_snapshot else None
+        self.handle.annotate(position)
 
 
 class _UnreadError(Exception):
     """This rank failed or was interrupted before it read its rows."""
 
 
-def _count_owner_changes(read: Delta, identities: Iterable[str]) -> dict[str, Source]:
+def _count_owner_changes(read: Delta, identities: Iterable[str]) -> dict[str, SelectedRows]:
     """Return the numbers of raw ids that got and lost rows, ``[2]`` int64, by FQN. Does not wait for a device."""
     found = {}
     for fqn in identities:
         rows = read[fqn]
         if rows.admitted is not None and rows.evicted is not None and len(rows):
-            found[fqn] = Source(torch.stack([(each != NO_OWNER).sum() for each in (rows.admitted, rows.evicted)]))
+            found[fqn] = SelectedRows(torch.stack([(each != NO_OWNER).sum() for each in (rows.admitted, rows.evicted)]))
     return found
