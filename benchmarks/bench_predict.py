@@ -102,7 +102,7 @@ def _apply_cases(stream: _Stream) -> dict[str, Callable[[], Figures]]:
         number = next(versions)
         contents = Contents(stream.storage, stream.manifests[number])
         receiver = writer.model.resolve(contents.manifest)
-        figures = timed(lambda: writer.write_rows(receiver.place(contents)))
+        figures = timed(lambda: writer.write_rows(receiver.placements(contents)))
         stream.check(number)
         return figures
 
@@ -197,7 +197,7 @@ def _lookup_cases(stream: _Stream, chunks: Sequence[int], seconds: float) -> dic
 
         def apply() -> int:
             number = next(versions)
-            writer.write_rows(receivers[number].place(contents[number]))
+            writer.write_rows(receivers[number].placements(contents[number]))
             return number
 
         return _lookup_case(stream, writer.lock.reading, apply, seconds)

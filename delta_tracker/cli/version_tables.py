@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from delta_tracker.errors import MalformedError
-from delta_tracker.predictor.placement import place
+from delta_tracker.predictor.placement import placements
 from delta_tracker.row_target import TensorTarget
 from delta_tracker.stream.format.manifest import DenseSpec, Manifest, entry_name
 from delta_tracker.stream.format.part_reader import Contents
@@ -57,7 +57,7 @@ def write_versions(
         )
         contents = Contents(storage, replace(manifest, parts=parts), memory_bytes=_MEMORY_BYTES)
         for kind in (contents.whole, contents.listed):
-            for placement in place([each for each in kind if each.block.table in targets], targets):
+            for placement in placements([each for each in kind if each.block.table in targets], targets):
                 for chunk in placement.chunks(_CHUNK_ROWS):
                     chunk.write()
         for fqn, ids, raw_ids in contents.owners():

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from delta_tracker.errors import InvalidArgumentError, MalformedError, ModelMismatchError
-from delta_tracker.predictor.placement import Chunk, place
+from delta_tracker.predictor.placement import Chunk, placements
 from delta_tracker.raw_ids import NO_OWNER, RawIdMap, check_owners
 from delta_tracker.raw_ids.index import RawIdIndex
 from delta_tracker.row_target import RowTarget
@@ -149,7 +149,7 @@ def default_chunks(contents: Contents, changes: Iterable[OwnerChange], targets: 
                 for each in (*contents.whole, *contents.listed)
                 if each.block.table == change.fqn and each.block.rows[0] <= slot < each.block.rows[1]
             ]
-            for placement in place(rows, targets):
+            for placement in placements(rows, targets):
                 chunks += placement.chunks(1)
     return chunks
 

@@ -75,9 +75,9 @@ class ModelWriter(Forkable):
             finally:
                 self.fence.leave_reading(streams)
 
-    def follow(self, followed: SavedOrder) -> None:
+    def save_order(self, followed: SavedOrder) -> None:
         """Return an order that was followed in the next :meth:`state_dict`."""
-        self._hold(self.written.following(followed))
+        self._hold(self.written.with_order(followed))
 
     def restore(self) -> None:
         """No-op: the position is known."""
@@ -94,7 +94,7 @@ class ModelWriter(Forkable):
         manifest = contents.manifest
         has_raw_ids = bool(manifest.identities or self.identities)
         identities = identities_after(manifest, self.identities) if has_raw_ids else {}
-        placements = receiver.place(contents)
+        placements = receiver.placements(contents)
         changes: list[OwnerChange] = []
         default_rows: list[Chunk] = []
         if manifest.identities:
@@ -238,4 +238,4 @@ def _written(state: dict[str, str | int]) -> Written:
         generation=held.generation,
         created=held.created,
     )
-    return written.following(found[0]) if found else written
+    return written.with_order(found[0]) if found else written

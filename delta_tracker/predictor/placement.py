@@ -71,15 +71,15 @@ class Chunk:
             self.target.write(self.ids, values, columns)
 
 
-def place(rows: Iterable[BlockRows], targets: Mapping[str, RowTarget]) -> list[Placement]:
+def placements(rows: Iterable[BlockRows], targets: Mapping[str, RowTarget]) -> list[Placement]:
     """Return the placements of the disjoint blocks of one version in its tables. No values are read or written."""
     by_table: defaultdict[str, list[BlockRows]] = defaultdict(list)
     for each in rows:
         by_table[each.block.table].append(each)
-    return [placement for fqn, blocks in by_table.items() for placement in _place(blocks, targets[fqn])]
+    return [placement for fqn, blocks in by_table.items() for placement in _placements(blocks, targets[fqn])]
 
 
-def _place(blocks: Sequence[BlockRows], target: RowTarget) -> Iterator[Placement]:
+def _placements(blocks: Sequence[BlockRows], target: RowTarget) -> Iterator[Placement]:
     held: list[BlockRows] = []
     for rows in blocks:
         held += _held(rows, target)

@@ -150,12 +150,12 @@ class PredictorGauges:
         self._counted[name] += added
         return added
 
-    def _known_lag(self, place: int) -> float | None:
+    def _known_lag(self, index: int) -> float | None:
         """Return a number of the last lag; None if the store cannot be read or does not answer."""
         asked, lag = self._asked, self._lag
         if lag is None or (asked is not None and self._monotonic() - asked > _PATIENCE_SECONDS):
             return None
-        return lag[place]
+        return lag[index]
 
 
 class ServedAge:

@@ -108,7 +108,7 @@ class Reader:
         try:
             has_moved = self._run(self._begin(looks_for_gap=looks_for_gap))
             if self.orders.policy.follows_pins and (followed := self.orders.record(self.position)) is not None:
-                self.writer.destination.follow(followed)
+                self.writer.destination.save_order(followed)
         except StreamError as error:
             self.why = f"{Rule.FAULT.value}: {type(error).__name__}"
             if isinstance(error, StaleCacheError):

@@ -15,7 +15,7 @@ from delta_tracker.arguments import check_count, check_switch
 from delta_tracker.errors import InvalidArgumentError, ModelMismatchError
 from delta_tracker.live_objects import trained_memory
 from delta_tracker.predictor.identities import check_hidden, check_indexes, check_maps, find_maps
-from delta_tracker.predictor.placement import Placement, place
+from delta_tracker.predictor.placement import Placement, placements
 from delta_tracker.raw_ids import RawIdMap
 from delta_tracker.raw_ids.index import RawIdIndex
 from delta_tracker.row_target import WRITABLE, RowTarget, TensorTarget, obstacle_of
@@ -231,9 +231,9 @@ class Receiver:
         held += [each.devices for maps in self.raw_ids.values() for each in maps]
         self.devices = {tensor.device for tensor in self.dense.values()}.union(*held)
 
-    def place(self, contents: Contents) -> list[Placement]:
+    def placements(self, contents: Contents) -> list[Placement]:
         """Return the placements of the version's rows, in the order of writing. Nothing is written."""
-        return [*place(contents.whole, self.targets), *place(contents.listed, self.targets)]
+        return [*placements(contents.whole, self.targets), *placements(contents.listed, self.targets)]
 
     @torch.no_grad()
     def write_dense(self, contents: Contents) -> None:

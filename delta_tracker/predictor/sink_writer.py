@@ -71,12 +71,12 @@ class SinkWriter(Forkable):
         self.restore()
         protect(self)
 
-    def follow(self, followed: SavedOrder) -> None:
+    def save_order(self, followed: SavedOrder) -> None:
         """Store with the position which order was followed."""
         held = self.written
         if held.version is None or held.applying is not None or held.is_settling or followed == held.followed:
             return  # the log of owners of an interrupted version must not be cleared
-        state = held.following(followed)
+        state = held.with_order(followed)
         self._is_known = False
         self._sink.settle(state)
         self._hold(state)
@@ -128,7 +128,7 @@ class SinkWriter(Forkable):
         manifest = contents.manifest
         former, held = self.written, self._held(manifest)
         identities = identities_after(manifest, {} if held is None else held.identities)
-        placements = receiver.place(contents)
+        placements = receiver.placements(contents)
         owners = version_owners(contents) if manifest.identities else {}
         state = held or SinkState(stream=manifest.stream, tables=manifest.tables, identities=identities)
         begun = _begun(state, manifest, identities, is_elsewhere=is_elsewhere)
@@ -240,8 +240,8 @@ class SinkWriter(Forkable):
         num_rows = state.tables[fqn].num_rows
         for begin in checked(range(0, num_rows, _SLOTS)):
             owners = self._sink.owners(state.stream, fqn, torch.arange(begin, min(begin + _SLOTS, num_rows)))
-            places = torch.searchsorted(raw_ids, owners).clamp_(max=len(raw_ids) - 1)
-            is_owned[places[raw_ids[places] == owners]] = True
+            indices = torch.searchsorted(raw_ids, owners).clamp_(max=len(raw_ids) - 1)
+            is_owned[indices[raw_ids[indices] == owners]] = True
         for some in _pieces(raw_ids[~is_owned]):
             self._sink.delete(state.stream, fqn, some)
 
@@ -329,5 +329,5 @@ def _by_slot(slots: Tensor, owners: Tensor) -> tuple[Tensor, Tensor]:
 
 def _is_in(raw_ids: Tensor, ordered: Tensor) -> Tensor:
     """Return a mask of the raw ids that are in ``ordered``, which is ascending and not empty."""
-    places = torch.searchsorted(ordered, raw_ids).clamp_(max=len(ordered) - 1)
-    return ordered[places] == raw_ids
+    indices = torch.searchsorted(ordered, raw_ids).clamp_(max=len(ordered) - 1)
+    return ordered[indices] == raw_ids

@@ -53,7 +53,7 @@ class VersionWriter:
             yield entry
             receiver, identities = self.destination.resolve(entry), identities_after(entry, identities)
             contents = self._contents(entry, storage)
-            receiver.place(contents)
+            receiver.placements(contents)
             version_owners(contents)
 
     def write_path(self, entries: Sequence[Manifest], storage: Storage) -> None:

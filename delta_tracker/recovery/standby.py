@@ -31,11 +31,11 @@ from delta_tracker.monitor.monitor import Monitor
 from delta_tracker.monitor.recorder import Recorder
 from delta_tracker.publisher.exchange import Exchange, Message, Phase, check_alike
 from delta_tracker.publisher.training import Recovery
-from delta_tracker.recovery.following import Following
 from delta_tracker.recovery.job import LocalJob
 from delta_tracker.recovery.recovery_path import recovery_path
 from delta_tracker.recovery.recovery_plan import check_model
 from delta_tracker.recovery.restore import Restoration, Restored
+from delta_tracker.recovery.shard_follower import ShardFollower
 from delta_tracker.recovery.streams import GONE, RecoveryStream, ServingStreams, StandbyGauges
 from delta_tracker.sharding.interrupted import mark, unmark
 from delta_tracker.stream.format.manifest import Manifest
@@ -72,7 +72,7 @@ class Takeover:
 
 
 class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
-    """Second job that follows the recovery stream of a trainer, and takes its place when the trainer fails.
+    """Second job that follows the recovery stream of a trainer, and replaces it when the trainer fails.
 
     All ranks build it after the model, the optimizers and the tracker, and before a publisher. They then call
     :meth:`follow`, which returns when this job has taken over.
@@ -132,18 +132,18 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
         recorder = Recorder("standby", self, name=name, monitor=monitor)
         self._gauges = StandbyGauges(recorder, is_first=self._is_first)
         self._recovery = RecoveryStream(self._log, name, look_seconds, self._gauges, runtime)
-        self._following = Following(self._log, self._job, runtime)
+        self._follower = ShardFollower(self._log, self._job, runtime)
         self._ended = ""  # why no further call is possible
 
     @property
     def version(self) -> int | None:
         """Last version whose rows this rank has written; None before the first."""
-        return self._following.version
+        return self._follower.version
 
     @property
     def error(self) -> StreamError | None:
         """Error that currently delays this rank, and that the next looks retry; None if there is none."""
-        return self._following.error
+        return self._follower.error
 
     def follow(self, silence: float | None = None) -> Takeover:
         """Follow the stream until this job has taken over. A collective.
@@ -272,7 +272,7 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
     def _advanced(self, call: str) -> dict[str, Any]:
         """Apply versions for about the time of a look. ``obstacle`` is why this rank could not complete a takeover."""
         self._check_open()
-        has_moved = self._following.advance(self._runtime.monotonic() + self._look_seconds)
+        has_moved = self._follower.advance(self._runtime.monotonic() + self._look_seconds)
         obstacle = "" if self.error is None else _text(self.error)
         return {"call": call, "has_moved": has_moved, "version": self.version, "obstacle": obstacle}
 
@@ -285,7 +285,7 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
                 raise unraised(self.error)
             return turn
 
-        self._following.retry()
+        self._follower.retry()
         while True:
             messages = exchange.exchange(Phase.FOLLOWING, Message.of(act))
             check_alike(messages, "call", action="restore")
@@ -295,7 +295,7 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
 
     def _check_serving(self) -> dict[str, Any]:
         """Check the serving streams against the last applied version or, before the first, against the newest one."""
-        version = self._following.newest
+        version = self._follower.newest
         if version is None:
             try:
                 version = recovery_path(self._log)[-1]
@@ -381,7 +381,7 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
             if entry is None or entry.link != claimed.entry.link:
                 remedy = "Give all ranks the same store: this one lacks rank 0's claim"
                 raise InvalidArgumentError("url", self._log.url, remedy)
-            applied = self._following.applied()
+            applied = self._follower.applied()
             return {}
 
         exchange.exchange(Phase.CHECKING, Message.of(check))
@@ -396,7 +396,7 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
             serving = list(self._claim_serving(exchange, claimed))
         except BaseException:
             if restoration.plan is not None:
-                self._following.overwritten(restoration.plan)
+                self._follower.overwritten(restoration.plan)
             raise
         return restored, serving
 

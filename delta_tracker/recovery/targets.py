@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from delta_tracker.predictor.placement import place
+from delta_tracker.predictor.placement import placements
 from delta_tracker.row_target import Region, RowTarget, TensorTarget
 from delta_tracker.stream.format.block_rows import CHUNK_BYTES, BlockRows, newest
 from delta_tracker.stream.format.encoding import Encoding
@@ -45,7 +45,7 @@ class RowWriter:
                 rows += reader.with_states(None if part.states is None else Ranged(self.storage, part.states))
         for group in newest(rows):
             tables = [table for each in group for table in as_tables(each, entry.states.get(each.block.table))]
-            for placement in place(tables, self.targets):
+            for placement in placements(tables, self.targets):
                 num_rows = max(1, CHUNK_BYTES // (placement.target.dim * _VALUE_BYTES))
                 for chunk in placement.chunks(num_rows):
                     chunk.write()

@@ -328,7 +328,7 @@ class StreamLog:
         found = [each for each in self.merged(after=version) if each.kind == "delta" and each.first <= version + 1]
         return next((entry for each in reversed(found) if (entry := self.read_merged(each)) is not None), None)
 
-    def followers(self, entry: Manifest) -> list[Manifest] | None:
+    def successors(self, entry: Manifest) -> list[Manifest] | None:
         """Return the entries that follow one which was read before; None if the log has another history now."""
         there, found = self.read(entry.version), [entry]
         if there is None or (there.stream, there.link) != (entry.stream, entry.link):

@@ -371,7 +371,7 @@ def test_a_failed_takeover_is_completed_or_replaced_by_a_restore(tmp_path: Path,
 
 @pytest.mark.advice(
     "StreamReplacedError: RecoveryStream._forced_head RecoveryStream.decided Standby._check_due StreamLog.claim",
-    "NotRecoverableError: Standby._check_due Following._apply",
+    "NotRecoverableError: Standby._check_due ShardFollower._apply",
 )
 def test_a_standby_waits_for_the_store_of_its_stream(tmp_path: Path) -> None:
     trainer = _published(tmp_path)

@@ -25,8 +25,8 @@ from delta_tracker.monitor import Monitor
 from delta_tracker.publisher import coordinator
 from delta_tracker.publisher.tracker_reader import TrackerReader
 from delta_tracker.recovery import recovery_plan
-from delta_tracker.recovery.following import Following
 from delta_tracker.recovery.random_states import RandomStates
+from delta_tracker.recovery.shard_follower import ShardFollower
 from delta_tracker.recovery.targets import RowWriter
 from delta_tracker.sharding.interrupted import check_complete
 from delta_tracker.stream.format.manifest import entry_name
@@ -177,7 +177,7 @@ def scattered(rank: int, world_size: int, path: str, spec: dict[str, Any], seed:
             publisher = trainer.publisher(path)
         else:
             for _ in range(own.randrange(3)):  # each rank for itself
-                standby._following.advance(-math.inf)
+                standby._follower.advance(-math.inf)
     expected = trainer.held()
     taken = standby.take_over(force=True)
     check_successor(trainer, publisher, job, taken, expected)
@@ -288,7 +288,7 @@ def _fault(where: str) -> Iterator[None]:
             raise fault
 
         # Without a path from the applied version, the first entry is the snapshot.
-        older = mock.patch.object(Following, "applied", return_value=None)
+        older = mock.patch.object(ShardFollower, "applied", return_value=None)
         with mock.patch.object(RowWriter, "write", failing), older if where == "older rows" else nullcontext():
             yield
         return

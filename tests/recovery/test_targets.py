@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from delta_tracker.predictor.placement import place
+from delta_tracker.predictor.placement import placements
 from delta_tracker.recovery.targets import as_tables, state_table, state_targets
 from delta_tracker.row_target import Region, RowTarget, TensorTarget
 from delta_tracker.stream.format.block_rows import BlockRows
@@ -30,7 +30,7 @@ def cuts(draw: random.Random, end: int) -> list[tuple[int, int]]:
 
 def write(rows: Iterable[BlockRows], states: TableStates | None, targets: dict[str, RowTarget], size: int) -> None:
     tables = [each for block in rows for each in as_tables(block, states)]
-    for placement in place(tables, targets):
+    for placement in placements(tables, targets):
         for chunk in placement.chunks(size):
             chunk.write()
 
@@ -142,7 +142,7 @@ def test_a_rank_without_rows_has_targets_that_take_nothing() -> None:
     found = state_targets({_FQN: shard}, {_FQN: []}, {_FQN: world.states})
     assert sorted(found) == sorted(state_table(_FQN, spec) for spec in world.states.states)
     targets: dict[str, RowTarget] = {_FQN: TensorTarget(shard.table.num_rows, shard.table.dim, None, []), **found}
-    assert place([each for rows in world.whole() for each in as_tables(rows, world.states)], targets) == []
+    assert placements([each for rows in world.whole() for each in as_tables(rows, world.states)], targets) == []
 
 
 def test_a_table_without_states_stays_one_table() -> None:

@@ -22,7 +22,7 @@ class Nothing:
         self.followed: SavedOrder | None = None
         self.destination = self.written = self.age = self
 
-    def follow(self, followed: SavedOrder) -> None:
+    def save_order(self, followed: SavedOrder) -> None:
         self.followed = followed
 
     def restore(self) -> None: ...

@@ -121,7 +121,7 @@ class BlockRows:
         if self.ids is None:
             ids, start, stop = None, rows[0] - block.rows[0], rows[1] - block.rows[0]
         else:
-            start, stop = places_within(self.ids, rows)
+            start, stop = range_within(self.ids, rows)
             ids = self.ids[start:stop]
         part = replace(block, rows=rows, columns=columns, num_rows=stop - start)
         if columns == block.columns:
@@ -129,11 +129,11 @@ class BlockRows:
         left, right = columns[0] - block.columns[0], columns[1] - block.columns[0]
         return BlockRows(part, ids, lambda begin, end: self.read(start + begin, start + end)[:, left:right])
 
-    def take(self, places: Tensor) -> BlockRows:
+    def take(self, indices: Tensor) -> BlockRows:
         """Return the rows at ``[M]`` int64 indices, ascending, unique, with ids, and with their states and owners."""
-        ids = places + self.block.rows[0] if self.ids is None else self.ids[places]
-        part = replace(self.block, num_rows=len(places), ids="list")
-        return self._read_through(part, ids, lambda read: lambda begin, end: gather(read, places[begin:end]))
+        ids = indices + self.block.rows[0] if self.ids is None else self.ids[indices]
+        part = replace(self.block, num_rows=len(indices), ids="list")
+        return self._read_through(part, ids, lambda read: lambda begin, end: read_rows(read, indices[begin:end]))
 
     def _read_through(self, block: Block, ids: Tensor | None, change: Callable[[RowReader], RowReader]) -> BlockRows:
         states = tuple(change(read) for read in self.states)
@@ -141,12 +141,12 @@ class BlockRows:
         return BlockRows(block, ids, change(self.read), states, owners)
 
 
-def gather(read: RowReader, places: Tensor) -> Tensor:
-    """Return the rows ``places``, ``[M]`` int64, ascending, as ``[M, width]``. Reads all from the first to the last."""
-    if not len(places):
+def read_rows(read: RowReader, indices: Tensor) -> Tensor:
+    """Return rows by ``indices``, ``[M]`` int64, ascending, as ``[M, width]``. Reads all from the first to the last."""
+    if not len(indices):
         return read(0, 0)
-    first = int(places[0])
-    return read(first, int(places[-1]) + 1).index_select(0, places - first)
+    first = int(indices[0])
+    return read(first, int(indices[-1]) + 1).index_select(0, indices - first)
 
 
 def held_rows(rows: Tensor) -> RowReader:
@@ -154,7 +154,7 @@ def held_rows(rows: Tensor) -> RowReader:
     return lambda begin, end: rows[begin:end]
 
 
-def places_within(ids: Tensor, rows: tuple[int, int]) -> tuple[int, int]:
+def range_within(ids: Tensor, rows: tuple[int, int]) -> tuple[int, int]:
     """Return ``(start, stop)``, the half-open index range of the ascending ``ids``, ``[N]`` int64, inside ``rows``."""
     start, stop = torch.searchsorted(ids, torch.tensor(rows)).tolist()
     return start, stop
@@ -192,7 +192,7 @@ class Overlay:
         rows = block.rows[0] + begin, block.rows[0] + end
         for each in self._index.overlapping(block.table, rows, block.columns):
             assert each.ids is not None, "listed"
-            start, stop = places_within(each.ids, rows)
+            start, stop = range_within(each.ids, rows)
             if start == stop or not _fits(block, each.block):
                 continue
             if not is_copied:  # the rows may be a view of the part

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from delta_tracker.arguments import check_count
 from delta_tracker.errors import CorruptPartError, InvalidArgumentError, MalformedError, StorageError
-from delta_tracker.stream.format.block_rows import BlockRows, Column, Overlay, WholeBlocks, gather
+from delta_tracker.stream.format.block_rows import BlockRows, Column, Overlay, WholeBlocks, read_rows
 from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.format.manifest import (
     FORMAT,
@@ -352,19 +352,19 @@ def _newest(table: TableSpec, columns: tuple[int, int], encoding: Encoding, sour
     return _chosen(block, ids, alike, source, winners - starts[source])
 
 
-def _chosen(block: Block, ids: Tensor, sources: Sequence[BlockRows], source: Tensor, place: Tensor) -> BlockRows:
-    """Return for each of ``N`` ids the row at the index ``place`` of a source, with its states and owner.
+def _chosen(block: Block, ids: Tensor, sources: Sequence[BlockRows], source: Tensor, index: Tensor) -> BlockRows:
+    """Return for each of ``N`` ids the row at an ``index`` of a source, with its states and owner.
 
     ``source``, ``[N]``, has the indices of the sources, which have the same columns and encoding.
     """
 
     def read(column: Column, begin: int, end: int) -> Tensor:
-        chosen, places = source[begin:end], place[begin:end]
+        chosen, indices = source[begin:end], index[begin:end]
         like = sources[0].reader(column)(0, 0)
         out = like.new_empty(end - begin, like.shape[1])
         for number in set(chosen.tolist()):
             wanted = (chosen == number).nonzero()[:, 0]
-            out.index_copy_(0, wanted, gather(sources[number].reader(column), places[wanted]))
+            out.index_copy_(0, wanted, read_rows(sources[number].reader(column), indices[wanted]))
         return out
 
     states = tuple(partial(read, state) for state in range(len(sources[0].states)))

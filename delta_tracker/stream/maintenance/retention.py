@@ -148,7 +148,7 @@ class RetentionPasses:
     def run(self) -> Retained:
         """Run one pass, as :func:`retain`."""
         left, self._left = self._left, None
-        is_known = left is not None and time.monotonic() < self._due and left.follow(self._log)
+        is_known = left is not None and time.monotonic() < self._due and left.advance(self._log)
         if left is not None and is_known and not left.may_delete(self._retention, self._now):
             self._left = left
             return Retained()
@@ -417,9 +417,9 @@ class _Left:
             newest=held.newest,
         )
 
-    def follow(self, log: StreamLog) -> bool:
+    def advance(self, log: StreamLog) -> bool:
         """Read what was created since; return False if the log has another history than this."""
-        found = log.followers(self.head)
+        found = log.successors(self.head)
         if found is None:
             return False
         for entry in found:

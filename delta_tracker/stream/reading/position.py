@@ -192,7 +192,7 @@ class Written:
         link, created = entry.link, int(entry.created)
         return replace(self, version=link.version, xxh3=link.xxh3, generation=entry.generation, created=created)
 
-    def following(self, order: SavedOrder) -> Self:
+    def with_order(self, order: SavedOrder) -> Self:
         """Return this with an order as the last one that was followed."""
         is_pin = order.kind == "pin"
         return replace(self, pin=order.counter if is_pin else 0, release=0 if is_pin else order.counter)

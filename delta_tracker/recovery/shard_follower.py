@@ -1,4 +1,4 @@
-"""Follow a stream of versions with states on one rank: :class:`Following`. Makes no collective call."""
+"""Follow a stream of versions with states on one rank: :class:`ShardFollower`. Makes no collective call."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _MAX_BACK_OFF_SECONDS = 5.0
 _FAULTS = (CorruptPartError, MalformedError, MissingVersionError, NotRecoverableError, StreamReplacedError)
 
 
-class Following:
+class ShardFollower:
     """Follower of a stream that writes the rows and states of this rank's shards.
 
     Rows are absolute values, so an entry whose writes failed or were interrupted is written again.
