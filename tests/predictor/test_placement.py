@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from delta_tracker.errors import PartialRowsError
-from delta_tracker.predictor.placement import place
+from delta_tracker.predictor.placement import placements
 from delta_tracker.row_target import RowTarget
 from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.encoding import Encoding
@@ -111,7 +111,7 @@ def test_every_row_is_written_once_with_all_its_columns(data: Any) -> None:
                     expected[row, column] = table[row, column]
     chunk_rows = data.draw(st.integers(1, 5))
     seen: list[int] = []
-    for placement in place(blocks, {_FQN: target}):
+    for placement in placements(blocks, {_FQN: target}):
         for chunk in placement.chunks(chunk_rows):
             target.writes.clear()
             chunk.write()
@@ -127,7 +127,7 @@ def test_whole_blocks_are_neither_copied_nor_given_ids() -> None:
     table = _TABLE[:, :4]
     target = _Recorder(torch.zeros(8, 4), (2, 7), ((0, 4),))
     blocks = [_rows((0, 8), (0, 2), None, table), _rows((0, 8), (2, 4), None, table)]
-    (placement,) = place(blocks, {_FQN: target})
+    (placement,) = placements(blocks, {_FQN: target})
     assert placement.ids == slice(2, 7)
     assert [rows.read(0, 5).data_ptr() for rows in placement.rows] == [
         block.read(2, block.block.num_rows).data_ptr() for block in blocks
@@ -141,7 +141,7 @@ def test_whole_blocks_are_neither_copied_nor_given_ids() -> None:
 def test_equal_ids_are_not_copied() -> None:
     table = _TABLE[:, :4]
     blocks = [_rows((0, 8), columns, [1, 4, 6], table) for columns in ((0, 2), (2, 4))]
-    (placement,) = place(blocks, {_FQN: _Recorder(torch.zeros(8, 4), (0, 8), ((0, 4),))})
+    (placement,) = placements(blocks, {_FQN: _Recorder(torch.zeros(8, 4), (0, 8), ((0, 4),))})
     assert [rows.read(0, 3).data_ptr() for rows in placement.rows] == [
         block.read(0, block.block.num_rows).data_ptr() for block in blocks
     ]
@@ -150,7 +150,7 @@ def test_equal_ids_are_not_copied() -> None:
 def test_as_many_ids_are_not_the_same_ids() -> None:
     target = _Recorder(torch.zeros(8, 4), (0, 8), ((0, 4),))
     blocks = [_rows((0, 8), (0, 2), [1, 4], _TABLE), _rows((0, 8), (2, 4), [1, 5], _TABLE)]
-    for placement in place(blocks, {_FQN: target}):
+    for placement in placements(blocks, {_FQN: target}):
         for chunk in placement.chunks(8):
             chunk.write()
     expected = torch.zeros(8, 4)
@@ -162,18 +162,18 @@ def test_whole_rows_are_joined_or_refused() -> None:
     table = _TABLE
     target = _Recorder(torch.zeros(8, 6), (0, 8), ((0, 4), (4, 6)), whole=True)
     blocks = [_rows((0, 8), (0, 2), [1, 5], table), _rows((0, 8), (2, 6), [1, 5], table)]
-    for placement in place(reversed(blocks), {_FQN: target}):
+    for placement in placements(reversed(blocks), {_FQN: target}):
         for chunk in placement.chunks(8):
             chunk.write()
     assert torch.equal(target.table[[1, 5]], table[[1, 5]])
     assert target.writes == [[1, 5], [1, 5]]
     blocks[0] = _rows((0, 8), (0, 2), [1, 3, 4, 5], table)
     with pytest.raises(PartialRowsError, match=r"'t'.*\(0, 2\)") as caught:
-        place(blocks, {_FQN: target})
+        placements(blocks, {_FQN: target})
     assert (caught.value.table, caught.value.found, caught.value.needed) == (_FQN, ((0, 2),), (0, 4))
     assert caught.value.num_rows == 2
     # only one of the target's ranges is whole
-    (placement,) = place([_rows((0, 8), (4, 6), [2], table)], {_FQN: target})
+    (placement,) = placements([_rows((0, 8), (4, 6), [2], table)], {_FQN: target})
     (chunk,) = placement.chunks(8)
     chunk.write()
     assert torch.equal(target.table[2, 4:], table[2, 4:])
@@ -183,4 +183,4 @@ def test_a_target_without_rows_receives_no_rows() -> None:
     table = _TABLE[:, :4]
     blocks = [_rows((0, 8), (0, 4), [1, 5], table)]
     for rows, columns in (((0, 0), ()), ((0, 8), ()), ((2, 5), ((0, 4),)), ((5, 5), ((0, 4),))):
-        assert not place(blocks, {_FQN: _Recorder(torch.zeros(8, 4), rows, columns)})
+        assert not placements(blocks, {_FQN: _Recorder(torch.zeros(8, 4), rows, columns)})

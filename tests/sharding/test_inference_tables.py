@@ -18,7 +18,7 @@ from torchrec.quant.embedding_modules import (
 
 from delta_tracker import Predictor
 from delta_tracker.errors import ModelMismatchError, PartialRowsError
-from delta_tracker.predictor.placement import place
+from delta_tracker.predictor.placement import placements
 from delta_tracker.predictor.served_model import check_targets, find_targets
 from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.encoding import Encoding
@@ -49,7 +49,7 @@ def _prefix(bag: bool) -> str:
 
 
 def _apply(model: nn.Module, rows: list[BlockRows], chunk_rows: int = 4) -> None:
-    for placement in place(rows, find_targets(model)):
+    for placement in placements(rows, find_targets(model)):
         for chunk in placement.chunks(chunk_rows):
             chunk.write()
 
