@@ -408,6 +408,10 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
     def _publish(self, name: Publishes) -> Manifest:
         versions = self._checked()
         versions.publish(name)
+        return self._result(versions)
+
+    def _result(self, versions: Versions) -> Manifest:
+        """Return the newest entry, or raise the error of the last version."""
         error, head = self._reports.error, self._writer.head
         versions.returned()  # last: an interrupted call is continued by the same call
         if error is not None:

@@ -27,6 +27,10 @@ _TRACED = tuple(str(_PACKAGE / name) for name in ("publisher/", "tracker/rank_gr
 _SLACK_SECONDS = 20.0  # on a busy machine
 
 
+# The last lines of a call: a call that is repeated after it has ended begins a further version.
+_END = Publisher._result.__code__
+
+
 class Interrupt:
     """Trace function that raises KeyboardInterrupt once, before the line of a number.
 
@@ -42,8 +46,7 @@ class Interrupt:
 
     def __call__(self, frame: FrameType, event: str, _: object) -> Any:
         """Count a line, and raise the exception at the chosen one."""
-        # The last lines of a call: a call that is repeated after it has ended begins a further version.
-        if not frame.f_code.co_filename.startswith(self._paths) or frame.f_code.co_name == "_result":
+        if not frame.f_code.co_filename.startswith(self._paths) or frame.f_code is _END:
             return None
         if event == "line" and not self.place:
             self._num_left -= 1
