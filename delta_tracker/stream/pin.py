@@ -179,8 +179,9 @@ def running_deletions(storage: Storage, *, now: float) -> list[Deletions]:
 class PinReader:
     """Reader of the newest pin at one url, which looks for it every ``seconds``, times a factor of 0.75 to 1.25.
 
-    The counter of a pin whose entry was read never goes back, also if the store is replaced by one with fewer pins. Any
-    other pin may be forged. It is dropped if the store does not have it past all caches, or fails for a minute.
+    The counter of a pin whose entry was read never goes back in its stream, also if the store is replaced by one with
+    fewer pins. Any other pin may be forged. It is dropped if the store does not have it past all caches, or fails for a
+    minute.
     """
 
     def __init__(self, seconds: float = 5.0, runtime: Runtime = REAL) -> None:
@@ -196,16 +197,17 @@ class PinReader:
         self._quiet_seconds = 0.0  # between two warnings of an outage; 0 without one
         self._quiet_until = 0.0
 
-    def order(self, storage: Storage, *, at_once: bool = False) -> Pin | None:
+    def order(self, storage: Storage, *, stream: str = "", at_once: bool = False) -> Pin | None:
         """Return the newest pin that is known, None before the first.
 
+        ``stream`` is that of the rows. Its pins may count from 1 again, if its log replaced another one at the url.
         With ``at_once``, look now, and past all caches.
         """
         now = self._runtime.monotonic()
         if self._next is not None and now < self._next and not at_once:
             return self._newest
         try:
-            self._read(storage, now, past_caches=at_once)
+            self._read(storage, stream, now, past_caches=at_once)
         except StorageError as error:
             if self._next is None:
                 raise
@@ -232,9 +234,11 @@ class PinReader:
         drop, self._drop = self._drop, None
         return drop
 
-    def _read(self, storage: Storage, now: float, *, past_caches: bool) -> None:
+    def _read(self, storage: Storage, stream: str, now: float, *, past_caches: bool) -> None:
         newest = self._newest
         found = newest_pin(storage.uncached if past_caches else storage, after=0 if newest is None else newest.counter)
+        if found is None and newest is not None and stream not in ("", newest.stream):
+            found = self._of_another_log(storage, stream, newest)
         is_due_again = newest != self._confirmed and storage is self._source and now >= self._recheck_at
         if found is not None:
             self._newest, self._source = found, storage
@@ -244,6 +248,14 @@ class PinReader:
         else:
             return
         self._recheck_at = now + _RECHECK_SECONDS
+
+    def _of_another_log(self, storage: Storage, stream: str, newest: Pin) -> Pin | None:
+        """Return the newest pin of a store that lacks the newest known one, if it belongs to ``stream``."""
+        found = newest_pin(storage, after=newest.counter - 1) or newest_pin(storage.uncached)
+        if found is None or found.stream != stream:
+            return None
+        self._confirmed = None
+        return found
 
     def _fail(self, error: StorageError, now: float) -> None:
         # Log the first of consecutive failures, and then one after each pause, which doubles up to an hour.

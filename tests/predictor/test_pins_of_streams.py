@@ -93,6 +93,32 @@ def test_a_pin_with_the_number_of_the_version_of_a_former_stream_is_followed(fle
         assert predictor.status().stream == fleet.writer.claim.head.stream
 
 
+@pytest.mark.parametrize("is_release", [False, True])
+def test_pins_of_a_log_that_was_made_again_count_from_1(fleet: Fleet, is_release: bool) -> None:
+    """A mirror that is started again at an empty destination has none of the pins that its predictors followed."""
+    older, predictor = fleet.copy(), fleet.join()
+    predictor.sync()
+    assert pin_version(fleet.storage, 4).counter == 1
+    predictor.sync()
+    fleet.assert_holds(predictor, 4)
+    if is_release:
+        fleet.published("snapshot")
+        assert release_pin(fleet.storage).counter == 2
+        predictor.sync()
+    fleet.put_back(older)
+    fleet.promoted()
+    good, newest = fleet.published("snapshot"), fleet.deltas(9)
+    predictor.sync()
+    fleet.assert_holds(predictor, newest)
+    assert pin_version(fleet.storage, good).counter == 1
+    predictor.sync()
+    fleet.assert_holds(predictor, good)
+    fleet.published("snapshot")
+    release_pin(fleet.storage)
+    predictor.sync()
+    fleet.assert_holds(predictor, fleet.newest)
+
+
 @pytest.mark.parametrize("num_operations", [0, 3])
 def test_a_row_store_follows_a_pin_with_the_number_of_the_version_of_a_former_stream(
     fleet: Fleet, num_operations: int

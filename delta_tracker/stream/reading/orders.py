@@ -92,6 +92,7 @@ class Orders:
         self._newest: Order | None = None  # newest order of this round
         self._known: Order | None = None  # newest order when a round ended
         self._overruled: tuple[Order, ...] = ()  # orders of its stream that were known at an own rollback
+        self._stream = ""  # of the position when the last round ended
 
     @property
     def followed(self) -> int:
@@ -117,7 +118,7 @@ class Orders:
         if not self.policy.follows_pins:
             return None
         source = self._sources[number]
-        pin = source.pins.order(source.storage, at_once=at_once)
+        pin = source.pins.order(source.storage, stream=self._stream, at_once=at_once)
         if (drop := source.pins.take_drop()) is not None:
             self._drop(*drop)
         self._shown[number] = None if pin is None else Order.of(pin)
@@ -156,7 +157,7 @@ class Orders:
 
     def record(self, position: Position | None) -> SavedOrder | None:
         """Record the newest order at the end of a round. Return it if a reader at a position has followed it."""
-        order = self._newest
+        order, self._stream = self._newest, "" if position is None else position.stream
         self._known = None if order is None else replace(order, is_new=False)
         if order is None or not order.is_followed_by(position):
             return None
@@ -168,6 +169,7 @@ class Orders:
     def load(self, followed: SavedOrder | None, position: Position | None) -> None:
         """Begin with a saved position, and what was followed there."""
         self._last = self._begun = None
+        self._stream = "" if position is None else position.stream
         if followed is not None and position is not None:
             link = position.link
             self._last = Order(followed.counter, followed.kind, position.stream, link.version, link, link.version)
