@@ -1,4 +1,4 @@
-"""Device stats: correct values, no sync, counted NaNs, exact ends of epochs, and merges over ranks."""
+"""Device stats: correct values, no sync, counted NaNs, exact ends of epochs, and metrics of all ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import torch
 import torchmetrics
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchmetrics.classification import (
     MulticlassAccuracy,
@@ -29,7 +28,6 @@ from delta_tracker.monitor.device.metrics import (
     DeviceHistogram,
     DeviceMean,
     DeviceSum,
-    merge_ranks,
     reader_of,
 )
 from delta_tracker.monitor.device.torchmetric import TorchMetric
@@ -402,29 +400,9 @@ def test_a_metric_with_any_reduction_is_read(monitor: Monitor, reduction: str | 
 def test_merged_over_ranks(two_ranks: RankPool) -> None:
     answers = two_ranks.run(f"{_CASES}:merged")
     assert answers[0] == answers[1]
-    assert answers[0]["mean"] == pytest.approx((1 * 1 + 2 * 3 + 5 * 1) / 5)
-    assert answers[0]["again"] == pytest.approx(7.0)
-    assert answers[0]["p99"] == pytest.approx(30, rel=0.011)
-    assert answers[0]["rows"] == 2 * 1 + 4
-    assert answers[0]["collectives"] == 1
     assert answers[0]["metric max"] == 8.0
     assert answers[0]["metric mean"] == pytest.approx(5.5)
     assert answers[0]["metric cat"] == pytest.approx(answers[0]["exact cat"])
-
-
-@pytest.mark.parametrize("failing", ["all_reduce", "cpu"])
-def test_a_merge_over_ranks_that_failed_loses_no_value(monitor: Monitor, failing: str) -> None:
-    mean, rows = DeviceMean("mean", monitor=monitor), DeviceCounter("rows", monitor=monitor)
-    with mock.patch.object(dist, "get_backend", return_value="gloo"), mock.patch.object(dist, "all_reduce"):
-        for value in (1.0, 2.0):
-            mean.update(torch.tensor([value, value + 2]))
-            rows.update(3)
-            owner = dist if failing == "all_reduce" else torch.Tensor
-            failure = mock.patch.object(owner, failing, side_effect=RuntimeError("connection lost"))
-            with failure, pytest.raises(RuntimeError, match="lost"):
-                merge_ranks([mean, rows])
-            figures = merge_ranks([mean, rows])
-            assert (figures["mean"].total, figures["mean"].count, figures["rows"].total) == (2 * value + 2, 2, 3)
 
 
 def test_a_merge_over_ranks_takes_no_reading_from_the_collector(two_ranks: RankPool) -> None:

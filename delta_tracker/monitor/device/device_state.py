@@ -38,9 +38,6 @@ class DeviceState(ABC):
     Args:
         num_sums: number of sums ``K``.
         reader: reader that copies the sums to the host.
-
-    Attributes:
-        merged: ``[K]`` sums at the last merge across ranks; None before the first one.
     """
 
     is_deleted = False
@@ -52,7 +49,6 @@ class DeviceState(ABC):
         self._reader = reader
         self._vectors: dict[torch.device, Tensor] = {}
         self._fence = StreamFence(self._vectors.values)
-        self.merged: Tensor | None = None
         self._seen: dict[torch.device, list[float]] = {}  # sums that were recorded
         reader.add(self)
 
@@ -73,19 +69,9 @@ class DeviceState(ABC):
             epoch_end: step and epoch if the second reading was started at the end of an epoch, otherwise None.
         """
 
-    def sums(self, device: torch.device) -> Tensor:
-        """Return the sums over all devices as a ``[K]`` tensor on ``device``. Waits for the devices."""
-        with self._reader.lock:
-            total = torch.zeros(self.num_sums, dtype=sum_dtype(device), device=device)
-            for own, vector in self._vectors.items():
-                if (stream := self._fence.last_stream(own)) is not None:
-                    stream.synchronize()
-                total += vector.to(device)
-            return total
-
     def forget(self) -> None:
         """Drop the sums of every device. Called in a forked child."""
-        self._vectors, self.merged, self._seen = {}, None, {}
+        self._vectors, self._seen = {}, {}
         self._fence = StreamFence(self._vectors.values)
 
     def _add(self, device: torch.device, growth: Tensor, places: Tensor | None = None) -> None:

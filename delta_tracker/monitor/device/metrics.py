@@ -8,12 +8,11 @@ counted as rejected; the check runs on the device. A window closes when a copy o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch import distributed as dist
 
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.monitor.aggregate import Aggregate
@@ -257,37 +256,3 @@ def _check(value: Tensor, weight: Tensor | float) -> None:
             raise InvalidArgumentError(
                 "weight", tuple(weight.shape), f"Pass a shape that broadcasts to {tuple(value.shape)}"
             )
-
-
-def merge_ranks(stats: Sequence[_DeviceStat], group: dist.ProcessGroup | None = None) -> dict[str, Aggregate]:
-    """Return the aggregate of each stat over all ranks, for the values recorded since the stat was last merged.
-
-    Runs one all-reduce. Every rank must call this function with the same stats in the same order. Waits for the device
-    and for the other ranks. If the function raises, the next call merges the values again.
-
-    Args:
-        stats: the :class:`DeviceMean`, :class:`DeviceCounter` or :class:`DeviceHistogram` objects to merge.
-        group: process group, by default all ranks. Unless its backend is NCCL, the sums are reduced on the host.
-
-    Returns:
-        Mapping from the name of a stat to its merged aggregate. The mapping is equal on every rank.
-
-    Raises:
-        InvalidArgumentError: if ``stats`` is empty or has duplicate names.
-    """
-    names = [stat.name for stat in stats]
-    if not stats or len(set(names)) < len(names):
-        raise InvalidArgumentError("stats", names, "Pass each stat once")
-    device = _HOST
-    if dist.get_backend(group) == "nccl":
-        device = torch.device("cuda", torch.cuda.current_device())
-    now = [stat.sums(device) for stat in stats]
-    vector = torch.cat(
-        [sums if stat.merged is None else sums - stat.merged for stat, sums in zip(stats, now, strict=True)]
-    )
-    dist.all_reduce(vector, group=group)
-    parts: Sequence[Tensor] = torch.split(vector.cpu(), [stat.num_sums for stat in stats])
-    merged = {stat.name: stat.figures(part.tolist()) for stat, part in zip(stats, parts, strict=True)}
-    for stat, sums in zip(stats, now, strict=True):
-        stat.merged = sums
-    return merged
