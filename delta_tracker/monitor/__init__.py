@@ -56,7 +56,7 @@ _SINKS = {
     "OpenTelemetrySink": "opentelemetry",
     "PrometheusFileSink": "prometheus",
     "PrometheusSink": "prometheus",
-    "Sink": "sink",
+    "Sink": "base_sink",
     "TensorBoardSink": "tensorboard",
     "TorchMonitorSink": "torch_monitor",
 }

@@ -21,11 +21,13 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from delta_tracker import monitor as monitor_package
 from delta_tracker.errors import InvalidArgumentError, MissingExtraError
 from delta_tracker.monitor import Event, Monitor
 from delta_tracker.monitor.buckets import SCALE
 from delta_tracker.monitor.device.metrics import DeviceMean
 from delta_tracker.monitor.event import Phase
+from delta_tracker.monitor.sinks.base_sink import Sink
 from delta_tracker.monitor.sinks.chrome_trace import ChromeTraceSink
 from delta_tracker.monitor.sinks.jsonl import JsonlSink
 from delta_tracker.monitor.sinks.logs import LoggingSink
@@ -690,3 +692,10 @@ def test_torch_monitor_gets_events_and_windows() -> None:
     assert [data["training.loss.mean"] for data in stats] == [11.0, 21.0]
     assert [event.data["message"] for event in got if event.name == "training.start"] == ["go"]
     assert got[0].timestamp.timestamp() == pytest.approx(1_700_000_001, abs=10)
+
+
+@pytest.mark.parametrize("name", monitor_package._SINKS)
+def test_sinks_can_be_imported_from_the_monitor(name: str) -> None:
+    kind = getattr(monitor_package, name)
+    assert issubclass(kind, Sink)
+    assert kind.__name__ == name
