@@ -1,12 +1,26 @@
-"""State of a tracker in one value: :class:`TrackerStats`."""
+"""State of a tracker in one value, :class:`TrackerStats`, and as metrics."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Self
 
+from delta_tracker.monitor.recorder import Recorder
+from delta_tracker.tracker.change_log import ChangeLog
 from delta_tracker.tracker.log_consumers import Lag
-from delta_tracker.types import Memory, TrackingMode
+from delta_tracker.types import Delta, Memory, TrackingMode
+
+# Timeout for acquiring the lock, shorter than the time after which the monitor treats a source as hung.
+_PATIENCE_SECONDS = 1
+_KINDS = ("log", "copy", "carried")
+_CONSUMER_GAUGES = (
+    "consumer_lag_batches",
+    "consumer_lag_seconds",
+    "oldest_pending_seconds",
+    "pending_rows",
+    "pending_ratio",
+)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -40,6 +54,12 @@ class TrackerStats:
     lags: Mapping[str, Lag]
     memory: Memory
 
+    @classmethod
+    def of(cls, log: ChangeLog, mode: TrackingMode, *, counts: bool) -> Self:
+        """Return the state of a log's tracker. The lock must be held. Counts pending rows if ``counts``."""
+        num_rows = {fqn: store.num_rows for fqn, store in log.segments.stores.items()}
+        return cls(mode, log.cursors.num_batches, num_rows, log.consumers.lags(counts=counts), log.segments.memory())
+
     def num_pending(self, consumer: str) -> int:
         """Return the number of pending rows of a consumer in all tables."""
         return sum(self.lags[consumer].pending.values())
@@ -64,6 +84,57 @@ class TrackerStats:
         line = f"  {consumer:<{width}}  {self.num_pending(consumer):,} pending ({self.pending_ratio(consumer):.1%})"
         read = f"last read {_several(lag.batches, 'batch', 'batches')} and {lag.seconds:.1f} s ago"
         return f"{line}, {read}" + ("" if lag.oldest_pending is None else f", oldest row {lag.oldest_pending:.1f} s")
+
+
+class TrackerGauges:
+    """Exporter of a tracker's metrics: gauges, and counters of the rows that the consumers received.
+
+    Args:
+        recorder: recorder of the tracker's metrics.
+        mode: the tracking mode.
+    """
+
+    def __init__(self, recorder: Recorder, mode: TrackingMode) -> None:
+        self._recorder = recorder
+        self._mode = mode
+        self._shown: frozenset[str] = frozenset()  # consumers that have gauges
+
+    def received(self, delta: Delta) -> None:
+        """Count the rows of a committed read, by table and consumer."""
+        for fqn, rows in delta.items():
+            self._recorder.touched_rows.cell(table=fqn, consumer=delta.consumer).add(len(rows))
+
+    def show(self, log: ChangeLog) -> None:
+        """Set the gauges. The monitor calls this method in its own thread.
+
+        Pending rows are counted only if all shards are on the CPU. On a GPU, counting would wait for the device, and
+        the next hook for the lock. The age of the oldest pending row is reported on every device. If the lock cannot be
+        acquired within a second, for example during a read with top-k, the gauges keep their values.
+        """
+        if not log.lock.acquire(timeout=_PATIENCE_SECONDS):
+            return
+        try:
+            is_counted = all(store.device.type == "cpu" for store in log.segments.stores.values())
+            stats = TrackerStats.of(log, self._mode, counts=is_counted)
+        finally:
+            log.lock.release()
+        for kind in _KINDS:
+            self._recorder.state_bytes.set(getattr(stats.memory, f"{kind}_bytes"), kind=kind)
+        for consumer, lag in stats.lags.items():
+            self._show_consumer(consumer, lag, stats.num_rows)
+        for consumer in self._shown - stats.lags.keys():
+            for gauge in _CONSUMER_GAUGES:
+                getattr(self._recorder, gauge).remove(consumer=consumer)
+        self._shown = frozenset(stats.lags)
+
+    def _show_consumer(self, consumer: str, lag: Lag, num_rows: Mapping[str, int]) -> None:
+        recorder = self._recorder
+        recorder.consumer_lag_batches.set(lag.batches, consumer=consumer)
+        recorder.consumer_lag_seconds.set(lag.seconds, consumer=consumer)
+        recorder.oldest_pending_seconds.set(lag.oldest_pending or 0, consumer=consumer)
+        for fqn, pending in lag.pending.items():
+            recorder.pending_rows.set(pending, table=fqn, consumer=consumer)
+            recorder.pending_ratio.set(pending / max(1, num_rows[fqn]), table=fqn, consumer=consumer)
 
 
 def _several(count: int, singular: str, plural: str = "") -> str:

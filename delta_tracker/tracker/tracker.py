@@ -32,13 +32,12 @@ from delta_tracker.tracker.hooks import Progress, TrackerHooks
 from delta_tracker.tracker.live_tables import LiveTables
 from delta_tracker.tracker.log_writes import mark_lookup
 from delta_tracker.tracker.modes import CAPTURES, UPDATE_MODE_MAP
-from delta_tracker.tracker.stats import TrackerStats
+from delta_tracker.tracker.stats import TrackerGauges, TrackerStats
 from delta_tracker.tracker.store.owner_store import OwnerStore
 from delta_tracker.tracker.store.segments import SegmentStore
 from delta_tracker.tracker.store.shadow import make_store
 from delta_tracker.tracker.top_k import TopK
 from delta_tracker.tracker.tracked_model import TrackedModel
-from delta_tracker.tracker.tracker_gauges import TrackerGauges
 from delta_tracker.types import Delta, Memory, ShardSpec, TableSpec, TrackingMode
 
 __all__ = ["UPDATE_MODE_MAP", "ModelDeltaTracker", "Record"]
@@ -182,7 +181,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
             raise InvalidArgumentError("record", record, "Pass 'updates': lookups of plain modules are not recorded")
         owners = local_owners(model, self._model.found)
         self._metrics = Recorder("tracker", self, name=name, monitor=monitor)
-        self._gauges = TrackerGauges(self._metrics)
+        self._gauges = TrackerGauges(self._metrics, mode)
         self._log = ChangeLog(
             self._make_stores(self._model.shards),
             [self.DEFAULT_CONSUMER] if consumers is None else consumers,
@@ -478,9 +477,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         with log.lock:
             log.segments.fence.enter()
             log.segments.notice_writes(log.segments.stores)
-            lags, memory = log.consumers.lags(counts=True), log.segments.memory()
-            num_rows = {fqn: store.num_rows for fqn, store in log.segments.stores.items()}
-        return TrackerStats(self._mode, self.num_batches, num_rows, lags, memory)
+            return TrackerStats.of(log, self._mode, counts=True)
 
     def num_pending(self, consumer: str | None = None) -> dict[str, int]:
         """Return the number of pending rows of a consumer on this rank, by table FQN. Waits for the device.
@@ -812,7 +809,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         return {fqn: OwnerStore(source, engine=self._engine) for fqn, source in sources.items()}
 
     def _show_gauges(self) -> None:
-        self._gauges.show(self._log, self._model)
+        self._gauges.show(self._log)
 
 
 def _form(shard: LocalShard) -> tuple[ShardSpec, bool, bool]:

@@ -11,7 +11,7 @@ import torch
 
 from delta_tracker import ModelDeltaTracker, TopK, TrackingMode
 from delta_tracker.monitor import MONITOR, Monitor
-from delta_tracker.tracker import tracker_gauges
+from delta_tracker.tracker import stats as stats_module
 from tests.models import Spec, Table, batch, shard
 from tests.monitor.figures import Figures
 
@@ -104,7 +104,7 @@ def figures_during_a_read(rank: int, world_size: int) -> dict[str, float]:
         thread.join()
         return torch.ones(len(rows))
 
-    with mock.patch.object(tracker_gauges, "_PATIENCE_SECONDS", 0.01):
+    with mock.patch.object(stats_module, "_PATIENCE_SECONDS", 0.01):
         tracker.get_delta(top_k=TopK(rows=2, score=collect))
     answer = {"left out": figures.of("pending_rows", **_NAME, table="ec.embeddings.t", consumer="default")}
     answer["errors"] = sum(cell.collect_total() for cell in monitor.metrics.outlet_errors.cells)
