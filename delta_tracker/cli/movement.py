@@ -7,13 +7,12 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from delta_tracker.monitor.buckets import LogBuckets
 from delta_tracker.types import TableSpec
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from delta_tracker.stream.format.block_rows import BlockRows
     from delta_tracker.stream.format.part_reader import Contents
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,9 +24,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from delta_tracker.errors import CheckpointError, InvalidArgumentError
 from delta_tracker.tracker.checkpoint.part import HEADER, Layout, RankHeader, counter_layouts, parse, saved_digests
 from delta_tracker.tracker.checkpoint.rank_counters import MODE, RankCounters
-
-if TYPE_CHECKING:
-    from delta_tracker.tracker.tracker import ModelDeltaTracker
+from delta_tracker.tracker.tracker import ModelDeltaTracker
 
 _KEY = re.compile(rf"(?:(?P<prefix>.*)\.)?(?P<header>{HEADER.pattern})")
 _MAX_HEADER_BYTES = 1 << 28

@@ -13,16 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from delta_tracker.sharding.discover import Discovery
 from delta_tracker.sharding.torchrec_api import kernels_of, share_rows
 from delta_tracker.sharding.watcher import Reports, Watcher, WrappedMethod, is_capturing, untraced
-
-if TYPE_CHECKING:
-    from torch.utils.hooks import RemovableHandle
 
 # Table name to [N] local ids; None if no id is evicted.
 _Evicted = Mapping[str, Tensor | None]

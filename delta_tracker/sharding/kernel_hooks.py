@@ -19,20 +19,17 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
+from torch.utils.hooks import RemovableHandle
 
+from delta_tracker.sharding.kernel_memory import Kernel
 from delta_tracker.sharding.torchrec_api import share_rows
 from delta_tracker.sharding.watcher import HookListener, Reports, Watcher, is_capturing, untraced
-
-if TYPE_CHECKING:
-    from torch.autograd.graph import Node
-    from torch.utils.hooks import RemovableHandle
-
-    from delta_tracker.sharding.kernel_memory import Kernel
 
 # Names of FBGEMM's autograd nodes: SplitLookupFunction_<optimizer>_Op, SplitNoBagLookupFunction_..., with suffixes.
 _NODE_NAME = "LookupFunction"
