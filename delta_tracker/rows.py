@@ -15,6 +15,9 @@ from torch import Tensor
 
 from delta_tracker.buffers import new_rows
 
+# Item size to dtype.
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChangedRows:
@@ -238,6 +241,11 @@ def copy_from_host(memory: Tensor, values: Tensor) -> None:
         memory.copy_(values.pin_memory(), non_blocking=True)
     else:
         memory.copy_(values)
+
+
+def bits_of(rows: Tensor) -> Tensor:
+    """Return the bits as integers, in which NaNs with the same bits are equal, and -0.0 differs from 0.0."""
+    return rows.contiguous().view(_INTEGERS[rows.element_size()])
 
 
 def _items(rows: Tensor) -> NDArray[np.void]:

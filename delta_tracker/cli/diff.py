@@ -17,6 +17,7 @@ from delta_tracker.cli.text import count, plain, several
 from delta_tracker.cli.version_tables import mapped, num_bytes_of, rows_of, write_versions
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.raw_ids import NO_OWNER
+from delta_tracker.rows import bits_of
 from delta_tracker.stream.format.manifest import DenseSpec, Manifest
 from delta_tracker.stream.reading.path import path_to
 from delta_tracker.types import TableSpec
@@ -142,12 +143,11 @@ def _compare_ids(before: Tensor, after: Tensor, limit: int) -> dict[str, Any]:
 
 def _compare_rows(before: Tensor, after: Tensor, limit: int) -> dict[str, Any]:
     """Return the number of rows that differ in any bit, the L2 norms of the differences, and those with the largest."""
-    bits = {2: torch.int16, 4: torch.int32}[before.element_size()]
     pieces = [(torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.float64))]
     num_rows = max(1, _CHUNK_BYTES // (before.shape[1] * before.element_size()))
     for begin in range(0, len(before), num_rows):
         one, other = before[begin : begin + num_rows], after[begin : begin + num_rows]
-        (changed,) = (one.view(bits) != other.view(bits)).any(1).nonzero(as_tuple=True)
+        (changed,) = (bits_of(one) != bits_of(other)).any(1).nonzero(as_tuple=True)
         pieces.append((changed + begin, (other[changed].double() - one[changed].double()).norm(dim=1)))
     ids, moved = map(torch.cat, zip(*pieces, strict=True))
     order = moved.nan_to_num(math.inf, math.inf).argsort(descending=True, stable=True)[:limit]

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
+from delta_tracker.rows import bits_of
 from delta_tracker.sharding.discover import Discovery
 from delta_tracker.sharding.kernel_memory import one_cut
 from delta_tracker.sharding.local_shard import LocalShard
@@ -36,7 +37,6 @@ from delta_tracker.sharding.weights import row_chunks
 
 _EXCHANGING = (2, 4)  # numbers of replicas whose average of equal values has the same bits, see the module's docstring
 _CHUNK_ROWS = 1 << 15
-_BITS = {2: torch.int16, 4: torch.int32}
 
 
 class ReplicaGroup:
@@ -260,8 +260,8 @@ def _is_stable(values: Tensor, num_replicas: int) -> Tensor:
     """
     before = (values * (1 / num_replicas)) * num_replicas
     after = (values * num_replicas) * (1 / num_replicas)
-    bits, kind = values.contiguous(), _BITS[values.element_size()]
-    return (before.view(kind) == bits.view(kind)) & (after.view(kind) == bits.view(kind))
+    bits = bits_of(values)
+    return (bits_of(before) == bits) & (bits_of(after) == bits)
 
 
 def _every_chunk(shard: LocalShard) -> Iterator[Tensor]:

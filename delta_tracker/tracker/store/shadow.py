@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from delta_tracker.rows import put_rows
+from delta_tracker.rows import bits_of, put_rows
 from delta_tracker.sharding.local_shard import LocalShard
 from delta_tracker.sharding.weights import WriteWatch, read_rows
 from delta_tracker.tracker.modes import Capture
@@ -23,7 +23,6 @@ from delta_tracker.tracker.store.segments import SegmentStore
 
 # Rows compared at a time. This bounds the temporary memory.
 _CHUNK_ROWS = 65536
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class ShadowStore(SegmentStore):
@@ -70,7 +69,7 @@ class ShadowStore(SegmentStore):
         for begin in range(0, self.num_rows, _CHUNK_ROWS):
             ids = torch.arange(begin, min(begin + _CHUNK_ROWS, self.num_rows), device=self.device)
             copied = self.copy[begin : begin + len(ids)]
-            torch.any(_bits(self._read_rows(ids)) != _bits(copied), dim=1, out=differs[begin : begin + len(ids)])
+            torch.any(bits_of(self._read_rows(ids)) != bits_of(copied), dim=1, out=differs[begin : begin + len(ids)])
         changed = differs.nonzero().flatten()
         if len(changed):
             self.mark(changed)
@@ -105,8 +104,3 @@ def make_store(shard: Callable[[], LocalShard], capture: Capture, *, engine: str
     return SegmentStore(
         now.spec.num_rows, now.device, engine=engine, old_states=old_states, was_written=WriteWatch(shard)
     )
-
-
-def _bits(rows: Tensor) -> Tensor:
-    """Return the bits as integers, in which NaNs with the same bits are equal, and -0.0 differs from 0.0."""
-    return rows.contiguous().view(_BITS[rows.element_size()])
