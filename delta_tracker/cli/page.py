@@ -54,7 +54,6 @@ def render(figures: Figures) -> str:
         figures=figures,
         charts=_over_time(figures),
         cards=[_card(table) for table in figures["tables"] if table["histogram"]][:_NUM_CARDS],
-        across=_across,
         hot=[table for table in figures["tables"] if table["hottest"]][:_NUM_CARDS],
         script=script,
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
@@ -409,8 +408,3 @@ def _contents(each: dict[str, Any]) -> str:
     if each["snapshots"]:
         found.append(f"{several(each['snapshots'], 'snapshot')} of {size(each['snapshot_bytes'])}")
     return " and ".join(found)
-
-
-def _across(num_cards: int) -> int:
-    """Return the number of cards in a row of a wide page: the last row has at most one card less, if possible."""
-    return num_cards if num_cards <= 4 else 4 if num_cards % 4 in (0, 3) else 3  # noqa: PLR2004  four fit
