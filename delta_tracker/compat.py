@@ -117,6 +117,7 @@ class ModelDeltaTrackerTrec(own.ModelDeltaTracker):
 
         Raises:
             InvalidArgumentError: if ``per_table_percentage`` is given, or ``top_percentage`` is not in ``(0, 1]``.
+            NeedsSnapshotError: if the consumer was dropped, see :meth:`~delta_tracker.ModelDeltaTracker.get_delta`.
         """
         del sorted_by_indices
         if per_table_percentage is not None:
@@ -145,6 +146,8 @@ def init_torchrec_delta_tracker(model: nn.Module, delta_tracker_config: DeltaTra
     Args:
         model: a ``DistributedModelParallel``, or another model, see :class:`~delta_tracker.ModelDeltaTracker`.
         delta_tracker_config: the tracker's arguments, by TorchRec's names.
+
+    Raises the errors of :class:`~delta_tracker.ModelDeltaTracker`.
     """
     return ModelDeltaTrackerTrec(
         model,

@@ -92,7 +92,8 @@ class MissingExtraError(DeltaTrackerError, ImportError):
     """A required package is not installed, or was not built for the installed release of another one.
 
     ``extra`` is the extra of this library that installs ``package``, or None if every installation of the library does.
-    ``other`` is the other package with its release, if there is one. ``command`` installs what is missing.
+    ``other`` is the other package with its release, if there is one. ``command`` installs what is missing. It
+    names the distribution that this library was installed from, or else a checkout.
     """
 
     def __init__(self, package: str, extra: str | None, *, other: str | None = None, command: str = "") -> None:
@@ -266,8 +267,8 @@ class FencedError(StreamError, RuntimeError):
 class LivePublisherError(StreamError, RuntimeError):
     """The publisher of generation ``generation`` of the stream at ``url`` may be alive, so it was not replaced.
 
-    ``version`` is the newest version, and ``seconds`` the time since the publisher's last sign of life, by the store's
-    clock. It is None if the version was committed during the call.
+    ``version`` is the newest version. ``seconds`` is the time since the publisher's last sign of life, by the store's
+    clock, or None if the version was committed during the call.
     """
 
     def __init__(self, url: str, generation: int, version: int, seconds: float | None = None) -> None:

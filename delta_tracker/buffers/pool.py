@@ -27,7 +27,8 @@ class BufferPool:
     several threads, from signal handlers, and after a fork: while another thread uses the pool, :meth:`lend` allocates
     a new array instead of blocking.
 
-    Buffers are reused because the first touch of new memory costs more than copying rows into it.
+    Buffers are reused because new memory costs more than copying rows into it: the first touch of 256 MB takes 17 ms of
+    processor time with huge pages and 110 to 180 ms without, and the copy takes 15 ms.
 
     Memory: all free buffers together take at most ``max_bytes``. A buffer in use may be up to 1.5 times as large
     as requested. If the pool has n buffers, a buffer that stays free during 4 n requests is released, and a request

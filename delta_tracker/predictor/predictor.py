@@ -79,9 +79,10 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
             tensor or :class:`~delta_tracker.row_target.RowTarget`. A module may contain ``nn.Embedding``,
             ``nn.EmbeddingBag`` and TorchRec collections (unsharded, sharded or quantized). The tables are looked up for
             each version, so ``model.to(device)`` may be called between versions. All dense tensors of the stream are
-            applied too: the model must have them. Or a :class:`~delta_tracker.predictor.served_model.ModelTarget`. Or a
-            :class:`~delta_tracker.sinks.row_sink.RowSink`, which keeps the position and all tables, but no dense
-            tensors, for lookups in other processes.
+            applied too: the model must have them. Or a
+            :class:`~delta_tracker.predictor.served_model.ModelTarget` of such a model, with other names, without dense
+            tensors, or with mappings of raw ids. Or a :class:`~delta_tracker.sinks.row_sink.RowSink`, which keeps the
+            position and all tables, but no dense tensors, for lookups in other processes.
         url: url of the stream, such as ``file:///directory``, ``s3://bucket/prefix`` or ``https://cache/prefix``, or an
             opened :class:`~delta_tracker.stream.storage.storage.Storage`. A sequence of them names copies of one
             stream, preferred in this order: what one lacks is read from another.
@@ -178,11 +179,7 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
         write of rows, and the next write waits for all work that these streams have when the statement ends. Launch the
         lookups on these streams. The statement does not wait for the device. This was not run on a GPU.
 
-        In a process that is forked while :meth:`follow` runs, the tables do not change until it calls :meth:`follow` or
-        :meth:`sync`. The parent continues to write to tables in shared memory: do not look them up in the child. After
-        a fork during a long write, rows may be torn: raises FollowEndedError until :meth:`sync` writes them again. Fork
-        after :meth:`wait` has returned: while another thread calls a function of torch for the first time, a fork may
-        leave a lock of glibc held, and the child hangs.
+        ``guide/serve.md`` has the rules for forks. Raises FollowEndedError if a fork has left torn rows.
         """
         return self._destination.reading()
 
@@ -228,8 +225,7 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
         Raises:
             NoSnapshotError: if the stream has no snapshot to start from.
             HeldVersionError: if the gate rejects the next version.
-            StorageError: if the store cannot be read. The third consecutive one causes a resync, in case a single
-                object is unreadable.
+            StorageError: if the store cannot be read.
             StaleCacheError: if an object is missing, short or altered behind an http cache, also when it is read past
                 the caches.
             StreamError: if the next version is missing, damaged, of another stream or an older copy, or does not fit

@@ -25,9 +25,10 @@ class Cadence:
     read finds their changed rows.
 
     The ranks vote at every ``vote_every``-th call of :meth:`Publisher.step`, at the same calls on all ranks, and act on
-    the votes at the next such call; a single rank acts at once. A version therefore starts up to ``2 * vote_every - 1``
-    calls after a bound is reached. A delta is committed without further calls. A snapshot is first copied while
-    training continues, and cut at the next vote.
+    the votes at the next such call; a single rank acts at once. A version therefore starts up to ``vote_every - 1``
+    calls late on a single rank and for ``batches``, and up to ``2 * vote_every - 1`` calls late for the other bounds on
+    several ranks, unless the previous version is not finished yet. A delta is committed without further calls. A
+    snapshot is first copied while training continues, and cut at the next vote.
 
     Args:
         batches: number of batches since the last version.
@@ -36,7 +37,8 @@ class Cadence:
         num_bytes: size in bytes of the values of the pending rows on one rank, in the tables' dtypes.
         snapshot_every: number of versions from one snapshot to the next, for :meth:`Publisher.step`. It is counted from
             the stream's newest snapshot, by any publisher and any method. Claims count; merged snapshots of a
-            compaction do not. None to publish a snapshot only if one is needed.
+            compaction do not. After the tracker's state was restored, the first version is therefore no snapshot if the
+            stream has a recent one. None to publish a snapshot only if one is needed.
         vote_every: number of calls of :meth:`Publisher.step` from one vote to the next, the same on every rank. None
             for 1 with up to 16 ranks, and otherwise one more for each further 16 ranks, up to 16: the time of a vote
             grows with the number of ranks.

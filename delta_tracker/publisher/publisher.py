@@ -276,10 +276,11 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
 
         With ``recovery``, call it in the last line of the training loop, and with gradient accumulation only after the
         last batch that is accumulated: a version has the state from which the next batch continues. Training then waits
-        up to 5 seconds for an update in progress. If it takes longer, the version is not published: if the loop keeps
-        the output of a model whose backward pass has not run, for example of an evaluation, delete it before the call,
-        or compute it under ``torch.no_grad()``. Nor is a version if rows were updated since the last
-        ``tracker.step()``. Updates of sharded tables without a fused optimizer are not observed.
+        up to 5 seconds for an update in progress, and after a wait that timed out at most 0.05 seconds until one
+        succeeds. If the update takes longer, the version is not published: if the loop keeps the output of a model
+        whose backward pass has not run, for example of an evaluation, delete it before the call, or compute it under
+        ``torch.no_grad()``. Nor is a version if rows were updated since the last ``tracker.step()``. Updates
+        of sharded tables without a fused optimizer are not observed.
 
         Training waits only while the rows are read. A snapshot is copied while training continues. After the cut, other
         threads write and commit the version. Its result is in :attr:`error`, the log and the metrics at the next vote.
@@ -324,10 +325,9 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
             UnfinishedStepError: with ``recovery``, if an update was still in progress after the wait that :meth:`step`
                 describes, or rows were updated since the last ``tracker.step()``, so that the next batch has begun;
                 every row stays pending.
-            UnknownOutcomeError: on rank 0, if the store failed during the commit; every row stays pending. The version
-                may have been published, or may appear later; the next version then follows it. The other ranks raise
-                RankFailedError with ``is_unknown``. If its ``directory`` is ``"log"``, the version was published, but
-                may be missing after a power loss.
+            UnknownOutcomeError: on rank 0, if the store failed during the commit, or a directory cannot be flushed to
+                disk; every row stays pending. The version may have been published, or may appear later; the next
+                version then follows it. The other ranks raise RankFailedError with ``is_unknown``.
             StorageError: if this rank could not write; every row stays pending.
             RankLostError: if a rank died or did not answer in time; every row stays pending.
             InvalidArgumentError: if the publisher is closed, if called from another thread or process than the one that

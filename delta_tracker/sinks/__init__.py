@@ -2,6 +2,5 @@
 
 Start with ``stored_rows.py``, which says what a row store keeps, and what a reader returns. ``redis.py`` and
 ``lmdb.py`` write to Redis and LMDB, ``redis_rows.py`` and ``lmdb_rows.py`` read from them. The interface of the writers
-is in ``row_sink.py``.
-May import the stream and what that may import. The packages of the stores are extras.
+is in ``row_sink.py``. The packages of the stores are extras.
 """

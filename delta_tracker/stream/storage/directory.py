@@ -36,11 +36,12 @@ _open = partial(os.open, flags=os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
 class DirectoryStore(Store):
-    """Files below a directory.
+    """Files below a directory. Replaces obstore's local store, whose stream of a file takes 30 times as long.
 
     Once the directory was found, only this directory is written to: it is identified by its device and inode numbers.
-    It may be a link, but the folders in it may not. ``create`` creates the directory if it is missing, and ``fsync``
-    flushes all writes to disk.
+    It may be a link, but the folders in it may not: the target of a link may be missing, so that its objects look
+    deleted, or on another disk, to which no file can be renamed. ``create`` creates the directory if it is missing, and
+    ``fsync`` flushes all writes to disk.
     """
 
     is_remote = False
@@ -367,7 +368,8 @@ def list_files(
     most systems return none with a name.
 
     Follows links to files. Skips directories, pipes, links that lead nowhere, and files that are deleted meanwhile. The
-    result is empty if ``prefix`` does not exist. Other failures raise OSError.
+    result is empty if ``prefix`` does not exist. Other failures raise OSError: if an entry of the log
+    were missing from the result, its predecessor would look like the head.
     """
     try:
         scanned = os.scandir(f"{directory}/{prefix}")
