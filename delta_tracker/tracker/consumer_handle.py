@@ -87,8 +87,7 @@ class ConsumerHandle(Uncopied, remedy="Save or copy the tracker's state_dict(), 
     def commit(self, delta: Delta) -> None:
         """Move the consumer's cursor past its uncommitted read.
 
-        Raises:
-            InvalidArgumentError: if ``delta`` belongs to another consumer.
+        Raises InvalidArgumentError if ``delta`` belongs to another consumer.
         """
         self._check_own(delta)
         self._log.consumers.commit(self._log.consumers.uncommitted(delta))
@@ -106,14 +105,8 @@ class ConsumerHandle(Uncopied, remedy="Save or copy the tracker's state_dict(), 
         """Make rows pending for the consumer, with unknown old states, and abort its uncommitted read.
 
         Call this method if the consumer's copy of these rows differs from what it last read. The raw ids that own rows
-        with managed collisions must be those that it last read.
-
-        Args:
-            fqn: the table.
-            ids: ``[N]`` integer local ids, in any order, duplicates allowed.
-
-        Raises:
-            InvalidArgumentError: if the table is not tracked or an id is outside the shard.
+        with managed collisions must be those that it last read. ``ids`` are ``[N]`` integer local ids, in any order,
+        with duplicates allowed. Raises InvalidArgumentError if the table is not tracked or an id is outside the shard.
         """
         name = self._held()
         self._model.shard(fqn).spec.check_ids(ids)
@@ -127,11 +120,9 @@ class ConsumerHandle(Uncopied, remedy="Save or copy the tracker's state_dict(), 
     def others(self) -> dict[str, tuple[int, dict[str, Tensor]]]:
         """Return what is pending for the tracker's other consumers, as far as the log can tell without reading it.
 
-        Consumers that were dropped, and those that :meth:`begin_copy` added, are omitted.
-
-        Returns:
-            Name to the position of the consumer's cursor, and its carried rows: table FQN to ``[N]`` int64 local ids.
-            The rows that changed after the cursor are pending, too.
+        Consumers that were dropped, and those that :meth:`begin_copy` added, are omitted. By name, returns the position
+        of the consumer's cursor, after which all changed rows are pending, and its carried rows: table FQN to ``[N]``
+        int64 local ids.
         """
         own = self._held()
         with self._log.lock:
@@ -143,24 +134,15 @@ class ConsumerHandle(Uncopied, remedy="Save or copy the tracker's state_dict(), 
         }
 
     def note_of(self, name: str) -> object:
-        """Return the note about a consumer of the tracker; None if there is none.
-
-        The result is also None if the consumer's cursor has moved since: its owner read rows without a new note.
-        """
+        """Return the note about a consumer; None without one, or if its cursor has moved since it was set."""
         self._held()
         return self._log.consumers.find(name).current_note
 
     def wait_for_updates(self, seconds: float) -> None:
-        """Wait until the rows and their optimizer states are those after a whole number of updates.
+        """Wait up to some seconds until the rows and their optimizer states are those after a whole number of updates.
 
-        An update is in progress from the lookup until its backward pass has written the rows. If none is in progress,
-        this method returns immediately.
-
-        Args:
-            seconds: longest time to wait.
-
-        Raises:
-            UnfinishedStepError: if an update is still in progress afterwards. Nothing was read.
+        An update is in progress from the lookup until its backward pass has written the rows. Raises
+        UnfinishedStepError if one still is after the wait.
         """
         self._held()
         end = time.monotonic() + seconds
@@ -180,11 +162,7 @@ class ConsumerHandle(Uncopied, remedy="Save or copy the tracker's state_dict(), 
     # Top-k
 
     def check_top_k(self, top_k: TopK | None) -> None:
-        """Validate the ``top_k`` of later reads. None is valid.
-
-        Raises:
-            InvalidArgumentError: if ``top_k`` is not a ``TopK``, or has no ``score`` in a tracking mode without scores.
-        """
+        """Raise InvalidArgumentError if later reads cannot have ``top_k``. None is valid."""
         self._held()
         self._reader.check(top_k, with_optimizer=False)
 
@@ -228,10 +206,8 @@ class ConsumerHandle(Uncopied, remedy="Save or copy the tracker's state_dict(), 
     def annotate(self, note: object) -> None:
         """Set the note about the consumer, a JSON value, which is saved with the tracker's state.
 
-        If the notes of the ranks differ, a load restores the note of the lowest rank's part.
-
-        Raises:
-            InvalidArgumentError: if ``note`` is not a JSON value.
+        If the notes of the ranks differ, a load restores the note of the lowest rank's part. Raises
+        InvalidArgumentError if ``note`` is not a JSON value.
         """
         self._log.consumers.annotate(self._held(), note)
 

@@ -43,10 +43,7 @@ class Read:
     delta: Delta | None = None
 
     def returns(self, rows: Mapping[str, DeltaRows], left_out: Mapping[str, ChangedRows] | None = None) -> Delta:
-        """Return the delta with ``rows``, without the rows ``left_out`` by top-k.
-
-        Call it before the read is held or committed.
-        """
+        """Return the delta with ``rows``, without those ``left_out``. Call it before the read is held or committed."""
         start, stop, batches = self.start, self.stop, self.batches
         self.delta = Delta(rows, consumer=self.consumer, start=start, stop=stop, batches=batches, left_out=left_out)
         return self.delta
@@ -159,9 +156,9 @@ class Cursors:
 
     @property
     def pinned(self) -> set[int]:
-        """Positions across which segments must not be merged: cursors and ends of reads.
+        """Positions across which segments must not be merged: cursors, of which one is the lowest, and ends of reads.
 
-        The lowest one is a cursor. Dropped consumers, which cannot read the log, have none.
+        Dropped consumers, which cannot read the log, have none.
         """
         pinned = set()
         for each in self.consumers.values():

@@ -165,10 +165,7 @@ class DataPosition(Uncopied, Generic[T], remedy="Save or copy its state_dict()")
         self._is_attached = True
 
     def advance(self) -> None:
-        """Move the position to the next fetched batch. Called by :meth:`ModelDeltaTracker.step`. Raises no errors.
-
-        If no batch was fetched, :meth:`check` raises an error from now on.
-        """
+        """Move the position to the next fetched batch. Without one, :meth:`check` raises an error from now on."""
         try:
             self._state, self._event_time = self._drawn.popleft()
         except IndexError:
@@ -179,9 +176,8 @@ class DataPosition(Uncopied, Generic[T], remedy="Save or copy its state_dict()")
     def check(self) -> None:
         """Check that the position is that of the last trained batch, as far as this can be seen. A publisher calls it.
 
-        Raises:
-            InvalidArgumentError: if more than ``max_ahead`` batches were fetched and not trained, or if
-                ``tracker.step()`` was called more often than batches were fetched.
+        Raises InvalidArgumentError if more than ``max_ahead`` batches were fetched and not trained, or if
+        ``tracker.step()`` was called more often than batches were fetched.
         """
         if self._num_missing:
             remedy = (
@@ -204,11 +200,8 @@ class DataPosition(Uncopied, Generic[T], remedy="Save or copy its state_dict()")
         """Restore a position that :meth:`state_dict` returned.
 
         Iterators that have returned a batch can no longer be used, nor can pipelines that have fetched a batch: they
-        hold batches of the old position. Create new ones.
-
-        Raises:
-            InvalidArgumentError: if ``state`` is not a position. The errors of the loader are also raised. In both
-                cases the position is unchanged.
+        hold batches of the old position. Create new ones. Raises InvalidArgumentError if ``state`` is not a position,
+        or the error of the loader; the position is then unchanged.
         """
         num_batches, time, loader = _fields(state)
         packed = pack(loader, "data['loader']")
@@ -218,16 +211,13 @@ class DataPosition(Uncopied, Generic[T], remedy="Save or copy its state_dict()")
     def load_rank_states(self, states: Sequence[object]) -> None:
         """Restore the positions of all ranks of a job with another number of ranks.
 
-        Calls the loader's ``load_rank_states`` with the states of the loaders of all ranks, in the order of the ranks.
-        The loader has to continue with this rank's share of the data. Otherwise like :meth:`load_state_dict`. The
-        number of batches is the largest of all ranks, and the event time the smallest.
+        Passes the loader's states of all ranks, in the order of the ranks, to the loader's ``load_rank_states``, which
+        has to continue with this rank's share of the data. The number of batches is the largest of all ranks, and the
+        event time the smallest. The errors are those of :meth:`load_state_dict`; a loader without ``load_rank_states``
+        raises InvalidArgumentError.
 
         Args:
             states: what :meth:`state_dict` returned on each rank.
-
-        Raises:
-            InvalidArgumentError: if the loader has no method ``load_rank_states``, or a state is not a position. The
-                errors of the loader are also raised. In all cases the position is unchanged.
         """
         load = getattr(self._loader, "load_rank_states", None)
         if not callable(load):

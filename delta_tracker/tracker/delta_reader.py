@@ -68,19 +68,10 @@ class DeltaReader:
     ) -> _T:
         """Return ``result(delta)`` for the delta of the rows that changed since a consumer's last committed read.
 
-        If ``result`` raises or the call is interrupted, the rows stay pending. The other errors are those of
-        :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.get_delta`.
-
-        Args:
-            consumer: name of a consumer. Callers must have checked that it is not reserved for another owner.
-            result: function of the delta, called before the read is committed.
-            commit: True to commit the read immediately.
-            with_states: True to add the states, if the tracking mode has states.
-            with_values: True to add the current values of the rows.
-            with_optimizer: True to add the current states of the fused optimizer for the rows.
-            top_k: budget of the delta. If it is given, all ranks must make the call. None returns all pending rows.
-            ranks: ranks that share the budget of ``top_k``; None for a group of all ranks, which the first read with
-                ``top_k`` creates.
+        ``result`` is called before the read is committed. If it raises or the call is interrupted, the rows stay
+        pending. Callers must have checked that the consumer is not reserved for another owner. ``ranks`` share the
+        budget of ``top_k``; None stands for a group of all ranks, which the first read with ``top_k`` creates. The
+        other arguments and errors are those of :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.get_delta`.
         """
         consumers = self._log.consumers
         with self._log.lock:
@@ -119,9 +110,8 @@ class DeltaReader:
     def check(self, top_k: TopK | None, *, with_optimizer: bool) -> None:
         """Reject arguments that the tracked model or the tracking mode does not support.
 
-        Raises:
-            UnsupportedModelError: if ``with_optimizer`` is set and the optimizer of a table is not fused.
-            InvalidArgumentError: if ``top_k`` is not a TopK, or has no ``score`` in a tracking mode without scores.
+        Raises UnsupportedModelError if ``with_optimizer`` is set and the optimizer of a table is not fused, and
+        InvalidArgumentError if ``top_k`` is not a TopK, or has no ``score`` in a tracking mode without scores.
         """
         if top_k is not None and not isinstance(top_k, TopK):
             raise InvalidArgumentError("top_k", top_k, "Pass a TopK, for example TopK(rows=1000)")
@@ -164,15 +154,8 @@ class DeltaReader:
         """Select rows by top-k. Return a mask for each table, by FQN: ``[N]`` bool, True for the rows to return.
 
         All ranks must call this method. On ranks other than 0, replicated tables have no mask, and all of their changed
-        rows are returned. The same holds in 2D parallelism for the ranks that have another replica than the first.
-
-        Args:
-            rows: the changed rows, or the error of this rank's read, which is reported to the other ranks and raised.
-            top_k: the budget.
-            ranks: ranks that share the budget; None for the group of all ranks, which is created at first use.
-
-        Raises:
-            InvalidArgumentError: if scores are NaN or have the wrong shape, or another rank failed.
+        rows are returned. The same holds in 2D parallelism for the ranks that have another replica than the first. If
+        ``rows`` is the error of this rank's read, it is reported to the other ranks and raised.
         """
         if ranks is None:
             ranks = self._ranks = self._ranks or AllRanks()
@@ -212,10 +195,7 @@ class DeltaReader:
         return Candidates(scores, is_due, spec.num_columns * spec.table.dtype.itemsize + _ID_BYTES)
 
     def _scores(self, shard: LocalShard, changed: ChangedRows) -> Tensor:
-        """Return the mode's score of each row, ``[N]`` float32. Infinity replaces NaN.
-
-        Reads the rows in chunks to avoid a copy of all rows.
-        """
+        """Return the mode's score of each row, ``[N]`` float32. Infinity replaces NaN. Reads the rows in chunks."""
         states = self._capture.states(shard, changed)
         assert states is not None, "every mode with scores has states"
         scores = torch.empty(len(changed), dtype=torch.float32, device=changed.ids.device)
@@ -225,11 +205,7 @@ class DeltaReader:
         return torch.where(scores.isnan(), torch.inf, scores)
 
     def _checked_scores(self, fqn: str, scores: Tensor, rows: ChangedRows) -> Tensor:
-        """Return the scores of a user's function as ``[N]`` float32, infinite where the old state is unknown.
-
-        Raises:
-            InvalidArgumentError: if the shape is not ``[N]``, or a score is NaN although the row's old state is known.
-        """
+        """Return the scores of a user's function as ``[N]`` float32, infinite where the old state is unknown."""
         if scores.shape == (len(rows),) and rows.known is not None:
             scores = torch.where(rows.known, scores, torch.inf)
         if scores.shape != (len(rows),) or bool(scores.isnan().any()):

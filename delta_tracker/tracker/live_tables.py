@@ -27,7 +27,8 @@ class LiveTables:
     """This rank's tables as training writes them: their rows, optimizer states and raw ids.
 
     For components that copy more than the changed rows, such as a publisher. A view shares memory with the model, which
-    training overwrites: copy it before the next batch to keep its values.
+    training overwrites: copy it before the next batch to keep its values. Methods with an ``fqn`` raise
+    InvalidArgumentError if the table is not tracked.
 
     Args:
         model: the tracked model.
@@ -63,13 +64,7 @@ class LiveTables:
         return frozenset(fqn for fqn, shard in self._model.shards.items() if shard.is_fused)
 
     def column_views(self, fqn: str) -> list[Tensor]:
-        """Return views of this rank's rows, one for each column range in ``shards[fqn].columns``.
-
-        Each view is ``[R, columns]`` for the ``R`` rows of the shard.
-
-        Raises:
-            InvalidArgumentError: if the table is not tracked.
-        """
+        """Return views ``[R, columns]`` of this rank's ``R`` rows, one for each range of ``shards[fqn].columns``."""
         return column_views(self._model.shard(fqn))
 
     def spans(self) -> set[tuple[str, int, int]]:
@@ -85,10 +80,7 @@ class LiveTables:
 
     @property
     def identities(self) -> Mapping[str, Identity]:
-        """Mapping from the FQN of each table with managed collisions to the rule by which raw ids are routed.
-
-        The result is the same on every rank.
-        """
+        """Rule that routes raw ids, by FQN of each table with managed collisions; the same on every rank."""
         return {fqn: store.source.identity for fqn, store in self._log.segments.owners.items()}
 
     @property
@@ -112,10 +104,8 @@ class LiveTables:
     def table_states(self) -> Mapping[str, TableStates]:
         """Mapping from FQN to the states that the fused optimizer keeps per row, for this rank's column ranges.
 
-        Tables without a fused optimizer, and tables of which this rank has no rows, are missing.
-
-        Raises:
-            UnsupportedModelError: if a state has another dtype than float32, float16 or bfloat16.
+        Tables without a fused optimizer, and tables of which this rank has no rows, are missing. Raises
+        UnsupportedModelError if a state has another dtype than float32, float16 or bfloat16.
         """
         found = {fqn: table_states(shard) for fqn, shard in self._model.shards.items()}
         return {fqn: states for fqn, states in found.items() if states is not None}
@@ -124,9 +114,6 @@ class LiveTables:
         """Return views of the optimizer's states, for each column range in ``shards[fqn].columns`` and each state.
 
         Each view is ``[R, columns]``, or ``[R, 1]`` for a state of one number per row.
-
-        Raises:
-            InvalidArgumentError: if the table is not tracked.
         """
         return state_views(self._model.shard(fqn))
 
@@ -154,12 +141,11 @@ class LiveTables:
         }
 
     def check_recoverable(self) -> None:
-        """Check that a stream can have the states of all fused optimizers.
+        """Raise UnsupportedModelError if a stream cannot have the states of all fused optimizers.
 
-        Raises:
-            UnsupportedModelError: if the model has untracked tables, a ``DMPCollection``, or managed collisions of
-                another class than MCH, or with an eviction policy of the user's, or if a fused optimizer has counters
-                per row, a global weight decay, or states of another dtype than float32, float16 or bfloat16.
+        The model may have no untracked tables, no ``DMPCollection``, no managed collisions of another class than MCH or
+        with an eviction policy of the user's, and no fused optimizer with counters per row, a global weight decay, or
+        states of another dtype than float32, float16 or bfloat16.
         """
         refuse_unrecoverable(self._model.found, self.collision_modules)
         for shard in self._model.shards.values():

@@ -92,8 +92,7 @@ class LogConsumers:
     def find(self, consumer: str | None) -> Consumer:
         """Return the record of a consumer, also if it is reserved. None selects the only one that is not transient.
 
-        Raises:
-            InvalidArgumentError: if there is no such consumer, or no name was given and there are several.
+        Raises InvalidArgumentError if there is no such consumer, or no name was given and there are several.
         """
         with self.lock:
             if self.abandoned:
@@ -111,11 +110,7 @@ class LogConsumers:
             )
 
     def resolve(self, consumer: str | None) -> str:
-        """Return the name of a consumer that is not reserved. The argument and the other errors are as in :meth:`find`.
-
-        Raises:
-            ReservedConsumerError: if the consumer is reserved.
-        """
+        """Return the name of a consumer as :meth:`find` does. Raise ReservedConsumerError if it is reserved."""
         found = self.find(consumer)
         if found.holder is not None:
             remedy = (
@@ -158,11 +153,7 @@ class LogConsumers:
             self.abandoned.popleft()  # last: an interrupted call is repeated
 
     def annotate(self, consumer: str, note: object) -> None:
-        """Set the note about a consumer, a JSON value, which is saved in checkpoints.
-
-        Raises:
-            InvalidArgumentError: if ``note`` is not a JSON value.
-        """
+        """Set the note about a consumer, which checkpoints save. Raise InvalidArgumentError unless it is JSON."""
         try:
             held = json.loads(json.dumps(note, allow_nan=False))
         except (TypeError, ValueError) as error:
@@ -207,12 +198,9 @@ class LogConsumers:
             return found
 
     def add(self, consumer: str, *, holder: str | None = None) -> None:
-        """Add a consumer at the end of the log.
+        """Add a consumer at the end of the log. Raise InvalidArgumentError if the name is taken or not a string.
 
         A ``holder`` is the owner of a transient consumer, which is reserved for the owner and not saved in checkpoints.
-
-        Raises:
-            InvalidArgumentError: if a consumer of this name exists, or the name is not a string.
         """
         check_name(consumer)
         with self.lock:
@@ -250,10 +238,7 @@ class LogConsumers:
     def rewind(self, consumer: str) -> None:
         """Move a consumer back to the start of the log, so that all rows changed so far are pending.
 
-        Aborts its uncommitted read.
-
-        Raises:
-            InvalidArgumentError: if the log drops rows after reads (``delete_on_read``).
+        Aborts its uncommitted read. Raises InvalidArgumentError if the log drops rows after reads (``delete_on_read``).
         """
         with self.lock:
             if self._segments.delete_on_read:
@@ -288,9 +273,7 @@ class LogConsumers:
         """Cut the log and begin a read of the pending rows of ``consumer``. Moves no cursor.
 
         ``with_states`` must be True if the delta may leave out rows, because their old states would otherwise be lost.
-
-        Raises:
-            NeedsSnapshotError: if the consumer was dropped.
+        Raises NeedsSnapshotError if the consumer was dropped.
         """
         with self.lock:
             if self.abandoned:
@@ -319,11 +302,7 @@ class LogConsumers:
             return read
 
     def uncommitted(self, delta: Delta) -> Read:
-        """Return the uncommitted read that returned ``delta``.
-
-        Raises:
-            StaleDeltaError: if ``delta`` is no longer the consumer's uncommitted read.
-        """
+        """Return the uncommitted read that returned ``delta``. Raise StaleDeltaError if it has ended."""
         for read in self.find(delta.consumer).reads:
             if read.delta is delta:
                 return read

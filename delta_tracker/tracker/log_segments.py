@@ -191,7 +191,7 @@ class LogSegments:
                 raise UnsupportedModelError({fqn: owners.refusal}, remedy, problem="raw ids that cannot be read")
 
     def former(self, fqn: str, ids: Tensor, consumer: Consumer) -> Tensor:
-        """Return the owners that a consumer has of some rows, ``[N]`` int64, as of its last committed read.
+        """Return the owners of rows at a consumer's last committed read, ``[N]`` int64.
 
         ``ids`` is ``[N]`` int64, local, ascending and unique.
         """

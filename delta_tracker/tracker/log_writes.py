@@ -57,10 +57,7 @@ class LogWrites:
             self._end(key, tables)
 
     def end_write_later(self, key: int) -> None:
-        """End the write ``key`` at the next cut, or the next call of :meth:`begin_write` or ``step()``.
-
-        No update is lost: every cut in between marks the rows of the write again.
-        """
+        """End the write ``key`` at the next cut, which marks its rows again, or at the next write or ``step()``."""
         self._ended.append(key)
 
     def looked_up(self, ids: Mapping[str, Tensor | None]) -> None:
@@ -71,10 +68,7 @@ class LogWrites:
             mark_in_each(segments.stores, ids)
 
     def mark(self, fqn: str, ids: Tensor | None, *, states: Tensor | None = None, is_written: bool = False) -> None:
-        """Mark rows of table ``fqn`` as changed.
-
-        The other arguments are those of :meth:`~delta_tracker.tracker.store.segments.SegmentStore.mark`.
-        """
+        """Mark rows of table ``fqn``, see :meth:`~delta_tracker.tracker.store.segments.SegmentStore.mark`."""
         segments = self._segments
         with self.lock, segments.in_place(), profiler_range("delta_tracker: record"):
             segments.record({fqn: ids}, captures=states is None and not is_written)
@@ -200,16 +194,15 @@ class LogWrites:
 def mark_lookup(writes: LogWrites, found: Discovery, kjt: KeyedIds, states: Tensor | None = None) -> None:
     """Mark the rows of a lookup as changed, and record their values from before the change.
 
+    Raises InvalidArgumentError, and marks no row, if no tracked table has one of the features, if an id on the CPU is
+    outside its table, or if the number or width of the rows in ``states`` is wrong.
+
     Args:
         writes: receives the rows.
         found: the tracked tables. The ids of a feature are marked in every table in which the feature is looked up.
         kjt: a KeyedJaggedTensor of local ids.
         states: the old values, in the order of ``kjt.values()``, in any shape with one row per id; None to record the
             current ones, if the log keeps them.
-
-    Raises:
-        InvalidArgumentError: if no tracked table has one of the features, if an id on the CPU is outside its table, or
-            if the number or width of the rows in ``states`` is wrong. No row is marked then.
     """
     known = {feature for features in found.features.values() for feature in features}
     if kjt.keys() and not known.intersection(kjt.keys()):

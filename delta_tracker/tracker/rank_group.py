@@ -117,10 +117,7 @@ class RankGroup:
         return tensors
 
     def send_all(self, tensor: Tensor) -> None:
-        """Send ``tensor`` to all other ranks, which must call :meth:`receive` with the number of this rank.
-
-        A rank that is lost does not keep the others from receiving it. Ctrl-C takes effect when the wait ends.
-        """
+        """Send ``tensor`` to all other ranks, as :meth:`send` does. A lost rank does not keep it from the others."""
         with self._typed_errors(), ExitStack() as waits:
             group = self._group
             for rank in range(self.world_size):
@@ -136,10 +133,7 @@ class RankGroup:
             self._group.send([tensor], rank, 0).wait()
 
     def receive(self, tensor: Tensor, rank: int) -> None:
-        """Fill ``tensor`` with the tensor of the same shape and dtype that ``rank`` passes to :meth:`send`.
-
-        Ctrl-C takes effect when the wait ends, as in :meth:`send`.
-        """
+        """Fill ``tensor`` with the one of the same shape and dtype that ``rank`` passes to :meth:`send`."""
         with self._typed_errors():
             self._group.recv([tensor], rank, 0).wait()
 

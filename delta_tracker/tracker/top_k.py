@@ -191,10 +191,6 @@ class _Rounds:
     """Sequence of the collectives that one selection takes.
 
     A rank that fails calls :meth:`finish` to take part in the remaining collectives, because other ranks wait for it.
-
-    Args:
-        ranks: ranks that share the budget.
-        num_groups: number of budgets.
     """
 
     def __init__(self, ranks: AllRanks, num_groups: int) -> None:
@@ -217,10 +213,7 @@ class _Rounds:
         return collective(counts)
 
     def finish(self) -> None:
-        """Take part in the remaining collectives without rows, because this rank has failed.
-
-        If no collective has run yet, the first one reports the failure, after which all ranks stop.
-        """
+        """Take part in the remaining collectives without rows. The first one reports this rank's failure to all."""
         has_begun = len(self._left) <= len(_DIGITS)
         for collective, nothing in self._left if has_begun else self._left[:1]:
             collective(nothing)
@@ -337,11 +330,7 @@ class _Search:
         ).reshape(-1, 3)
 
     def histograms(self, shift: int) -> Tensor:
-        """Return a histogram of costs for each budget, ``[G, _NUM_BINS]`` int64.
-
-        Bin ``i`` has the total cost of this rank's rows that are not due, match the prefix, and have the digit ``i`` at
-        ``shift``.
-        """
+        """Return the cost of this rank's matching rows that are not due, by digit, ``[G, _NUM_BINS]`` int64."""
         costs = torch.zeros(len(self._groups), _NUM_BINS, dtype=torch.int64)
         counted = self._counted(lambda index, table: table.histogram(self._prefix[index], shift))
         for index, (histograms, group) in enumerate(zip(counted, self._groups, strict=True)):
@@ -350,10 +339,7 @@ class _Search:
         return costs
 
     def set_budgets(self, num_rows: Tensor, due_cost: Tensor) -> None:
-        """Set what remains of each budget after the cost of the due rows, which are selected in any case.
-
-        Both arguments are ``[G]``, summed over all ranks.
-        """
+        """Subtract the cost of the due rows from each budget. Both arguments are ``[G]``, summed over all ranks."""
         top_k = self._top_k
         if top_k.fraction is not None:
             budgets = (num_rows.double() * top_k.fraction).ceil().long()
@@ -410,10 +396,7 @@ class _Search:
         return table.row_bytes if self._top_k.num_bytes is not None else 1
 
     def _counted(self, count: Callable[[int, _Keys], Tensor]) -> list[list[Tensor]]:
-        """Return ``count(index of the budget, table)`` for all tables by budget, on the host.
-
-        The results must have the same shape for all tables.
-        """
+        """Return ``count(index of the budget, table)``, of one shape, for all tables by budget, on the host."""
         counts = iter(_on_host([count(index, table) for index, group in enumerate(self._groups) for table in group]))
         return [[next(counts) for _ in group] for group in self._groups]
 

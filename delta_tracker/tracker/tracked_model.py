@@ -47,10 +47,7 @@ class TrackedModel:
     def discover(self) -> Discovery:
         """Return the model's tables and their current shards. Does not change this object.
 
-        Raises:
-            UnsupportedModelError: if the model has nothing to track, or sharded modules or kernels that cannot be
-                tracked, if a fused optimizer writes rows outside the backward pass or is unknown, or if an
-                optimizer does not support the mode.
+        Raises UnsupportedModelError for the reasons given in :class:`~delta_tracker.tracker.tracker.ModelDeltaTracker`.
         """
         found = discover(self.module, self._skips)
         refuse_unseen_writes(self.module, found)
@@ -65,21 +62,13 @@ class TrackedModel:
         self.shards = {**self.shards, **found.shards}
 
     def shard(self, fqn: str) -> LocalShard:
-        """Return this rank's shard of a table.
-
-        Raises:
-            InvalidArgumentError: if the table is not tracked.
-        """
+        """Return this rank's shard of a table. Raise InvalidArgumentError if the table is not tracked."""
         if fqn not in self.shards:
             raise InvalidArgumentError("fqn", fqn, f"Pass one of the tracked tables {sorted(self.shards)}")
         return self.shards[fqn]
 
     def check_attached(self) -> None:
-        """Raise an error if the tracker's hooks are not registered, or a plain module was replaced or cast.
-
-        Raises:
-            DetachedError: if the tracker is detached.
-        """
+        """Raise DetachedError if the hooks are not registered, or an error if a plain module was replaced or cast."""
         if not self.is_attached:
             raise DetachedError
         for table in self.found.plain:

@@ -26,10 +26,8 @@ _BYTE = torch.uint8
 def agree(action: Callable[[], Mapping[str, object]], group: RankGroup) -> None:
     """Call ``action`` and compare its result with those of the other ranks. All ranks must call this function.
 
-    So a difference is found before one rank waits for the others in a later collective.
-
-    Raises:
-        RankFailedError: if the results differ, or if ``action`` raised an error on another rank only.
+    So a difference is found before one rank waits for the others in a later collective. Raises RankFailedError if the
+    results differ, or if ``action`` raised an error on another rank only.
     """
     try:
         message: dict[str, object] = {"result": action()}
@@ -60,11 +58,8 @@ def _exchange(message: Mapping[str, object], group: RankGroup) -> list[dict[str,
 def gather_parts(state: Mapping[str, Tensor], group: RankGroup) -> dict[str, Tensor]:
     """Send the saved state of every rank, called its *part*, to rank 0. All ranks must call this function.
 
-    Returns:
-        On rank 0, the tensors of all parts by key. On the other ranks, an empty dict.
-
-    Raises:
-        CheckpointError: if a rank sends an invalid header.
+    Returns the tensors of all parts by key on rank 0, and an empty dict on the others. Raises CheckpointError if a rank
+    sends an invalid header.
     """
     header = next(iter(state.values()))
     lengths = group.all_gather(torch.tensor([len(header)]))

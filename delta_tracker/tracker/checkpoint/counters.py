@@ -46,10 +46,7 @@ class Mergeable(Protocol):
         """Return a copy of this rank's state, a mapping from field name to tensor or JSON value."""
 
     def merge(self, states: Sequence[State]) -> State:
-        """Return one state that combines ``states``, without changing this object.
-
-        Returns the state of a new counter if ``states`` is empty.
-        """
+        """Return one state that combines ``states``, or that of a new counter without any. Changes no object."""
 
     def load_state_dict(self, state: State) -> None:
         """Replace the object's state with ``state``, which :meth:`merge` returned."""
@@ -85,10 +82,8 @@ class MetricCounter:
         """Return copies of the metric's states by name, together with the number of updates.
 
         A list that is reduced becomes one tensor, and is omitted if it is empty. Any other list becomes its length and
-        a field for each tensor.
-
-        Raises:
-            InvalidArgumentError: if the metric has the states of all ranks, or a list contains anything but tensors.
+        a field for each tensor. Raises InvalidArgumentError if the metric has the states of all ranks, or a list
+        contains anything but tensors.
         """
         self._check_unsynced()
         found: dict[str, Any] = {}
@@ -109,10 +104,8 @@ class MetricCounter:
     def merge(self, states: Sequence[State]) -> State:
         """Merge ``states`` with the reductions that the metric itself applies across ranks.
 
-        Returns the metric's default state if ``states`` is empty.
-
-        Raises:
-            CheckpointError: if the states cannot be reduced.
+        Returns the metric's default state if ``states`` is empty. Raises CheckpointError if the states cannot be
+        reduced.
         """
         if self.unmerged and len(states) > 1:
             raise CheckpointError(self._name, f"the states {sorted(self.unmerged)} of several ranks have no sum")
@@ -148,10 +141,8 @@ class MetricCounter:
     def load_state_dict(self, state: State) -> None:
         """Replace the metric's states and number of updates with those in ``state``.
 
-        Tensors are moved to the metric's device. Metric states that are missing in ``state`` are reset.
-
-        Raises:
-            InvalidArgumentError: if the metric has the states of all ranks.
+        Tensors are moved to the metric's device. Metric states that are missing in ``state`` are reset. Raises
+        InvalidArgumentError if the metric has the states of all ranks.
         """
         self._check_unsynced()  # otherwise `unsync()` would bring back the states before the load
         metric = self._metric
@@ -166,13 +157,9 @@ class MetricCounter:
         metric._update_count = state[_COUNT]  # noqa: SLF001
 
     def check_fields(self, fields: Mapping[str, object]) -> None:
-        """Check the fields of a saved state.
+        """Raise CheckpointError if a field of a saved state is missing, unknown or invalid.
 
-        Args:
-            fields: name of each saved field to its value, or to its shape if it is a tensor.
-
-        Raises:
-            CheckpointError: if a field is missing, unknown or invalid.
+        ``fields`` has the value of each saved field by name, or its shape if it is a tensor.
         """
         lists = {field for field in self._fields if self._default_shape(field) is None}
         expected = {_COUNT, *self._fields} - lists
@@ -222,10 +209,7 @@ class MetricCounter:
 
 
 def _reduction_name(reduction: object) -> str:
-    """Return the name of a state's reduction, which is the same in every process.
-
-    A partial's name includes its arguments.
-    """
+    """Return the name of a state's reduction, with the arguments of a partial. It is the same in every process."""
     if reduction is None:
         return "None"
     if isinstance(reduction, partial):
@@ -249,9 +233,7 @@ class CounterSet:
     def register(self, name: str, counter: object) -> None:
         """Add a counter.
 
-        Raises:
-            InvalidArgumentError: if the name is empty, taken or contains a slash, or ``counter`` is neither a metric
-                nor a :class:`Mergeable`.
+        Raises InvalidArgumentError if the name is empty, taken or contains a slash, or the counter has another type.
         """
         if not name or "/" in name or name in self._counters:
             raise InvalidArgumentError("name", name, f"Pass a name without slash, not in {sorted(self._counters)}")
@@ -268,9 +250,8 @@ class CounterSet:
     def check(self, parts: Sequence[RankHeader], world_size: int) -> None:
         """Check that the counters of saved parts can be loaded on ``world_size`` ranks.
 
-        Raises:
-            StateMismatchError: if names or kinds differ, or the world size differs and a state cannot be merged.
-            CheckpointError: if the fields of a counter are invalid.
+        Raises StateMismatchError if names or kinds differ, or the world size differs and a state cannot be merged, and
+        CheckpointError if the fields of a counter are invalid.
         """
         names = sorted({name for part in parts for name in part.counters})
         if names != sorted(self._counters):
@@ -282,11 +263,7 @@ class CounterSet:
         self.check_world_size(parts[0].world_size, world_size)
 
     def check_world_size(self, saved: int, found: int) -> None:
-        """Check that states which ``saved`` ranks saved can be loaded on ``found`` ranks.
-
-        Raises:
-            StateMismatchError: if the numbers differ, and a counter has a state that cannot be merged.
-        """
+        """Raise StateMismatchError if the numbers of ranks differ, and a counter has a state that cannot be merged."""
         unmerged = [
             f"{name!r} (state {field!r}: {reduction})"
             for name, counter in sorted(self._counters.items())
@@ -325,10 +302,7 @@ class CounterSet:
         return merged
 
     def load(self, states: Mapping[str, State]) -> None:
-        """Replace the state of every counter with a result of :meth:`merged`.
-
-        If one raises an error, all have their former states.
-        """
+        """Replace every counter's state with a result of :meth:`merged`. If one raises, all keep their states."""
         counters = self._counters
         before = {name: copy.deepcopy(counter.merge([counter.state_dict()])) for name, counter in counters.items()}
         begun: list[str] = []
@@ -345,8 +319,7 @@ class CounterSet:
 def counted_by(rank: int, world_size: int, parts: Sequence[RankHeader]) -> list[RankHeader]:
     """Return the parts whose counters a rank loads, in the order of their ranks. Exactly one rank loads each part.
 
-    Raises:
-        CheckpointError: if a part that the rank loads is missing.
+    Raises CheckpointError if a part that the rank loads is missing.
     """
     mine = range(rank, parts[0].world_size, world_size)
     found = {part.rank: part for part in parts}
@@ -356,11 +329,7 @@ def counted_by(rank: int, world_size: int, parts: Sequence[RankHeader]) -> list[
 
 
 def _as_mergeable(name: str, counter: object) -> Mergeable:
-    """Return ``counter``, or a wrapper of a torchmetrics metric.
-
-    Raises:
-        InvalidArgumentError: if ``counter`` is neither a metric nor a :class:`Mergeable`, or contains metrics.
-    """
+    """Return ``counter``, or a wrapper of a torchmetrics metric. Raise InvalidArgumentError if it is neither."""
     torchmetrics = sys.modules.get("torchmetrics")  # already imported if the caller has a metric
     if torchmetrics is not None and isinstance(counter, torch.nn.Module):
         inner = [each for each in counter.modules() if each is not counter and isinstance(each, torchmetrics.Metric)]
@@ -383,12 +352,7 @@ def _kind_of(counter: Mergeable) -> Kind:
 
 
 def _check_saved(name: str, counter: Mergeable, kind: Kind | None, fields: Mapping[str, object]) -> None:
-    """Check that a part's state of a counter, with its kind, can be loaded into ``counter``.
-
-    Raises:
-        StateMismatchError: if the state was saved by another class, or by a metric with other states or buffers.
-        CheckpointError: if the fields are not those of the metric.
-    """
+    """Raise an error if a part's state of a counter, with its kind, cannot be loaded into ``counter``."""
     mine = _kind_of(counter)
     if kind is not None and ("states" in mine or "states" in kind):
         for key in ("class", "states", "buffers"):

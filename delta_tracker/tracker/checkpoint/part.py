@@ -96,14 +96,13 @@ class SavedConsumer(Struct, array_like=True, forbid_unknown_fields=True, frozen=
 class Piece(Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
     """Description of one of the tensors whose bytes are concatenated in a table's ``rows/{table}`` tensor.
 
+    Raises ValueError if the dtype or the number of dimensions is wrong for the column.
+
     Args:
         row_set: name of the row set that the tensor belongs to.
         column: ``ids``, ``known``, ``states``, ``ages`` or ``former``.
         dtype: dtype of the tensor.
         shape: shape of the tensor.
-
-    Raises:
-        ValueError: if the dtype or the number of dimensions is wrong for the column.
     """
 
     row_set: str
@@ -167,31 +166,20 @@ class RankHeader(Struct, kw_only=True, frozen=True, eq=False):
         return f"rank{self.rank}of{self.world_size}/"
 
     def row_layouts(self, fqn: str) -> dict[str, Layout]:
-        """Return the dtype and shape of a table's ``rows/{table}`` tensor, by key without prefix.
-
-        Returns an empty dict if no rows of the table are saved.
-        """
+        """Return dtype and shape of the tensor of a table's rows, by key without prefix; empty without rows."""
         num_bytes = sum(piece.room for piece in self.pieces.get(fqn, ()))
         return {f"rows/{fqn}": (torch.uint8, (num_bytes,))} if num_bytes else {}
 
     def all_layouts(self) -> dict[str, Layout]:
-        """Return the dtype and shape of every tensor of the part except the header, by key without prefix.
-
-        The keys are in the order of the tensors in the part.
-        """
+        """Return dtype and shape of every tensor except the header, by key without prefix, in the part's order."""
         rows = {name: layout for fqn in self.shards for name, layout in self.row_layouts(fqn).items()}
         return {**rows, **self.layouts}
 
     def rows(self, row_set: str, fqn: str, tensors: Mapping[str, Tensor]) -> ChangedRows | None:
         """Return the rows of a table in a row set, with global ids; None if the row set has no rows of the table.
 
-        Args:
-            row_set: name of the row set: the index of a consumer, or ``history``.
-            fqn: the table.
-            tensors: tensors of the part, by key with prefix.
-
-        Raises:
-            CheckpointError: if the tensors do not contain valid rows of the rank's block.
+        ``row_set`` is the index of a consumer or ``history``, and ``tensors`` are those of the part, by key with
+        prefix. Raises CheckpointError if they do not contain valid rows of the rank's block.
         """
         read, begin = {}, 0
         for piece in self.pieces.get(fqn, ()):
@@ -237,10 +225,7 @@ class RankHeader(Struct, kw_only=True, frozen=True, eq=False):
         return {key[len(start) :]: layout for key, layout in self.layouts.items() if key.startswith(start)}
 
     def counter_fields(self, name: str) -> dict[str, object] | None:
-        """Return the value of each field of a counter, or its shape if it is a tensor, by field name.
-
-        Returns None if the part has no counter ``name``.
-        """
+        """Return the value of each field of a counter, or a tensor's shape, by name; None without the counter."""
         if name not in self.counters:
             return None
         return {**self.counters[name], **{field: shape for field, (_, shape) in self.counter_layouts(name).items()}}
@@ -269,10 +254,8 @@ def pack(
     """Encode the state of a rank. Return its part: the CPU tensors to save, by key.
 
     ``shards`` is the rank's block of each table, ``state`` has local ids, and ``counters`` and ``kinds`` have the
-    fields and the kind of each counter.
-
-    Raises:
-        InvalidArgumentError: if a field of a counter is neither a JSON value nor a tensor of a supported dtype.
+    fields and the kind of each counter. Raises InvalidArgumentError if a field of a counter is neither a JSON value nor
+    a tensor of a supported dtype.
     """
     sets = {str(place): consumer.rows for place, consumer in enumerate(state.consumers.values())}
     if state.history is not None:
@@ -367,9 +350,8 @@ def _shard_json(spec: ShardSpec) -> list[object]:
 def parse(key: str, header: Tensor) -> RankHeader:
     """Parse the header saved under ``key``.
 
-    Raises:
-        StateMismatchError: if the header's format version is unknown.
-        CheckpointError: if the header does not follow the format, or contradicts ``key``.
+    Raises StateMismatchError if the header's format version is unknown, and CheckpointError if the header does not
+    follow the format, or contradicts ``key``.
     """
     try:
         found = json.loads(header.cpu().numpy().tobytes())
@@ -386,11 +368,7 @@ def parse(key: str, header: Tensor) -> RankHeader:
 
 
 def parse_all(state: Mapping[str, Tensor]) -> list[RankHeader]:
-    """Parse the headers of all parts in a state.
-
-    Raises:
-        CheckpointError: if there is no header.
-    """
+    """Parse the headers of all parts in a state. Raise CheckpointError if there is none."""
     parts = [parse(key, tensor) for key, tensor in state.items() if HEADER.fullmatch(key)]
     if not parts:
         raise CheckpointError(", ".join(sorted(state)[:3]), "it has no header")
@@ -400,8 +378,7 @@ def parse_all(state: Mapping[str, Tensor]) -> list[RankHeader]:
 def take(state: Mapping[str, Tensor], needed: Mapping[str, Layout], parts: Sequence[RankHeader]) -> dict[str, Tensor]:
     """Return some tensors of a state, on the CPU.
 
-    Raises:
-        CheckpointError: if a tensor is missing, or has another dtype, shape or digest.
+    Raises CheckpointError if a tensor is missing, or has another dtype, shape or digest.
     """
     digests = saved_digests(parts)
     tensors = {}
@@ -448,12 +425,7 @@ def _spec(fqn: str, shard: _Shard) -> ShardSpec:
 
 
 def check_alike(parts: Sequence[RankHeader]) -> None:
-    """Reject parts that were not saved together.
-
-    Raises:
-        StateMismatchError: if two parts differ in world size, mode, consumers, history or tables. The error names the
-            difference.
-    """
+    """Raise StateMismatchError if two parts differ in world size, mode, consumers, history or tables."""
     first = parts[0]
     for part in parts[1:]:
         for what, saved, found in (
@@ -468,11 +440,9 @@ def check_alike(parts: Sequence[RankHeader]) -> None:
 
 
 def check_tables(where: str, saved: Mapping[str, ShardSpec], expected: Mapping[str, ShardSpec]) -> None:
-    """Reject a state with other tables, table sizes or dtypes than expected.
+    """Raise StateMismatchError if a state has other tables, table sizes or dtypes than expected.
 
-    Raises:
-        StateMismatchError: if tables differ. The error starts with ``where``, the place of the state, and names the
-            tables.
+    The error starts with ``where``, the place of the state.
     """
     both = [{fqn: str(spec.table) for fqn, spec in shards.items()} for shards in (saved, expected)]
     differing = sorted(fqn for fqn in both[0].keys() | both[1].keys() if both[0].get(fqn) != both[1].get(fqn))

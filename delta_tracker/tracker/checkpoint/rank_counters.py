@@ -108,11 +108,8 @@ class RankCounters:
     def plan_load(self, parts: Sequence[RankHeader]) -> list[RankHeader]:
         """Check saved headers against the counters, and return which parts this rank loads.
 
-        Raises:
-            StateMismatchError: if the parts were not saved together or not by a :class:`RankCounters`, if names or
-                kinds differ, or if the number of ranks differs and a state cannot be merged.
-            CheckpointError: if there is no part, or a part that this rank loads is missing, or
-                if the fields of a counter are invalid.
+        Raises StateMismatchError if the parts do not belong together or to these counters, and CheckpointError if parts
+        are missing or invalid.
         """
         if not parts:
             remedy = "Load a checkpoint that has them, or load none: the counters then keep their values"

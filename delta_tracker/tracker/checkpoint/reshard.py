@@ -91,8 +91,7 @@ class Resharding:
     def state(self, tensors: Mapping[str, Tensor]) -> LogState:
         """Return the state to restore in this rank's log. Ids are local, and rows are on the devices of their shards.
 
-        Raises:
-            StateMismatchError: if the saved old states have a different dtype from the states of the current rows.
+        Raises StateMismatchError if the saved old states have another dtype than the states of the current rows.
         """
         first = self._parts[0]
         used = {source.part.rank: source.part for sources in self._sources.values() for source in sources}
@@ -107,11 +106,7 @@ class Resharding:
         return LogState(num_batches, consumers, self._rows(HISTORY, tensors) if first.has_history else None)
 
     def _find(self, spec: ShardSpec, rank: int, missing: Sequence[int]) -> list[_Source]:
-        """Return the parts from which to read a shard's rows.
-
-        Raises:
-            CheckpointError: if the parts do not cover the shard.
-        """
+        """Return the parts from which to read a shard's rows. Raise CheckpointError if they do not cover it."""
         fqn = spec.table.fqn
         sharing = [part for part in self._parts if _shared_area(part.shards[fqn], spec)]
         copies = [part for part in sharing if part.shards[fqn].is_replicated]
@@ -130,11 +125,7 @@ class Resharding:
         return [_Source(part, *self._places(part.shards[fqn], spec)) for part in sharing]
 
     def _places(self, saved: ShardSpec, spec: ShardSpec) -> tuple[Tensor, Tensor]:
-        """Return the fields ``saved_places`` and ``places`` of a :class:`_Source`.
-
-        Raises:
-            StateMismatchError: see :class:`Resharding`.
-        """
+        """Return the fields ``saved_places`` and ``places`` of a :class:`_Source`."""
         if self._capture.states_are_columns:
             mine = {column: place for place, column in enumerate(_columns(spec))}
             pairs = [(place, mine[column]) for place, column in enumerate(_columns(saved)) if column in mine]

@@ -113,10 +113,7 @@ class TrackerCheckpoint:
                 raise ReservedConsumerError(name, holder, LOAD_BEFORE)
 
     def _check_attached(self, group: RankGroup | None) -> None:
-        """Check that the tracker is attached: otherwise the log lacks updates.
-
-        With a ``group``, an error on one rank is raised on every rank.
-        """
+        """Check that the tracker is attached, or those of all ranks in ``group``: otherwise the log lacks updates."""
 
         def attached() -> dict[str, object]:
             self._model.check_attached()
@@ -131,10 +128,7 @@ class TrackerCheckpoint:
             raise error.advising("Call tracker.reattach() on every rank") from None
 
     def _check_synced(self, group: RankGroup | None) -> None:
-        """Raise InvalidArgumentError if a row changed since the last sync of the replicas in 2D parallelism.
-
-        With a ``group``, an error on one rank is raised on every rank.
-        """
+        """Raise InvalidArgumentError if a row changed since the last sync of the replicas, on any rank of ``group``."""
         averaged = {fqn: shard for fqn, shard in self._model.shards.items() if shard.is_averaged}
         if averaged:
             changed = self._log.writes.changed_since_sync(fqn for fqn, shard in averaged.items() if shard.spec.num_rows)

@@ -172,7 +172,8 @@ class _Bits:
 
     Some calls of :meth:`mark` do not update the summary. Before it is needed, :meth:`_settle` or :meth:`scan` rebuilds
     it. If Ctrl-C interrupts a call, it is rebuilt, too: the count must never be too low, because :meth:`scan` allocates
-    memory for this number of rows. The methods take ``ids`` as ``[N]`` int64. Ids out of range count as row 0.
+    memory for this number of rows. The methods take ``ids`` as ``[N]`` int64. Ids out of range count as row 0. Methods
+    of a :class:`RowSet` do what they do there.
 
     Args:
         num_rows: ``R``.
@@ -199,12 +200,10 @@ class _Bits:
 
     @property
     def count(self) -> int:
-        """Number of marked rows."""
         self._settle()
         return self._count
 
     def mark(self, ids: NDArray[np.int64]) -> None:
-        """Set the bit of each id."""
         num_words = len(self._words)
         if num_words <= self._max_cached_words and (not self._is_settled or ids.size * _WORDS_PER_ID >= num_words):
             self._is_settled = False
@@ -223,32 +222,27 @@ class _Bits:
         return fresh, count
 
     def mark_all(self) -> None:
-        """Set all bits."""
         self._count, self._is_settled = self._num_rows, False
         _set_first(self._words, self._num_rows)
         _set_first(self._summary, -(-self._num_rows // _ROWS_PER_BLOCK))
         self._is_settled = True
 
     def clear(self) -> None:
-        """Clear all bits."""
         self._settle()
         self._is_settled = False
         self._loops.clear(self._words, self._summary)
         self._count, self._is_settled = 0, True
 
     def contains(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Return the bit of each id, ``[N]`` bool."""
         found = np.empty(ids.size, dtype=np.bool_)
         self._loops.contains(self._words, self._num_rows, ids, found)
         return found
 
     def absorb(self, other: _Bits) -> None:
-        """Set the bits that are set in ``other``, which has the same number of rows."""
         other._settle()  # self is settled later, when needed
         self._add(other._count, self._loops.absorb, self._words, self._summary, other._words, other._summary)
 
     def scan(self) -> NDArray[np.int64]:
-        """Return the marked rows in ascending order, int64."""
         if self._count > _MOST_IN_ONE_PASS:
             self._settle()
         rows = np.empty(min(self._count, self._num_rows) + self._loops.SPARE, dtype=np.int64)
@@ -261,7 +255,6 @@ class _Bits:
         return rows[: self._count]
 
     def rank(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the number of marked rows below each id, ``[N]`` int64."""
         self._settle()
         before = np.empty(-(-self._num_rows // _ROWS_PER_SPAN), dtype=np.int64)
         self._loops.count_before(self._words, self._summary, before)
@@ -270,10 +263,7 @@ class _Bits:
         return ranks
 
     def _add(self, most: int, loop: Callable[..., int], *args: object) -> int:
-        """Call a loop that sets bits and updates the summary. Return the number of bits that were clear.
-
-        It is at most ``most``.
-        """
+        """Call a loop that sets bits and updates the summary. Return the number of bits set, at most ``most``."""
         count, is_settled = self._count, self._is_settled
         self._count, self._is_settled = count + most, False  # for an interrupt after the loop
         added = loop(*args)
@@ -288,11 +278,7 @@ class _Bits:
 
 @cache
 def load_loops() -> ModuleType:
-    """Import and return the compiled loops.
-
-    Raises:
-        MissingExtraError: if numba is not installed or does not support the installed numpy.
-    """
+    """Import and return the compiled loops. Raise MissingExtraError if numba is missing or does not support numpy."""
     return import_optional("delta_tracker.tracker.row_sets.numba_loops", "numba", "numba")
 
 

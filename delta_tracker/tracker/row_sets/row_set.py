@@ -80,11 +80,7 @@ class RowSet(ABC):
         """Remove all rows. The set's memory is kept for reuse."""
 
     def mark_new(self, ids: Tensor) -> Tensor:
-        """Add the rows with the given ids. Return the ids of the rows that were not in the set before.
-
-        Returns:
-            ``[M]`` int64 ids, unique, in an engine-specific order.
-        """
+        """Add the rows with the given ids. Return the ``[M]`` unique ids that were not in the set, in any order."""
         padded, count = self.mark_new_padded(ids)
         return padded[: int(count)].clone()
 
@@ -127,28 +123,21 @@ class RowSet(ABC):
         """Return empty sets that :meth:`mark_each` and :meth:`mark_new_padded_each` can mark together.
 
         On a device, an engine may place all sets in one tensor, which is released when no set is left.
-
-        On a device, an engine may place all sets in one tensor, which is released when no set is left.
         """
         return [cls(num_rows, device) for num_rows in nums_rows]
 
     @classmethod
     def mark_each(cls, sets: Sequence[Self], ids: Sequence[Tensor]) -> None:
-        """Call :meth:`mark` of each set.
+        """Call :meth:`mark` of each set. ``ids`` is ``[N]`` int64 for each set.
 
         On a device, an engine may take a fixed number of operations for all sets of one :meth:`create_each`.
-
-        ``ids`` is ``[N]`` int64 for each set.
         """
         for each, own in zip(sets, ids, strict=True):
             each.mark(own)
 
     @classmethod
     def mark_new_padded_each(cls, sets: Sequence[Self], ids: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """Return the result of :meth:`mark_new_padded` for each set.
-
-        Arguments are as in :meth:`mark_each`.
-        """
+        """Return the result of :meth:`mark_new_padded` for each set. Arguments are as in :meth:`mark_each`."""
         return [each.mark_new_padded(own) for each, own in zip(sets, ids, strict=True)]
 
     @classmethod

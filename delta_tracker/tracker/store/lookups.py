@@ -32,10 +32,7 @@ class _Table:
     lookups: list[IndexedLookup] = field(default_factory=list)
 
     def places(self, start_idx: int, end_idx: int | None) -> slice:
-        """Return the slice of :attr:`lookups` whose batches are in ``[start_idx, end_idx)``.
-
-        An ``end_idx`` of None means no upper bound.
-        """
+        """Return the slice of :attr:`lookups` in the batches ``[start_idx, end_idx)``; None for no upper bound."""
         batches = [lookup.batch_idx for lookup in self.lookups]
         return slice(bisect_left(batches, start_idx), None if end_idx is None else bisect_left(batches, end_idx))
 
@@ -117,10 +114,8 @@ class DeltaStore:
     def compact(self, start_idx: int, end_idx: int) -> None:
         """Merge each table's lookups of batches in ``[start_idx, end_idx)`` into one lookup of batch ``start_idx``.
 
-        Reads that start at a later batch of the range then return none of the merged ids.
-
-        Raises:
-            InvalidArgumentError: if the range is empty.
+        Reads that start at a later batch of the range then return none of the merged ids. Raises InvalidArgumentError
+        if the range is empty.
         """
         if start_idx >= end_idx:
             raise InvalidArgumentError("start_idx", start_idx, f"Pass a batch before end_idx={end_idx}")
@@ -158,10 +153,7 @@ class DeltaStore:
             raise InvalidArgumentError("states", tuple(states.shape), f"Pass one row for each of {len(ids)} ids")
 
     def _merged(self, table: _Table, lookups: list[IndexedLookup]) -> tuple[Tensor, Tensor | None]:
-        """Return the unique ids of ``lookups`` in ascending order, and one state for each id.
-
-        The update mode selects the first or the last state of each id. The states are None in mode NONE.
-        """
+        """Return the unique ids of ``lookups``, ascending, and the state of each that the update mode selects."""
         lookups = lookups or [table.empty]
         ids = torch.cat([lookup.ids for lookup in lookups])
         states = [lookup.states for lookup in lookups if lookup.states is not None]

@@ -190,11 +190,7 @@ class MarkedRows:
     # Reading
 
     def unknown(self, ids: Tensor | None = None) -> ChangedRows:
-        """Return :class:`ChangedRows` with the given ids and unknown old states. Does not mark the rows.
-
-        Args:
-            ids: ``[N]`` int64 local ids on any device, in any order, duplicates allowed; None for all rows.
-        """
+        """Return rows with unknown old states, for ids ``[N]`` int64 or, if None, all rows. Marks no row."""
         if ids is None:
             found = torch.arange(self.num_rows, device=self.device)
         else:
@@ -373,10 +369,7 @@ class MarkedRows:
 
     @property
     def log_bytes(self) -> int:
-        """Total size in bytes of the row sets and the old states.
-
-        Includes memory that is reserved for further old states. Does not wait for the device.
-        """
+        """Size in bytes of the row sets and old states, with reserved memory. Does not wait for the device."""
         return sum(each.num_bytes for each in self._segments) + (0 if self._spare is None else self._spare.num_bytes)
 
     def _newest_rows(self) -> RowSet:

@@ -175,10 +175,7 @@ class Block:
             self._copy, self._at_copy = HostCopy(self.count), self._appended
 
     def poll(self) -> None:
-        """Update the bounds if a copy of the number of rows is complete, and release the memory of spilled states.
-
-        Does not wait for the device.
-        """
+        """Update the bounds if a copy is complete, and release spilled memory. Does not wait for the device."""
         if self._spilled is not None and self._states is not None and self._spilled.is_done:
             self._states = None
         if self._copy is not None and self._copy.is_done:

@@ -61,10 +61,7 @@ class SegmentStore(MarkedRows):
         self.writes: dict[int, Tensor | None] = {}
 
     def begin_write(self, key: int, ids: Tensor | None) -> None:
-        """Begin a write, and mark its rows.
-
-        No other write in progress may have this key. The argument ``ids`` is that of :meth:`mark`.
-        """
+        """Begin a write with a new key, and mark its rows. The argument ``ids`` is that of :meth:`mark`."""
         self.writes[key] = ids
         self.mark(ids)
 
@@ -102,9 +99,7 @@ class SegmentStore(MarkedRows):
                 raise
 
     def mark_all_later(self, key: int | None = None) -> None:
-        """Make the next call of :meth:`notice_writes` mark all rows.
-
-        Takes no memory, and may be called from any thread while another method runs.
+        """Make the next :meth:`notice_writes` mark all rows. Takes no memory; any thread may call it at any time.
 
         If ``key`` is given, every call until :meth:`end_write` marks all rows, and so does the first call afterwards.
         """
@@ -126,10 +121,7 @@ class SegmentStore(MarkedRows):
         return self._has_unmarked or bool(self._lost)
 
     def acknowledge_writes(self) -> None:
-        """Make :meth:`notice_writes` ignore the writes since its last call.
-
-        Call this method if the written rows are already marked or need not be marked.
-        """
+        """Make :meth:`notice_writes` ignore earlier writes, whose rows are marked or need not be."""
         if self._was_written is not None:
             self._was_written()
 
@@ -148,8 +140,5 @@ class SegmentStore(MarkedRows):
 
     @property
     def log_bytes(self) -> int:
-        """Total size in bytes of the row sets, the old states and the ids of the writes in progress.
-
-        See :attr:`MarkedRows.log_bytes`.
-        """
+        """Size in bytes of the row sets, the old states and the ids of writes in progress, see :class:`MarkedRows`."""
         return super().log_bytes + sum(ids.nbytes for ids in self.writes.values() if ids is not None)
