@@ -80,12 +80,9 @@ def collision_fault(state: Mapping[str, Any]) -> str:
 
 
 def check_collision_slots(fqn: str, module: Any, ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:  # noqa: ANN401
-    """Check that a module's slots are those of one or several states.
+    """Return the states' ranges that are a module's slots, in ascending order.
 
-    Return the states' ranges that the module has, in ascending order. Together, they have as many slots as it.
-
-    Raises:
-        RestoreMismatchError: if the module's slots are others.
+    Raises RestoreMismatchError if they are not exactly its slots.
     """
     first, end = _rows(module)
     saved = sorted(ranges)
@@ -104,14 +101,11 @@ def check_collision_states(
     states: Sequence[Mapping[str, Any]],
     identity: Identity,
 ) -> None:
-    """Check that :func:`load_collision_states` can restore the states. Writes nothing.
+    """Raise RestoreMismatchError if :func:`load_collision_states` cannot restore the states. Writes nothing.
 
     The states are those of the table's modules on the ranks that published the version, in any order, each without a
-    :func:`collision_fault`. ``identity`` has the buckets of the new job's table.
-
-    Raises:
-        RestoreMismatchError: if the module's slots are not those of one or several of the states, if these states have
-            other settings than the module, or if they have ids that the new job looks up on another rank.
+    :func:`collision_fault`. They must have the module's slots and settings, and no ids that the new job, whose table
+    has the buckets of ``identity``, looks up on another rank.
     """
     own = collision_state(module)
     what = f"the collision module of {fqn!r}"
@@ -139,10 +133,7 @@ def _policy_text(policy: Any) -> str:  # noqa: ANN401  a class of torchrec's
 
 
 def load_collision_states(module: Any, states: Sequence[Mapping[str, Any]]) -> int:  # noqa: ANN401
-    """Restore a module from the states of its slots. Return the number of states that were joined.
-
-    The states are those that :func:`check_collision_states` has accepted.
-    """
+    """Restore a module from the states of its slots, after a check. Return the number of states that were joined."""
     parts = _parts(module, states)
     device = module._mch_sorted_raw_ids.device  # noqa: SLF001
     with torch.no_grad():

@@ -79,10 +79,7 @@ class LocalOwners(ABC):
 
     @abstractmethod
     def token(self) -> object | None:
-        """Return an object that is equal to an earlier one if the owners are unchanged since; None if this is unknown.
-
-        Does no work on the device.
-        """
+        """Return an object equal to an earlier one if no owner has changed since; None if unknown. Does not wait."""
 
     @abstractmethod
     def read(self) -> Tensor:
@@ -216,11 +213,7 @@ def _check_apart(model: nn.Module, found: Discovery) -> None:
 
 
 def _local_owners(held: Any, module: Any, shard: LocalShard, torchrec: Torchrec) -> LocalOwners:  # noqa: ANN401
-    """Return the reader of one table. ``held`` is its collection, ``module`` its managed-collision module.
-
-    Raises:
-        UnsupportedModelError: as in :func:`local_owners`.
-    """
+    """Return the reader of one table. ``held`` is its collection, ``module`` its managed-collision module."""
     table, rows = shard.spec.table, (shard.spec.row_offset, shard.spec.row_offset + shard.spec.num_rows)
     is_sorted = isinstance(module, torchrec.sorted_collisions)
     if is_sorted:

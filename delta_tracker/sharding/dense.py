@@ -94,10 +94,7 @@ def _parts(dense: DenseChoice) -> list[tuple[str, str | nn.Module]]:
 
 
 def dense_parameters(model: nn.Module, tables: Collection[str]) -> list[str]:
-    """Return the names of the parameters that train and are whole on this rank.
-
-    Without the weights of tables, also under another name (tied weights).
-    """
+    """Return the names of the parameters that train and are whole on this rank, without weights of tables."""
     every = _tensors(model, model)
     weights = {id(every.get(f"{fqn}.weight")) for fqn in tables}
     found = ((name, each) for name, each in every.items() if id(each) not in weights)

@@ -160,10 +160,9 @@ def has_unknown_rows(module: nn.Module, torchrec: Torchrec) -> bool:
 
 
 def _unknown(fqn: str, module: nn.Module, torchrec: Torchrec) -> Iterator[tuple[str, str]]:
-    """Yield ``(FQN, class name)`` of ``module``, or of its sharded tensors, if their rows cannot be tracked.
+    """Yield ``(FQN, class name)`` of ``module``, or of its own sharded tensors, if their rows cannot be tracked.
 
-    If :func:`has_unknown_rows` returns True for the module, only the module is yielded. Otherwise its sharded tensors
-    are yielded, but not those of submodules.
+    If :func:`has_unknown_rows` returns True for the module, only the module is yielded.
     """
     if has_unknown_rows(module, torchrec):
         yield fqn, type(module).__name__
@@ -262,12 +261,9 @@ def _merge(
 ) -> LocalShard:
     """Merge the blocks of a table on this rank into one shard. They must have the same rows and different columns.
 
-    Args:
-        table: the table.
-        places: blocks of the table on this rank; empty if the rank has no rows of it.
-        planned: blocks of the table in the sharding plan; None if the plan has none.
-        is_fused: True if the table's planned kernel is fused. Used only if ``places`` is empty.
-        replica: result of :func:`~delta_tracker.sharding.torchrec_api.replica_of` for the table's collection.
+    ``places`` is empty if the rank has no rows of the table. ``planned`` are the blocks in the sharding plan, None if
+    it has none. ``is_fused`` is used only if ``places`` is empty. ``replica`` is the result of
+    :func:`~delta_tracker.sharding.torchrec_api.replica_of` for the table's collection.
     """
     if not places:
         return LocalShard(ShardSpec(table), (), torch.device("cpu"), is_fused, replica[1])

@@ -48,10 +48,8 @@ def model_tables(model: nn.Module) -> Iterator[tuple[str, RowTarget | Tensor]]:
     """Yield names with the targets of sharded and quantized tables, and with all other parameters and buffers.
 
     Names are those of ``state_dict``, without the parts of modules that only wrap another one. Names of targets do not
-    end with ``.weight``.
-
-    Raises:
-        InvalidArgumentError: if the kernel, data type or geometry of a sharded table is not supported.
+    end with ``.weight``. Raises InvalidArgumentError if the kernel, data type or geometry of a sharded table is not
+    supported.
     """
     torchrec = known_torchrec()
     for fqn, module in walk(model, torchrec):
@@ -71,10 +69,7 @@ def model_tables(model: nn.Module) -> Iterator[tuple[str, RowTarget | Tensor]]:
 
 
 def walk(model: nn.Module, torchrec: Torchrec) -> Iterator[tuple[str, nn.Module]]:
-    """Yield ``(FQN, module)`` for each module of a model, once for each FQN that it has, see :meth:`Torchrec.walk`.
-
-    Does not descend into sharded and quantized collections.
-    """
+    """Yield ``(FQN, module)`` for each name of each module, see :meth:`Torchrec.walk`, down to collections."""
     kinds = (*torchrec.collections, *QUANTIZED_SHARDS, *QUANTIZED)
     return torchrec.walk(model, lambda module: isinstance(module, kinds), None)
 
@@ -220,15 +215,10 @@ class QuantizedTarget(TensorTarget):
                 self._row_bytes += each.region.memory.shape[1]
 
     def prepare(self, values: Tensor, columns: tuple[int, int]) -> Tensor:
-        """Quantize rows.
+        """Quantize ``[N, dim]`` rows on the CPU, with all columns of the table.
 
-        Args:
-            values: ``[N, dim]`` rows on the CPU, with all columns of the table.
-            columns: column range of ``values``.
-
-        Returns:
-            ``[N, bytes]`` uint8. Each row contains the quantized row in every distinct layout of the blocks, one layout
-            after the other.
+        Returns ``[N, bytes]`` uint8. Each row contains the quantized row in every distinct layout of the blocks, one
+        layout after the other.
         """
         if values.dtype not in _QUANTIZED_FROM:
             values = values.float()
@@ -255,11 +245,9 @@ def _layout(block: Packed) -> tuple[object, ...]:
 
 
 def _quantize(values: Tensor, kind: str) -> Tensor:
-    """Return the quantized rows as ``[N, bytes]`` uint8: the codes of all columns, then scale and bias for int kinds.
+    """Return whole rows quantized as ``[N, bytes]`` uint8: the codes, then scale and bias for int kinds.
 
-    The bytes equal those of torchrec's ``quantize_state_dict``.
-
-    ``kind`` is that of a :class:`Packed`, and ``values`` are ``[N, columns]``, whole rows.
+    The bytes equal those of torchrec's ``quantize_state_dict``. ``kind`` is that of a :class:`Packed`.
     """
     if kind in _FLOATS:
         return values.to(_FLOATS[kind]).view(torch.uint8)

@@ -246,10 +246,7 @@ def _lookup_node(output: Tensor) -> Node:
     """Return the autograd node that updates, in the backward pass, the rows from which ``output`` was computed.
 
     If the lookup was compiled, return the compiled node that runs first. The rows are written after its start and
-    before the end of the backward pass.
-
-    Raises:
-        LookupError: if there is no such node, which means that the installed fbgemm is not supported.
+    before the end of the backward pass. Raises LookupError for an fbgemm that is not supported, which has no such node.
     """
     node, compiled = output.grad_fn, None
     for _ in range(_MAX_DEPTH):

@@ -90,7 +90,7 @@ class Kernel:
     def optimizer_states(self, slot: int) -> list[Tensor]:
         """Return the optimizer states of a slot, ``[rows]`` or ``[rows, columns]``, which share the kernel's memory.
 
-        The list is empty for SGD and for unfused kernels. Flushes nothing, because FBGEMM caches only weights.
+        The list is empty for SGD and for unfused kernels.
         """
         return self._states()[slot]
 

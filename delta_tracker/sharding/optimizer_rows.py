@@ -104,10 +104,8 @@ def kernel_scalars(shards: Mapping[str, LocalShard]) -> dict[str, dict[str, int 
 
     The numbers are ``iter`` (of a kernel on a device, a live tensor without dimensions), ``iter_cpu``, ``lr`` (learning
     rate of the kernel), ``group_lr`` (learning rate of the optimizer object), ``eps``, ``beta1``, ``beta2`` and
-    ``weight_decay``.
-
-    Raises:
-        InvalidArgumentError: if the column ranges of a table are in several kernels with different numbers.
+    ``weight_decay``. Raises InvalidArgumentError if the column ranges of a table are in several kernels with different
+    numbers.
     """
     numbers: dict[int, dict[str, int | float | Tensor]] = {}  # by id() of the kernel
     found: dict[str, dict[str, int | float | Tensor]] = {}
@@ -122,12 +120,9 @@ def kernel_scalars(shards: Mapping[str, LocalShard]) -> dict[str, dict[str, int 
 
 
 def check_scalars(shards: Mapping[str, LocalShard], scalars: Mapping[str, Scalars]) -> None:
-    """Check that :func:`write_scalars` can write the numbers. Writes nothing.
+    """Check that :func:`write_scalars` can write a result of :func:`kernel_scalars`. Writes nothing.
 
-    ``scalars`` is a result of :func:`kernel_scalars`.
-
-    Raises:
-        RestoreMismatchError: if a number of a table is missing, or two tables of one kernel have different numbers.
+    Raises RestoreMismatchError if a number of a table is missing, or two tables of one kernel have different numbers.
     """
     held: dict[int, tuple[str, Scalars]] = {}
     for fqn, kernel in _fused(shards):

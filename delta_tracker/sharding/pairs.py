@@ -32,10 +32,8 @@ _MINOR = re.compile(r"(\d+\.\d+)\b")
 def check_pair() -> None:
     """Check that the installed FBGEMM, if there is one, was built for the installed torch. Takes about a millisecond.
 
-    Nothing is imported. A release that is not in :data:`FBGEMM_OF_TORCH` is accepted.
-
-    Raises:
-        MissingExtraError: if it was built for another release, or for CUDA where torch is the CPU build.
+    Nothing is imported. A release that is not in :data:`FBGEMM_OF_TORCH` is accepted. Raises MissingExtraError if it
+    was built for another release, or for CUDA where torch is the CPU build.
     """
     torch, cuda, cpu = _installed("torch"), _installed(_CUDA), _installed(_CPU)
     wanted = FBGEMM_OF_TORCH.get(_minor(torch))

@@ -53,8 +53,7 @@ class PlainTable:
     def check(self) -> None:
         """Check that the module is still in the model, and its weight of the same shape, dtype, device and class.
 
-        Raises:
-            UnsupportedModelError: if it is not, or if ``fully_shard`` manages the weight.
+        Raises UnsupportedModelError if it is not, or if ``fully_shard`` manages the weight.
         """
         weight: Tensor | None = self.module._parameters.get("weight")  # noqa: SLF001
         now = "missing" if weight is None else _kind(weight)

@@ -40,12 +40,9 @@ _HOLDERS = ("embeddings", "embedding_bags")
 
 
 def raw_id_maps(model: nn.Module) -> dict[str, tuple[RawIdMap, ...]]:
-    """Return the mappings of a model's managed-collision modules.
+    """Return the mappings of a model's managed-collision modules, by FQN as in ``inference_tables.model_tables()``.
 
     Modules that were scripted, or traced by ``torch.fx``, are not found.
-
-    Returns:
-        Table FQN to its mappings; the FQNs are those of the tables of :func:`~.inference_tables.model_tables`.
     """
     torchrec = known_torchrec()
     modules = walk(model, torchrec) if has_fbgemm_tables(model) else _plain_modules(model)

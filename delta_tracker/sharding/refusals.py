@@ -44,11 +44,10 @@ _STATELESS_DECAYS = frozenset({"NONE", "L2", "DECOUPLE"})
 
 
 def refuse_unseen_writes(model: nn.Module, found: Discovery) -> None:
-    """Raise an error if rows of a tracked table may be written without calling a hook.
+    """Raise UnsupportedModelError if rows of a tracked table may be written without calling a hook.
 
-    Raises:
-        UnsupportedModelError: if a fused optimizer writes rows outside the backward pass, or is unknown, if
-            a ``DMPCollection`` writes rows that its hook cannot report, or if the model prunes fused tables.
+    This is so if a fused optimizer writes rows outside the backward pass, or is unknown, if a ``DMPCollection`` writes
+    rows that its hook cannot report, or if the model prunes fused tables.
     """
     if not found.modules:  # tables of plain modules
         return
@@ -61,8 +60,7 @@ def refuse_unseen_writes(model: nn.Module, found: Discovery) -> None:
 def _refuse_replicas(model: nn.Module, found: Discovery, torchrec: Torchrec) -> None:
     """Reject tables of which a ``DMPCollection`` writes rows that the hook on its ``sync`` cannot report.
 
-    The sharding environment of a collection shows that the collection is in a ``DMPCollection``, also if ``model`` does
-    not contain this wrapper.
+    The sharding environment of a collection shows that it is in a ``DMPCollection``, also if ``model`` is inside it.
     """
     wrapped = {
         part
@@ -131,12 +129,11 @@ def _refuse_optimizers(found: Discovery) -> None:
 
 
 def refuse_unrecoverable(found: Discovery, collisions: Mapping[str, nn.Module]) -> None:
-    """Raise an error if a table has an optimizer state that a version of a stream cannot describe.
+    """Raise UnsupportedModelError if a table has an optimizer state that a version of a stream cannot describe.
 
-    Raises:
-        UnsupportedModelError: if a table is skipped, has managed collisions of another class than torchrec's
-            ``MCHManagedCollisionModule`` or with another eviction policy than torchrec's, or has replicas in a
-            ``DMPCollection``, or if a fused optimizer has counters per row or a global weight decay.
+    This is so if a table is skipped, has managed collisions of another class than torchrec's
+    ``MCHManagedCollisionModule`` or with another eviction policy than torchrec's, or has replicas in a
+    ``DMPCollection``, or if a fused optimizer has counters per row or a global weight decay.
     """
     obstacles = {fqn: reason for fqn, module in collisions.items() if (reason := collision_obstacle(module))}
     obstacles |= dict.fromkeys(found.skipped, "in fqns_to_skip, so that its rows are not in a stream")
@@ -171,10 +168,7 @@ class _Optimizer(NamedTuple):
 
 
 def _fused_optimizers(found: Discovery) -> Iterator[_Optimizer]:
-    """Yield the optimizers in the sharding plan, which has those of all ranks, then those of this rank's kernels.
-
-    The plan is first, so that every rank raises the same error.
-    """
+    """Yield the optimizers in the sharding plan, so that all ranks raise the same error, then those of this rank."""
     for module_fqn, module in found.modules.items():
         arguments = kernel_arguments(module)
         for fqn in found.tables_of(module_fqn):

@@ -175,10 +175,7 @@ class SyncHook(Watcher):
         return lambda is_synced: self._contained(partial(after, is_synced), otherwise=None)
 
     def _rows_of_all_ranks(self, group: ReplicaGroup, *, includes_states: bool) -> dict[str, Tensor | None]:
-        """Return the rows that ``sync`` may change on any rank, ``[N]`` local ids by FQN; None for all rows.
-
-        A collective if the number of replicas is 2 or 4.
-        """
+        """Return the rows that ``sync`` may change on any rank, ``[N]`` by FQN; None for all. May be a collective."""
         is_averaged = averages_itself(self._wrapper)
         if not group.is_exchanged:
             is_unchanged = group.num_replicas == 1 and is_averaged

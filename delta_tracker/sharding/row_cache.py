@@ -59,10 +59,7 @@ class CachedTable:
         return torch.where((found >= 0).unsqueeze(1), cached.to(rows.dtype), rows)
 
     def write(self, ids: Tensor, values: Tensor, columns: tuple[int, int]) -> None:
-        """Write rows that are in the cache; ignore the others.
-
-        Arguments are as in :meth:`~delta_tracker.row_target.RowCopies.write`.
-        """
+        """Write the rows that are in the cache, as :meth:`~delta_tracker.row_target.RowCopies.write` does."""
         memory = self.tbe.lxu_cache_weights[:, slice(*columns)]
         found = self._places(ids)
         # Selecting the cached rows would wait for the device. Instead, write one of the cached rows once more for each

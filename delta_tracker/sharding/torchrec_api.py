@@ -96,11 +96,7 @@ def holder_of(module: nn.Module, attributes: Mapping[type[nn.Module], str]) -> s
 
 
 def load_torchrec() -> Torchrec:
-    """Import torchrec and return the classes that discovery looks for.
-
-    Raises:
-        MissingExtraError: if torchrec or fbgemm is not installed.
-    """
+    """Import torchrec and return the classes that discovery looks for. Raise MissingExtraError without it or fbgemm."""
     try:
         for name in ("embedding", "embeddingbag", "model_parallel", "types"):
             import_module(f"torchrec.distributed.{name}")
@@ -110,10 +106,7 @@ def load_torchrec() -> Torchrec:
 
 
 def known_torchrec() -> Torchrec:
-    """Return the classes that discovery looks for, without importing torchrec.
-
-    Classes whose module has not been imported are omitted, because no model can have instances of them.
-    """
+    """Return the classes that discovery looks for, without those whose module is not imported: no model has them."""
     collections = {
         **dict.fromkeys(_imported("torchrec.distributed.embedding", "ShardedEmbeddingCollection"), "embeddings"),
         **dict.fromkeys(
@@ -182,10 +175,7 @@ def table_configs(module: nn.Module) -> dict[str, Any]:
 
 
 def tbe_of(kernel: Any) -> Any:  # noqa: ANN401  classes of torchrec and FBGEMM
-    """Return FBGEMM's module (TBE) of a kernel, without a wrapper that ``torch.compile`` has put around it.
-
-    The wrapper has the attributes of the module, but none of its tensors, and is another object.
-    """
+    """Return FBGEMM's module (TBE) of a kernel, without the wrapper of ``torch.compile``, which has no tensors."""
     module = kernel.emb_module
     return getattr(module, "_orig_mod", module)
 
@@ -280,9 +270,9 @@ def is_fully_sharded(module: Any) -> bool:  # noqa: ANN401  a sharded collection
 
 
 def planned_blocks(module: nn.Module, table: str) -> set[tuple[int, int, int, int]] | None:
-    """Return the block of every planned shard of a table; None if the plan has no blocks.
+    """Return the ``(first row, first column, number of rows, number of columns)`` of each planned shard of a table.
 
-    A block is ``(first row, first column, number of rows, number of columns)``.
+    None if the plan has no blocks.
     """
     spec = getattr(module.module_sharding_plan[table], "sharding_spec", None)  # type: ignore[index]
     if spec is None:

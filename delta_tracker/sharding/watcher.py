@@ -282,10 +282,7 @@ def untraced(hook: Callable[..., None], omitted: Callable[[], object]) -> Callab
 
 
 def forget_compiled_code() -> None:
-    """Make torch compile all code of this process again.
-
-    Compiled code does not check whether a hook was replaced since, and would run without the new hook.
-    """
+    """Make torch compile all code of this process again: compiled code would run without a new hook."""
     compiler = sys.modules.get("torch._dynamo")
     if compiler is not None:
         compiler.reset_code_caches()  # unlike torch.compiler.reset(), keeps CUDA graphs

@@ -69,10 +69,7 @@ class WriteWatch:
         self._named = num_named_writes()
 
     def __call__(self) -> bool:
-        """Return True if the weights were written or replaced since the previous call.
-
-        The first call reports changes since the construction.
-        """
+        """Return True if the weights were written or replaced since the previous call, or since the construction."""
         # Takes less than a microsecond for most shards.
         shard = self._shard()
         named, self._named = self._named, num_named_writes()
@@ -149,15 +146,12 @@ def row_chunks(shard: LocalShard, ids: Tensor, num_rows: int) -> Iterator[tuple[
 
 
 def num_optimizer_states(shard: LocalShard) -> int:
-    """Return the number of states that the fused optimizer keeps per row.
-
-    The result is 0 for SGD, for unfused kernels, and if the rank has no rows of the table.
-    """
+    """Return the fused optimizer's number of states per row: 0 for SGD, unfused kernels, and without rows here."""
     return min(map(len, _optimizer_states(shard)), default=0)
 
 
 def has_rowwise_state(shard: LocalShard) -> bool:
-    """Return True if the first optimizer state is one number per row and column range, or if the rank has no rows.
+    """Return True if the first optimizer state is one number per row and column range, or without rows here.
 
     If the rank has rows of the table, the optimizer must have at least one state.
     """

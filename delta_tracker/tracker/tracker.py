@@ -58,11 +58,7 @@ _OF_TORCHREC = {
 
 
 def __getattr__(name: str) -> object:
-    """Return the module attribute ``SUPPORTED_MODULES``, a tuple of TorchRec's sharded module classes.
-
-    These classes and their subclasses can be tracked. The tuple is computed on access, because this imports TorchRec.
-    Any other name raises :class:`AttributeError`.
-    """
+    """Return ``SUPPORTED_MODULES``, TorchRec's module classes that can be tracked. The access imports TorchRec."""
     if name == "SUPPORTED_MODULES":
         return tuple(load_torchrec().collections)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -71,54 +67,25 @@ def __getattr__(name: str) -> object:
 class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
     """Tracker of the changed rows of a model's embedding tables, for any number of consumers.
 
-    A row counts as changed when an update to the row is written, not when the row is looked up. Forward passes under
-    ``no_grad`` and outputs that are never backpropagated mark no rows. Reads may happen between any two operations of
-    the training thread; no update is lost. Each rank tracks its own shards. Only reads with ``top_k``, and
-    ``state_dict`` with a strategy that gathers, are collectives.
-
-    A model without sharded collections may have ``nn.Embedding`` and ``nn.EmbeddingBag`` modules, also inside unsharded
-    collections of TorchRec. They are tracked in one process, and on all ranks under ``DistributedDataParallel``;
-    torchrec is not needed. Beside sharded collections, such modules are not tracked, and a warning names them.
-
-    Tables whose optimizer is not fused (DENSE kernels, DATA_PARALLEL, plain modules with dense gradients) are compared
-    with a second copy of their rows at each read. This is exact for every optimizer. Plain modules with ``sparse=True``
-    take no copy, see :mod:`delta_tracker.sharding.step_hook`.
-
-    For all other tables, ``load_state_dict`` marks all rows. In-place writes to the weights, such as
-    ``dcp.load({"model": model.state_dict()}, ...)`` or an edit under ``no_grad``, mark all rows of every table of the
-    same kernel, with unknown old states. Call :meth:`mark_changed` after writes that cannot be detected, except those
-    of the functions in :mod:`delta_tracker.sharding.named_writers`.
-
-    Replays of a CUDA graph call no hook. Once a lookup or its backward pass was captured into a graph, every read
-    returns all rows of the looked-up tables, with unknown old states. This was tested with a simulated capture only.
-    The same holds for a lookup in code that is compiled with ``fullgraph=True``. In other code, ``torch.compile``
-    breaks the graph at each hook, and code that was compiled before the tracker was created is compiled again.
-
-    In 2D parallelism, pass the whole ``DMPCollection``. At each ``sync()``, each rank marks the rows that changed on
-    any replica, see :mod:`delta_tracker.sharding.replicas`.
-
-    A row with managed collisions also counts as changed if its raw id changed. Deltas have the raw ids of the rows, see
-    :attr:`~delta_tracker.types.DeltaRows`. Read the tables in the training thread, between two operations: TorchRec
-    changes two tensors of such a module one after the other.
-
-    A copy of the model (``copy.deepcopy``, ``AveragedModel``) is not tracked, and can have a tracker of its own.
-    TorchRec's ``DistributedModelParallel.copy`` to the same device does not copy the rows: updates by the copy are
-    reported.
-
     On each rank, create a tracker after the model is sharded, call :meth:`step` after each batch, and call
-    :meth:`get_delta` at any time.
+    :meth:`get_delta` at any time. Each rank tracks its own shards. Only reads with ``top_k``, and ``state_dict`` with a
+    strategy that gathers, are collectives.
+
+    A row counts as changed when an update to the row is written, not when the row is looked up; with managed
+    collisions, also if its raw id changed. Reads may happen between any two operations of the training thread; no
+    update is lost. Call :meth:`mark_changed` after writes that cannot be detected. ``guide/train.md`` says how each
+    kind of table is tracked, and what marks all of its rows.
 
     Args:
-        model: a ``DistributedModelParallel``, any module that contains sharded EmbeddingCollections or
-            EmbeddingBagCollections or subclasses of them, or a model of torch's own embedding modules.
+        model: a ``DistributedModelParallel`` or ``DMPCollection``, any module that contains sharded
+            EmbeddingCollections or EmbeddingBagCollections, or a model of torch's own embedding modules.
         consumers: names of the independent readers. Default: one consumer named ``"default"``.
         delete_on_read: drop rows once every consumer has committed a read of them. False keeps them, so that
-            :meth:`rewind` can make them pending again. This takes the memory of at most one more row set per table,
-            including old states in the modes that keep them.
+            :meth:`rewind` can make them pending again. This takes at most one more row set per table, with old states
+            in the modes that keep them.
         auto_compact: compact the log after a collection has launched its output distribution, so that compaction
-            overlaps with communication. False compacts after each read.
-            Trackers that keep old states on a GPU always compact after reads, because merging old states waits for the
-            device.
+            overlaps with communication. False compacts after each read. Trackers that keep old states on a GPU always
+            compact after reads, because merging old states waits for the device.
         mode: the data that is kept for each changed row; a :class:`~delta_tracker.types.TrackingMode` or its name.
         fqns_to_skip: tables not to track, each by its FQN, the FQN of a module above it, or one component of its FQN.
         record: ``"updates"`` to record rows whose update is written, or ``"lookups"`` to also record all rows that are
@@ -304,9 +271,9 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         return {name: each.batch for name, each in self._log.cursors.consumers.copy().items()}
 
     def step(self) -> None:
-        """Count one batch and enforce ``max_bytes``. Updates are tracked even if this method is never called.
+        """Count one batch, enforce ``max_bytes``, and move the position of :meth:`attach_data` to the batch.
 
-        Also moves the position of :meth:`attach_data` to the batch.
+        Updates are tracked even if this method is never called.
         """
         self._progress.step()
 
@@ -369,10 +336,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         mark_lookup(self._log.writes, self._model.found, kjt, embeddings)
 
     def record_lookup(self, kjt: KeyedIds, states: Tensor) -> None:
-        """Call :meth:`record_embeddings` in EMBEDDING mode and :meth:`record_ids` in the other modes.
-
-        ``states`` is the argument ``embeddings`` of :meth:`record_embeddings`, and ignored in the other modes.
-        """
+        """Call :meth:`record_embeddings` with ``states`` in EMBEDDING mode, :meth:`record_ids` in the other modes."""
         if self._mode is TrackingMode.EMBEDDING:
             self.record_embeddings(kjt, states)
         else:
@@ -388,20 +352,14 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
     def add_consumer(self, consumer: str) -> None:
         """Add a consumer. Its first read starts at the current end of the change log.
 
-        Args:
-            consumer: name of the consumer.
-
-        Raises:
-            InvalidArgumentError: if a consumer of this name exists, or the name is not a string.
+        Raises InvalidArgumentError if a consumer of this name exists, or the name is not a string.
         """
         self._log.consumers.add(consumer)
 
     def remove_consumer(self, consumer: str) -> None:
         """Remove a consumer. With ``delete_on_read``, also drop the rows that were pending only for this consumer.
 
-        Raises:
-            InvalidArgumentError: if there is no such consumer.
-            ReservedConsumerError: if the consumer is reserved.
+        Raises InvalidArgumentError for an unknown consumer, and ReservedConsumerError for a reserved one.
         """
         self._log.consumers.remove(self._log.consumers.resolve(consumer))
 
@@ -410,11 +368,8 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
 
         Until the handle is released, the tracker's own methods that read, clear, rewind or remove the consumer raise
         :class:`~delta_tracker.errors.ReservedConsumerError`, whose message names the ``holder``. The name of the
-        consumer is optional if there is only one.
-
-        Raises:
-            ReservedConsumerError: if the consumer is already reserved.
-            DetachedError: after :meth:`detach`.
+        consumer is optional if there is only one. Raises ReservedConsumerError if the consumer is already reserved, and
+        DetachedError after :meth:`detach`.
         """
         self._model.check_attached()
         name = self._log.consumers.reserve(consumer, holder)
@@ -426,12 +381,9 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
             raise
 
     def needs_snapshot(self, consumer: str | None = None) -> bool:
-        """Return True if a consumer needs all rows, because it was dropped when the log exceeded ``max_bytes``.
+        """Return True if a consumer was dropped when the log exceeded ``max_bytes``, and therefore needs all rows.
 
-        The name is optional if there is only one consumer.
-
-        Raises:
-            InvalidArgumentError: if there is no such consumer, or no name was given and there are several.
+        The name is optional if there is only one consumer. Raises InvalidArgumentError for another name.
         """
         return self._log.consumers.find(consumer).is_behind
 
@@ -439,11 +391,8 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         """Discard the pending rows of a consumer, or of all consumers if no name is given.
 
         To recover a dropped consumer, call this method, then send all rows (:meth:`read_rows`) to the consumer. After
-        an interrupt, all rows may count as changed.
-
-        Raises:
-            InvalidArgumentError: if there is no such consumer.
-            ReservedConsumerError: if the consumer is reserved.
+        an interrupt, all rows may count as changed. Raises InvalidArgumentError for an unknown consumer, and
+        ReservedConsumerError for a reserved one.
         """
         with self._log.lock:
             names = self._log.consumers.names if consumer is None else [consumer]
@@ -452,12 +401,9 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
     def rewind(self, consumer: str | None = None) -> None:
         """Make all rows that changed since the tracker was created pending again for a consumer.
 
-        Aborts the consumer's uncommitted read. The name is optional if there is only one consumer.
-
-        Raises:
-            InvalidArgumentError: if there is no such consumer, if no name was given and there are several, or if the
-                tracker drops rows after reads (``delete_on_read=True``).
-            ReservedConsumerError: if the consumer is reserved.
+        Aborts the consumer's uncommitted read. The name is optional if there is only one consumer. Raises
+        InvalidArgumentError for an unknown consumer or with ``delete_on_read=True``, and ReservedConsumerError for a
+        reserved consumer.
         """
         self._log.consumers.rewind(self._log.consumers.resolve(consumer))
 
@@ -484,10 +430,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
 
         Moves no cursor, and also accepts a reserved consumer. A change of a table whose optimizer is not fused, or of a
         raw id, is counted only after a read, or for a raw id a checkpoint, has compared it with a copy. The name is
-        optional if there is only one consumer.
-
-        Raises:
-            InvalidArgumentError: if there is no such consumer, or no name was given and there are several.
+        optional if there is only one consumer. Raises InvalidArgumentError for another name.
         """
         return self._log.consumers.num_pending(consumer)
 
@@ -623,14 +566,9 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
     def read_tables(self, ids: Mapping[str, Tensor | None] | None = None) -> dict[str, Tensor]:
         """Return a copy of this rank's current rows of several tables.
 
-        This is faster than one call to :meth:`read_rows` for each table, because each such call flushes the kernel of
-        the table and splits the kernel's memory into tables.
-
-        Args:
-            ids: table FQN to ids as in :meth:`read_rows`; None for all rows of all tables.
-
-        Raises:
-            InvalidArgumentError: if a table is not tracked or an id is outside its shard.
+        Faster than one call to :meth:`read_rows` for each table, because each such call flushes the table's kernel and
+        splits its memory into tables. ``ids`` are table FQN to ids as in :meth:`read_rows`, whose errors are raised;
+        None for all rows of all tables.
         """
         with one_cut():
             return {
@@ -779,10 +717,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         self._hooks.attach()
 
     def detach(self) -> None:
-        """Remove all hooks. Later reads raise :class:`~delta_tracker.errors.DetachedError`. Idempotent.
-
-        The hooks are also removed if the tracker is deleted without this call.
-        """
+        """Remove all hooks, as a deletion of the tracker does. Later reads raise DetachedError. Idempotent."""
         self._hooks.detach()
 
     def __enter__(self) -> Self:
