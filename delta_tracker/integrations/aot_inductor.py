@@ -154,11 +154,7 @@ class CompiledModel:
 
 
 def _tensors(exported: ExportedProgram) -> dict[str, Tensor]:
-    """Return the parameters and persistent buffers of an exported model.
-
-    Raises:
-        InvalidArgumentError: if they cannot be constants that a predictor writes.
-    """
+    """Return the parameters and persistent buffers, or raise InvalidArgumentError if they cannot be constants."""
     mutated = exported.run_decompositions().graph_signature.buffers_to_mutate  # before, writes are inside of operators
     if mutated:
         remedy = "Export the model in evaluation mode, without buffers that it changes"
@@ -180,11 +176,9 @@ def _tensors(exported: ExportedProgram) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _check(exported: ExportedProgram, tensors: Mapping[str, Tensor], path: str) -> None:
-    """Compare what the package and the exported program return after a change of each tensor.
+    """Raise UnsupportedModelError if the package does not see a change of a tensor that the program sees.
 
-    Raises:
-        UnsupportedModelError: if a change is not seen by the package.
-        InvalidArgumentError: if one of them returns another result each time.
+    Raises InvalidArgumentError if one of them returns another result each time.
     """
     args, kwargs = exported.example_inputs or ((), {})
     compiled, module = _loaded(path, 1), exported.module()

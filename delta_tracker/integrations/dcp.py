@@ -85,14 +85,11 @@ class SavedTracker:
         return self._saved.wanted(parts, plan.needs())
 
     def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
-        """Load the tracker's state from the loaded tensors.
+        """Load the tracker's state from the result of :meth:`state_dict`, filled by ``dcp.load``.
 
-        The dict is the result of :meth:`state_dict`, filled by ``dcp.load``. Also raises the errors of
-        :meth:`delta_tracker.tracker.tracker.ModelDeltaTracker.load_state_dict`.
-
-        Raises:
-            CheckpointError: if ``dcp.load`` did not load the tensors, or loaded those of another checkpoint. The
-                tracker is unchanged.
+        Raises CheckpointError if ``dcp.load`` did not load the tensors, or loaded those of another checkpoint, and the
+        errors of :meth:`delta_tracker.tracker.tracker.ModelDeltaTracker.load_state_dict`. The tracker is then
+        unchanged.
         """
         self._tracker.load_state_dict(self._saved.loaded(state_dict))
 
@@ -140,14 +137,10 @@ class SavedCounters:
         return self._saved.wanted(parts, counter_layouts(self._counters.plan_load(parts)))
 
     def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
-        """Replace the states of the counters by the loaded ones.
+        """Replace the states of the counters by the result of :meth:`state_dict`, filled by ``dcp.load``.
 
-        The dict is the result of :meth:`state_dict`, filled by ``dcp.load``. Also raises the errors of
-        :meth:`delta_tracker.RankCounters.load_state_dict`.
-
-        Raises:
-            CheckpointError: if ``dcp.load`` did not load the tensors, or loaded those of another checkpoint. The
-                counters are unchanged.
+        Raises CheckpointError if ``dcp.load`` did not load the tensors, or loaded those of another checkpoint, and the
+        errors of :meth:`delta_tracker.RankCounters.load_state_dict`. The counters are then unchanged.
         """
         self._counters.load_state_dict(self._saved.loaded(state_dict))
 
@@ -155,11 +148,8 @@ class SavedCounters:
 class _SavedParts:
     """Parts of a state in a checkpoint, each saved by one rank.
 
-    Args:
-        source: path of the checkpoint, or a storage reader for the checkpoint.
-        key: key under which the state was saved; None if the checkpoint has one such state.
-        what: name of such states, for error messages.
-        is_wanted: returns True for the header of a part of such a state. Used if ``key`` is None.
+    ``source`` and ``key`` are those of :class:`SavedTracker`. ``what`` names such states in error messages.
+    ``is_wanted`` returns True for the header of a part of such a state; it is used if ``key`` is None.
     """
 
     def __init__(
@@ -178,10 +168,9 @@ class _SavedParts:
         self._headers: Mapping[str, Tensor] = {}
 
     def parts(self) -> list[RankHeader]:
-        """Read the headers of all parts, without a collective. Return them; empty if there are none.
+        """Return the headers of all parts, without a collective; empty if there are none.
 
-        Raises:
-            InvalidArgumentError: if the checkpoint has such states, but none under ``key``, or several.
+        Raises InvalidArgumentError if the checkpoint has such states, but none under ``key``, or several.
         """
         self._metadata = self._reader.read_metadata()
         found: dict[str, list[str]] = {}
@@ -205,11 +194,7 @@ class _SavedParts:
     def wanted(self, parts: list[RankHeader], needs: Mapping[str, Layout]) -> dict[str, Tensor]:
         """Return the tensors that this rank needs, uninitialized, and a header of zeros, by name.
 
-        All ranks load the same header. It shows whether DCP has loaded this state, also on ranks that need nothing else
-        of it.
-
-        Raises:
-            CheckpointError: if the checkpoint lacks a tensor that a header lists, or has it in another shape.
+        All ranks load the same header, which shows whether DCP has loaded this state.
         """
         # Check the parts of all ranks: if only one rank raised, the others would wait for it.
         layouts = {part.prefix + name: layout for part in parts for name, layout in part.all_layouts().items()}
@@ -222,13 +207,10 @@ class _SavedParts:
         return _Wanted({first: torch.zeros_like(self._headers[first]), **tensors})
 
     def loaded(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the headers and the loaded tensors, after a check that DCP has loaded this state.
+        """Return the headers and the loaded tensors. Raise CheckpointError if DCP has not loaded this state.
 
         A load of the result checks the digest of each tensor. Tensors without a digest, which an earlier release saved,
         are read here again.
-
-        Raises:
-            CheckpointError: if DCP has not loaded the header, or has loaded that of another checkpoint.
         """
         if not self._headers:
             return dict(state)

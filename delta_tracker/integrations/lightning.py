@@ -32,9 +32,6 @@ def _lightning_package() -> ModuleType:
     """Return the package that is imported already, or else the first one that is installed.
 
     The classes of the two are different, and ``Trainer(callbacks=callback)`` without a list takes only its own.
-
-    Raises:
-        MissingExtraError: if neither is installed.
     """
     for name in sorted(_PACKAGES, key=lambda name: sys.modules.get(name) is None):
         try:
@@ -148,10 +145,8 @@ class TrackerCallback(Callback):
 
         ``load_from_checkpoint`` calls no callback. Build the tracker for the module that it returns, register the
         counters, and call this method on each rank. Every row also counts as changed if the checkpoint has no state, or
-        if the weights in its ``state_dict`` are others, such as the average of ``WeightAveraging``.
-
-        Raises:
-            DeltaTrackerError: the errors of :meth:`~delta_tracker.ModelDeltaTracker.load_state_dict`.
+        if the weights in its ``state_dict`` are others, such as the average of ``WeightAveraging``. Raises the errors
+        of :meth:`~delta_tracker.ModelDeltaTracker.load_state_dict`.
         """
         tracker.load_state_dict(checkpoint.get(_KEY, {}))
         if _has_other_weights(checkpoint):
@@ -159,11 +154,7 @@ class TrackerCallback(Callback):
 
     @property
     def tracker(self) -> ModelDeltaTracker:
-        """Tracker of the current ``fit``.
-
-        Raises:
-            DetachedError: before ``fit`` starts, after it ends, and after :meth:`on_fit_start` raised an error.
-        """
+        """Tracker of the current ``fit``. Raises DetachedError outside of it, and after :meth:`on_fit_start` raised."""
         if self._tracker is None:
             raise DetachedError().advising("Use it while Trainer.fit() runs, from on_fit_start to on_fit_end")
         return self._tracker
@@ -176,8 +167,7 @@ class TrackerCallback(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Release what a ``fit`` that raised has left, and become the first callback of ``trainer``.
 
-        Raises:
-            InvalidArgumentError: if ``trainer`` has another callback of this class.
+        Raises InvalidArgumentError if ``trainer`` has another callback of this class.
         """
         _check_only_one(self, trainer, "Pass one TrackerCallback: its tracker can have any number of consumers")
         trainer.callbacks = [self, *(each for each in trainer.callbacks if each is not self)]
@@ -189,9 +179,7 @@ class TrackerCallback(Callback):
         """Load the tracker state of ``checkpoint``, in :meth:`on_fit_start` if no tracker exists yet.
 
         If a tracker exists, all ranks must call this method. It closes the publisher and marks every row as changed.
-
-        Raises:
-            RankFailedError: if the loaded states of the ranks differ, or if another rank failed.
+        Raises RankFailedError if the loaded states of the ranks differ, or if another rank failed.
         """
         others = _has_other_weights(checkpoint) and not _restores_weights(trainer, checkpoint)
         saved = _Saved(checkpoint.get(_KEY, {}), None if others else _weights(pl_module), is_restored=True)
@@ -206,10 +194,8 @@ class TrackerCallback(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Build the tracker and load the state of the checkpoint, if there is one. All ranks must call this method.
 
-        If it raises an error, the tracker is detached.
-
-        Raises:
-            RankFailedError: if the trackers or the loaded states of the ranks differ, or if another rank failed.
+        Raises RankFailedError, and detaches the tracker, if trackers or loaded states of the ranks differ, or a rank
+        failed.
         """
         saved = self._saved
         try:
@@ -346,20 +332,14 @@ class CountersCallback(Callback):
 
     @staticmethod
     def load_into(counters: RankCounters, checkpoint: Mapping[str, Any]) -> None:
-        """Load the counters of a checkpoint of Lightning, without a ``Trainer``.
+        """Load the counters of a checkpoint of Lightning, without a ``Trainer``. Call this method on each rank.
 
-        ``load_from_checkpoint`` calls no callback: call this method on each rank.
-
-        Raises:
-            DeltaTrackerError: the errors of :meth:`delta_tracker.RankCounters.load_state_dict`.
+        Raises the errors of :meth:`delta_tracker.RankCounters.load_state_dict`.
         """
         counters.load_state_dict(checkpoint.get(_COUNTERS_KEY, {}))
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Add the states to ``checkpoint``: on rank 0 those of all ranks, on other ranks this rank's.
-
-        Called by Lightning on every rank.
-        """
+        """Add the states to ``checkpoint``: on rank 0 those of all ranks, on other ranks this rank's."""
         checkpoint[_COUNTERS_KEY] = self._counters.state_dict(strategy="gather_or_local")
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:

@@ -30,11 +30,7 @@ def quantile_of(aggregation: str) -> float | None:
 
 
 def check_aggregations(aggregations: Iterable[str]) -> tuple[str, ...]:
-    """Check the names of aggregations, and return them as a tuple without duplicates.
-
-    Raises:
-        InvalidArgumentError: for an unknown aggregation, or a string in place of a tuple.
-    """
+    """Return the names of aggregations as a tuple without duplicates. Raise InvalidArgumentError for an unknown one."""
     if isinstance(aggregations, str):
         raise InvalidArgumentError("aggregations", aggregations, f"Pass a tuple: ({aggregations!r},)")
     found = tuple(dict.fromkeys(aggregations))

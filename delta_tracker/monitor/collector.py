@@ -53,10 +53,7 @@ class Collector:
         self.reset()
 
     def reset(self) -> None:
-        """Return to the stopped state: discard the sinks and the undelivered events, and abandon the threads.
-
-        Called at each stop and in a forked child.
-        """
+        """Return to the stopped state: discard sinks and undelivered events, and abandon the threads."""
         self._lock = threading.RLock()
         self._runner = Runner(self._registry.progress.clock, self._deadline_seconds, self._metrics)
         self._sinks: list[SinkQueue] = []
@@ -86,11 +83,7 @@ class Collector:
         return self._thread is not None
 
     def start(self, sinks: Sequence[Sink], interval_seconds: float, attributes: Mapping[str, str]) -> None:
-        """Start the thread that collects periodically, and the thread that calls the sinks.
-
-        Raises:
-            RuntimeError: if a thread cannot be started; the collector stays stopped.
-        """
+        """Start both threads. Raise RuntimeError, and stay stopped, if one of them cannot be started."""
         sink_queues = [SinkQueue(sink, self._events.capacity) for sink in sinks]
         thread = threading.Thread(
             target=self._loop, args=(interval_seconds, self._wakeups), name="delta_tracker-collector", daemon=True

@@ -186,17 +186,14 @@ class EventLog:
         self._wake()
 
     def is_enabled(self, name: str, severity: Severity = Severity.INFO) -> bool:
-        """Return True if the rule for ``name`` accepts ``severity``. Rate and sampling are not checked.
+        """Return True if the rule for ``name`` accepts ``severity``. Call it before computing data for an event.
 
-        Call this method before computing expensive data for an event.
+        Rate and sampling are not checked.
         """
         return severity >= (self._gates.get(name) or self._gate(name)).rule.severity
 
     def rule(self, pattern: str, rule: EventRule) -> None:
-        """Set the rule for all event names that match a shell pattern.
-
-        If several patterns match a name, the rule that was set last applies.
-        """
+        """Set the rule for all event names that match a shell pattern. Of several rules, the last one applies."""
         self._rules = {**{key: old for key, old in self._rules.items() if key != pattern}, pattern: rule}
         self._gates = {}
 

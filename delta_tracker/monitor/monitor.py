@@ -135,10 +135,7 @@ class Monitor(Forkable):
         self.registry.add_source(source)
 
     def configure(self, pattern: str, **settings: Any) -> list[str]:  # noqa: ANN401
-        """Change the policy of the existing and future stats whose names match a shell pattern.
-
-        The arguments and the result are those of :meth:`~delta_tracker.monitor.registry.Registry.configure`.
-        """
+        """Change the policy of matching stats, see :meth:`~delta_tracker.monitor.registry.Registry.configure`."""
         return self.registry.configure(pattern, **settings)
 
     def find(self, pattern: str = "*", *, kind: Kind | None = None) -> list[Stat]:
@@ -280,25 +277,19 @@ class Monitor(Forkable):
         self._collector.start(sinks, seconds, labels)
 
     def stop(self, timeout: timedelta = timedelta(seconds=15)) -> bool:
-        """Deliver the last windows, close the sinks and stop the threads. No-op if the monitor is not running.
+        """Deliver the last windows, close the sinks and stop the threads. Return False after ``timeout``, else True.
 
-        Return False if the delivery did not finish within ``timeout``, otherwise True.
+        No-op if the monitor is not running.
         """
         atexit.unregister(self.stop)
         return self._collector.stop(timeout.total_seconds())
 
     def flush(self, timeout: timedelta = timedelta(seconds=15)) -> bool:
-        """Collect now and wait until the sinks have been called with the collected batch.
-
-        Return False if the calls did not finish within ``timeout``, otherwise True.
-        """
+        """Collect now, and wait until the sinks have the batch. Return False after ``timeout``, else True."""
         return self._collector.flush(timeout.total_seconds())
 
     def collect(self) -> Batch:
-        """Collect now and return the collected batch.
-
-        Use it in tests and in programs that do not call :meth:`start`.
-        """
+        """Collect now and return the batch. For tests and programs that do not call :meth:`start`."""
         return self._collector.collect()
 
     def after_fork_in_child(self) -> None:

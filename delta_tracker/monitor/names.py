@@ -40,8 +40,7 @@ def check_name(argument: str, name: object) -> str:
 def check_label_names(names: Iterable[str]) -> tuple[str, ...]:
     """Return the label names as a tuple if all of them are valid.
 
-    Raises:
-        InvalidArgumentError: for an invalid, reserved (``le``, ``quantile``) or duplicate name.
+    Raises InvalidArgumentError for an invalid, reserved (``le``, ``quantile``) or duplicate name.
     """
     found = tuple(names)
     for name in found:
@@ -77,8 +76,7 @@ def exposed(name: str) -> str:
 def order_labels(stat: str, names: tuple[str, ...], labels: Mapping[str, object]) -> Labels:
     """Return ``labels`` in the order of ``names``, with values converted to encodable strings.
 
-    Raises:
-        InvalidArgumentError: if the keys of ``labels`` are not exactly ``names``.
+    Raises InvalidArgumentError if the keys of ``labels`` are not exactly ``names``.
     """
     if len(labels) != len(names) or any(name not in labels for name in names):
         raise InvalidArgumentError("labels", dict(labels), f"Pass exactly the labels {list(names)} of {stat!r}")

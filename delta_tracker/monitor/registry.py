@@ -68,8 +68,7 @@ class Registry:
     def add_source(self, source: Source) -> None:
         """Add a source, which is read at every collection. Its attribute ``if_taken`` decides what a name in use means.
 
-        Raises:
-            InvalidArgumentError: if the name is in use and the source must not replace another one.
+        Raises InvalidArgumentError if the name is in use and the source must not replace another one.
         """
         with self._lock:
             self.forget_ended()

@@ -81,10 +81,7 @@ class _OpenWindow:
     raw: list[float] = field(default_factory=list)
 
     def draw(self, values: list[float], size: int) -> None:
-        """Update the sample of ``size`` records by reservoir sampling, after ``values`` were added.
-
-        See Vitter, "Random sampling with a reservoir" (1985).
-        """
+        """Update the sample of ``size`` records by reservoir sampling (Vitter, 1985), after ``values`` were added."""
         for number, value in enumerate(values, start=self.aggregate.count - len(values)):
             if number < size:
                 self.raw.append(value)
@@ -185,10 +182,7 @@ class Cell:
                 self._is_folding = False
 
     def merge(self, figures: Aggregate) -> None:
-        """Add records that were aggregated elsewhere, for example on a device.
-
-        Closes the window if it then has at least ``Window.count`` records.
-        """
+        """Add records that were aggregated elsewhere, for example on a device. Closes a window that is full."""
         with self._lock:
             self.fold()
             self._open.aggregate.merge(figures)
@@ -207,10 +201,7 @@ class Cell:
             return Collected(list(new.windows), figures, figures.num_rejected - new.num_rejected, new.num_lost)
 
     def end_epoch(self, at: tuple[int | None, int | None] | None = None) -> None:
-        """Close the window if the policy has ``Window(epoch=True)``.
-
-        ``at`` is the step and epoch of the closed window, by default the current ones.
-        """
+        """Close the window at a step and epoch (default: the current ones) if the policy has ``Window(epoch=True)``."""
         if self._policy.window.epoch:
             with self._lock:
                 self.fold()

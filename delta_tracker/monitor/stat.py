@@ -168,8 +168,7 @@ class Stat:
     def remove(self, **labels: object) -> None:
         """Remove the cells whose labels match ``labels``. An omitted label matches any value.
 
-        Raises:
-            InvalidArgumentError: for a label that the stat does not have.
+        Raises InvalidArgumentError for a label that the stat does not have.
         """
         unknown = labels.keys() - set(self.definition.labels)
         if unknown:
@@ -197,10 +196,7 @@ class Stat:
                 cell.configure(policy)
 
     def end_epoch(self) -> None:
-        """Close the windows of all cells, if the policy has ``Window(epoch=True)``.
-
-        Skips cells whose records come from a device, because the source of these records closes the windows.
-        """
+        """Close the windows of all cells but remote ones, if the policy has ``Window(epoch=True)``."""
         for cell in self.cells:
             if not cell.is_remote:
                 cell.end_epoch()

@@ -47,9 +47,8 @@ class LogicalCounters:
     def merge(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Totals]:
         """Return one state with the totals summed over ``states``.
 
-        Raises:
-            InvalidArgumentError: if a state is malformed, or a counter is defined with another number of labels than it
-                was saved with.
+        Raises InvalidArgumentError if a state is malformed, or a counter had another number of labels when it was
+        saved.
         """
         merged: Totals = {}
         for (name, values), total in self._summed(states).items():

@@ -86,10 +86,9 @@ def start_time_seconds() -> Readings:
 
 
 def cuda_memory_bytes() -> Readings:
-    """Return the memory of torch's CUDA allocator in bytes.
+    """Return bytes of torch's CUDA allocator, by device index and ``allocated``, ``reserved`` or ``peak``.
 
-    The keys are pairs of a device index and ``allocated``, ``reserved`` or ``peak``. Returns None until the program has
-    initialized CUDA.
+    None until the program has initialized CUDA.
     """
     torch = _initialized_torch()
     if torch is None:

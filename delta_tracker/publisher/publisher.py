@@ -104,17 +104,14 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
         ReservedConsumerError: if the consumer is already reserved.
         DetachedError: if the tracker is detached.
         IncompleteModelError: if a restore of the model was interrupted.
-        UnsupportedModelError: if ``recovery`` is given and a table has a training state that cannot be published, or is
-            not fused and has no optimizer in ``recovery``.
-        InvalidArgumentError: if an argument is invalid, if the tracker has no such consumer, if ``recovery`` is given
-            together with ``top_k`` or with an encoding, if the dense names or the encoding do not fit the model, if
-            ``top_k`` has no ``score`` and the tracking mode computes none, if the claim in ``url`` was used, or if rank
-            0 uses another store.
+        UnsupportedModelError: with ``recovery``, if it lacks a table's optimizer, or a state cannot be published.
+        InvalidArgumentError: if an argument is invalid, or does not fit the model, the tracker or another argument, as
+            ``recovery`` with ``top_k`` or an encoding; if the claim in ``url`` was used, or rank 0 uses another store.
         UnsupportedStoreError: if the store has no atomic create.
         MalformedError: if the stream's newest entry is malformed.
         StorageError: if this rank cannot use the store. If it failed during the claim, the stream may be claimed.
-        RankFailedError: if another rank raised one of these errors, or if ``top_k``, ``encoding``, ``cadence`` or
-            ``recovery`` differ between the ranks.
+        RankFailedError: if another rank raised one of these errors, or has another ``top_k``, ``encoding``, ``cadence``
+            or ``recovery``.
         RankLostError: if a rank dies, or does not build a publisher in time.
 
     Example:

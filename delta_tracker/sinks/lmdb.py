@@ -265,11 +265,7 @@ class LmdbSink(RowSink):
 
 
 class _WriterLock(Forkable):
-    """Lock of the file ``writer.lock``, which a forked process does not keep.
-
-    Raises:
-        SinkError: if the lock is taken.
-    """
+    """Lock of the file ``writer.lock``, which a forked process does not keep. Raises SinkError if it is taken."""
 
     def __init__(self, store: LmdbStore) -> None:
         path: Path = store.path / "writer.lock"

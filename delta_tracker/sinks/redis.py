@@ -135,9 +135,8 @@ class RedisSink(RowSink):
         """Connect, and become the only writer; see :meth:`RowSink.open`.
 
         Raises:
-            SinkError: if another process is the writer, and its connection exists.
-            SinkError: if the server cannot be used, is a cluster, is older than 6.2, or evicts keys without an
-                expiration time when its memory is full.
+            SinkError: if another process is the writer, and its connection exists; or if the server cannot be used, is
+                a cluster, is older than 6.2, or evicts keys without an expiration time when its memory is full.
         """
         self._check_process()
         if self._redis is not None and self._is_writer():

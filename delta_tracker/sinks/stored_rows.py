@@ -54,8 +54,7 @@ def encode_rows(values: Tensor, version: int) -> list[bytes]:
 def decode_rows(table: TableSpec, data: Sequence[bytes]) -> tuple[Tensor, Tensor]:
     """Return the values ``[N, D]`` of stored rows, and the versions ``[N]`` int64 that wrote them.
 
-    Raises:
-        MalformedSinkError: if the size or the version of a row is invalid.
+    Raises MalformedSinkError if the size or the version of a row is invalid.
     """
     width = num_value_bytes(table)
     if not data:
@@ -79,8 +78,7 @@ def encode_owners(owners: Tensor) -> bytes:
 def decode_owners(data: bytes, num_owners: int) -> Tensor:
     """Return ``[num_owners]`` int64 owners; those behind the end of ``data`` are NO_OWNER.
 
-    Raises:
-        MalformedSinkError: if ``data`` has parts of an owner, or more than ``num_owners``.
+    Raises MalformedSinkError if ``data`` has parts of an owner, or more than ``num_owners``.
     """
     if len(data) % OWNER_BYTES or len(data) > num_owners * OWNER_BYTES:
         raise MalformedSinkError("its map of raw ids", f"{len(data)} bytes are stored for {num_owners} rows")
@@ -97,8 +95,7 @@ def encode_log(slots: Tensor, owners: Tensor) -> bytes:
 def decode_log(data: bytes, table: str) -> tuple[Tensor, Tensor]:
     """Return the global row ids and the owners of an entry of the log, each ``[N]`` int64.
 
-    Raises:
-        MalformedSinkError: if the size of the entry is invalid.
+    Raises MalformedSinkError if the size of the entry is invalid.
     """
     half = len(data) // 2
     if not data or half % OWNER_BYTES or len(data) % 2:
@@ -140,8 +137,7 @@ def _parsed(data: bytes) -> SinkState:
 def current_state(data: bytes | None) -> SinkState:
     """Return the state of the stream that readers read from its JSON, which is parsed only if it changes.
 
-    Raises:
-        MalformedSinkError: if it is invalid or missing.
+    Raises MalformedSinkError if it is invalid or missing.
     """
     if data is None:
         raise MalformedSinkError("its current stream", "it has no state")
@@ -186,14 +182,9 @@ class Lookup:
         self.defaults: list[int] = [slot for slot in found if slot >= 0]
 
     def decode(self, rows: Sequence[bytes | None], defaults: Sequence[bytes | None]) -> LookedUp:
-        """Return the rows.
+        """Return the rows from the stored row of each id, and of each of :attr:`defaults`; None stands for no row.
 
-        Args:
-            rows: stored row of each id, None if there is none.
-            defaults: stored default row of each of :attr:`defaults`, None if there is none.
-
-        Raises:
-            MalformedSinkError: if a row is missing or invalid.
+        Raises MalformedSinkError if a row is missing or invalid.
         """
         is_own = torch.tensor([row is not None for row in rows], dtype=torch.bool)
         found = [row for row in rows if row is not None]

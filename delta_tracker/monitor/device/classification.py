@@ -85,10 +85,7 @@ class DeviceClassification(DeviceState):
         self._add(places.device, ones, places)
 
     def absorb(self, growth: list[float], epoch_end: EpochEnd | None) -> None:
-        """Add the new counts ``growth`` to the counts of the epoch, and set the gauges.
-
-        If ``epoch_end`` is given, the epoch has ended, and the counts are reset afterwards.
-        """
+        """Add the new counts to those of the epoch, and set the gauges; reset them if ``epoch_end`` is given."""
         self._sums = [old + new for old, new in zip(self._sums, growth, strict=True)]
         if growth[-1]:
             self._rejected.add(round(growth[-1]) // 3)
@@ -100,10 +97,7 @@ class DeviceClassification(DeviceState):
                 gauge.cell().end_epoch(epoch_end)
 
     def figures(self) -> dict[str, float]:
-        """Return accuracy, precision, recall and F1 by name, from the counts copied to the host in this epoch.
-
-        The result is empty if there are no predictions.
-        """
+        """Return accuracy, precision, recall and F1 by name, as read in this epoch; empty without predictions."""
         size = self._num_classes
         right, predicted, actual = (self._sums[place * size : (place + 1) * size] for place in range(3))
         num_seen = sum(actual)

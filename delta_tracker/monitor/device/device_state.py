@@ -60,13 +60,9 @@ class DeviceState(ABC):
 
     @abstractmethod
     def absorb(self, growth: list[float], epoch_end: EpochEnd | None) -> None:
-        """Record the values that were added on one device between two readings, which are copies of the sums.
+        """Record the growth of the ``K`` sums between two readings on one device. Called in threads of the library.
 
-        Called in threads of the library.
-
-        Args:
-            growth: differences of the ``K`` sums.
-            epoch_end: step and epoch if the second reading was started at the end of an epoch, otherwise None.
+        ``epoch_end`` is step and epoch if the second reading was started at the end of an epoch, otherwise None.
         """
 
     def forget(self) -> None:

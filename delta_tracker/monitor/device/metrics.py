@@ -100,10 +100,7 @@ class _DeviceStat(DeviceState):
         self._add(value.device, torch.stack(sums))
 
     def figures(self, sums: list[float]) -> Aggregate:
-        """Convert the sums of recorded values to an :class:`Aggregate`.
-
-        These are the total, the weight, the number of accepted values, and the number of all values.
-        """
+        """Convert sums to an :class:`Aggregate`: total, weight, number of accepted values, number of all values."""
         total, weight, count, num_values = sums
         result = Aggregate()
         result.total, result.weight, result.count = total, weight, round(count)

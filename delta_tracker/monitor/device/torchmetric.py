@@ -74,9 +74,8 @@ class TorchMetric(Source):
     def update(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401  arguments of the metric
         """Call the metric's ``update`` with the given arguments.
 
-        Raises:
-            InvalidArgumentError: if the metric's ``update`` has changed a value that is not one of its states. This
-                value is missing in the copy of the metric, so the update is not recorded.
+        Raises InvalidArgumentError if the call has changed a value that is not one of the metric's states, which the
+        copy lacks: the update is then not recorded.
         """
         (args, kwargs), passed = _detached((args, kwargs))
         with self._lock:
@@ -143,10 +142,7 @@ class TorchMetric(Source):
         self._pending = None
 
     def _copy_kept(self, passed: Sequence[Tensor], lengths: Mapping[str, int]) -> None:
-        """Copy the states that share memory with a tensor that was passed to ``update``, which may change later.
-
-        ``lengths`` has the lengths of the lists before the update.
-        """
+        """Copy the states that share memory with an argument of ``update``. ``lengths`` are those of lists before."""
         memory = {each.untyped_storage().data_ptr() for each in passed if each.numel()}
         if not memory:
             return
@@ -221,12 +217,7 @@ class _Reader(Source):
 
 
 def _state_names(metric: Any) -> tuple[str, ...]:  # noqa: ANN401
-    """Return the names of the states of a metric.
-
-    Raises:
-        InvalidArgumentError: if it is no metric, has no states, or contains other metrics.
-        MissingExtraError: if torchmetrics is not installed.
-    """
+    """Return the names of a metric's states. Raise InvalidArgumentError without any, or if it contains metrics."""
     torchmetrics = import_optional("torchmetrics", "torchmetrics", "torchmetrics")
     if not isinstance(metric, torchmetrics.Metric):
         raise InvalidArgumentError("metric", type(metric).__name__, "Pass one torchmetrics.Metric")

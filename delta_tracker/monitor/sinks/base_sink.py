@@ -69,11 +69,7 @@ class FileSink(Sink):
         self.write("".join(json.dumps(each, allow_nan=False) + end for each in objects))
 
     def write(self, text: str) -> None:
-        """Append ``text``. If the write fails, truncate the file to its previous length.
-
-        Raises:
-            OSError: if the write fails, for example on a full disk.
-        """
+        """Append ``text``. If the write raises OSError, truncate the file to its previous length."""
         data = memoryview(text.encode())
         length = os.fstat(self._file.fileno()).st_size
         try:

@@ -53,10 +53,7 @@ def window_line(report: WindowReport, attributes: Mapping[str, str]) -> dict[str
 
 
 def event_line(event: Event, attributes: Mapping[str, str]) -> dict[str, object]:
-    """Return an event as a JSON object, with the attributes of the process.
-
-    Ids are hexadecimal strings, because many JSON readers round large numbers.
-    """
+    """Return an event as a JSON object. Ids are hexadecimal, because many readers round large numbers."""
     return {
         "kind": "event",
         "time": event.time_ns * _S,

@@ -76,11 +76,7 @@ class OpenTelemetrySink(Sink):
         self._logs = logs.OTLPLogExporter(f"{base}/v1/logs", **options)
 
     def deliver(self, batch: Batch) -> None:
-        """Send a batch to the OpenTelemetry collector.
-
-        Raises:
-            ConnectionError: if the OpenTelemetry collector did not accept the batch.
-        """
+        """Send a batch to the OpenTelemetry collector. Raise ConnectionError if it does not accept the batch."""
         from opentelemetry.sdk.resources import Resource  # noqa: PLC0415
 
         resource = Resource({"service.name": self._service, **batch.attributes})

@@ -75,10 +75,7 @@ class TensorBoardSink(Sink):
 
 
 def limits(buckets: LogBuckets) -> list[tuple[float, int]]:
-    """Return the upper limit and the count of each bucket of TensorBoard, in ascending order.
-
-    In TensorBoard, a bucket begins at the limit of the previous one. Empty buckets therefore fill the gaps.
-    """
+    """Return the upper limit and the count of each bucket of TensorBoard, in ascending order, without gaps."""
     found: list[tuple[float, int]] = []
     for lower, upper, count in buckets.ranges():
         if found and found[-1][0] < lower:
