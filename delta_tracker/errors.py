@@ -92,8 +92,8 @@ class MissingExtraError(DeltaTrackerError, ImportError):
     """A required package is not installed, or was not built for the installed release of another one.
 
     ``extra`` is the extra of this library that installs ``package``, or None if every installation of the library does.
-    ``other`` is the other package with its release, if there is one. ``command`` installs what is missing. It
-    names the distribution that this library was installed from, or else a checkout.
+    ``other`` is the other package with its release, if there is one. ``command`` installs what is missing. It names the
+    distribution that this library was installed from, or else a checkout.
     """
 
     def __init__(self, package: str, extra: str | None, *, other: str | None = None, command: str = "") -> None:

@@ -14,7 +14,7 @@ from delta_tracker.errors import UncopyableError
 
 
 class Trained(Protocol):
-    """Object that knows where the tables of a model in training are, see :func:`trained_memory`."""
+    """Object that has the memory addresses of tables in training, see :func:`trained_memory`."""
 
     def spans(self) -> set[tuple[str, int, int]]:
         """Return the device, the first address and the end of each piece of memory; empty once training has ended."""

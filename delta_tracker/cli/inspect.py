@@ -187,7 +187,7 @@ def _counts(entries: Sequence[Entry]) -> dict[str, object]:
 
 
 def _of_tables(newest: Manifest, start: Sequence[Entry], entries: Sequence[Entry]) -> dict[str, dict[str, object]]:
-    """Return the shape of each table of an entry, and its data in the first snapshot of a path and in all deltas."""
+    """Return shape, bytes in the snapshot ``start[0]``, and rows and bytes in all deltas, for each table."""
     in_snapshot = start[0].tables if start else {}
     in_deltas = total(entry.tables for entry in entries if entry.kind == "delta")
     return {

@@ -176,7 +176,7 @@ def gather(stream: Stream, max_versions: int, max_bytes: int) -> Figures:
 
 
 def _newest(sizes: Sequence[tuple[int, int]], max_bytes: int) -> list[tuple[int, int]]:
-    """Return the last of some versions and their bytes, up to a total number of bytes, without those without any."""
+    """Return the newest versions and their bytes, up to a total number of bytes. Skips versions without bytes."""
     left, found = max_bytes, []
     for version, num_bytes in reversed(sizes):
         left -= num_bytes

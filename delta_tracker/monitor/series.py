@@ -189,7 +189,7 @@ class Cell:
             self._close_if_full()
 
     def collect(self, *, is_last: bool = False) -> Collected:
-        """Close the open window if it is over or ``is_last`` is True. Return what happened since the last call."""
+        """Close the open window if it is over or ``is_last`` is True. Return the closed windows and new counts."""
         with self._lock:
             self.fold()
             now = self._progress.clock.monotonic_ns()

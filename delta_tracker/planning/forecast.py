@@ -356,7 +356,7 @@ def _part_bytes(blocks: Sequence[Block], dense_bytes: int) -> int:
 
 @cache
 def _gaps(density: float) -> tuple[float, float]:
-    """Return the compressed bytes and the number of escapes per id, for ids that are drawn at random."""
+    """Return the compressed bytes and the number of large gaps (escapes) per id, for ids that are drawn at random."""
     gaps = np.random.default_rng(0).geometric(min(1.0, density), _SAMPLE)
     packed, escapes = pack_ids(torch.from_numpy(np.cumsum(gaps) - 1))
     return len(packed) / _SAMPLE, len(escapes) / _SAMPLE

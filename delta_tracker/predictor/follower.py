@@ -115,7 +115,7 @@ class Follower:
     def start(self, poll_seconds: float | None, notifier: Notifier | None) -> None:
         """Start the thread, which checks that the newest version fits the model before it polls.
 
-        Waits at most two seconds for the check, and raises its error. A later error comes up when the thread applies
+        Waits at most two seconds for the check, and raises its error. A later error is raised when the thread applies
         the version.
         """
         check_seconds("poll_seconds", poll_seconds)

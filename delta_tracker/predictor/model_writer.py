@@ -37,7 +37,7 @@ class ModelWriter(Forkable):
     Attributes:
         manifest: manifest of the last applied snapshot or delta; None before the first.
         identities: table FQN to the buckets by which unknown raw ids are routed now.
-        written: versions that were written. While rows of another stream are, those of the former one, mixed.
+        written: versions that were written. While another stream is being written, those of the former one, as mixed.
         position: position of the tables; None before the first version.
     """
 
@@ -76,7 +76,7 @@ class ModelWriter(Forkable):
                 self.fence.leave_reading(streams)
 
     def save_order(self, followed: SavedOrder) -> None:
-        """Return an order that was followed in the next :meth:`state_dict`."""
+        """Record an order that was followed, which :meth:`state_dict` then contains."""
         self._hold(self.written.with_order(followed))
 
     def restore(self) -> None:

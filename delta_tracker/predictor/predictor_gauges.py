@@ -112,7 +112,7 @@ class PredictorGauges:
         self._recorder.past_cache_reads.cell().add(num_objects)
 
     def rests(self, log: StreamLog, position: Position | None) -> None:
-        """Read the entry of a loaded position once, from which the age of the rows is known. Errors are ignored."""
+        """Read the entry of a loaded position once, to know the age of the rows. Ignores errors."""
         if self.served is not None or position is None:
             return
         with suppress(StreamError):

@@ -149,7 +149,7 @@ class Reader:
         self.pinned, self.why = None, ""
 
     def loaded(self) -> None:
-        """Begin anew, because the rows have another position."""
+        """Reset the reader after the position of the rows was replaced."""
         self.orders.load(self.writer.destination.written.followed, self.position)
         self._in_a_row = _CATCH_UP
         self.source.settling.clear()

@@ -39,9 +39,9 @@ class Status:
             mappings is counted for each of them.
         evicted: number of raw ids removed from their rows, counted in the same way.
         requests: number of requests by operation, with those of other users of the same ``Storage`` objects.
-        notice: what is no error, but should be known, such as a pin that is not followed; empty if there is nothing.
-        why: last decision and its reason, such as ``version 7 is the newest``; empty before the first;
-            see ``guide/fleet.md``.
+        notice: a condition that is not an error, such as a pin that is not followed; empty without one.
+        why: last decision and its reason, such as ``version 7 is the newest``; empty before the first; see
+            ``guide/fleet.md``.
         cache: number of parts that the host cache had (``hits``), fetched (``misses``) or did not serve (``bypasses``),
             with those of other predictors with the same ``HostCache`` object; empty without a cache.
         poll_seconds: current interval between two polls of :meth:`Predictor.follow`; None if it does not run.

@@ -63,7 +63,6 @@ class Coordinator:
     The training thread calls the methods. A worker thread may call only :meth:`write_part`, :meth:`write`,
     :meth:`commit`, :meth:`answer` and :meth:`describe`.
 
-
     Attributes:
         is_first: True on rank 0, which commits.
         storage: store of the stream.

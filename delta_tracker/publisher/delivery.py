@@ -75,7 +75,7 @@ class Delivery:
         self._messenger = runtime.executor("publisher-exchange")
 
     def start(self, outcome: Future[Outcome], number: int, draft: Draft | Exception, read: Delta | None = None) -> None:
-        """Start to complete a version. A second call with the same ``outcome`` has no effect. It follows an interrupt.
+        """Start to complete a version. A second call with its ``outcome``, after an interrupt, does nothing.
 
         Args:
             outcome: future of the result, which never has an exception.

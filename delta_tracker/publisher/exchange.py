@@ -227,7 +227,6 @@ class Ballots(Exchange):
     Every ``vote_every``-th call of ``step()`` sends a vote. A call that failed or was interrupted before its vote owes
     it to the other ranks.
 
-
     Attributes:
         vote_every: number of calls of ``step()`` from one vote to the next.
         number: number of votes of this rank so far.

@@ -118,7 +118,7 @@ class HostCopier:
         """Return a function that copies a tensor of ``device`` to the host and waits for the copy.
 
         Another thread may call the function, while this thread queues more work. The copy has all writes that were
-        queued on the current stream before the call of this method, and any of the later ones.
+        queued on the current stream before the call of this method, and possibly later ones.
         """
         if device.type != "cuda":
             return partial(Tensor.to, device="cpu", copy=True)
@@ -132,7 +132,7 @@ class HostCopier:
         return read
 
     def _start(self, layout: _Layout, host: Tensor, device: torch.device) -> HostCopy:
-        """Start the copies on a device. Return the last one, before which the others are complete."""
+        """Start the copies on a device. Return the last one: once it is complete, all are."""
         chunks, buffers = _buffers(layout, device)
         copies: list[HostCopy] = []
         for number, chunk in enumerate(chunks):

@@ -20,7 +20,7 @@ class LargeDeltas:
         self._num_large: dict[str, int] = {}
 
     def saw(self, delta: Manifest) -> None:
-        """Take the rows of a delta into account. A table is logged once, at its tenth large delta in turn."""
+        """Count the rows of a delta. Log a table once, at its tenth consecutive large delta."""
         num_rows: Counter[str] = Counter()
         for part in delta.parts:
             for block in part.blocks:

@@ -41,9 +41,8 @@ def rows_to_repair(
 
     Returns:
         FQN to ``[N]`` int64 local ids, ascending and unique; tables without such rows are omitted. None if every row
-        must be published: if ``note`` is not a position in this stream, its version has another schema, a later version
-        is missing, damaged, a snapshot, of another schema or no successor, or a version since the newest snapshot is
-        missing.
+        must be published, because ``note`` is not a position in this stream, or no delta can follow the versions after
+        it: one is missing, damaged, a snapshot, or of another schema.
     """
     try:
         position = Position.from_dict(note) if isinstance(note, Mapping) else None

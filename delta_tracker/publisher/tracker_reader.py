@@ -102,7 +102,7 @@ class TrackerReader:
 
     @property
     def has_changes(self) -> bool:
-        """True if the stream lacks something of this rank: a snapshot, pending rows, or what only a cut can compare.
+        """True if a snapshot is needed, rows are pending, or there may be changes that only a cut finds.
 
         Waits for the device.
         """

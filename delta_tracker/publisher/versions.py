@@ -140,8 +140,8 @@ class Versions:
 
     All ranks begin a version and make its cut after the same votes, and so at the same batch.
 
-    An exception such as KeyboardInterrupt may end any method. The next call then completes what this rank owes to the
-    others: it counts the same votes again, and a version without this rank's contents fails on all ranks.
+    An exception such as KeyboardInterrupt may end any method. The next call then completes this rank's part: it counts
+    the same votes again, and a version without this rank's contents fails on all ranks.
 
     Args:
         pace: bounds of the cadence; None to begin no version in :meth:`step`.

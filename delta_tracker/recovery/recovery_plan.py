@@ -205,8 +205,7 @@ def names_of_all_ranks(states: TrainingStates, ignore: Collection[str], url: str
 def _kernels(states: TrainingStates, shards: Mapping[str, LocalShard], own: int | None) -> dict[str, Scalars]:
     """Return the numbers of the kernels of this rank's fused tables, by FQN.
 
-    Those of the rank ``own`` of the version are used, if there is one. Others must be equal on all ranks that had the
-    table.
+    Uses those that the rank ``own`` saved, unless it is None. Those of its other tables must be equal on all ranks.
     """
     needed = {fqn for fqn, shard in shards.items() if any(kernel.is_fused for kernel, _ in shard.places)}
     numbers = {} if own is None else states.kernels(own)

@@ -218,7 +218,7 @@ class LmdbSink(RowSink):
             return list(islice(takewhile(lambda pair: pair[0].startswith(prefix), found), max_keys))
 
     def _change(self, changes: Mapping[bytes, bytes | None], value_bytes: int = 0) -> None:
-        """Add values, or None to delete them, to the next transaction; begin one if they exceed ``max_bytes``."""
+        """Add changes (None deletes a key) to the next transaction. Begin one if they exceed ``max_bytes``."""
         self._opened()
         num_bytes = len(changes) * (value_bytes + _OVERHEAD)
         if self._pending and self._pending_bytes + num_bytes > self._max_bytes:

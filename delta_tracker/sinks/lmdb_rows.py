@@ -131,7 +131,7 @@ class LmdbStore:
         self.name = f"lmdb://{self.path}"
 
     def environment(self, **options: Any) -> Any:  # noqa: ANN401  the package is optional
-        """Open the environment with options of ``lmdb.open``. Raise SinkError if it is open already, or cannot be."""
+        """Open the environment with options of ``lmdb.open``. Raise SinkError if that fails."""
         with self.errors():
             try:
                 return self.package.open(str(self.path), max_readers=MAX_READERS, readahead=False, **options)

@@ -82,7 +82,7 @@ class StreamLog:
         self._refused: dict[tuple[str, str], MalformedError] = {}
 
     def may_have(self, version: int) -> bool:
-        """Return False if the entry of a version need not be requested yet, by the pointer.
+        """Return False if the pointer shows that a version does not exist yet, so that it need not be requested.
 
         A request for an entry that does not exist yet leaves a "not found" in caches. Over http, returns True if the
         pointer reaches the version, and otherwise once every 10 to 15 s.
@@ -263,7 +263,7 @@ class StreamLog:
         return doubted is None or doubted[0] != name or self._runtime.monotonic() - doubted[1] >= _DOUBT_SECONDS
 
     def _read_past_cache(self, name: str) -> Manifest | None:
-        """Return an entry, read past the caches; None if it does not exist, or was read so less than 10 s ago."""
+        """Return an entry, read past the caches; None if it is missing, or was read past them in the last 10 s."""
         if not self._may_doubt(name):
             return None
         self._doubted = name, self._runtime.monotonic()

@@ -450,7 +450,7 @@ class _Seen:
 
 
 def decide(log: _Seen, head: Manifest | None, *, is_checked: bool, is_due: bool) -> Copy | str:
-    """Return what a mirror copies next if ``head`` is the newest entry of the destination; a note if it is nothing.
+    """Return what a mirror copies next after ``head``, the newest entry of the destination; a note if there is nothing.
 
     Unless ``is_checked``, checks first that the destination is a prefix of the source; with ``is_due``, if there is no
     next entry.
@@ -541,7 +541,7 @@ def _is_committed(log: _Seen, claim: Manifest) -> bool | None:
 
 
 def _is_followed(log: _Seen, entry: Manifest) -> bool | None:
-    """Return True if the next entry of the source follows ``entry``, or the malformed ones after it; None without."""
+    """Return True if the next well-formed entry of the source follows ``entry``; None if there is none."""
     version = entry.version + 1
     data = log.entry(version)
     if data is None:

@@ -67,7 +67,7 @@ def pin_name(counter: int) -> str:
 
 
 def newest_counter(storage: Storage, *, after: int = 0) -> int:
-    """Return the highest counter of the pins, ``after`` if there is none above it. Lists nothing."""
+    """Return the highest counter of the pins above ``after``; ``after`` without one. Lists nothing."""
 
     def is_there(counter: int) -> bool:
         if counter - after > _MAX_PINS:
@@ -80,7 +80,7 @@ def newest_counter(storage: Storage, *, after: int = 0) -> int:
 
 
 def last_present(is_there: Callable[[int], bool], after: int) -> int:
-    """Return a number from ``after`` on that has no successor, and that is there if it is not ``after``.
+    """Return ``after``, or a number above it that is present, without a present successor.
 
     Makes a logarithmic number of calls.
     """

@@ -65,7 +65,7 @@ class MlflowSink(Sink):
         self._log_parameters(parameters or {})
 
     def deliver(self, batch: Batch) -> None:
-        """Log the parameters, metrics and tags of the batch. Raise MlflowException without an answer or the run."""
+        """Log a batch. Raises MlflowException if MLflow does not answer, or the run was deleted."""
         for event in batch.events:
             self._log_event(event)
         known = [metric for metric in self._metrics(batch) if ("metrics", metric.key) not in self._refused]

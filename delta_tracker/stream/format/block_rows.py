@@ -130,7 +130,7 @@ class BlockRows:
         return BlockRows(part, ids, lambda begin, end: self.read(start + begin, start + end)[:, left:right])
 
     def take(self, indices: Tensor) -> BlockRows:
-        """Return the rows at ``[M]`` int64 indices, ascending, unique, with ids, and with their states and owners."""
+        """Return the rows at ascending, unique ``[M]`` int64 indices, with their ids, states and owners."""
         ids = indices + self.block.rows[0] if self.ids is None else self.ids[indices]
         part = replace(self.block, num_rows=len(indices), ids="list")
         return self._read_through(part, ids, lambda read: lambda begin, end: read_rows(read, indices[begin:end]))
@@ -142,7 +142,7 @@ class BlockRows:
 
 
 def read_rows(read: RowReader, indices: Tensor) -> Tensor:
-    """Return rows by ``indices``, ``[M]`` int64, ascending, as ``[M, width]``. Reads all from the first to the last."""
+    """Return the rows ``indices``, ``[M]`` int64, ascending, as ``[M, width]``. Reads the range from first to last."""
     if not len(indices):
         return read(0, 0)
     first = int(indices[0])

@@ -392,7 +392,7 @@ class _Plan:
 
 @dataclass(slots=True)
 class _Left:
-    """What a complete pass has left, as far as the next passes need it to know whether they may delete anything."""
+    """State after a complete pass, from which later passes know whether they may delete anything."""
 
     head: Manifest
     first: int
@@ -418,7 +418,7 @@ class _Left:
         )
 
     def advance(self, log: StreamLog) -> bool:
-        """Read what was created since; return False if the log has another history than this."""
+        """Read the entries that were created since. Return False if the log has another history now."""
         found = log.successors(self.head)
         if found is None:
             return False

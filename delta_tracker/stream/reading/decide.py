@@ -195,7 +195,7 @@ def decide(view: View) -> Decision:
 
 
 def _elsewhere(view: View, decision: Decision) -> Decision:
-    """Return what to do by another log than the one that is followed; ``decision`` if no other is better."""
+    """Return the decision for another log than the one that is followed; ``decision`` if no other is better."""
     lead, *others = view.logs
     # Another log at rest is better then. If it lacks a version too, the fault of that one must be seen.
     error = decision.error if isinstance(decision, Fail) else None
@@ -226,7 +226,7 @@ def _asks_others(decision: Decision, view: View) -> bool:
 
 
 def _at(log: SeenLog, view: View) -> Apply | Stay | Doubt:
-    """Return what to do by one log."""
+    """Return the decision for one log."""
     order, position = _order(log, view), view.position
     try:
         if position is None or position.rows is Rows.MIXED:
@@ -287,7 +287,7 @@ def _order(log: SeenLog, view: View) -> Order | None:
 
 
 def _ends(log: SeenLog, order: Order, own: Order) -> bool:
-    """Return True if an order ends an own rollback: a newer one of its stream, or one of a stream that continues it."""
+    """Return True if an order ends a rollback of this process, because it is newer or of a stream that continues it."""
     if order.stream == own.stream:
         return order.counter > own.counter
     with suppress(MalformedError, StorageError):
@@ -332,7 +332,7 @@ def _to_order(log: SeenLog, view: View, order: Order) -> Apply | Stay:
 
 
 def _to_rollback(log: SeenLog, view: View, order: Order) -> Apply:
-    """Go to the version of a rollback of this process, over a snapshot."""
+    """Go to the version of a rollback of this process, from a snapshot on."""
     head = log.head()
     if head is None or head.stream != order.stream or head.version < order.version:
         raise _missing(order)
@@ -350,7 +350,7 @@ def _to_pin(log: SeenLog, view: View, order: Order) -> Apply | Stay:
 
 
 def _along(log: SeenLog, view: View, order: Order, path: Sequence[Manifest], start: Position | None = None) -> Apply:
-    """Follow a path, or another one to its last entry if an entry of it has a fault."""
+    """Follow a path. If one of its entries has a fault, follow another path to its last entry."""
     if (fault := _first_fault(log, view, path)) is not None:
         if (view.is_patient and isinstance(fault, StorageError)) or (
             log.is_doubted and isinstance(fault, CACHE_FAULTS)
@@ -510,7 +510,7 @@ def _forward(log: SeenLog, view: View, position: Position, bound: int | None = N
 
 
 def _skips_to(log: SeenLog, view: View, position: Position, ahead: Manifest) -> bool:
-    """Return True if an entry that replaces many versions is of the history of a position."""
+    """Return True if an entry that replaces many versions continues the history of a position."""
     if ahead.kind == "snapshot":
         return _is_forward(log, view, position, ahead)
     return continues(log, position, ahead)
@@ -577,7 +577,7 @@ def _has_others(view: View) -> bool:
 
 
 def _all_others(log: SeenLog, view: View, lacks: Callable[[SeenLog], bool]) -> bool:
-    """Return True if all other urls can be read, and each of their logs lacks something."""
+    """Return True if all other urls can be read, and ``lacks`` returns True for each of their logs."""
     try:
         return not view.is_partial and all(lacks(other) for other in view.logs if other.number != log.number)
     except (MalformedError, StorageError):
@@ -585,9 +585,9 @@ def _all_others(log: SeenLog, view: View, lacks: Callable[[SeenLog], bool]) -> b
 
 
 def _check_may_follow(log: SeenLog, view: View, position: Position) -> None:
-    """Raise StreamReplacedError unless the newest stream of a log continues the position's, or has replaced it.
+    """Raise StreamReplacedError unless a reader may change from its stream to the newest one of a log.
 
-    It was replaced if all logs can be read, and none has it.
+    It may if the newest stream continues its own, or if all logs can be read and none has its own any more.
     """
 
     def lacks(other: SeenLog) -> bool:

@@ -52,7 +52,7 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What one process wants of its reader.
+    """Choices of one process about the orders that its reader follows.
 
     Args:
         own: rollback of this process.
@@ -79,7 +79,7 @@ class Orders:
     Only one thread at a time may use it, except :meth:`release` and :attr:`followed`.
 
     Attributes:
-        policy: what the process wants, without the calls of :meth:`release` since :meth:`begin`.
+        policy: choices of the process, without the calls of :meth:`release` since :meth:`begin`.
     """
 
     def __init__(self, policy: Policy, sources: Iterable[Source]) -> None:

@@ -166,9 +166,9 @@ class Written:
         return self.applying > entry.version and generation < entry.generation
 
     def begun(self, entry: Manifest, *, is_elsewhere: bool) -> Self:
-        """Return what is written once rows of an entry of this stream are.
+        """Return the state while rows of an entry of this stream are written.
 
-        Its rows may belong to another history than those of :attr:`version` if ``is_elsewhere``.
+        With ``is_elsewhere``, its rows may belong to another history than those of :attr:`version`.
         """
         begun = replace(self, is_mixed=self.is_mixed or is_elsewhere)
         if self.applying is not None and self.applying > entry.version:
@@ -177,7 +177,7 @@ class Written:
         return replace(begun, applying=link.version, applying_xxh3=link.xxh3, applying_generation=entry.generation)
 
     def finished(self, entry: Manifest) -> Self:
-        """Return what is written once all rows of an entry of this stream are.
+        """Return the state once all rows of an entry of this stream are written.
 
         A newer version that was interrupted remains partly written until a snapshot, or a version with the same or a
         higher number, is complete.
@@ -188,11 +188,11 @@ class Written:
         return replace(finished, applying=None, applying_xxh3=None, applying_generation=None)
 
     def at(self, entry: Manifest) -> Self:
-        """Return this with the version of an entry."""
+        """Return a copy with the version of an entry."""
         link, created = entry.link, int(entry.created)
         return replace(self, version=link.version, xxh3=link.xxh3, generation=entry.generation, created=created)
 
     def with_order(self, order: SavedOrder) -> Self:
-        """Return this with an order as the last one that was followed."""
+        """Return a copy with an order as the last one that was followed."""
         is_pin = order.kind == "pin"
         return replace(self, pin=order.counter if is_pin else 0, release=0 if is_pin else order.counter)

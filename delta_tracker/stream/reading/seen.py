@@ -19,13 +19,13 @@ T = TypeVar("T")
 class SeenLog:
     """Log of a source during one round of a reader: each thing is looked up once, when a decision first needs it.
 
-    So a decision depends only on the answers, and one that is made again finds the same. A method returns its answer,
-    or raises the error of its look, each time. :class:`Entries`, :class:`Source` and :class:`Orders` document them.
+    So a decision depends only on the answers, and one that is made again finds the same. Each call of a method returns
+    the same answer, or raises the same error. :class:`Entries`, :class:`Source` and :class:`Orders` document them.
 
     Args:
         is_doubted: True if a fault may be that of a cache, and must not be believed yet.
         answers: what was looked up, by method and argument.
-        lacks: what the log is taken to lack.
+        lacks: entries that the log is treated as lacking.
     """
 
     source: Source

@@ -94,7 +94,7 @@ def store_url(location: object) -> str:
 
 
 def _path_url(path: Path) -> str:
-    """Return the URL of a directory. A shell expands a ~ at its begin; here it would be a new directory's name."""
+    """Return the URL of a directory. Rejects a leading ~, which only a shell expands."""
     try:
         expanded = path.expanduser()
     except RuntimeError:  # no user has this name

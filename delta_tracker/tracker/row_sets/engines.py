@@ -63,8 +63,8 @@ def retried(
 ) -> Callable[[Callable[Concatenate[_Stores, _Args], _Result]], Callable[Concatenate[_Stores, _Args], _Result]]:
     """Return a decorator of functions that can be repeated: if an engine fails in one, repeat it with another engine.
 
-    ``replace`` replaces the engine that raised the error, in the function's first argument. It returns False if none
-    did.
+    ``replace`` replaces the engine that raised the error, in the function's first argument. It returns False if no
+    engine did.
     """
 
     def decorate(
