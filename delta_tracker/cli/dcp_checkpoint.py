@@ -89,7 +89,7 @@ def _with_states(
     work: Path,
     advance: Callable[[int], None],
 ) -> dict[str, Any]:
-    """Write the rows and states of versions with states, and return everything that the checkpoint has."""
+    """Write the rows and states of versions with states. Return the whole content of the checkpoint."""
     last = path[-1]
     targets: dict[str, RowTarget] = {fqn: TensorTarget.of(room) for fqn, room in rows.items()}
     optimizer: dict[str, dict[str, Tensor]] = {}

@@ -30,7 +30,7 @@ class Amount(Struct, frozen=True, rename={"num_bytes": "bytes"}):
 
 
 class OwnerChanges(Struct, frozen=True):
-    """Numbers of rows of a table that got a raw id or another one, and that lost theirs."""
+    """Number of a table's rows that got a new raw id, and number of those that lost theirs without a new one."""
 
     admitted: int
     evicted: int
@@ -50,8 +50,8 @@ class Entry(Struct, frozen=True, kw_only=True, rename={"num_rows": "rows", "num_
         num_bytes: bytes of all objects: the parts with ids and dense tensors, and in format 2 the states.
         part_bytes: bytes of the parts, which are what predictors read.
         tables: FQN to amount of data, for each table that has rows in this version.
-        owners: FQN to the changes of raw ids, for each table with raw ids; None if the publisher did not know them, as
-            in the first version of a publisher that continues a stream.
+        owners: FQN to the changes of raw ids, for each table with raw ids; None if they are unknown, as in the first
+            version of a publisher that continues a stream.
     """
 
     version: int
@@ -71,7 +71,7 @@ class Entry(Struct, frozen=True, kw_only=True, rename={"num_rows": "rows", "num_
 
     @property
     def owner_changes(self) -> str:
-        """Numbers of rows that got a raw id or another one, and that lost theirs, as text.
+        """Numbers of rows that got a new raw id, and of rows that lost theirs, as text.
 
         ``?`` if they are unknown; empty without such tables, as in a claim.
         """

@@ -79,7 +79,7 @@ def _notices(view: View, height: int | None) -> list[Text]:
 
 
 def _shares(room: int, wanted: Sequence[int]) -> list[int]:
-    """Return the number of lines of each table: one line more for each in turn, up to what it needs.
+    """Return the number of lines of each table: the tables take turns, up to the lines that each needs.
 
     Each table gets one line even if ``room`` is smaller.
     """

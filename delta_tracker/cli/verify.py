@@ -109,7 +109,7 @@ class _Owners:
             self._new.append((rows.block.table, ids, rows.owners(0, rows.block.num_rows)[:, 0].clone()))
 
     def forget(self) -> None:
-        """Forget all raw ids, because the next version is unknown. The check continues at the next snapshot."""
+        """Drop all raw ids, because the next version is unknown. The check continues at the next snapshot."""
         self._held, self._new = {}, []
 
     def problems(self, manifest: Manifest, *, is_whole: bool) -> Iterator[str]:

@@ -50,7 +50,7 @@ _DtypeName = Annotated[str, Meta(pattern=rf"\A({'|'.join(TENSOR_DTYPES)})\Z")]
 
 
 class _Record(msgspec.Struct, forbid_unknown_fields=True):
-    """What a package's metadata says of its constants: name to dtype and shape."""
+    """Dtype and shape of a package's constants by name, from its metadata."""
 
     format: Literal[1]
     tensors: dict[str, tuple[_DtypeName, tuple[_Size, ...]]]

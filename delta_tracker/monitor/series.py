@@ -91,7 +91,7 @@ class _OpenWindow:
 
 @dataclass(slots=True)
 class _Uncollected:
-    """What the next collection reports of a cell.
+    """Counts that the next collection reports for a cell.
 
     Args:
         num_lost: number of windows dropped because too many were closed.

@@ -58,7 +58,7 @@ class _Run:
         self.poll(storage)
 
     def poll(self, storage: Storage) -> None:
-        """Make the schedule of a store, perhaps of another kind than the former one."""
+        """Set the schedule for a store, which may be of another kind than the previous one."""
         poll_seconds = self._poll_seconds
         longest, longest_hinted = _LONGEST_SECONDS["remote" if storage.is_remote else "directory"]
         self.storage = storage
@@ -185,7 +185,7 @@ class Follower:
             waiter.put(None)
 
     def synced(self) -> None:
-        """Note that another thread has updated the tables: an error that ended the thread is over."""
+        """Clear the error that ended the thread, because another thread has updated the tables."""
         if self.error is not None and not self.is_running:
             self.error = None
         self._beat()

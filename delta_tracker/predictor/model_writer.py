@@ -224,7 +224,7 @@ def _identities(state: dict[str, str | int]) -> dict[str, Identity]:
 
 
 def _written(state: dict[str, str | int]) -> Written:
-    """Return what a saved state says. Raise InvalidArgumentError if it is invalid."""
+    """Parse a saved state. Raise InvalidArgumentError if it is invalid."""
     found = [SavedOrder(kind, state.pop(kind)) for kind in ("pin", "release") if kind in state]  # type: ignore[arg-type]
     if any(type(each.counter) is not int or each.counter < 1 for each in found) or len(found) > 1:
         raise InvalidArgumentError("state", state, "Pass what state_dict() returned")

@@ -166,7 +166,7 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
 
     @property
     def error(self) -> Exception | None:
-        """Current error of :meth:`follow`, or else of the version that the gate holds; None without both."""
+        """Current error of :meth:`follow`, or else of the version that the gate holds; None if there is neither."""
         return self._follower.current_error
 
     def reading(self) -> AbstractContextManager[Served]:

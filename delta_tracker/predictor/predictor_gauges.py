@@ -80,7 +80,7 @@ class PredictorGauges:
             self.reads(manifest.stream)
 
     def loaded(self) -> None:
-        """Note that a position was loaded, whose entry is not known."""
+        """Record that a position was loaded, whose entry is not known."""
         self.served = None
 
     def admitted(self, fqn: str, num_ids: int) -> None:

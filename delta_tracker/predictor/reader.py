@@ -48,7 +48,7 @@ class Reader:
     Each call of :meth:`advance` is a round. Not thread-safe, except :meth:`release` and the attributes.
 
     Attributes:
-        pinned: version at which an order keeps the reader, or to which it goes; None without one.
+        pinned: version to which an order leads the reader, or at which it keeps it; None if no order applies.
         why: last decision and its reason; empty before the first, and after :meth:`release`.
     """
 
@@ -101,8 +101,8 @@ class Reader:
     def advance(self, *, looks_for_gap: bool) -> bool:
         """Apply the next version, or several at once. Return False if there is nothing to apply.
 
-        With ``looks_for_gap``, checks if the next version is missing whether it was deleted or is not committed yet.
-        Raises a StreamError if nothing can be applied because of a fault.
+        With ``looks_for_gap``, a missing next version is checked: it may be deleted, or not committed yet. Raises a
+        StreamError if nothing can be applied because of a fault.
         """
         self.writer.destination.restore()
         try:
@@ -155,7 +155,7 @@ class Reader:
         self.source.settling.clear()
 
     def newest(self) -> list[Manifest]:
-        """Return the entries that the reader would go to: that of a pin, or the newest snapshot and the newest entry.
+        """Return the entries that the reader would apply: that of a pin, or the newest snapshot and the newest entry.
 
         Only entries above the position are returned, and none after a rollback.
         """
@@ -392,7 +392,7 @@ class Resyncs:
 
 
 class IgnoredPins:
-    """Rare look for a pin, for a reader that follows none. ``notice`` says which is ignored; empty if none applies."""
+    """Rare look for a pin, for a reader that follows none. ``notice`` names an ignored pin, or is empty."""
 
     def __init__(self, monotonic: Callable[[], float]) -> None:
         self.notice = ""
@@ -415,7 +415,7 @@ class IgnoredPins:
 
 @dataclass(slots=True, eq=False)
 class _Round:
-    """What one round has seen, and what it has tried. A round that reads past a cache looks for a gap in any case.
+    """Record of what one round has seen and tried. A round that reads past a cache looks for a gap in any case.
 
     Args:
         view: what the next decision depends on.

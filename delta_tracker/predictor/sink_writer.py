@@ -279,7 +279,7 @@ def _begun(
 ) -> SinkState:
     """Return the state before the first row of a version.
 
-    The version that readers get goes down here if the new one is older, because rows may then be as old as that one.
+    If the new version is older than the one that readers get, it replaces that one here, because rows may be as old.
     """
     begun = state.begun(manifest, is_elsewhere=is_elsewhere)
     if state.version is not None and manifest.version < state.version:

@@ -22,7 +22,7 @@ class Served(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """State of a predictor. What is counted is counted since the start.
+    """State of a predictor. Counts begin at its start.
 
     Args:
         stream: id of the stream, None before the first version.

@@ -255,7 +255,7 @@ class Rounds:
 
 
 def _packed(letter: Letter) -> tuple[Tensor, Tensor | None]:
-    """Return the frame of a letter, and what does not fit into it."""
+    """Return the frame of a letter, and the rest that does not fit into it."""
     data = _HEADER.pack(letter.number, letter.sign, len(letter.data)) + letter.data
     frame = torch.frombuffer(bytearray(data[:_FRAME_BYTES].ljust(_FRAME_BYTES)), dtype=torch.uint8)
     rest = data[_FRAME_BYTES:]

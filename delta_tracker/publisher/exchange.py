@@ -117,7 +117,7 @@ class Exchange:
         timeout: maximum time that a call waits for other ranks before it raises RankLostError.
         name: name of the process group, the same on every rank.
         call: text of the call that every rank must make, for error messages.
-        action: what fails if another rank fails, for the error.
+        action: name of the operation that fails if another rank fails, for error messages.
         join: makes the group, from its name, the call and the timeout.
 
     Raises:
@@ -224,8 +224,8 @@ class Exchange:
 class Ballots(Exchange):
     """Exchange of a publisher, with the votes of one rank.
 
-    Every ``vote_every``-th call of ``step()`` sends a vote. A call that failed or was interrupted before its vote owes
-    it to the other ranks.
+    Every ``vote_every``-th call of ``step()`` sends a vote. The vote of a call that failed or was interrupted before is
+    sent later.
 
     Attributes:
         vote_every: number of calls of ``step()`` from one vote to the next.

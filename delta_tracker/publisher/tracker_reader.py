@@ -223,7 +223,7 @@ class TrackerReader:
         return draft, read
 
     def expect_read(self, *, is_complete: bool) -> None:
-        """Note that all ranks begin a delta, so that they wait for this rank in a read with ``top_k``."""
+        """Record that all ranks begin a delta, so that they wait for this rank in a read with ``top_k``."""
         self._ranks.is_expected = self._top_k is not None and not is_complete
 
     def can_read(self, kind: Kind, *, is_complete: bool) -> bool:

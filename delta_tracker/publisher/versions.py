@@ -175,16 +175,16 @@ class Versions:
         return self._pace is not None
 
     def call(self) -> None:
-        """Count a call of ``Publisher.step()``, which may owe the other ranks a vote from now on."""
+        """Count a call of ``Publisher.step()``, for which a vote may now be due."""
         self._call = None
         self._ballots.call()
 
     def returned(self) -> None:
-        """Note that a call of :meth:`publish` ended, so that the same call begins another version."""
+        """Record that a call of :meth:`publish` ended, so that the same call begins another version."""
         self._call = None
 
     def step(self) -> None:
-        """Send the votes that this rank owes, and act on those before them."""
+        """Send the votes that are due, and act on the votes before them."""
         ballots = self._ballots
         while ballots.num_owed:  # several votes if the other ranks are ahead
             if ballots.pending is not None:

@@ -80,9 +80,9 @@ def collision_fault(state: Mapping[str, Any]) -> str:
 
 
 def check_collision_slots(fqn: str, module: Any, ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:  # noqa: ANN401
-    """Return the states' ranges that are a module's slots, in ascending order.
+    """Return those ``ranges`` of states that are in a module, ascending; together they are exactly its slots.
 
-    Raises RestoreMismatchError if they are not exactly its slots.
+    Raises RestoreMismatchError if they are not.
     """
     first, end = _rows(module)
     saved = sorted(ranges)

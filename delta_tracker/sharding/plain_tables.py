@@ -70,7 +70,7 @@ class PlainTable:
         raise UnsupportedModelError({self._fqn: reason}, remedy, problem=_LOST)
 
     def _is_in_fsdp(self) -> bool:
-        """Return True if ``fully_shard`` was applied to the module or to one above it, perhaps without its weight."""
+        """Return True if ``fully_shard`` was applied to the module or to one above it."""
         above = [parent for parent, _, _ in self._path]
         return any(map(is_fsdp2, (*above, self.module)))
 

@@ -67,7 +67,7 @@ def raw_id_maps(model: nn.Module) -> dict[str, tuple[RawIdMap, ...]]:
 
 
 def _plain_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the name and the module for each module of a model, once for each name, as the names of its tables are."""
+    """Yield ``(name, module)`` for each name of each module of a model, without parts of ``torch.compile``."""
     for name, module in model.named_modules(remove_duplicate=False):
         yield name.replace("_orig_mod.", "").removesuffix("_orig_mod").removesuffix("."), module
 

@@ -50,7 +50,7 @@ class CachedTable:
         If the cache has another dtype than the table, the cached rows are rounded to the nearest value. FBGEMM's flush
         may round them stochastically.
 
-        ``ids`` are ``[N]`` int64, local, in the range of the table; ``rows`` are theirs in the table, ``[N, columns]``.
+        ``ids`` are ``[N]`` int64 local ids, and ``rows`` the ``[N, columns]`` values of these rows in the table.
         """
         if not len(ids):
             return rows

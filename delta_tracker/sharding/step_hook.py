@@ -93,7 +93,7 @@ class StepHook(Watcher):
         super().remove()
 
     def omitted(self) -> None:
-        """Take note that a compiled graph runs steps without this hook."""
+        """Record that a compiled graph runs steps without this hook."""
         self._omitted()
 
     def forget(self, number: int) -> None:

@@ -86,7 +86,7 @@ class HookListener(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Reports:
-    """What the hooks of one tracker share.
+    """Objects that the hooks of one tracker share.
 
     Args:
         listener: receives the reports.
@@ -104,8 +104,8 @@ class Watcher:
 
     Hooks never raise. After an error, the next read returns all rows of the hook's tables, with unknown old states. If
     the hook failed before a write, so does every read until the write or its backward pass has ended, and the next read
-    after that. This takes no memory, no lock and no operation, so that it works whatever the hook ran out of. Then the
-    error is counted, and the first error is logged. While a CUDA graph is captured, hooks launch no operation.
+    after that. This needs no memory, lock or operation of the device, so that it works after any error. Then the error
+    is counted, and the first error is logged. While a CUDA graph is captured, hooks launch no operation.
 
     Args:
         tables: FQNs of the tables to report.
@@ -240,7 +240,7 @@ class WrappedMethod:
             delattr(module, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401  those of the method
-        """Call the hooks, the method, and what the hooks returned, in reverse order."""
+        """Call the hooks, the method, and the functions that the hooks returned, in reverse order."""
         with ExitStack() as ends:  # even after an error, because nothing more is written then
             for hook in tuple(self.hooks):
                 ends.push(partial(self._end, hook(*args, **kwargs)))

@@ -85,7 +85,7 @@ class WriteWatch:
 
 
 class _Weight(NamedTuple):
-    """A nonempty weight tensor of a shard's kernel, and what shows later that it was written.
+    """Nonempty weight tensor of a shard's kernel, and the values that show later that it was written.
 
     Args:
         owner: mapping of the module.

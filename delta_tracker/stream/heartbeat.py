@@ -135,7 +135,7 @@ class HeartbeatWriter:
     def write(self, **fields: Any) -> None:  # noqa: ANN401  fields of a Heartbeat
         """Write a heartbeat, except to a local directory without a log: it has no stream.
 
-        ``fields`` are those of the :class:`Heartbeat` that this object does not know.
+        ``fields`` are the fields of the :class:`Heartbeat` that this object does not set.
         """
         target, now = self._target, time.monotonic()
         target.due = now + self._seconds
@@ -317,7 +317,7 @@ def evaluate(beat: Heartbeat, seconds_since: float, head: Manifest, *, order: Pi
     """Return the state of a predictor. ``guide/fleet.md`` defines the states.
 
     ``beat`` is its last heartbeat, ``seconds_since`` its age in seconds by the store's clock, ``head`` the newest entry
-    of the stream, and ``order`` the newest pin or release, None without one. One of another stream is ignored.
+    of the stream, and ``order`` the newest pin or release, or None. One of another stream is ignored.
     """
     span = max((age for age, _, _ in beat.window), default=0.0)
     if seconds_since > max(3 * beat.seconds, span):

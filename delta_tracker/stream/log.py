@@ -103,7 +103,7 @@ class StreamLog:
 
         Over http, it is that of :meth:`pointed`. Otherwise, names above the pointer's are looked for, and the log is
         listed if ``after`` is negative, the pointer's entry is missing, or the search ends at a claim. The result is
-        exact unless an entry between is missing.
+        exact unless an entry in between is missing.
         """
         pointer = self.pointer.newest()
         if not self.is_listed and pointer is not None and pointer.version > after:
@@ -563,7 +563,7 @@ class Claim:
         return None
 
     def _claim_again(self, kind: Kind) -> None:
-        """Claim the stream after this publisher's newest entry was lost; raise LostEntryError to commit a delta.
+        """Claim the stream after this publisher's newest entry was lost; raise LostEntryError if ``kind`` is a delta.
 
         The claim has a name that was never used, because caches may have the lost entries.
         """
@@ -612,7 +612,7 @@ class Claim:
         return created
 
     def _check_owner(self, writer: str) -> tuple[int, bytes | None]:
-        """Return the newest version above the lost entry of this publisher, and its bytes; -1, None without one.
+        """Return the newest version above this publisher's lost entry, and its bytes; ``(-1, None)`` if there is none.
 
         Raises FencedError at a sign of a newer publisher, after deleting this one's entries above the lost one.
         """

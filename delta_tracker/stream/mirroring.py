@@ -450,7 +450,7 @@ class _Seen:
 
 
 def decide(log: _Seen, head: Manifest | None, *, is_checked: bool, is_due: bool) -> Copy | str:
-    """Return what a mirror copies next after ``head``, the newest entry of the destination; a note if there is nothing.
+    """Return what a mirror copies next after ``head``, the newest entry of the destination; or a note.
 
     Unless ``is_checked``, checks first that the destination is a prefix of the source; with ``is_due``, if there is no
     next entry.
@@ -499,7 +499,7 @@ def _first(log: _Seen) -> Copy | str:
 
 
 def _pinned_start(log: _Seen, head: Manifest) -> tuple[Manifest | None, str]:
-    """Return the snapshot from which the log leads to the pinned version, None without one, and a note."""
+    """Return the snapshot from which the log leads to the pinned version, or None, and a note."""
     pin = newest_pin(log.source.storage)
     if pin is None or pin.kind != "pin" or pin.stream != head.stream:
         return None, ""

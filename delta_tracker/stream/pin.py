@@ -67,7 +67,7 @@ def pin_name(counter: int) -> str:
 
 
 def newest_counter(storage: Storage, *, after: int = 0) -> int:
-    """Return the highest counter of the pins above ``after``; ``after`` without one. Lists nothing."""
+    """Return the highest counter of the pins, or ``after`` if no pin is above it. Lists nothing."""
 
     def is_there(counter: int) -> bool:
         if counter - after > _MAX_PINS:
@@ -179,7 +179,7 @@ def running_deletions(storage: Storage, *, now: float) -> list[Deletions]:
 class PinReader:
     """Reader of the newest pin at one url, which looks for it every ``seconds``, times a factor of 0.75 to 1.25.
 
-    The counter of a pin whose entry was read never goes back in its stream, also if the store is replaced by one with
+    In a stream, the counter of a pin whose entry was read never decreases, even if the store is replaced by one with
     fewer pins. Any other pin may be forged. It is dropped if the store does not have it past all caches, or fails for a
     minute.
     """

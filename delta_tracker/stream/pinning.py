@@ -44,7 +44,7 @@ def pin_version(
     again afterwards; unless ``is_quick`` is True, all bytes of the parts are checked before, too. Retention keeps them
     while the pin applies.
 
-    ``reason`` is a text for people of at most 1,000 characters. ``replaces=True`` replaces the pin that applies.
+    ``reason`` is a text of at most 1,000 characters for operators. ``replaces=True`` replaces the pin that applies.
 
     Raises:
         InvalidArgumentError: if the version is not in the stream, is a claim or belongs to a former stream of the log.
@@ -142,7 +142,7 @@ def checked_path(log: StreamLog, version: int, *, reads_parts: bool = False) -> 
 
 
 def _refuse_former(log: StreamLog, version: int) -> None:
-    """Refuse a version of a former stream of the log, to which predictors of the present one do not go."""
+    """Refuse a version of a former stream of the log, to which predictors of the present stream do not return."""
     head = log.head()
     entry = log.read(version) if head is not None and type(version) is int and 0 <= version <= head.version else None
     if head is not None and entry is not None and entry.stream != head.stream:
@@ -203,7 +203,7 @@ def _create(storage: Storage, order: Pin, counters: Sequence[int]) -> Pin:
 
 
 def _correct(log: StreamLog, pin: Pin, former: Pin | None) -> None:
-    """Replace a pin whose path is broken by the former one, or by a release, unless a newer order exists."""
+    """Replace a pin, if its path is broken, by the former one or by a release, unless a newer order exists."""
     snapshot = _snapshot(log, log.head())
     reason = f"version {pin.version} cannot be reached"
     if former is not None:

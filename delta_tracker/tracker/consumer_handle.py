@@ -134,7 +134,7 @@ class ConsumerHandle(Uncopied, remedy="Save or copy the tracker's state_dict(), 
         }
 
     def note_of(self, name: str) -> object:
-        """Return the note about a consumer; None without one, or if its cursor has moved since it was set."""
+        """Return the note about a consumer; None if it has none, or if its cursor has moved since it was set."""
         self._held()
         return self._log.consumers.find(name).current_note
 
@@ -142,7 +142,7 @@ class ConsumerHandle(Uncopied, remedy="Save or copy the tracker's state_dict(), 
         """Wait up to some seconds until the rows and their optimizer states are those after a whole number of updates.
 
         An update is in progress from the lookup until its backward pass has written the rows. Raises
-        UnfinishedStepError if one still is after the wait.
+        UnfinishedStepError if an update is still in progress after the wait.
         """
         self._held()
         end = time.monotonic() + seconds

@@ -20,8 +20,8 @@ _NO_ROWS: Mapping[str, ChangedRows] = MappingProxyType({})
 class Read:
     """Read of a consumer, which ends when the log commits or aborts it.
 
-    Until then, no compaction merges the rows marked before the end of the read with later ones. Whatever else changes
-    the consumer discards the read.
+    Until then, no compaction merges the rows marked before the end of the read with later ones. Any other change of the
+    consumer discards the read.
 
     Args:
         consumer: name of the consumer.
@@ -183,7 +183,7 @@ class Cursors:
                     yield from read.delta.kept.values()
 
     def note_change(self, position: int) -> None:
-        """Note that rows changed at a position."""
+        """Record that rows changed at a position."""
         if position not in self._times:
             self._times[position] = time.monotonic()
 

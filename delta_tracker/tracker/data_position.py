@@ -33,7 +33,7 @@ class StatefulLoader(Protocol[_Batch_co]):
 
 
 class DataPosition(Uncopied, Generic[T], remedy="Save or copy its state_dict()"):
-    """Iterable over the batches of a loader that knows the loader's state after the last trained batch.
+    """Iterable over the batches of a loader that keeps the loader's state after the last trained batch.
 
     Loaders are ahead of training, because pipelines fetch batches before they train them. This class saves the state of
     the loader with each batch. :meth:`ModelDeltaTracker.step` moves the position to the next batch.
@@ -161,11 +161,11 @@ class DataPosition(Uncopied, Generic[T], remedy="Save or copy its state_dict()")
             yield batch
 
     def attached(self) -> None:
-        """Note that a tracker moves the position. Called by :meth:`ModelDeltaTracker.attach_data`."""
+        """Record that a tracker moves the position. Called by :meth:`ModelDeltaTracker.attach_data`."""
         self._is_attached = True
 
     def advance(self) -> None:
-        """Move the position to the next fetched batch. Without one, :meth:`check` raises an error from now on."""
+        """Move the position to the next fetched batch. If there is none, later calls of :meth:`check` raise."""
         try:
             self._state, self._event_time = self._drawn.popleft()
         except IndexError:

@@ -143,9 +143,9 @@ class LiveTables:
     def check_recoverable(self) -> None:
         """Raise UnsupportedModelError if a stream cannot have the states of all fused optimizers.
 
-        The model may have no untracked tables, no ``DMPCollection``, no managed collisions of another class than MCH or
-        with an eviction policy of the user's, and no fused optimizer with counters per row, a global weight decay, or
-        states of another dtype than float32, float16 or bfloat16.
+        Rejects untracked tables, a ``DMPCollection``, managed collisions of another class than MCH or with an eviction
+        policy of the user's, and fused optimizers with counters per row, a global weight decay, or states of another
+        dtype than float32, float16 or bfloat16.
         """
         refuse_unrecoverable(self._model.found, self.collision_modules)
         for shard in self._model.shards.values():

@@ -177,7 +177,7 @@ class LogWrites:
                 self._ended.popleft()  # last: an interrupted call is repeated
 
     def _catch_up(self, fqns: Iterable[str]) -> None:
-        """Take part in the order of the streams, and learn of the ends of writes and of writes without a report."""
+        """Enter the fence, and process the queued ends of writes and the writes that no hook reported."""
         self._segments.fence.enter()
         if self._ended:
             self.end_writes()

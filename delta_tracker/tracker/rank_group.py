@@ -175,7 +175,7 @@ class RankGroup:
 
     @property
     def lost(self) -> RankLostError | None:
-        """Error of each later operation, because a rank was lost; None without it."""
+        """Error of each later operation, because a rank was lost; None if none was."""
         return None if self._lost is None else unraised(self._lost)
 
     @property
@@ -351,7 +351,7 @@ class _Meeting:
         return f"rank {self._rank} was interrupted or gave up while it waited for the others"
 
     def _missing(self, store: dist.Store, number: int | str) -> str:
-        """Return the ranks without a key after ``number``, such as ``rank 1, 3``; empty without any."""
+        """Return the ranks without a key after ``number``, such as ``rank 1, 3``; empty if none is missing."""
         missing = []
         for rank in range(self._world_size):
             if not store.check([f"{number}/{rank}"]):

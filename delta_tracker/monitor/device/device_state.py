@@ -188,7 +188,7 @@ class DeviceReader(Source):
             state.forget()
 
     def _alive(self) -> list[DeviceState]:
-        """Return the states that were not deleted, and forget the others."""
+        """Return the states that were not deleted, and drop the others."""
         found = [each for reference in self._states if (each := reference()) is not None and not each.is_deleted]
         self._states = [weakref.ref(state) for state in found]
         return found

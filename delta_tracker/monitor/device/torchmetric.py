@@ -124,7 +124,7 @@ class TorchMetric(Source):
         """Return the result of the metric's ``compute()``, by default the value over the updates of all ranks.
 
         torchmetrics then synchronizes the states, so every rank must call this method. It waits for the device and for
-        the other ranks; without end if a state that is a list is empty on some ranks only. Call it instead of the
+        the other ranks, and hangs if a state that is a list is empty on some ranks only. Call it instead of the
         metric's own ``compute()``: the collector waits meanwhile, so that it does not copy the states of all ranks.
         """
         with self._lock:
@@ -217,7 +217,7 @@ class _Reader(Source):
 
 
 def _state_names(metric: Any) -> tuple[str, ...]:  # noqa: ANN401
-    """Return the names of a metric's states. Raise InvalidArgumentError without any, or if it contains metrics."""
+    """Return a metric's state names. Raise InvalidArgumentError if it has none, or contains other metrics."""
     torchmetrics = import_optional("torchmetrics", "torchmetrics", "torchmetrics")
     if not isinstance(metric, torchmetrics.Metric):
         raise InvalidArgumentError("metric", type(metric).__name__, "Pass one torchmetrics.Metric")

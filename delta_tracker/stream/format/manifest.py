@@ -74,7 +74,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Record, as :class:`Part`, of another object of format 2: row states of a part, or training state of a rank."""
+    """Record, like :class:`Part`, of another object of format 2: row states of a part, or training state of a rank."""
 
     name: PartName
     num_bytes: Count
@@ -198,8 +198,8 @@ class Manifest:
     def seconds_since(self, before: Manifest) -> float:
         """Return the seconds from the commit of the entry before this one to the commit of this one, 0 or more.
 
-        They are those of the publisher's clock, because a store may truncate its times to seconds, and copies of
-        objects have new times; those of the store if the publishers differ, or if a clock was set meanwhile.
+        The publisher's clock is used, because a store may truncate its times to seconds, and copies of objects have new
+        times. The store's times are used if the publishers differ, or if a clock was set meanwhile.
         """
         by_publisher, by_store = self.created - before.created, self.committed - before.committed
         is_set = self.writer != before.writer or abs(by_publisher - by_store) > SKEW_SECONDS

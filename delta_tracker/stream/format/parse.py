@@ -288,7 +288,7 @@ def _dense_names(entry: _Entry) -> list[tuple[str, ...]]:
 
 
 def _decoded(decoder: Decoder[_T], value: Raw, path: str) -> _T:
-    """Decode a field by itself. A ValidationError has the place in the entry; ``path`` is that of the field."""
+    """Decode one field. The place of a ValidationError in the entry begins with ``path``, that of the field."""
     try:
         return decoder.decode(value)
     except ValidationError as error:

@@ -119,8 +119,8 @@ class _File:
 class PartReader:
     """Reader of the rows and dense tensors of a part. The constructor checks the whole part.
 
-    A part of at most ``memory_bytes`` is held in memory, and rows and tensors may be views of it. Of a larger one, a
-    few pieces of 8 MiB and the row ids (8 bytes each) are.
+    A part of at most ``memory_bytes`` is held in memory, and rows and tensors may be views of it. A larger one takes
+    the memory of a few pieces of 8 MiB and of the row ids (8 bytes each).
 
     Args:
         part: record of the part, from a checked manifest.

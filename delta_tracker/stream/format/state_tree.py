@@ -149,7 +149,7 @@ class StateReader:
         num_bytes: size of the encoded state in bytes.
 
     Raises:
-        ValueError: if the bytes are not an encoded state, and whatever ``read`` raises.
+        ValueError: if the bytes are not an encoded state. Errors of ``read`` are raised too.
     """
 
     def __init__(self, read: Callable[[int, int], NDArray[np.uint8]], num_bytes: int) -> None:
@@ -226,7 +226,7 @@ class StateReader:
         return data.view(TENSOR_DTYPES[leaf.dtype]).reshape(leaf.shape)
 
     def _data(self, begin: int, end: int) -> Tensor:
-        """Return a copy of bytes of the data. Other than what ``read`` returns, it is aligned for every dtype."""
+        """Return a copy of bytes of the data, which is aligned for every dtype, unlike the result of ``read``."""
         data = torch.empty(end - begin, dtype=torch.uint8)
         for first in range(begin, end, _CHUNK_BYTES):
             last = min(first + _CHUNK_BYTES, end)

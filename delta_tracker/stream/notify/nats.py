@@ -76,7 +76,7 @@ class NatsNotifier(Forkable):
             self._loop = self._thread = None
 
     def after_fork_in_child(self) -> None:
-        """Forget the thread and the connection, which belong to the parent process."""
+        """Drop the thread and the connection, which belong to the parent process."""
         self._control = threading.Lock()
         self._loop = self._thread = self._connection = None
 

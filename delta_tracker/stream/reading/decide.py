@@ -106,7 +106,7 @@ class View:
         return self.num_failures < NUM_TRIES - 1
 
     def fault_of(self, log: SeenLog, entry: Manifest) -> StreamError | None:
-        """Return the known fault of an entry; None without one."""
+        """Return the known fault of an entry, or None."""
         return next((each.error for each in self.faults if each.concerns(log.number, entry)), None)
 
 
@@ -287,7 +287,7 @@ def _order(log: SeenLog, view: View) -> Order | None:
 
 
 def _ends(log: SeenLog, order: Order, own: Order) -> bool:
-    """Return True if an order ends a rollback of this process, because it is newer or of a stream that continues it."""
+    """Return True if an order ends a rollback of this process, because it is newer or of a later stream."""
     if order.stream == own.stream:
         return order.counter > own.counter
     with suppress(MalformedError, StorageError):
@@ -332,7 +332,7 @@ def _to_order(log: SeenLog, view: View, order: Order) -> Apply | Stay:
 
 
 def _to_rollback(log: SeenLog, view: View, order: Order) -> Apply:
-    """Go to the version of a rollback of this process, from a snapshot on."""
+    """Return to the version of a rollback of this process, from a snapshot on."""
     head = log.head()
     if head is None or head.stream != order.stream or head.version < order.version:
         raise _missing(order)
@@ -340,7 +340,7 @@ def _to_rollback(log: SeenLog, view: View, order: Order) -> Apply:
 
 
 def _to_pin(log: SeenLog, view: View, order: Order) -> Apply | Stay:
-    """Go exactly to a pin: forward by deltas, back by a snapshot. A canary may not be allowed to, yet."""
+    """Apply exactly the version of a pin: forward by deltas, back by a snapshot, once the canary allows it."""
     position, target = view.position, _named(log, order)
     if view.policy.is_canary and not log.allows(target):
         return _towards(log, view, order)
@@ -607,7 +607,7 @@ def _snapshots(log: SeenLog, view: View, bound: int | None = None) -> Iterator[M
 
 
 def _allows(log: SeenLog, view: View, bound: int | None = None) -> Allows | None:
-    """Return the function that rejects what a canary, or a bound of versions, does not allow; None without both."""
+    """Return the function that rejects entries above a canary's bound or ``bound``; None if neither applies."""
     if not view.policy.is_canary and bound is None:
         return None
 

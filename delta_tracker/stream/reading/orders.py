@@ -41,7 +41,7 @@ class Order:
         return cls(pin.counter, pin.kind, pin.stream, pin.version, link, pin.bad, pin=pin)
 
     def is_followed_by(self, position: Position | None) -> bool:
-        """Return True if a reader at a position has done what the order says."""
+        """Return True if a reader at a position has carried out the order."""
         if position is None or position.stream != self.stream or position.rows is Rows.MIXED:
             return False
         if self.kind == "release":
@@ -175,7 +175,7 @@ class Orders:
             self._last = Order(followed.counter, followed.kind, position.stream, link.version, link, link.version)
 
     def roll_back(self, entry: Manifest) -> None:
-        """Order this process to go to an entry and stay there. The orders that are known do not apply meanwhile."""
+        """Order this process to apply an entry and stay there. The orders that are known do not apply meanwhile."""
         former = () if self.begin().own is None else self._overruled
         known = {*former, *self._shown.values(), self._last}
         self._overruled = tuple(each for each in known if each is not None and each.stream == entry.stream)
@@ -193,7 +193,7 @@ class Orders:
         self._releases.append(self._begun or self._last)
 
     def _drop(self, pin: Pin, counter: int) -> None:
-        """Forget a pin that was forged. At its url, only those up to a counter still count."""
+        """Drop a pin that was forged. At its url, only pins up to a counter still count."""
         order = Order.of(pin)
         if self._begun == order:
             self._begun = None

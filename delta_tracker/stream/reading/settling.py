@@ -19,7 +19,7 @@ _MAX_KEPT_BYTES = 64 << 20
 
 
 class Settling:
-    """Doubt of a reader over http that does not believe a fault before it has lasted.
+    """Delay after which a reader over http believes a fault, which until then is a *doubt*.
 
     A doubt begins with the first fault at a stream position, and ends when a version is applied. All faults at one
     position belong to the same doubt. During a doubt, each object is read once past the caches. A fault is believed

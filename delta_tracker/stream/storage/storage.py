@@ -269,7 +269,7 @@ class Storage:
             return sorted(self._store.objects(prefix, after or ""), key=operator.attrgetter("name"))
 
     def names(self, prefix: str, *, after: str | None = None) -> list[str]:
-        """Return the sorted names of the objects that :meth:`objects` returns. Faster than it in a local directory."""
+        """Return the sorted names of the objects that :meth:`objects` returns. It is faster in a local directory."""
         with self._operation("list", prefix, "a listing", argument="prefix", after=after):
             return sorted(self._store.names(prefix, after or ""))
 
@@ -329,7 +329,7 @@ class _Translation(AbstractContextManager[None]):
 
 
 def _remedy_of(reason: str) -> str | None:
-    """Return what to do about an error of obstore whose own text does not say it; None for the general advice."""
+    """Return the remedy for an error of obstore whose text names none; None for the general advice."""
     if any(host in reason for host in _METADATA_HOSTS):
         return (
             "No credentials were found. Pass them with Storage(url, options={'access_key_id': ..., "

@@ -46,7 +46,7 @@ class Mergeable(Protocol):
         """Return a copy of this rank's state, a mapping from field name to tensor or JSON value."""
 
     def merge(self, states: Sequence[State]) -> State:
-        """Return one state that combines ``states``, or that of a new counter without any. Changes no object."""
+        """Return one state that combines ``states``; if they are empty, that of a new counter. Changes no object."""
 
     def load_state_dict(self, state: State) -> None:
         """Replace the object's state with ``state``, which :meth:`merge` returned."""

@@ -225,7 +225,7 @@ class RankHeader(Struct, kw_only=True, frozen=True, eq=False):
         return {key[len(start) :]: layout for key, layout in self.layouts.items() if key.startswith(start)}
 
     def counter_fields(self, name: str) -> dict[str, object] | None:
-        """Return the value of each field of a counter, or a tensor's shape, by name; None without the counter."""
+        """Return the value of each field of a counter, or a tensor's shape, by name; None for an unknown counter."""
         if name not in self.counters:
             return None
         return {**self.counters[name], **{field: shape for field, (_, shape) in self.counter_layouts(name).items()}}
