@@ -34,7 +34,7 @@ _OR_NOTHING = "A tracker can also load {}, which marks every row as changed"
 
 
 class DeltaTrackerError(Exception):
-    """Base class of all errors. ``problem`` describes the error, ``remedy`` tells the user what to do."""
+    """Base class of all errors. ``problem`` describes the error, and ``remedy`` what the user can do."""
 
     keeps_cause: ClassVar[bool] = False  # the cause is part of the error, so that a copy has it
 
@@ -43,7 +43,7 @@ class DeltaTrackerError(Exception):
         super().__init__(str(self))
 
     def advising(self, remedy: str) -> Self:
-        """Replace the remedy, if the cause needs another one than that of the class. Return the error."""
+        """Replace the remedy of the class by one for this cause. Return the error."""
         self.remedy = remedy
         self.args = (str(self),)
         return self
@@ -667,9 +667,9 @@ class WaitTimeoutError(StreamError, TimeoutError):
 class FollowEndedError(StreamError, RuntimeError):
     """The thread of ``Predictor.follow`` ended by the exception ``__cause__``, or is in the parent process only.
 
-    The latter is so if this process was forked while ``follow`` ran. ``__cause__`` is then None, and rows that were
-    being written at the time of the fork may be incomplete here. A pickled or deeply copied error has no cause if
-    pickle cannot copy it; the message always names its type and text.
+    If this process was forked while ``follow`` ran, ``__cause__`` is None, and rows that were being written at the time
+    of the fork may be incomplete here. A pickled or deeply copied error has no cause if pickle cannot copy it; the
+    message always names its type and text.
     """
 
     keeps_cause = True

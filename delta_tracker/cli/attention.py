@@ -102,7 +102,8 @@ def level_of(state: State) -> Level:
 def of_publishers(history: History, head: Manifest, now: float, described: Collection[int]) -> list[Notice]:
     """Return the notices about the publishers of a stream.
 
-    ``now`` is Unix time by the store's clock, in seconds. For the versions in ``described`` there are other notices.
+    ``now`` is Unix time by the store's clock, in seconds. Versions in ``described`` are skipped, because they have
+    other notices.
     """
     if not history.bins:
         step = "Call Publisher.snapshot() on the trainer. Without it, predictors have nothing to start from"

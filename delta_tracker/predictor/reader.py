@@ -326,7 +326,7 @@ class Reader:
         state.view = replace(state.view, logs=tuple(replace(log, is_doubted=False) for log in state.view.logs))
 
     def _is_retired(self) -> bool:
-        """Return True if retention has deleted the next version, by the pointer past the caches."""
+        """Return True if the pointer, read past the caches, shows that retention has deleted the next version."""
         position, pointer = self.position, self.source.log.pointer
         if position is None or not self.source.settling.may_read_pointer():
             return False
@@ -338,7 +338,7 @@ class Reader:
         return confirmed is not None and not confirmed.may_have(position.version + 1)
 
     def _use(self, state: _Round, log: SeenLog) -> Source:
-        """Follow the source that leads on from the position, and log what could not be read. Return the source."""
+        """Make the source of a log current, and log the sources that could not be read. Return the current source."""
         self._log_skipped(state, None)
         former = self.sources.current
         if log.source.number == former.number:

@@ -128,7 +128,7 @@ class _KeptViews:
 
 
 def _sources(module: Any, views: list[Tensor]) -> list[_Source] | None:  # noqa: ANN401  a torchrec class
-    """Return the tensors of a module that share memory with ``views``; None if a view shares memory with none."""
+    """Return the tensors of a module that share memory with ``views``; None if a view shares memory with no tensor."""
     shared = {view.untyped_storage().data_ptr() for view in views if view.numel()}
     sources = [
         _Source(owner, name, tensor, tensor.data_ptr())

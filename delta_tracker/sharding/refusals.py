@@ -46,8 +46,8 @@ _STATELESS_DECAYS = frozenset({"NONE", "L2", "DECOUPLE"})
 def refuse_unseen_writes(model: nn.Module, found: Discovery) -> None:
     """Raise UnsupportedModelError if rows of a tracked table may be written without calling a hook.
 
-    This is so if a fused optimizer writes rows outside the backward pass, or is unknown, if a ``DMPCollection`` writes
-    rows that its hook cannot report, or if the model prunes fused tables.
+    Rejects fused optimizers that write rows outside the backward pass or are unknown, a ``DMPCollection`` that writes
+    rows which its hook cannot report, and pruning of fused tables.
     """
     if not found.modules:  # tables of plain modules
         return
@@ -131,9 +131,9 @@ def _refuse_optimizers(found: Discovery) -> None:
 def refuse_unrecoverable(found: Discovery, collisions: Mapping[str, nn.Module]) -> None:
     """Raise UnsupportedModelError if a table has an optimizer state that a version of a stream cannot describe.
 
-    This is so if a table is skipped, has managed collisions of another class than torchrec's
-    ``MCHManagedCollisionModule`` or with another eviction policy than torchrec's, or has replicas in a
-    ``DMPCollection``, or if a fused optimizer has counters per row or a global weight decay.
+    Rejects skipped tables, managed collisions of another class than torchrec's ``MCHManagedCollisionModule`` or with
+    another eviction policy than torchrec's, replicas in a ``DMPCollection``, and fused optimizers with counters per row
+    or a global weight decay.
     """
     obstacles = {fqn: reason for fqn, module in collisions.items() if (reason := collision_obstacle(module))}
     obstacles |= dict.fromkeys(found.skipped, "in fqns_to_skip, so that its rows are not in a stream")

@@ -245,7 +245,7 @@ class StepHook(Watcher):
 
 
 def _is_skipped(optimizer: torch.optim.Optimizer, gradient: Tensor) -> bool:
-    """Return True if the optimizer does not write the weight of a gradient: SparseAdam skips those without values."""
+    """Return True if the optimizer skips the gradient, as SparseAdam does with one that has no values."""
     is_sparse = gradient.layout == torch.sparse_coo
     return type(optimizer) is torch.optim.SparseAdam and is_sparse and not gradient._values().numel()  # noqa: SLF001
 

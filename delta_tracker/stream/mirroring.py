@@ -123,8 +123,8 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
             MissingVersionError: if the source has lost the next entry, and has no snapshot above it.
             CorruptPartError: if an object of the source does not match its entry.
             MalformedError: if an entry does not follow the format.
-            StorageError: if a store fails, or the source has no entries any more, for example because its volume is
-                not mounted. Call again to continue.
+            StorageError: if a store fails, or the source no longer has entries, for example because its volume is not
+                mounted. Call again to continue.
         """
         try:
             decision = self._decide()
@@ -591,7 +591,7 @@ def _understood(version: int, data: bytes, before: Manifest) -> tuple[Manifest, 
 
 
 def _unreadable(version: int, data: bytes, before: Manifest) -> Manifest:
-    """Return a stand-in for a malformed entry, of which only the hash counts; ``before`` is the entry before it."""
+    """Return a stand-in for a malformed entry after ``before``. Only its hash is used."""
     return Manifest(
         stream=before.stream,
         generation=before.generation,

@@ -230,7 +230,7 @@ class PinReader:
             self._recheck_at = 0.0
 
     def take_drop(self) -> tuple[Pin, int] | None:
-        """Return the pin that was dropped since the last call, and the highest counter that still counts; else None."""
+        """Return the pin that was dropped since the last call, and the highest valid counter; None if none was."""
         drop, self._drop = self._drop, None
         return drop
 

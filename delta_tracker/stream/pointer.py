@@ -85,7 +85,7 @@ class HeadPointer:
             raise ValueError(f"{', '.join(wrong)}: out of order, or not possible for version {self.version}")
 
     def may_have(self, version: int) -> bool:
-        """Return False for a version that the log does not have any more."""
+        """Return False for a version that the log no longer has."""
         return version >= self.oldest or version in self.older
 
     def names(self, entry: Manifest) -> bool:
@@ -163,7 +163,7 @@ class PointerReader(Forkable):
 
     Attributes:
         confirmed: the pointer whose entry was read; None before the first.
-        trouble: why the object that was read last leads to no entry; None if there is no object, or nothing is wrong.
+        trouble: error of the object that was read last, if its entry was not found; None if there is none.
     """
 
     def __init__(self, storage: Storage, *, seconds: float = 1.0, runtime: Runtime = REAL) -> None:
@@ -282,7 +282,7 @@ class PointerReader(Forkable):
         return self._runtime.monotonic() - since >= _DOUBT_SECONDS
 
     def _replacement(self, known: HeadPointer, pointer: HeadPointer, *, is_uncached: bool) -> HeadPointer | None:
-        """Return the pointer that the log has instead of ``known``, by their entries past all caches; else None."""
+        """Return the pointer that has replaced ``known`` in the log, by entries read past all caches, or None."""
         is_other = pointer.stream != known.stream
         base = self._base  # a pointer that was read before entries raised it is not lower than itself
         is_late = not is_other and base is not None and _order(pointer) >= _order(base)

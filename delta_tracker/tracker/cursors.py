@@ -86,7 +86,7 @@ class Consumer(NamedTuple):
         return moved._replace(reads=(), is_behind=False)
 
     def dropped(self, position: int, since: float | None) -> Consumer:
-        """Return the record without its pending rows, of which the oldest changed at ``since`` or later."""
+        """Return the record without its pending rows, the oldest of which changed at ``since`` or later."""
         oldest = self.moved_at if since is None else since
         moved = self.moved(position, self.batch)
         return moved._replace(moved_at=self.moved_at, carried_since=oldest, is_behind=True)

@@ -142,7 +142,7 @@ class TorchMetric(Source):
         self._pending = None
 
     def _copy_kept(self, passed: Sequence[Tensor], lengths: Mapping[str, int]) -> None:
-        """Copy the states that share memory with an argument of ``update``. ``lengths`` are those of lists before."""
+        """Copy the states that share memory with an argument of ``update``. ``lengths`` are previous list lengths."""
         memory = {each.untyped_storage().data_ptr() for each in passed if each.numel()}
         if not memory:
             return

@@ -214,7 +214,7 @@ class WholeBlocks:
         self._index = _Index((block, block) for block in blocks)
 
     def outside(self, listed: BlockRows) -> Iterator[BlockRows]:
-        """Yield the rows of ``listed`` of which :meth:`Overlay.over` does not write all columns over one block."""
+        """Yield the rows of ``listed`` that :meth:`Overlay.over` does not write completely over one block."""
         block = listed.block
         holders = [
             whole.rows

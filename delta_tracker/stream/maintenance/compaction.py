@@ -260,7 +260,7 @@ def _schema(versions: Sequence[Manifest]) -> Schema:
 
 
 def _is_alike(new: Mapping[str, Encoding], held: Mapping[str, Encoding]) -> bool:
-    """Return True if the tables in both mappings have one encoding: their rows are merged as they are stored."""
+    """Return True if the tables in both mappings have one encoding, so that rows are merged without decoding."""
     return all(held.get(fqn, encoding) is encoding for fqn, encoding in new.items())
 
 

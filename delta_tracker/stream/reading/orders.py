@@ -56,7 +56,7 @@ class Policy:
 
     Args:
         own: rollback of this process.
-        released: pin or release that no longer applies to this process, nor any before it of its stream.
+        released: pin or release that no longer applies to this process, like all earlier ones of its stream.
     """
 
     follows_pins: bool = False
@@ -73,7 +73,7 @@ class Policy:
 class Orders:
     """Orders to one reader, and which of them it has followed.
 
-    The newest one of all urls counts, also one that was followed and that no url shows any more: a mirror may lag. At a
+    The newest order of all urls counts, even if it was followed and no url shows it any longer: a mirror may lag. At a
     promoted mirror, its own orders come before those of the former streams.
 
     Only one thread at a time may use it, except :meth:`release` and :attr:`followed`.

@@ -276,8 +276,8 @@ def committed_entry(
 ) -> Manifest:
     """Return the log's entry of a version, or a merged entry that ends with it.
 
-    Raises MissingVersionError if there is none with ``link``, of the stream of the newest entry ``head`` or with
-    ``of_any`` of any stream, or only a claim that is not part of the log.
+    The entry must have ``link``, unless that is None, and be of the stream of ``head``, the newest entry; with
+    ``of_any``, of any stream. Raises MissingVersionError if there is none, or only a claim that is not part of the log.
     """
     entry = _entry(log, version, link)
     if entry is None or (entry.stream != head.stream and not of_any):
@@ -350,7 +350,7 @@ def check_is_newer(log: Entries, position: Position) -> None:
 
 
 def former_streams(log: Entries, head: Manifest) -> tuple[str, ...]:
-    """Return the streams of which the stream of the newest entry is a fork, the last one first."""
+    """Return the streams that the stream of the newest entry continues, the last one first."""
     claims = forks(log.versions(), head.stream, partial(readable, log.read))
     return tuple(each.forked_from.stream for each in claims if each.forked_from is not None)
 

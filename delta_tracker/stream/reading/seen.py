@@ -59,7 +59,7 @@ class SeenLog:
         return self._once(("named", order.counter), self.orders.named, order, self.source)
 
     def former_streams(self) -> tuple[str, ...]:
-        """Return the streams of which the newest entry's stream is a fork, the last one first."""
+        """Return the streams that the stream of the newest entry continues, the last one first."""
         head = self.head()
         return () if head is None else self._once(("former_streams", head.stream), self.source.former_streams, head)
 

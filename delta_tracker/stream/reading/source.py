@@ -200,7 +200,7 @@ class Sources:
         self.current, self._since = source, self._monotonic()
 
     def failed(self, source: Source) -> None:
-        """Record that a source failed, once for each pause."""
+        """Start a pause for a source that failed. Has no effect during a pause."""
         now, number = self._monotonic(), source.number
         if source is self.current and now - self._since > _MAX_PAUSE_SECONDS:
             self._pauses[number] = _FIRST_PAUSE_SECONDS  # it worked for a while
