@@ -265,7 +265,7 @@ def _names(saved: Iterable[str], found: Iterable[str], ignore: Collection[str]) 
 
 
 def check_same(what: str, saved: object, found: object) -> None:
-    """Raise RestoreMismatchError unless what a version and a job have is equal; None if one lacks it."""
+    """Raise RestoreMismatchError unless ``saved`` and ``found`` are equal. None means that one lacks ``what``."""
     if saved != found:
         missing = "missing"
         raise RestoreMismatchError(what, missing if saved is None else saved, missing if found is None else found)

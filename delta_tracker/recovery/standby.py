@@ -305,7 +305,7 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
         return {}
 
     def _serving_obstacle(self) -> str:
-        """Check the serving streams. Return an error of the store, and raise it if they are other streams."""
+        """Check the serving streams. Return an error of the store; raise one if they are not the trainer's."""
         try:
             self._check_serving()
         except (CorruptPartError, MalformedError, StorageError) as error:

@@ -273,7 +273,7 @@ class RedisSink(RowSink):
         self._writer = value
 
     def _check_server(self) -> None:
-        """Refuse servers on which the promise to readers does not hold."""
+        """Raise SinkError for a server that cannot keep the promises to readers."""
         facts = self._redis.info("everything")
         version = str(facts.get("redis_version", "0"))
         if tuple(int(part) for part in version.split(".")[:2]) < (6, 2):

@@ -186,7 +186,7 @@ class StreamLog:
         return head
 
     def _known_head(self) -> Manifest | None:
-        """Return the newest entry, found from a known version on; None if only a whole listing shows it."""
+        """Return the newest entry, searched from a known version on; None if the whole log must be listed."""
         pointer = read_pointer(self.storage)  # not the view, which would not look again for a second if it is missing
         known = max(self._known, -1 if pointer is None else pointer.version)
         if known < 0:
@@ -663,10 +663,7 @@ def _has(storage: Storage, version: int) -> bool:
 
 
 def _follows_deletable(log: StreamLog, entry: Manifest) -> bool:
-    """Return True if ``entry``, or one before it in the log, is still there, though retention need not keep it.
-
-    The parent of ``entry`` must be there, too.
-    """
+    """Return True if the log still has the parent of ``entry``, and an entry up to it that retention may delete."""
     after: Manifest | None = None
     link: Link | None = entry.link
     is_deletable = False
@@ -855,7 +852,7 @@ def _is_readable(name: str, data: bytes) -> bool:
 
 
 def _newer_publisher(storage: Storage, head: Manifest, entries: list[Manifest], writer: str) -> tuple[int, int] | None:
-    """Return the generation and a version of a publisher that has superseded the one of ``head``; None without a sign.
+    """Return generation and version of a publisher that has superseded the one of ``head``; None if there is none.
 
     ``entries`` are those from the one before ``head`` on. ``writer`` is that of the publisher's next claim.
     """

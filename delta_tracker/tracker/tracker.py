@@ -383,7 +383,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
     def needs_snapshot(self, consumer: str | None = None) -> bool:
         """Return True if a consumer was dropped when the log exceeded ``max_bytes``, and therefore needs all rows.
 
-        The name is optional if there is only one consumer. Raises InvalidArgumentError for another name.
+        The name is optional if there is only one consumer. Raises InvalidArgumentError for an unknown consumer.
         """
         return self._log.consumers.find(consumer).is_behind
 
@@ -428,9 +428,10 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
     def num_pending(self, consumer: str | None = None) -> dict[str, int]:
         """Return the number of pending rows of a consumer on this rank, by table FQN. Waits for the device.
 
-        Moves no cursor, and also accepts a reserved consumer. A change of a table whose optimizer is not fused, or of a
-        raw id, is counted only after a read, or for a raw id a checkpoint, has compared it with a copy. The name is
-        optional if there is only one consumer. Raises InvalidArgumentError for another name.
+        Moves no cursor, and also accepts a reserved consumer. The name is optional if there is only one consumer.
+        Changes that are found by comparison are counted only after it: those of tables whose optimizer is not fused
+        after a read, and those of raw ids after a read or a checkpoint. Raises InvalidArgumentError for an unknown
+        consumer.
         """
         return self._log.consumers.num_pending(consumer)
 

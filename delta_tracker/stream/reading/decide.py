@@ -245,7 +245,7 @@ def _at(log: SeenLog, view: View) -> Apply | Stay | Doubt:
 
 
 def _beside(log: SeenLog, view: View, position: Position, order: Order) -> Apply | Stay:
-    """Follow an order of another stream than the position's, which it may continue.
+    """Follow an order of another stream, which may continue the position's stream.
 
     Once the order is known, the former stream is continued until it ends or has a fault, as its own order allows.
     """
@@ -388,7 +388,7 @@ def _missing(order: Order) -> MissingVersionError:
 
 
 def _towards(log: SeenLog, view: View, order: Order) -> Apply | Stay:
-    """Follow the stream, but not past a pin that the canary does not allow yet: what follows it may be bad."""
+    """Follow the stream, but not past a pin that the canary does not allow yet: the versions after it may be bad."""
     position, stay = view.position, _not_yet(log, order)
     if position is None or position.rows is Rows.MIXED:
         with suppress(NoSnapshotError):
@@ -542,7 +542,7 @@ def _around(log: SeenLog, view: View, position: Position, fault: StreamError, bo
 
 
 def _joins(log: SeenLog, view: View, position: Position, cause: StreamError) -> Apply | Stay | None:
-    """Follow an order of the stream that continues the position's; None if there is none."""
+    """Follow an order of a stream that continues the position's stream; None if there is no such order."""
     order = _order(log, view)
     if order is None or order.stream == position.stream:
         return None

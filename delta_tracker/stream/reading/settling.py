@@ -96,7 +96,7 @@ class DoubtedStore(Store):
         return Storage.over(self, self._cached)
 
     def doubt(self, names: set[str]) -> bool:
-        """Read objects past the caches. Return False if all of them are already."""
+        """Read some objects past the caches from now on. Return False if all of them already were."""
         is_new = not names <= self._names
         self._names |= names
         return is_new

@@ -194,7 +194,7 @@ class Block:
                 self._resize(lowest)
 
     def close(self) -> None:
-        """Append no more rows. Trims the block if its number of rows is known. Does not wait for the device."""
+        """Let no more rows be appended. Trims the block if its number of rows is known. Does not wait."""
         if self.is_open:
             self.is_open = False
             self.learn(self.lowest, self.highest)

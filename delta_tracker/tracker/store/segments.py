@@ -121,7 +121,7 @@ class SegmentStore(MarkedRows):
         return self._has_unmarked or bool(self._lost)
 
     def acknowledge_writes(self) -> None:
-        """Make :meth:`notice_writes` ignore earlier writes, whose rows are marked or need not be."""
+        """Make :meth:`notice_writes` ignore earlier writes. Call it if their rows need no further mark."""
         if self._was_written is not None:
             self._was_written()
 
