@@ -283,7 +283,7 @@ class _Axis:
     def chart(self, about: str, legend: dict[str, str]) -> Chart:
         """Return a chart with this axis, to which the caller adds bars or lines.
 
-        Marks show snapshots and publisher restarts. Ticks show the time and the newest version then.
+        Marks show snapshots and publisher restarts. Ticks show the time, and the newest version at this time.
         """
         spans = list(zip(self.bins, self.slots, strict=True))
         marks = {

@@ -108,7 +108,7 @@ class RankTables:
         self.copying = self.published = self.latest
 
     def current(self) -> RankSchema:
-        """Return the schema of the tables. Later copies are those of the present shards."""
+        """Return the current schema of the tables, after finding their shards again if the tracker was reattached."""
         if self._attached != self._live.num_attached:
             self._attach()
         return self.latest

@@ -38,7 +38,7 @@ class Copying:
 
     Args:
         after: number of the votes that began it.
-        job: future of the written copy; None until the copy has begun. An interrupt may come before.
+        job: future of the written copy; None until the copy has begun, for example after an interrupt.
     """
 
     after: int
@@ -61,8 +61,8 @@ class Cut:
         is_complete: for a delta, True to read all rows, without ``top_k``.
         copied: future of the written copy of a snapshot; None for a delta.
         outcome: future of the result.
-        is_tried: True once this rank has begun to read its rows. An interrupt may come then.
-        is_started: False until the threads have got this rank's contents.
+        is_tried: True once this rank has begun to read its rows, which may be interrupted.
+        is_started: True once the threads have this rank's contents.
     """
 
     after: int

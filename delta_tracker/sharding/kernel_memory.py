@@ -152,7 +152,7 @@ _ENDED = ref(_Statement())
 class _Thread(threading.local):
     """State of the ``with`` statements of this module that are active in this thread.
 
-    The statements are held by their frames only: one whose end is interrupted must not count as active for ever.
+    Only their frames hold the statements, so that one whose end is interrupted does not stay active.
 
     Attributes:
         cut: the active ``with one_cut()``.

@@ -142,7 +142,7 @@ def checked_path(log: StreamLog, version: int, *, reads_parts: bool = False) -> 
 
 
 def _refuse_former(log: StreamLog, version: int) -> None:
-    """Refuse a version of a former stream of the log, to which predictors of the present stream do not return."""
+    """Refuse a version of a former stream of the log, to which predictors of the current stream cannot return."""
     head = log.head()
     entry = log.read(version) if head is not None and type(version) is int and 0 <= version <= head.version else None
     if head is not None and entry is not None and entry.stream != head.stream:

@@ -155,7 +155,7 @@ class PointerReader(Forkable):
     A pointer is **claimed** until the entry that it names was read, and then **confirmed**. The confirmed pointer is
     replaced as a whole: no field is the maximum over several pointers. A lower one is late and ignored, unless its own
     entry is there and the confirmed one's is not: then the log was restored from a copy. A pointer of another stream is
-    believed only after it and its entry were read past all caches. If its generation is lower, it may be from a fenced
+    accepted only after it and its entry were read past all caches. If its generation is lower, it may be from a fenced
     publisher, so the confirmed one's entry must be missing, too.
 
     Args:
@@ -218,7 +218,7 @@ class PointerReader(Forkable):
                     self._claimed = None
 
     def confirm(self, pointer: HeadPointer) -> None:
-        """Believe a pointer: bytes with its hash were read under the name of its entry."""
+        """Confirm a pointer: bytes with its hash were read under the name of its entry."""
         with self._lock:
             known, claimed = self.confirmed, self._claimed
             if claimed is not None and _link(claimed) == _link(pointer):  # otherwise, another thread was faster

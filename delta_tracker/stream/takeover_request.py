@@ -45,7 +45,7 @@ class Liveness:
     """Reader of the signs of life of a stream's publisher.
 
     No clock of a host is used: the time of a look is the modification time of an object that the look writes, the
-    heartbeat ``name`` among those of the predictors. An observer that is cut off from the store has no verdict.
+    heartbeat ``name`` among those of the predictors. An observer that cannot reach the store decides nothing.
     """
 
     def __init__(self, storage: Storage, name: str) -> None:

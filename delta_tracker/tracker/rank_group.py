@@ -224,12 +224,12 @@ class Gathering:
 class _Meeting:
     """Creation of one gloo group, for which all ranks first wait for each other by keys of the default group's store.
 
-    Attempts to meet are numbered. An attempt ends when the last rank arrives or when the first rank gives up, with the
+    Attempts to meet are numbered. An attempt ends when the last rank arrives or when the first rank times out, with the
     same result on all ranks: ``go`` after a success, otherwise the reason for the failure. A rank skips attempts that
     ended before it arrived.
 
     A thread makes the calls of the store, because they block without a timeout while the process that hosts it is
-    stopped. If the caller gives up before, the thread ends its attempt when the store answers.
+    stopped. If the caller times out before, the thread ends its attempt when the store answers.
     """
 
     def __init__(self, name: str, call: str, timeout: timedelta, rank: int, world_size: int) -> None:

@@ -242,7 +242,7 @@ class Manifest:
 
     @property
     def schema(self) -> Schema:
-        """Format, tables, states and identities. Only versions with equal ones may be merged or follow one another."""
+        """Format, tables, states and identities. Only versions with equal schemas may be merged, or follow another."""
         return self.format, self.tables, self.states, self.identities
 
     def to_json(self) -> bytes:

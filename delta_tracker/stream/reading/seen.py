@@ -23,7 +23,7 @@ class SeenLog:
     the same answer, or raises the same error. :class:`Entries`, :class:`Source` and :class:`Orders` document them.
 
     Args:
-        is_doubted: True if a fault may be that of a cache, and must not be believed yet.
+        is_doubted: True if a fault may be that of a cache, and must not be acted on yet.
         answers: what was looked up, by method and argument.
         lacks: entries that the log is treated as lacking.
     """

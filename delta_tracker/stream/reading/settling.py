@@ -19,11 +19,11 @@ _MAX_KEPT_BYTES = 64 << 20
 
 
 class Settling:
-    """Delay after which a reader over http believes a fault, which until then is a *doubt*.
+    """Delay before a reader over http acts on a fault, which may be that of a cache: a *doubt* until then.
 
     A doubt begins with the first fault at a stream position, and ends when a version is applied. All faults at one
-    position belong to the same doubt. During a doubt, each object is read once past the caches. A fault is believed
-    after ``seconds``, which must exceed the time for which a cache keeps a 404.
+    position belong to the same doubt. During a doubt, each object is read once past the caches. The reader acts on a
+    fault after ``seconds``, which must exceed the time for which a cache keeps a 404.
     """
 
     def __init__(self, seconds: float = 10.0, clock: Callable[[], float] = time.monotonic) -> None:

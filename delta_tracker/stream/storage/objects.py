@@ -208,7 +208,7 @@ class BucketStore(Store):
 
 
 class HttpStore(BucketStore):
-    """Read-only store behind a web server or a cache, which may answer a request for the origin's object itself."""
+    """Read-only store behind a web server, or behind a cache that may ignore requests to read past it."""
 
     is_read_only = True
     lists_from = False

@@ -127,7 +127,7 @@ class MetricCounter:
     def new_state(self, layouts: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> State:
         """Return the state of a metric without updates, for a rank that loads no part.
 
-        Torchmetrics gathers lists tensor by tensor, and would wait for ever for a rank with an empty list. Therefore a
+        Torchmetrics gathers lists tensor by tensor, and would never return if one rank has an empty list. Therefore a
         list that is concatenated across ranks gets an empty tensor if it has tensors in ``layouts``: name of each saved
         tensor, to its dtype and shape.
         """
