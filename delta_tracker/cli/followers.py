@@ -86,7 +86,7 @@ def read_followers(
 
 
 def hosts_of(followers: Sequence[Follower]) -> dict[str, dict[str, int | None]]:
-    """Return the numbers of predictors and of silent ones of each host, and the versions and worst lag of the others.
+    """Return for each host its numbers of predictors and silent predictors, and versions and worst lag of the rest.
 
     The range of versions and the worst lag in versions are None if they are unknown, as on a host whose predictors are
     all silent. Versions of another stream do not count.

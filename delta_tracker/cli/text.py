@@ -100,7 +100,7 @@ def moment(seconds: float, form: str = "%Y-%m-%d %H:%M:%S", zone: tzinfo | None 
 
 
 def short(name: str, most: int = 72) -> str:
-    """Return ``name``. The middle of one of more than ``most`` characters is replaced by an ellipsis.
+    """Return ``name``. If it has more than ``most`` characters, an ellipsis replaces its middle.
 
     Example:
         >>> short("ec.embeddings.a_table_with_a_long_name", 20)

@@ -270,7 +270,7 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
         return turn
 
     def _advanced(self, call: str) -> dict[str, Any]:
-        """Apply versions for about the time of a look. ``obstacle`` is why this rank could not complete a takeover."""
+        """Apply versions for about ``look_seconds``. Return this rank's message, with any error that delays it."""
         self._check_open()
         has_moved = self._follower.advance(self._runtime.monotonic() + self._look_seconds)
         obstacle = "" if self.error is None else _text(self.error)

@@ -32,8 +32,7 @@ def _replaced(stores: Mapping[str, SegmentStore], error: Exception) -> bool:
 def mark_in_each(stores: Mapping[str, SegmentStore], ids: Mapping[str, Tensor | None], key: int | None = None) -> None:
     """Call :meth:`SegmentStore.mark` of each store in ``ids``, or :meth:`SegmentStore.begin_write` for a write.
 
-    ``ids`` has the argument of :meth:`SegmentStore.mark` by name. ``key`` is the key of the write that begins; None
-    without a write.
+    ``ids`` has the argument ``ids`` of :meth:`SegmentStore.mark` for each name. ``key`` is that of the write, or None.
     """
     together = _for_devices(stores, ids)
     for name, own in ids.items():
@@ -75,7 +74,7 @@ def changed_in_each(
 def num_changed_in_each(stores: Mapping[str, SegmentStore], start: int, extra: Mapping[str, Tensor]) -> dict[str, int]:
     """Return the result of :meth:`SegmentStore.num_changed` for each store.
 
-    ``extra`` has the argument of :meth:`SegmentStore.num_changed` by name; stores without ids may be missing.
+    ``extra`` has the argument ``extra`` of :meth:`SegmentStore.num_changed` for each name that has one.
     """
     marked = {name: store.marked(start, None, extra.get(name)) for name, store in stores.items() if store.pads}
     counted = _together(marked, lambda engine, sets: engine.count_each(sets))
