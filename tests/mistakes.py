@@ -410,6 +410,15 @@ MISTAKES: Mapping[str, Mistake] = {
     "a store's option misspelt": Mistake(lambda: _bucket(acces_key="x"), "acces_key", "is not valid for store"),
     "an http endpoint": Mistake(lambda: _bucket(endpoint="http://127.0.0.1:1"), "endpoint", "allow_http='true'"),
     "restore without states": Mistake(lambda: restore(_model(), _stream()), "version 2", "recovery=Recovery(...)"),
+    "labels of a stat that has none": Mistake(
+        lambda: Monitor().counter("c").add(1, t="a"), "labels={'t': 'a'}", "Define 'c' with labels=['t']"
+    ),
+    "one label as a string": Mistake(
+        lambda: Monitor().counter("c", labels="table"), "labels='table'", "Pass a list of label names"
+    ),
+    "a tensor as label": Mistake(
+        lambda: Monitor().counter("c", labels=["t"]).cell(t=torch.ones(2)), "labels={'t'", "Pass a string or a number"
+    ),
     "labels of a record": Mistake(
         lambda: Monitor().counter("c", "x", labels=["t"]).add(1, t="a"),  # type: ignore[call-arg]
         "labels={'t': 'a'}",

@@ -259,12 +259,15 @@ class Monitor(Forkable):
 
         Raises:
             InvalidArgumentError: if the monitor is running, ``interval`` is 0 or less, a sink is no
-                :class:`~delta_tracker.monitor.sinks.base_sink.Sink`, or an attribute has an invalid name.
+                :class:`~delta_tracker.monitor.sinks.base_sink.Sink`, ``attributes`` is no mapping, or an attribute has
+                an invalid name.
             RuntimeError: if no thread can be started.
         """
         seconds = _seconds("interval", interval)
         if isinstance(sinks, Sink) or not all(isinstance(sink, Sink) for sink in sinks):
             raise InvalidArgumentError("sinks", sinks, "Pass a list of sinks, for example [JsonlSink(path)]")
+        if not isinstance(attributes or {}, Mapping):
+            raise InvalidArgumentError("attributes", attributes, "Pass a mapping of name to text")
         texts = [encodable(str(value)) for value in (attributes or {}).values()]
         labels = dict(zip(check_label_names(attributes or {}), texts, strict=True))
         if self.is_running:

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from enum import Enum
+from numbers import Number
+from os import PathLike
 
 from delta_tracker.errors import InvalidArgumentError
 
@@ -16,6 +19,7 @@ _NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*(\.[a-zA-Z_][a-zA-Z0-9_]*)*")
 _LABEL = re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*")
 _RESERVED_LABELS = frozenset({"le", "quantile"})
 _MAX_LENGTH = 200
+_LABEL_VALUES = (str, Number, Enum, PathLike)  # types whose text is short and the same in each run
 
 Labels = tuple[tuple[str, str], ...]
 """Label names and values, in the order of the definition."""
@@ -40,8 +44,10 @@ def check_name(argument: str, name: object) -> str:
 def check_label_names(names: Iterable[str]) -> tuple[str, ...]:
     """Return the label names as a tuple if all of them are valid.
 
-    Raises InvalidArgumentError for an invalid, reserved (``le``, ``quantile``) or duplicate name.
+    Raises InvalidArgumentError for an invalid, reserved (``le``, ``quantile``) or duplicate name, or a single string.
     """
+    if isinstance(names, str) or not isinstance(names, Iterable):
+        raise InvalidArgumentError("labels", names, "Pass a list of label names, for example labels=['table']")
     found = tuple(names)
     for name in found:
         if type(name) is not str or not _LABEL.fullmatch(name) or name in _RESERVED_LABELS:
@@ -49,6 +55,13 @@ def check_label_names(names: Iterable[str]) -> tuple[str, ...]:
     if len(set(found)) < len(found):
         raise InvalidArgumentError("labels", found, "Name each label once")
     return found
+
+
+def check_text(argument: str, text: object) -> str:
+    """Return ``text`` if it is a string that UTF-8 can encode. Raise InvalidArgumentError otherwise."""
+    if not isinstance(text, str) or encodable(text) != text:
+        raise InvalidArgumentError(argument, text, "Pass a text that UTF-8 can encode")
+    return text
 
 
 def encodable(text: str) -> str:
@@ -76,11 +89,41 @@ def exposed(name: str) -> str:
 def order_labels(stat: str, names: tuple[str, ...], labels: Mapping[str, object]) -> Labels:
     """Return ``labels`` in the order of ``names``, with values converted to encodable strings.
 
-    Raises InvalidArgumentError if the keys of ``labels`` are not exactly ``names``.
+    Raises InvalidArgumentError if the keys of ``labels`` are not exactly ``names``, or if a value is neither a string, a
+    number, a member of an enum nor a path.
     """
+    if labels and not names:
+        remedy = f"Define {stat!r} with labels={list(labels)}: it has no labels"
+        raise InvalidArgumentError("labels", dict(labels), remedy)
     if len(labels) != len(names) or any(name not in labels for name in names):
         raise InvalidArgumentError("labels", dict(labels), f"Pass exactly the labels {list(names)} of {stat!r}")
+    for name, value in labels.items():
+        if not isinstance(value, _LABEL_VALUES):
+            remedy = f"Pass a string or a number as label {name!r} of {stat!r}, whose labels are {list(names)}"
+            raise InvalidArgumentError("labels", {name: value}, remedy)
     return tuple((name, encodable(str(labels[name]))) for name in names)
+
+
+def labelled_call(stat: str, labels: Iterable[str], value: object) -> str:
+    """Return the text of a call that records ``value`` with labels, each as ``name`` or ``name='value'``."""
+    return f"{stat}.cell({', '.join(labels)}).add({value!r})"
+
+
+def shown(labels: Mapping[str, object]) -> list[str]:
+    """Return the labels as the keyword arguments of a call.
+
+    Example:
+        >>> shown({"table": "user", "rank": 3})
+        ["table='user'", 'rank=3']
+    """
+    return [f"{name}={value!r}" for name, value in labels.items()]
+
+
+def refuse_labels(stat: str, value: object, labels: Mapping[str, object]) -> None:
+    """Raise InvalidArgumentError for ``labels`` of a record of ``value`` in a stat that has no labels."""
+    call = labelled_call(stat, shown(labels), value)
+    remedy = f"Define {stat!r} with labels={list(labels)}, then call {call}: it has no labels"
+    raise InvalidArgumentError("labels", dict(labels), remedy)
 
 
 def label_pairs(labels: Labels) -> list[str]:

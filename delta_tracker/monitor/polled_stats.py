@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import ClassVar, Literal
 
+from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.monitor.stat import Kind, Stat
 
 Readings = float | Mapping[str | tuple[str, ...], float] | None
@@ -78,9 +79,13 @@ class Passive(Source):
             return
         if not isinstance(readings, Mapping):
             readings = {(): readings}
+        names = self._stat.definition.labels
         for key, reading in readings.items():
-            values = (key,) if isinstance(key, str) else key
-            labels = dict(zip(self._stat.definition.labels, values, strict=True))
+            values = key if isinstance(key, tuple) else (key,)
+            if len(values) != len(names):
+                remedy = f"Return one value for each of the labels {list(names)} of {self.name!r} as key"
+                raise InvalidArgumentError("readings", {key: reading}, remedy)
+            labels = dict(zip(names, values, strict=True))
             self._stat.cell(**labels).add(self._growth(values, reading))
 
     def _growth(self, values: tuple[str, ...], reading: float) -> float:

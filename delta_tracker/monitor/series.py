@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from delta_tracker.monitor.aggregate import Aggregate, needs_buckets, plain_number
 from delta_tracker.monitor.clock import Progress
-from delta_tracker.monitor.names import Labels
+from delta_tracker.monitor.names import Labels, refuse_labels
 from delta_tracker.monitor.policy import Policy
 
 # If a cell has this many queued records, the recording thread aggregates them, which takes about 0.2 ms.
@@ -109,6 +109,7 @@ class Cell:
     """Series of records of one stat, all with the same label values. Thread-safe.
 
     Args:
+        stat: name of the stat.
         is_counter: True to reject negative numbers.
 
     Attributes:
@@ -118,7 +119,10 @@ class Cell:
         function: returns the value of a gauge at present, or None for no data; None if the values are recorded.
     """
 
-    def __init__(self, labels: Labels, policy: Policy, progress: Progress, *, is_counter: bool = False) -> None:
+    def __init__(
+        self, stat: str, labels: Labels, policy: Policy, progress: Progress, *, is_counter: bool = False
+    ) -> None:
+        self._stat = stat
         self.labels = labels
         self.is_remote = False
         self._policy = policy
@@ -136,6 +140,22 @@ class Cell:
         """
         if self.enabled:
             if type(value) is not float and type(value) is not int:  # faster than a lookup in a set
+                value = plain_number(value)
+            waiting = self._waiting
+            waiting.append(value)
+            if len(waiting) >= self._limit:
+                self.fold()
+
+    def add_unlabelled(self, value: float = 1, **labels: object) -> None:
+        """Record a number as :meth:`add` does, in the only cell of a stat that has no labels.
+
+        Raises:
+            InvalidArgumentError: for labels.
+        """
+        if labels:
+            refuse_labels(self._stat, value, labels)
+        if self.enabled:  # the lines of add(), to save a call per record
+            if type(value) is not float and type(value) is not int:
                 value = plain_number(value)
             waiting = self._waiting
             waiting.append(value)

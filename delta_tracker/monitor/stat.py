@@ -11,7 +11,17 @@ from functools import partial
 
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.monitor.clock import Progress, Timer
-from delta_tracker.monitor.names import Labels, check_label_names, check_name, encodable, exposed, order_labels
+from delta_tracker.monitor.names import (
+    Labels,
+    check_label_names,
+    check_name,
+    check_text,
+    encodable,
+    exposed,
+    labelled_call,
+    order_labels,
+    shown,
+)
 from delta_tracker.monitor.policy import Policy
 from delta_tracker.monitor.series import Cell
 
@@ -67,8 +77,8 @@ class Definition:
         bounds: lowest and highest bucket bound for sinks with fixed buckets, each as an exponent of 2.
 
     Raises:
-        InvalidArgumentError: for an invalid name, label, unit or help text, ``max_cells`` below 1, or a logical stat
-            that is not a counter.
+        InvalidArgumentError: for an invalid name, label, unit, help text or pair of bounds, ``max_cells`` below 1, or a
+            logical stat that is not a counter.
     """
 
     name: str
@@ -85,14 +95,17 @@ class Definition:
         if self.kind is Kind.COUNTER and _TOTALS.fullmatch(exposed(self.name)):
             raise InvalidArgumentError("name", self.name, "Name what is counted: Prometheus appends _total")
         object.__setattr__(self, "labels", check_label_names(self.labels))
-        if not _UNIT.fullmatch(self.unit):
+        if not _is_unit(self.unit):
             raise InvalidArgumentError(
                 "unit", self.unit, "Spell out the base unit in lower case: seconds, bytes, ratio"
             )
-        if encodable(self.help) != self.help:
-            raise InvalidArgumentError("help", self.help, "Pass a text that UTF-8 can encode")
+        check_text("help", self.help)
         if type(self.max_cells) is not int or self.max_cells < 1:
             raise InvalidArgumentError("max_cells", self.max_cells, "Pass a whole number of 1 or more")
+        low, high = self.bounds if _is_pair(self.bounds) else (0, 0)
+        if low >= high:
+            remedy = "Pass two whole numbers, the lower one first: (-14, 10) is from 2**-14 to 2**10"
+            raise InvalidArgumentError("bounds", self.bounds, remedy)
         if self.is_logical and self.kind is not Kind.COUNTER:
             raise InvalidArgumentError("is_logical", self.is_logical, "Pass it for counters only")
 
@@ -149,13 +162,14 @@ class Stat:
         """All cells, one per label set."""
         return list(self._cells.values())
 
-    def cell(self, **labels: object) -> Cell:
+    def cell(self, /, **labels: object) -> Cell:
         """Return the cell of a label set. Create it if missing.
 
         If there are already ``max_cells`` cells, return the cell whose labels are all ``"other"`` instead of a new one.
 
         Raises:
-            InvalidArgumentError: if the label names are not those of the stat.
+            InvalidArgumentError: if the label names are not those of the stat, or a value is neither a string, a
+                number, a member of an enum nor a path.
         """
         if set(map(type, labels.values())) == {str}:  # fast path for labels in the order of the definition
             found = self._cells.get(tuple(labels.items()))  # type: ignore[arg-type]
@@ -165,7 +179,7 @@ class Stat:
         found = self._cells.get(key)
         return self._make(key) if found is None else found
 
-    def remove(self, **labels: object) -> None:
+    def remove(self, /, **labels: object) -> None:
         """Remove the cells whose labels match ``labels``. An omitted label matches any value.
 
         Raises InvalidArgumentError for a label that the stat does not have.
@@ -180,11 +194,11 @@ class Stat:
                 del self._cells[key]
             self._bind()
 
-    def time(self, **labels: object) -> Timer:
+    def time(self, /, **labels: object) -> Timer:
         """Return a context manager that records the duration of its body in seconds. It is also a decorator."""
         return self.timer(**labels)()
 
-    def timer(self, **labels: object) -> Callable[[], Timer]:
+    def timer(self, /, **labels: object) -> Callable[[], Timer]:
         """Look up the cell once, and return a function that creates timers as :meth:`time` does."""
         return partial(Timer, self.cell(**labels).add, self._progress.clock)
 
@@ -214,7 +228,7 @@ class Stat:
                 key = tuple((name, OTHER) for name, _ in key)
             if key not in self._cells:
                 is_counter = self.definition.kind is Kind.COUNTER
-                self._cells[key] = Cell(key, self.policy, self._progress, is_counter=is_counter)
+                self._cells[key] = Cell(self.name, key, self.policy, self._progress, is_counter=is_counter)
             found = self._cells[key]
         # Outside the lock: the callback takes the registry's lock, whose holder may wait for this stat's lock.
         if is_full:
@@ -224,11 +238,14 @@ class Stat:
     def _bind(self) -> None:
         if not self.definition.labels:
             # Bind the cell's method to save a call per record.
-            self.add = self.cell().add
+            self.add = self.cell().add_unlabelled
 
     def _needs_labels(self, value: float = 1, **labels: object) -> None:
-        shown = [f"{name}={text!r}" for name, text in labels.items()] or self.definition.labels
-        raise InvalidArgumentError("labels", labels, f"Call {self.name}.cell({', '.join(shown)}).add({value!r})")
+        if labels:
+            order_labels(self.name, self.definition.labels, labels)
+        call = labelled_call(self.name, shown(labels) or self.definition.labels, value)
+        remedy = f"Call {call}: its labels are {list(self.definition.labels)}"
+        raise InvalidArgumentError("labels", labels, remedy)
 
 
 class Counter(Stat):
@@ -251,7 +268,7 @@ class Gauge(Stat):
         """Record a reading."""
         (self.cell(**labels).add if labels else self.add)(value)
 
-    def set_function(self, function: Callable[[], float | None], **labels: object) -> None:
+    def set_function(self, function: Callable[[], float | None], /, **labels: object) -> None:
         """Read the gauge from a function: at each collection, and at each scrape of a Prometheus endpoint.
 
         The value is then never older than the scrape, also while the collection of other metrics waits. :meth:`remove`
@@ -274,6 +291,14 @@ class Gauge(Stat):
             2
         """
         self.cell(**labels).function = partial(_reading, function)
+
+
+def _is_unit(unit: object) -> bool:
+    return isinstance(unit, str) and _UNIT.fullmatch(unit) is not None
+
+
+def _is_pair(bounds: object) -> bool:
+    return isinstance(bounds, tuple | list) and [type(each) for each in bounds] == [int, int]
 
 
 def _reading(function: Callable[[], float | None]) -> float | None:

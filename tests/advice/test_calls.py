@@ -26,7 +26,7 @@ from delta_tracker.cli.main import main
 from delta_tracker.compat import ModelDeltaTrackerTrec
 from delta_tracker.errors import HeldVersionError, InvalidArgumentError, MalformedError, NoSnapshotError
 from delta_tracker.monitor import Monitor
-from delta_tracker.monitor.device.metrics import DeviceMean
+from delta_tracker.monitor.device.metrics import DeviceCounter, DeviceHistogram, DeviceMean
 from delta_tracker.monitor.device.torchmetric import TorchMetric
 from delta_tracker.monitor.state import LogicalCounters
 from delta_tracker.sinks.lmdb import LmdbSink
@@ -81,7 +81,45 @@ def test_a_stat_with_labels_is_used_by_its_cells() -> None:
     error = refused(InvalidArgumentError, lambda: counter.add(1), ".cell(table).add(1)")
     assert "Call rows" in error.remedy
     refused(InvalidArgumentError, lambda: counter.add(1, table="user"), "Call rows.cell(table='user').add(1)")
+    refused(InvalidArgumentError, lambda: counter.add(1, t="user"), "Pass exactly the labels ['table'] of 'rows'")
     counter.cell(table="user").add(1)
+
+
+@pytest.mark.advice("InvalidArgumentError: refuse_labels", "InvalidArgumentError: order_labels")
+@pytest.mark.parametrize("kind", ["counter", "gauge", "stat", "histogram"])
+def test_a_label_is_declared_before_it_is_used(kind: str) -> None:
+    stat = getattr(Monitor(), kind)("rows")
+    words = "Define 'rows' with labels=['table']", "it has no labels"
+    calls = [lambda: stat.add(2, table="user"), lambda: stat.cell(table="user"), lambda: stat.timer(table="user")]
+    calls += [lambda: stat.set(2, table="user")] if kind == "gauge" else []
+    for call in calls:
+        assert "{'table': 'user'}" in str(refused(InvalidArgumentError, call, *words))
+    refused(InvalidArgumentError, calls[0], "then call rows.cell(table='user').add(2)")
+    labelled = getattr(monitor := Monitor(), kind)("rows", labels=["table"])
+    for value in (None, b"user", ["user"], torch.ones(1), object()):
+        words = ("Pass a string or a number as label 'table' of 'rows', whose labels are ['table']",)
+        refused(InvalidArgumentError, lambda value=value: labelled.cell(table=value), *words)
+        refused(InvalidArgumentError, lambda value=value: labelled.add(2, table=value), *words)
+    labelled.cell(table="user").add(2)
+    assert [
+        (each.labels, each.figures.total) for each in monitor.collect().totals if each.definition.name == "rows"
+    ] == [((("table", "user"),), 2)]
+
+
+@pytest.mark.advice("InvalidArgumentError: _DeviceStat._refuse_labels")
+@pytest.mark.parametrize("kind", [DeviceMean, DeviceCounter, DeviceHistogram])
+def test_a_device_stat_is_built_for_each_set_of_labels(kind: type[DeviceMean]) -> None:
+    monitor = Monitor()
+    refused(InvalidArgumentError, lambda: kind("a", monitor=monitor, labels=["table"]), "Pass a mapping of label")
+    stat = kind("loss", monitor=monitor, labels={"table": "user"})
+    for labels in ({"table": "user"}, {"t": 1}):
+        words = f"Build one {kind.__name__} for each set of labels", "This one has {'table': 'user'}"
+        refused(InvalidArgumentError, lambda labels=labels: stat.update(1.0, **labels), *words)
+    other = kind("loss", monitor=monitor, labels={"table": "item"})
+    other.update(1.0)
+    assert {each.labels: each.count for each in monitor.collect().windows if each.definition.name == "loss"} == {
+        (("table", "item"),): 1
+    }
 
 
 @pytest.mark.advice("InvalidArgumentError: Stream.head observe _encoding", "NoSnapshotError: command")

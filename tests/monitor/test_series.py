@@ -7,6 +7,7 @@ import math
 import warnings
 import weakref
 from decimal import Decimal
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -81,7 +82,8 @@ def test_a_label_has_the_cell_of_its_text(monitor) -> None:
     stat = monitor.counter("kinds", labels=["kind"])
     stat.cell(kind="delta").add(1)
     assert stat.cell(kind=Kinds.DELTA) is stat.cell(kind=str(Kinds.DELTA)) is not stat.cell(kind="delta")
-    assert stat.cell(kind=[1]) is stat.cell(kind="[1]")
+    assert stat.cell(kind=1) is stat.cell(kind="1")
+    assert stat.cell(kind=Path("a")) is stat.cell(kind="a")
 
 
 @pytest.mark.parametrize("make", [lambda: torch.tensor(2.0), lambda: np.array(2.0), lambda: torch.tensor([2])])

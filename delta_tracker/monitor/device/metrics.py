@@ -55,6 +55,8 @@ class _DeviceStat(DeviceState):
         **options: Any,  # noqa: ANN401  as in Monitor.stat
     ) -> None:
         labels = labels or {}
+        if not isinstance(labels, Mapping):
+            raise InvalidArgumentError("labels", labels, "Pass a mapping of label to value, for one set of labels")
         stat = type(self).definer(monitor, name, help, labels=tuple(labels), **{**self._defaults, **options})
         super().__init__(stat.name, self._num_sums, reader_of(monitor))
         self._cell = stat.cell(**labels)
@@ -64,6 +66,12 @@ class _DeviceStat(DeviceState):
     def enabled(self) -> bool:
         """True if values are accepted."""
         return self._cell.enabled
+
+    def _refuse_labels(self, labels: Mapping[str, object]) -> None:
+        if labels:
+            kind, held = type(self).__name__, dict(self._cell.labels)
+            remedy = f"Build one {kind} for each set of labels, with labels={labels}. This one has {held or 'none'}"
+            raise InvalidArgumentError("labels", labels, remedy)
 
     def _record(self, value: Tensor | float, weight: Tensor | float = 1.0) -> None:
         """Add values to the sums, as :meth:`DeviceMean.update` does. No-op if the stat is disabled."""
@@ -138,19 +146,21 @@ class DeviceMean(_DeviceStat):
 
     _defaults: ClassVar[Mapping[str, Any]] = {"aggregations": ("mean", "count")}
 
-    def update(self, value: Tensor | float, weight: Tensor | float = 1.0) -> None:
+    def update(self, value: Tensor | float, weight: Tensor | float = 1.0, **labels: object) -> None:
         """Add values to the sums. No-op if the stat is disabled.
 
         Args:
             value: tensor of any shape and real dtype, or a number.
             weight: a number, or a tensor that broadcasts to ``value``. If ``value`` is a number, it is added once with
                 each element of ``weight``.
+            labels: not accepted; the error says how to record with labels.
 
         Raises:
-            InvalidArgumentError: for complex values, if the shape of ``weight`` does not broadcast to ``value``, or if
-                ``value`` and ``weight`` are on different devices. A zero-dimensional ``weight`` may always be on the
-                CPU.
+            InvalidArgumentError: for labels, for complex values, if the shape of ``weight`` does not broadcast to
+                ``value``, or if ``value`` and ``weight`` are on different devices. A zero-dimensional ``weight`` may
+                always be on the CPU.
         """
+        self._refuse_labels(labels)
         self._record(value, weight)
 
 
@@ -173,16 +183,18 @@ class DeviceCounter(_DeviceStat):
     definer: ClassVar[Callable[..., Stat]] = Monitor.counter
     is_signed: ClassVar[bool] = False
 
-    def update(self, value: Tensor | float = 1) -> None:
+    def update(self, value: Tensor | float = 1, **labels: object) -> None:
         """Add increments to the total. No-op if the counter is disabled.
 
         Args:
             value: tensor of any shape and real dtype, or a number. The total of integers is exact up to 2**53, or up to
                 2**24 on MPS.
+            labels: not accepted; the error says how to record with labels.
 
         Raises:
-            InvalidArgumentError: for complex values.
+            InvalidArgumentError: for complex values and for labels.
         """
+        self._refuse_labels(labels)
         self._record(value)
 
     def figures(self, sums: list[float]) -> Aggregate:
@@ -204,8 +216,9 @@ class DeviceHistogram(_DeviceStat):
     _num_sums = _REJECTED + 1
     _defaults: ClassVar[Mapping[str, Any]] = {"aggregations": ("count", "mean", "p50", "p95", "p99", "histogram")}
 
-    def update(self, value: Tensor | float) -> None:
+    def update(self, value: Tensor | float, **labels: object) -> None:
         """Count values, as in :meth:`DeviceMean.update`, in their buckets. No-op if the histogram is disabled."""
+        self._refuse_labels(labels)
         if not self.enabled:
             return
         if not isinstance(value, Tensor):
