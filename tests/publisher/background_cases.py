@@ -32,12 +32,17 @@ from tests.waiting import eventually
 
 _PATIENCE = 60.0
 
+NUM_VOTES = 10  # in which a snapshot and three deltas appear
+
 
 class Trainer:
     """A rank's model in training, with a copy of its weights after each batch."""
 
-    def __init__(self, rank: int, world_size: int, consumers: list[str] | None = None, **kwargs: Any) -> None:
-        self.spec = Spec.every_sharding(world_size, bag=True)
+    def __init__(
+        self, rank: int, world_size: int, consumers: list[str] | None = None, *, is_small: bool = False, **kwargs: Any
+    ) -> None:
+        small = Spec([Table("row", 17, "row")], bag=True)  # a batch takes a third of the time
+        self.spec = small if is_small else Spec.every_sharding(world_size, bag=True)
         self.spec.tables.append(Table("replica", 7, "data"))
         self.spec.features.append("replica")
         self.model = shard(self.spec)
@@ -241,12 +246,12 @@ def broken_store(rank: int, world_size: int, url: str) -> dict[str, Any]:
 
 def seldom_votes(rank: int, world_size: int, url: str, fails: bool) -> dict[str, Any]:
     """With votes at every fourth call, the other calls send nothing, and a rank that fails stays in step."""
-    trainer = Trainer(rank, world_size)
+    trainer = Trainer(rank, world_size, is_small=True)
     with trainer.tracker:
         cadence = Cadence(batches=3, vote_every=4)
         publisher = Publisher(trainer.tracker, url, dense=trainer.model.module.dense, cadence=cadence)
         exchange = publisher._versions._ballots
-        start, sent, broken = exchange.start_votes, [], [9, 21] if fails and rank == 1 else []
+        start, sent, broken = exchange.start_votes, [], [4, 8] if fails and rank == 1 else []
 
         def start_votes(vote: Vote) -> Gathering:
             sent.append(trainer.tracker.num_batches)
@@ -255,7 +260,7 @@ def seldom_votes(rank: int, world_size: int, url: str, fails: bool) -> dict[str,
             return start(vote)
 
         exchange.start_votes = start_votes  # type: ignore[method-assign]
-        for _ in range(4 * 24):
+        for _ in range(4 * NUM_VOTES):
             trainer.step(publisher)
             finish(publisher)
         calls, error = list(sent), str(publisher.error)
@@ -302,7 +307,7 @@ def different_votes(rank: int, world_size: int, url: str) -> str:
 
 def kept_up(rank: int, world_size: int, url: str) -> dict[str, Any]:
     """Versions are announced, merged and removed during training, and a predictor applies all of them."""
-    trainer = Trainer(rank, world_size)
+    trainer = Trainer(rank, world_size, is_small=True)
     notifier = LocalNotifier()
     with trainer.tracker:
         publisher = Publisher(

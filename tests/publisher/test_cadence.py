@@ -8,6 +8,7 @@ import pytest
 
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.publisher.cadence import Cadence
+from tests.publisher.background_cases import NUM_VOTES
 from tests.ranks import RankPool
 
 _CASES = "tests.publisher.background_cases"
@@ -47,7 +48,7 @@ def test_votes_at_every_fourth_call(request: pytest.FixtureRequest, pool: str, u
     """Versions appear, and the other calls send nothing. Before, every call sent a vote."""
     answers = request.getfixturevalue(pool).run(f"{_CASES}:seldom_votes", url=url, fails=False)
     for answer in answers:
-        assert answer["calls"] == list(range(4, 4 * 24 + 1, 4))
+        assert answer["calls"] == list(range(4, 4 * NUM_VOTES + 1, 4))
         assert answer["cuts"] == answers[0]["cuts"]
         assert len(answer["cuts"]) >= 4
         assert all(end % 4 == 0 for _, end in answer["cuts"][:-1])
