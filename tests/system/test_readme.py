@@ -30,9 +30,9 @@ def test_python_blocks_run(name: str, tmp_path: Path) -> None:
 def test_the_page_of_the_code_names_functions_that_the_first_program_runs() -> None:
     page = (ROOT / "delta_tracker" / "README.md").read_text()
     named = re.findall(r"\| `([\w.]+)` \| `delta_tracker/([\w/.]+)` \|$", page, flags=re.MULTILINE)
-    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.spine", "--show"]
-    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=True).stdout
-    files = dict(re.findall(r"^(\S+\.py)\n((?:    .+\n)+)", shown, flags=re.MULTILINE))
+    done = forked.run("benchmarks.spine", "--show", timeout_seconds=280)
+    assert done.returncode == 0, done.stderr
+    files = dict(re.findall(r"^(\S+\.py)\n((?:    .+\n)+)", done.stdout, flags=re.MULTILINE))
     assert named
     assert not [each for each in named if each[0] not in files.get(each[1], "").split()]
 
