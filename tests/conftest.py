@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import logging
 import os
 import shutil
 import signal
 from collections.abc import Generator, Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
 from hypothesis import Phase, settings
 
+from tests import forked
 from tests.raise_sites import made
 from tests.raise_sites import named as named_sites
 from tests.ranks import RankPool
@@ -28,6 +31,9 @@ os.environ.setdefault("RES_OPTIONS", "attempts:0")
 
 # The workers, and the programs that they start, have about one core each: threads of OpenMP would wait for each other.
 if "PYTEST_XDIST_WORKER" in os.environ:
+    gc.disable()  # until the tests are collected
+    import torch  # the process that distributes the tests needs none
+
     torch.set_num_threads(1)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # otherwise a pool of processes that import torch
@@ -104,17 +110,37 @@ _SLOWEST = [
 
 
 _RANKS = {"one_rank", "two_ranks", "four_ranks"}
+_TESTS = Path(__file__).parent
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Let a worker use the server of processes that this process starts for all of them."""
+    node.workerinput["forked"] = forked.serve()
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Generator[None, object, object]:
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
     """Collect the tests without garbage collections, and leave their modules out of later ones."""
     gc.disable()
     try:
+        if (given := getattr(session.config, "workerinput", None)) is not None:
+            forked.join(given["forked"])
+            if any(Path(each).resolve() == _TESTS for each in session.config.args):
+                _import_tests(int(given["workerid"].removeprefix("gw")), given["workercount"])
         return (yield)
     finally:
         gc.freeze()
         gc.enable()
+
+
+def _import_tests(number: int, count: int) -> None:
+    """Import the tests, each worker from another one on: the first that comes to a file compiles it for the others."""
+    paths = sorted(_TESTS.rglob("test_*.py"))
+    first = len(paths) * number // count
+    for path in paths[first:] + paths[:first]:
+        with suppress(Exception, pytest.skip.Exception):  # the collection repeats and reports it
+            importlib.import_module(".".join(path.relative_to(_TESTS.parent).with_suffix("").parts))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -123,7 +149,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = filter(is_selected, items)
     for item in items:
         skip_if_only_a_sweep(item)
-    order = {Path(__file__).parent / name: number for number, name in enumerate(_SLOWEST)}
+    order = {_TESTS / name: number for number, name in enumerate(_SLOWEST)}
     items.sort(key=lambda item: order.get(item.path, len(order)))
 
 

@@ -1,7 +1,8 @@
 """Processes forked from a server, which imports torch, torchrec and the package once, because that takes seconds.
 
-The server starts at the first use and ends with this process. It has no threads, stores or process groups, so that it
-can fork. Each process has its own environment, except for variables that torch reads when it is loaded.
+The server starts at the first use and ends with this process; the workers of pytest-xdist share one. It has no threads,
+stores or process groups, so that it can fork. Each process has its own environment, except for variables that torch
+reads when it is loaded, and writes to the outputs of the process that starts it.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import runpy
 import signal
@@ -17,13 +19,11 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping
-from multiprocessing.forkserver import ensure_running
+from multiprocessing import reduction
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 from unittest import mock
-
-import torch
 
 _ROOT = Path(__file__).parent.parent
 # What most of the processes import; a name that is not installed is left out.
@@ -44,6 +44,8 @@ _PRELOAD = [
     "delta_tracker.sharding.inference_tables",
     "tests.models",
 ]
+_SERVER: Any = multiprocessing.forkserver._forkserver  # type: ignore[attr-defined]
+_REACHED_BY = {"_forkserver_address", "_forkserver_authkey"}  # the key is of Python 3.14
 _READ_BY_TORCH = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
@@ -63,15 +65,38 @@ def start(
         environ: environment of the process; None for that of the caller.
         daemon: True to end the process with its parent. It then cannot start processes by ``multiprocessing``.
     """
+    import torch  # noqa: PLC0415  a process that only serves needs none
+
     context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
-    path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
-    with mock.patch.dict(os.environ, _READ_BY_TORCH | {"PYTHONPATH": path}):
+    with _environ():
         if context.get_start_method() == "forkserver":
-            context.set_forkserver_preload(_PRELOAD)
-            ensure_running()
-        process = context.Process(target=_call, args=(dict(environ or os.environ), body, arguments), daemon=daemon)
+            _ensure_running()
+        inherited = (_Descriptor(1), _Descriptor(2), dict(environ or os.environ))
+        process = context.Process(target=_call, args=(*inherited, body, arguments), daemon=daemon)
         process.start()
     return process
+
+
+def serve() -> dict[str, Any]:
+    """Start the server; return how other processes reach it by :func:`join`. It ends with this process."""
+    with _environ():
+        _ensure_running()
+    return {name: value for name, value in vars(_SERVER).items() if name in _REACHED_BY}
+
+
+def join(server: Mapping[str, Any]) -> None:
+    """Use the server of another process, which outlives this one."""
+    vars(_SERVER).update(server, ensure_running=lambda: None, _forkserver_alive_fd=os.open(os.devnull, os.O_WRONLY))
+
+
+def _environ() -> Any:
+    path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
+    return mock.patch.dict(os.environ, _READ_BY_TORCH | {"PYTHONPATH": path})
+
+
+def _ensure_running() -> None:
+    _SERVER.set_forkserver_preload(_PRELOAD)
+    _SERVER.ensure_running()
 
 
 class Program:
@@ -149,7 +174,23 @@ def run(
         return subprocess.CompletedProcess([module, *arguments], code, output.read_text(), errors.read_text())
 
 
-def _call(environ: dict[str, str], body: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+class _Descriptor:
+    """A file descriptor of this process, which a process that gets it has open, too."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _duplicate, (reduction.DupFd(self._number), self._number)
+
+
+def _duplicate(received: Any, number: int) -> None:
+    descriptor = received.detach()
+    os.dup2(descriptor, number)
+    os.close(descriptor)
+
+
+def _call(_: None, __: None, environ: dict[str, str], body: Callable[..., None], arguments: tuple[Any, ...]) -> None:
     gc.freeze()  # a collection would write to, and so copy, the memory that is shared with the server
     gc.enable()
     os.environ.clear()
