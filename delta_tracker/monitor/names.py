@@ -89,8 +89,8 @@ def exposed(name: str) -> str:
 def order_labels(stat: str, names: tuple[str, ...], labels: Mapping[str, object]) -> Labels:
     """Return ``labels`` in the order of ``names``, with values converted to encodable strings.
 
-    Raises InvalidArgumentError if the keys of ``labels`` are not exactly ``names``, or if a value is neither a string, a
-    number, a member of an enum nor a path.
+    Raises InvalidArgumentError if the keys of ``labels`` are not exactly ``names``, or if a value is neither a string,
+    a number, a member of an enum nor a path.
     """
     if labels and not names:
         remedy = f"Define {stat!r} with labels={list(labels)}: it has no labels"
