@@ -135,15 +135,15 @@ class Region:
         if self.copies is None:
             write_rows(memory, self.rows, ids, values)
             return
-        places, values = _within(self.rows, ids, values)
+        indices, values = _within(self.rows, ids, values)
         if len(values):
             device = memory.device
             values = to_device(values, device)
-            if isinstance(places, slice):
-                places = torch.arange(places.start, places.stop, device=device)
-            places = to_device(places, device)
-            put_rows(memory, places, values)
-            self.copies.write(places, values, columns or (0, memory.shape[1]))
+            if isinstance(indices, slice):
+                indices = torch.arange(indices.start, indices.stop, device=device)
+            indices = to_device(indices, device)
+            put_rows(memory, indices, values)
+            self.copies.write(indices, values, columns or (0, memory.shape[1]))
 
 
 WRITABLE = (
@@ -223,11 +223,11 @@ def write_rows(memory: Tensor, rows: tuple[int, int], ids: Tensor | slice, value
     ``memory`` is ``[R, C]`` and holds the global ids in ``rows``. ``ids`` are as in :meth:`RowTarget.write`, and
     ``values`` are ``[N, C]`` in the dtype of ``memory``.
     """
-    places, values = _within(rows, ids, values)
-    if isinstance(places, slice):
-        copy_from_host(memory[places], values)
-    elif len(places):
-        put_rows(memory, places, values)
+    indices, values = _within(rows, ids, values)
+    if isinstance(indices, slice):
+        copy_from_host(memory[indices], values)
+    elif len(indices):
+        put_rows(memory, indices, values)
 
 
 def _within(rows: tuple[int, int], ids: Tensor | slice, values: Tensor) -> tuple[Tensor | slice, Tensor]:

@@ -56,9 +56,9 @@ class ChangedRows:
 
         ``index`` has ascending int64 positions, or is an ``[N]`` bool mask.
         """
-        places = index.nonzero().flatten() if index.dtype == torch.bool else index
+        indices = index.nonzero().flatten() if index.dtype == torch.bool else index
         return ChangedRows(
-            take_rows(self.ids, places), *(None if each is None else take_rows(each, places) for each in self.columns)
+            take_rows(self.ids, indices), *(None if each is None else take_rows(each, indices) for each in self.columns)
         )
 
     def copy(self) -> ChangedRows:
@@ -136,15 +136,15 @@ def last_per_id(ids: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
     return first_per_id(ids.flip(0), states.flip(0))
 
 
-def take_rows(memory: Tensor, places: Tensor) -> Tensor:
+def take_rows(memory: Tensor, indices: Tensor) -> Tensor:
     """Return copies of the rows at the given positions, in memory of :func:`~delta_tracker.buffers.new_rows`.
 
-    ``memory`` is ``[R, ...]``, ``places`` are ``[N]`` int64 in ``[0, R)``, and the result is ``[N, ...]``.
+    ``memory`` is ``[R, ...]``, ``indices`` are ``[N]`` int64 in ``[0, R)``, and the result is ``[N, ...]``.
     """
-    return torch.index_select(memory.detach(), 0, places, out=new_rows(len(places), memory))
+    return torch.index_select(memory.detach(), 0, indices, out=new_rows(len(indices), memory))
 
 
-def split_places(masks: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+def split_by_mask(masks: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
     """Return the positions at which each mask is True, and those at which it is False.
 
     Waits once for each device, except the CPU, for any number of masks.
@@ -156,14 +156,14 @@ def split_places(masks: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]
         Name to two ascending int64 tensors.
 
     Example:
-        >>> split_places({"t": torch.tensor([True, False, True])})
+        >>> split_by_mask({"t": torch.tensor([True, False, True])})
         {'t': (tensor([0, 2]), tensor([1]))}
     """
-    places = {}
+    indices = {}
     on_device: dict[torch.device, list[str]] = {}
     for name, mask in masks.items():
         if mask.device.type == "cpu":
-            places[name] = mask.nonzero().flatten(), (~mask).nonzero().flatten()
+            indices[name] = mask.nonzero().flatten(), (~mask).nonzero().flatten()
         else:
             on_device.setdefault(mask.device, []).append(name)
     for names in on_device.values():
@@ -171,16 +171,16 @@ def split_places(masks: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]
         for name, count in zip(names, counts, strict=True):
             # A stable sort puts the True elements first. Unlike nonzero(), it does not wait for the device.
             order = masks[name].logical_not().byte().sort(stable=True).indices
-            places[name] = order[:count], order[count:]
-    return places
+            indices[name] = order[:count], order[count:]
+    return indices
 
 
-def put_rows(memory: Tensor, places: Tensor, values: Tensor) -> None:
+def put_rows(memory: Tensor, indices: Tensor, values: Tensor) -> None:
     """Write rows in place.
 
     Args:
         memory: ``[R, C]``, for ``R`` rows of ``C`` columns.
-        places: ``[N]`` int64 positions, unique and in ``[0, R)``.
+        indices: ``[N]`` int64 positions, unique and in ``[0, R)``.
         values: ``[N, C]`` in the dtype of ``memory``.
 
     Example:
@@ -191,15 +191,15 @@ def put_rows(memory: Tensor, places: Tensor, values: Tensor) -> None:
                 [0., 0.],
                 [1., 2.]])
     """
-    put_pieces(memory, places, [values])
+    put_pieces(memory, indices, [values])
 
 
-def put_pieces(memory: Tensor, places: Tensor, pieces: Iterable[Tensor]) -> None:
+def put_pieces(memory: Tensor, indices: Tensor, pieces: Iterable[Tensor]) -> None:
     """Write the rows of several tensors in place, one tensor after the other.
 
     Args:
         memory: ``[R, C]``, for ``R`` rows of ``C`` columns.
-        places: ``[N]`` int64 positions, unique and in ``[0, R)``.
+        indices: ``[N]`` int64 positions, unique and in ``[0, R)``.
         pieces: tensors ``[M, C]`` in the dtype of ``memory``, with ``N`` rows together.
 
     Example:
@@ -208,13 +208,13 @@ def put_pieces(memory: Tensor, places: Tensor, pieces: Iterable[Tensor]) -> None
         >>> memory.flatten()
         tensor([2., 0., 1.])
     """
-    is_host = memory.device.type == places.device.type == "cpu" and memory.dim() == 2  # noqa: PLR2004  rows
+    is_host = memory.device.type == indices.device.type == "cpu" and memory.dim() == 2  # noqa: PLR2004  rows
     held = _items(memory) if is_host and memory.stride(1) == 1 else None
-    at, begin = places.numpy() if is_host else None, 0
+    at, begin = indices.numpy() if is_host else None, 0
     for values in pieces:
         end = begin + values.shape[0]
         if held is None or at is None or values.device.type != "cpu" or values.stride(1) != 1:
-            own = to_device(places[begin:end], memory.device)
+            own = to_device(indices[begin:end], memory.device)
             memory.index_copy_(0, own, to_device(values, memory.device))
         elif held.flags.c_contiguous:
             held.put(at[begin:end], _items(values))  # faster, but would copy non-contiguous memory twice

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from delta_tracker.rows import ChangedRows, first_per_id, last_per_id, merge_first, split_places
+from delta_tracker.rows import ChangedRows, first_per_id, last_per_id, merge_first, split_by_mask
 from tests.syncs import find_syncs, held, on_device
 
 
@@ -24,7 +24,7 @@ def test_masks_on_a_device_are_split_with_one_wait() -> None:
     generator = torch.Generator().manual_seed(0)
     masks = {str(size): torch.rand(size, generator=generator) < 0.3 for size in (0, 1, 5, 100)}
     with find_syncs() as found:
-        split = split_places({name: on_device(mask) for name, mask in masks.items()})
+        split = split_by_mask({name: on_device(mask) for name, mask in masks.items()})
     assert len(found) == 1
     for name, mask in masks.items():
         chosen, others = split[name]

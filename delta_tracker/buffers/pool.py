@@ -141,10 +141,10 @@ class BufferPool:
 
     def _take(self, num_bytes: int) -> NDArray[np.uint8] | None:
         """Remove and return the smallest free buffer of 1 to 1.5 times ``num_bytes``; None if the pool has none."""
-        place = bisect_left(self._sizes, (num_bytes, 0))
-        if place == len(self._sizes) or self._sizes[place][0] > num_bytes * 3 // 2:
+        index = bisect_left(self._sizes, (num_bytes, 0))
+        if index == len(self._sizes) or self._sizes[index][0] > num_bytes * 3 // 2:
             return None
-        _, number = self._sizes.pop(place)
+        _, number = self._sizes.pop(index)
         memory, _ = self._free.pop(number)
         self._free_bytes -= memory.nbytes
         return memory

@@ -60,9 +60,9 @@ class RowCounts:
         return list(zip(self._ids[order].tolist(), self._counts[order].tolist(), strict=True))
 
     def _settle(self) -> None:
-        ids, places = np.unique(np.concatenate([self._ids, *self._waiting]), return_inverse=True)
-        counts = np.bincount(places[len(self._ids) :], minlength=len(ids))
-        counts[places[: len(self._ids)]] += self._counts
+        ids, indices = np.unique(np.concatenate([self._ids, *self._waiting]), return_inverse=True)
+        counts = np.bincount(indices[len(self._ids) :], minlength=len(ids))
+        counts[indices[: len(self._ids)]] += self._counts
         self._waiting, self._num_waiting = [], 0
         if len(ids) > self._capacity:
             taken = int(np.partition(counts, -self._capacity - 1)[-self._capacity - 1])
@@ -115,8 +115,8 @@ class TableMovement:
             return
         squares = np.concatenate([squares for _, squares in compared])
         if is_split:  # add up the squares of a row's column shards
-            places = np.unique(np.concatenate([slots for slots, _ in compared]), return_inverse=True)[1]
-            squares = np.bincount(places, weights=squares)
+            indices = np.unique(np.concatenate([slots for slots, _ in compared]), return_inverse=True)[1]
+            squares = np.bincount(indices, weights=squares)
         distances = np.sqrt(squares[np.isfinite(squares)])
         self.moves.extend(distances[distances > 0].tolist())
         if is_delta:

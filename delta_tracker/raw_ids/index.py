@@ -69,9 +69,9 @@ class SortedMap(RawIdMap):
         The ids are int64, on the device of the mapping.
         """
         known_ids, slots = self.tensors()
-        places = torch.searchsorted(known_ids[:-1], raw_ids)
-        is_known = (known_ids[places] == raw_ids) & (raw_ids != NO_OWNER)
-        return torch.where(is_known, slots[places], _NO_ROW)
+        indices = torch.searchsorted(known_ids[:-1], raw_ids)
+        is_known = (known_ids[indices] == raw_ids) & (raw_ids != NO_OWNER)
+        return torch.where(is_known, slots[indices], _NO_ROW)
 
     def unmap(self, slots: Tensor, owners: Tensor) -> None:  # noqa: ARG002
         """Map the raw ids of some rows to the default rows of their buckets, see :meth:`RawIdMap.unmap`."""
@@ -90,18 +90,18 @@ class SortedMap(RawIdMap):
         is_former = torch.zeros(end - first + 1, dtype=torch.bool)  # the last one is for ids without a row
         is_former[[-1, *(slot - first for slot in self._defaults() if first <= slot < end)]] = True
         at = torch.where(slots < first, end - first, slots - first)
-        places = (to_device(is_former, at.device)[at] & (raw_ids != NO_OWNER)).nonzero().flatten()
-        slots[places] = self._local_defaults(identity, raw_ids[places])
+        indices = (to_device(is_former, at.device)[at] & (raw_ids != NO_OWNER)).nonzero().flatten()
+        slots[indices] = self._local_defaults(identity, raw_ids[indices])
 
     def prepare(self, owners: Tensor) -> tuple[Tensor, Tensor]:
         """Return the tensors of another mapping, on the CPU. Only the ids that do not keep their rows are sorted."""
         first, num_rows = self.rows[0], len(owners)
         known_ids, slots = self.tensors()
-        raw_ids, places = known_ids.cpu(), slots.cpu() - first
-        if not self._has_all_inside(places + first):
-            places = places.clamp(0, max(0, num_rows - 1))
-        keeps = (owners[places] == raw_ids) & (raw_ids != NO_OWNER)
-        kept_ids, kept = raw_ids[keeps], places[keeps]
+        raw_ids, indices = known_ids.cpu(), slots.cpu() - first
+        if not self._has_all_inside(indices + first):
+            indices = indices.clamp(0, max(0, num_rows - 1))
+        keeps = (owners[indices] == raw_ids) & (raw_ids != NO_OWNER)
+        kept_ids, kept = raw_ids[keeps], indices[keeps]
         is_owned = owners != NO_OWNER
         is_added = is_owned.clone()
         is_added[kept] = False

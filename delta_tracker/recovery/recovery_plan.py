@@ -207,7 +207,7 @@ def _kernels(states: TrainingStates, shards: Mapping[str, LocalShard], own: int 
 
     Uses those that the rank ``own`` saved, unless it is None. Those of its other tables must be equal on all ranks.
     """
-    needed = {fqn for fqn, shard in shards.items() if any(kernel.is_fused for kernel, _ in shard.places)}
+    needed = {fqn for fqn, shard in shards.items() if any(kernel.is_fused for kernel, _ in shard.holders)}
     numbers = {} if own is None else states.kernels(own)
     found: dict[str, Scalars] = {fqn: each for fqn, each in numbers.items() if fqn in needed}
     missing = needed - found.keys()

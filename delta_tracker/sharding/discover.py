@@ -112,7 +112,7 @@ def discover(model: nn.Module, fqns_to_skip: Sequence[str] = ()) -> Discovery:
         kept = {fqn: module for fqn, module in plain.items() if not _is_skipped(fqn, fqns_to_skip)}
         found.shards = plain_shards(model, kept, torchrec)
         found.tables = {fqn: shard.spec.table for fqn, shard in found.shards.items()}
-        holders = (holder for shard in found.shards.values() for holder, _ in shard.places)
+        holders = (holder for shard in found.shards.values() for holder, _ in shard.holders)
         found.plain = [holder for holder in holders if isinstance(holder, PlainTable)]
     if not found.tables and not found.skipped:
         raise UnsupportedModelError(
@@ -193,18 +193,18 @@ def _add_collection(
             remedy = f"Give it a data type of {sorted(_DTYPES)}, or name it in fqns_to_skip to train it untracked"
             raise UnsupportedModelError({fqn: reason}, remedy)
         found.tables[fqn] = TableSpec(fqn, config.num_embeddings, config.embedding_dim, dtype)
-    kernels, places = _kernels(module, fqn_of, torchrec)
+    kernels, blocks = _kernels(module, fqn_of, torchrec)
     found.kernels += kernels
     for name, fqn in fqn_of.items():
         is_fused = planned_kernel(module, name) in torchrec.fused_kernels
         planned = planned_blocks(module, name)
         found.shards[fqn] = _merge(
-            found.tables[fqn], places[fqn], planned, is_fused=is_fused, replica=replica_of(module, torchrec)
+            found.tables[fqn], blocks[fqn], planned, is_fused=is_fused, replica=replica_of(module, torchrec)
         )
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _HeldBlock:
     kernel: Kernel
     slot: int
     block: tuple[int, int, int, int]  # first row, first column, number of rows, number of columns
@@ -214,10 +214,10 @@ class _Place:
 
 def _kernels(
     module: nn.Module, fqn_of: dict[str, str], torchrec: Torchrec
-) -> tuple[list[Kernel], dict[str, list[_Place]]]:
-    """Return the kernels of a collection that hold a tracked shard, and the places of each table on this rank."""
+) -> tuple[list[Kernel], dict[str, list[_HeldBlock]]]:
+    """Return the kernels of a collection that hold a tracked shard, and the blocks of each table on this rank."""
     kernels: list[Kernel] = []
-    places: dict[str, list[_Place]] = {fqn: [] for fqn in fqn_of.values()}
+    blocks: dict[str, list[_HeldBlock]] = {fqn: [] for fqn in fqn_of.values()}
     for emb_module in kernels_of(module):
         configs = emb_module.config.embedding_tables
         tracked = [fqn_of.get(config.name) for config in configs]
@@ -233,12 +233,12 @@ def _kernels(
         weights = emb_module.split_embedding_weights()  # once per kernel, because it returns all tables
         for slot, (fqn, config, weight) in enumerate(zip(tracked, configs, weights, strict=True)):
             if fqn is not None:
-                places[fqn].append(_place(kernel, slot, fqn, config, weight))
+                blocks[fqn].append(_held_block(kernel, slot, fqn, config, weight))
         kernels.append(kernel)
-    return kernels, places
+    return kernels, blocks
 
 
-def _place(kernel: Kernel, slot: int, fqn: str, config: Any, weight: Tensor) -> _Place:  # noqa: ANN401  of torchrec
+def _held_block(kernel: Kernel, slot: int, fqn: str, config: Any, weight: Tensor) -> _HeldBlock:  # noqa: ANN401  of torchrec
     """Return the location of a table's block. A table without shard metadata is replicated on every rank."""
     metadata = config.local_metadata
     block = (
@@ -248,12 +248,12 @@ def _place(kernel: Kernel, slot: int, fqn: str, config: Any, weight: Tensor) -> 
     )
     if tuple(weight.shape) != block[2:]:
         raise UnsupportedModelError({fqn: f"its weight has shape {tuple(weight.shape)}, but its shard {block[2:]}"})
-    return _Place(kernel, slot, block, weight.device, is_replicated=metadata is None)
+    return _HeldBlock(kernel, slot, block, weight.device, is_replicated=metadata is None)
 
 
 def _merge(
     table: TableSpec,
-    places: list[_Place],
+    blocks: list[_HeldBlock],
     planned: set[tuple[int, int, int, int]] | None,
     *,
     is_fused: bool,
@@ -261,24 +261,24 @@ def _merge(
 ) -> LocalShard:
     """Merge the blocks of a table on this rank into one shard. They must have the same rows and different columns.
 
-    ``places`` is empty if the rank has no rows of the table. ``planned`` are the blocks in the sharding plan, None if
-    it has none. ``is_fused`` is used only if ``places`` is empty. ``replica`` is the result of
+    ``blocks`` is empty if the rank has no rows of the table. ``planned`` are the blocks in the sharding plan, None if
+    it has none. ``is_fused`` is used only if ``blocks`` is empty. ``replica`` is the result of
     :func:`~delta_tracker.sharding.torchrec_api.replica_of` for the table's collection.
     """
-    if not places:
+    if not blocks:
         return LocalShard(ShardSpec(table), (), torch.device("cpu"), is_fused, replica[1])
-    places = sorted(places, key=lambda place: place.block[1])
-    rows = {(place.block[0], place.block[2]) for place in places}
+    blocks = sorted(blocks, key=lambda each: each.block[1])
+    rows = {(each.block[0], each.block[2]) for each in blocks}
     if len(rows) > 1:
         raise UnsupportedModelError({table.fqn: f"one rank has several row ranges of it: {sorted(rows)}"})
-    strangers = {place.block for place in places} - planned if planned is not None else set()
+    strangers = {each.block for each in blocks} - planned if planned is not None else set()
     if strangers:
         raise UnsupportedModelError({table.fqn: f"its shards {sorted(strangers)} are not in the sharding plan"})
     ((row_offset, num_rows),) = rows
-    columns = tuple((place.block[1], place.block[1] + place.block[3]) for place in places)
-    is_replicated = any(place.is_replicated for place in places)
+    columns = tuple((each.block[1], each.block[1] + each.block[3]) for each in blocks)
+    is_replicated = any(each.is_replicated for each in blocks)
     index, num_replicas = (0, 1) if is_replicated else replica  # all ranks hold a DATA_PARALLEL table
     spec = ShardSpec(table, row_offset, num_rows, columns, is_replicated, index)
-    is_fused = all(place.kernel.is_fused for place in places)
-    kernels = tuple((place.kernel, place.slot) for place in places)
-    return LocalShard(spec, kernels, places[0].device, is_fused, num_replicas)
+    is_fused = all(each.kernel.is_fused for each in blocks)
+    kernels = tuple((each.kernel, each.slot) for each in blocks)
+    return LocalShard(spec, kernels, blocks[0].device, is_fused, num_replicas)

@@ -81,13 +81,13 @@ def _sharded(module: nn.Module) -> Iterator[tuple[str, RowTarget]]:
         (name, reason), *_ = error.parts.items()
         raise InvalidArgumentError("model", name, f"Change its data type or its sharding plan: {reason}") from error
     # The caches are not flushed, which would write to rows that lookups read. Rows are written to the caches too.
-    kernels = {kernel for shard in shards.values() for kernel, _ in shard.places}
+    kernels = {kernel for shard in shards.values() for kernel, _ in shard.holders}
     views = {kernel: kernel.module.split_embedding_weights() for kernel in kernels}
     for fqn, shard in shards.items():
         spec, table = shard.spec, shard.spec.table
         rows = spec.row_offset, spec.row_offset + spec.num_rows
         regions = []
-        for columns, (kernel, slot) in zip(spec.columns, shard.places, strict=True):
+        for columns, (kernel, slot) in zip(spec.columns, shard.holders, strict=True):
             cached = cached_table(tbe_of(kernel.module), slot) if kernel.is_fused else None
             regions.append(Region(rows, columns, views[kernel][slot], cached))
         yield fqn, TensorTarget(table.num_rows, table.dim, table.dtype, regions)

@@ -95,7 +95,7 @@ class Kernel:
         return self._states()[slot]
 
 
-class _Source(NamedTuple):
+class _ViewedTensor(NamedTuple):
     """Tensor of a module, ``owner[name]``, whose memory views share. ``address`` is the address of its first item."""
 
     owner: Mapping[str, Tensor | None]
@@ -110,7 +110,7 @@ class _KeptViews:
     def __init__(self, module: Any, split: Callable[[], _Views]) -> None:  # noqa: ANN401  a torchrec class
         self._module = module
         self._split = split
-        self._kept: tuple[_Views, list[_Source]] | None = None
+        self._kept: tuple[_Views, list[_ViewedTensor]] | None = None
 
     def __call__(self) -> _Views:
         kept = self._kept  # another thread may replace it
@@ -122,21 +122,21 @@ class _KeptViews:
                 return kept[0]
         self._kept = None
         views = [[view.detach() for view in each] for each in self._split()]
-        sources = _sources(self._module, [view for each in views for view in each])
-        self._kept = None if sources is None else (views, sources)
+        viewed = _viewed_tensors(self._module, [view for each in views for view in each])
+        self._kept = None if viewed is None else (views, viewed)
         return views
 
 
-def _sources(module: Any, views: list[Tensor]) -> list[_Source] | None:  # noqa: ANN401  a torchrec class
+def _viewed_tensors(module: Any, views: list[Tensor]) -> list[_ViewedTensor] | None:  # noqa: ANN401  a torchrec class
     """Return the tensors of a module that share memory with ``views``; None if a view shares memory with no tensor."""
     shared = {view.untyped_storage().data_ptr() for view in views if view.numel()}
-    sources = [
-        _Source(owner, name, tensor, tensor.data_ptr())
+    viewed = [
+        _ViewedTensor(owner, name, tensor, tensor.data_ptr())
         for owner, name in tensor_slots(module)
         if (tensor := owner[name]) is not None and tensor.untyped_storage().data_ptr() in shared
     ]
-    found = {source.tensor.untyped_storage().data_ptr() for source in sources}
-    return sources if found == shared else None
+    found = {each.tensor.untyped_storage().data_ptr() for each in viewed}
+    return viewed if found == shared else None
 
 
 @dataclass(eq=False)

@@ -46,7 +46,7 @@ class LocalShard:
 
     Args:
         spec: rows and column ranges of the table on this rank.
-        places: kernel and slot of each column range of ``spec``, in order; empty if the rank has no rows of the table.
+        holders: kernel and slot of each column range of ``spec``, in order; empty if the rank has no rows of the table.
         device: device of the shard; the CPU if the rank has no rows of the table.
         is_fused: True if training updates the rows only inside backward passes; the same on every rank.
         num_replicas: number of ranks that hold a replica of the shard in 2D parallelism (``DMPCollection``), otherwise
@@ -56,7 +56,7 @@ class LocalShard:
     """
 
     spec: ShardSpec
-    places: tuple[tuple[ShardHolder, int], ...]
+    holders: tuple[tuple[ShardHolder, int], ...]
     device: torch.device
     is_fused: bool
     num_replicas: int = 1

@@ -42,7 +42,7 @@ def table_states(shard: LocalShard) -> TableStates | None:
         UnsupportedModelError: if a state has another dtype than float32, float16 or bfloat16, or the column ranges have
             different states.
     """
-    found = {(_optimizer(kernel), _specs(shard, kernel, slot)) for kernel, slot in shard.places if kernel.is_fused}
+    found = {(_optimizer(kernel), _specs(shard, kernel, slot)) for kernel, slot in shard.holders if kernel.is_fused}
     if len(found) > 1:
         reason = "its column ranges have different optimizers"
         raise UnsupportedModelError({shard.spec.table.fqn: reason}, _REMEDY, problem=_PROBLEM)
@@ -59,7 +59,7 @@ def state_views(shard: LocalShard) -> list[list[Tensor]]:
     """
     return [
         [state if state.dim() > 1 else state.unsqueeze(1) for state in kernel.optimizer_states(slot)]
-        for kernel, slot in shard.places
+        for kernel, slot in shard.holders
     ]
 
 
@@ -92,7 +92,7 @@ class StateWatch:
         return {
             fqn: [
                 (state.data_ptr(), state._version)  # noqa: SLF001
-                for kernel, slot in shard.places
+                for kernel, slot in shard.holders
                 for state in kernel.optimizer_states(slot)
             ]
             for fqn, shard in self._shards().items()
@@ -149,7 +149,7 @@ def unfused_storages(shard: LocalShard) -> set[int]:
     """
     return {
         kernel.weight(slot).untyped_storage().data_ptr()
-        for kernel, slot in shard.places
+        for kernel, slot in shard.holders
         if not kernel.is_fused and any(parameter.requires_grad for parameter in kernel.module.parameters())
     }
 
@@ -157,7 +157,7 @@ def unfused_storages(shard: LocalShard) -> set[int]:
 def _fused(shards: Mapping[str, LocalShard]) -> Iterator[tuple[str, ShardHolder]]:
     """Yield the FQN and the kernel of each column range of the tables whose kernel is fused."""
     for fqn, shard in shards.items():
-        yield from ((fqn, kernel) for kernel, _ in shard.places if kernel.is_fused)
+        yield from ((fqn, kernel) for kernel, _ in shard.holders if kernel.is_fused)
 
 
 def _comparable(scalars: Mapping[str, int | float | Tensor]) -> dict[str, int | float]:

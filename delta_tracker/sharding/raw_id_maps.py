@@ -241,7 +241,7 @@ class HashMap(_ModuleMap):
 
     def slots_of(self, raw_ids: Tensor) -> Tensor:
         """Return the row of each raw id, ``[N]`` int64 on the CPU; -1 if it is unknown."""
-        wanted, places = torch.unique(raw_ids, return_inverse=True)
+        wanted, indices = torch.unique(raw_ids, return_inverse=True)
         slots = torch.full_like(wanted, _EMPTY)
         if len(wanted):
             # Sorting the owners takes much longer. Few of them have the low bits of an id.
@@ -252,7 +252,7 @@ class HashMap(_ModuleMap):
             at = torch.searchsorted(wanted[:-1], owners[rows])
             is_found = wanted[at] == owners[rows]
             slots[at[is_found]] = rows[is_found] + self.rows[0]
-        return slots[places]
+        return slots[indices]
 
     def conflict(self, slots: Tensor, owners: Tensor) -> str:
         """Return the reason why the module would not find the owners of some rows; the empty string if it would."""

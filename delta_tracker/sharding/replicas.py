@@ -244,8 +244,8 @@ def unstable_rows(shard: LocalShard, ids: Tensor | None, num_replicas: int) -> T
     with one_cut():
         for chunk in _every_chunk(shard) if ids is None else [ids]:
             is_stable = torch.ones(len(chunk), dtype=torch.bool, device=shard.device)
-            for place, rows in row_chunks(shard, chunk, _CHUNK_ROWS):
-                is_stable[place] = _is_stable(rows, num_replicas).all(dim=1)
+            for index, rows in row_chunks(shard, chunk, _CHUNK_ROWS):
+                is_stable[index] = _is_stable(rows, num_replicas).all(dim=1)
             found.append(chunk[~is_stable])
     return torch.cat(found)
 

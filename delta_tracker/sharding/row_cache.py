@@ -54,14 +54,14 @@ class CachedTable:
         """
         if not len(ids):
             return rows
-        found = self._places(ids)
+        found = self._indices(ids)
         cached = self.tbe.lxu_cache_weights.index_select(0, found.clamp(min=0))[:, : rows.shape[1]]
         return torch.where((found >= 0).unsqueeze(1), cached.to(rows.dtype), rows)
 
     def write(self, ids: Tensor, values: Tensor, columns: tuple[int, int]) -> None:
         """Write the rows that are in the cache, as :meth:`~delta_tracker.row_target.RowCopies.write` does."""
         memory = self.tbe.lxu_cache_weights[:, slice(*columns)]
-        found = self._places(ids)
+        found = self._indices(ids)
         # Selecting the cached rows would wait for the device. Instead, write one of the cached rows once more for each
         # row that is not cached. If no row is cached, write the first row of the cache to its own place.
         last_place, last = found.max(dim=0)
@@ -69,7 +69,7 @@ class CachedTable:
         new = torch.where(last_place < 0, memory[0], values.index_select(0, source).to(memory.dtype))
         memory.index_copy_(0, found.index_select(0, source).clamp(min=0), new)
 
-    def _places(self, ids: Tensor) -> Tensor:
+    def _indices(self, ids: Tensor) -> Tensor:
         """Return the place of each row in the cache, ``[N]`` int64; -1 for a row that is not cached."""
         tbe = self.tbe
         ways = getattr(tbe, "cache_assoc", None)

@@ -81,7 +81,7 @@ class StepHook(Watcher):
 
     def __init__(self, shards: Mapping[str, LocalShard], reports: Reports) -> None:
         super().__init__([fqn for fqn, shard in shards.items() if shard.is_stepped], reports)
-        self._modules = {fqn: shard.places[0][0].module for fqn, shard in shards.items()}
+        self._modules = {fqn: shard.holders[0][0].module for fqn, shard in shards.items()}
         self._steps: dict[int, _Step] = {}  # id() of an optimizer to its step
         self._strange: set[str] = set()
         self.num_updates = 0

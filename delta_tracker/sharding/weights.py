@@ -25,7 +25,7 @@ def column_views(shard: LocalShard) -> list[Tensor]:
     ``with`` statement that uses :func:`~delta_tracker.sharding.kernel_memory.one_cut`.
     """
     with one_cut():
-        return [kernel.weight(slot) for kernel, slot in shard.places]
+        return [kernel.weight(slot) for kernel, slot in shard.holders]
 
 
 def read_rows(shard: LocalShard, ids: Tensor | None = None) -> Tensor:
@@ -38,12 +38,12 @@ def read_rows(shard: LocalShard, ids: Tensor | None = None) -> Tensor:
         ``[N, D]`` in the table's dtype, with columns in the order of ``shard.spec.columns``; ``[0, 0]`` if the rank has
         no rows of the table.
     """
-    if not shard.places:
+    if not shard.holders:
         return torch.empty(0, 0, dtype=shard.spec.table.dtype, device=shard.device)
     if ids is None:
         return _side_by_side([view.clone() for view in column_views(shard)])
     with one_cut():
-        return _side_by_side([kernel.rows(slot, ids) for kernel, slot in shard.places])
+        return _side_by_side([kernel.rows(slot, ids) for kernel, slot in shard.holders])
 
 
 class WriteWatch:
@@ -116,7 +116,7 @@ def _held(shard: LocalShard) -> list[_Weight]:
             tensor.data_ptr() if shard.is_stepped else 0,
             StorageWeakRef(tensor.untyped_storage()) if shard.is_stepped else None,  # type: ignore[no-untyped-call]
         )
-        for kernel, _ in shard.places
+        for kernel, _ in shard.holders
         for owner, name in kernel.weight_slots()
         if (tensor := owner.get(name)) is not None and tensor.numel()
     ]
@@ -173,7 +173,7 @@ def read_optimizer(shard: LocalShard, ids: Tensor) -> tuple[Tensor, ...]:
 
 def _optimizer_states(shard: LocalShard) -> list[list[Tensor]]:
     """Return the live states of each column range, in order, each ``[R]`` or ``[R, columns]``."""
-    return [kernel.optimizer_states(slot) for kernel, slot in shard.places]
+    return [kernel.optimizer_states(slot) for kernel, slot in shard.holders]
 
 
 def _side_by_side(pieces: Sequence[Tensor]) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from delta_tracker.errors import InvalidArgumentError, UnsupportedModelError
 from delta_tracker.raw_ids import NO_OWNER
-from delta_tracker.rows import ChangedRows, split_places
+from delta_tracker.rows import ChangedRows, split_by_mask
 from delta_tracker.sharding.kernel_memory import one_cut
 from delta_tracker.sharding.local_shard import LocalShard
 from delta_tracker.sharding.weights import num_optimizer_states, read_optimizer, read_rows, row_chunks
@@ -86,7 +86,7 @@ class DeltaReader:
                         if isinstance(top_k, TopK):
                             self._choose(error, top_k, ranks)  # report the error to the ranks that wait for this one
                         raise
-                    chosen = {} if top_k is None else split_places(self._choose(read.rows, top_k, ranks))
+                    chosen = {} if top_k is None else split_by_mask(self._choose(read.rows, top_k, ranks))
                     rows, left_out = {}, {}
                     for fqn, changed in read.rows.items():
                         sent = changed if with_states or changed.states is None else changed.without_states()

@@ -111,13 +111,13 @@ class MomentumLastCapture(Capture):
 
     def check(self, shard: LocalShard) -> None:
         """Reject a shard whose optimizer is not fused or keeps no state per row."""
-        if not shard.is_fused or (shard.places and num_optimizer_states(shard) == 0):
+        if not shard.is_fused or (shard.holders and num_optimizer_states(shard) == 0):
             reason = "its optimizer keeps no state per row inside the kernel"
             raise UnsupportedModelError({shard.spec.table.fqn: reason}, _remedy("Adam or row-wise Adagrad"))
 
     def states(self, shard: LocalShard, rows: ChangedRows) -> Tensor | None:
         """Return the L2 norm of each row's first optimizer state, ``[N]`` float32."""
-        if not shard.places:
+        if not shard.holders:
             return torch.empty(0, device=shard.device)
         norms: Tensor = torch.linalg.vector_norm(read_optimizer(shard, rows.ids)[0].float(), dim=1)
         return norms
@@ -137,13 +137,13 @@ class MomentumDiffCapture(MomentumLastCapture):
     def check(self, shard: LocalShard) -> None:
         """Reject a shard whose optimizer is not fused, or whose first optimizer state is not one number per row."""
         super().check(shard)
-        if shard.places and not has_rowwise_state(shard):
+        if shard.holders and not has_rowwise_state(shard):
             reason = "its optimizer keeps no sum of squared gradients per row"
             raise UnsupportedModelError({shard.spec.table.fqn: reason}, _remedy("row-wise Adagrad"))
 
     def old_states(self, shard: LocalShard, ids: Tensor) -> Tensor:
         """Return the current sums of squared gradients of the rows ``ids``, ``[N, S]``."""
-        return read_optimizer(shard, ids)[0] if shard.places else torch.empty(len(ids), 0, device=shard.device)
+        return read_optimizer(shard, ids)[0] if shard.holders else torch.empty(len(ids), 0, device=shard.device)
 
     def old_state_bytes(self, table: TableSpec) -> int:
         """Return the size of one float32 number."""

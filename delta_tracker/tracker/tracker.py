@@ -753,7 +753,7 @@ def _form(shard: LocalShard) -> tuple[ShardSpec, bool, bool]:
 
 
 def _modules(shard: LocalShard) -> list[tuple[object, int]]:
-    return [(kernel.module, slot) for kernel, slot in shard.places]
+    return [(kernel.module, slot) for kernel, slot in shard.holders]
 
 
 def _check_options(unknown: Mapping[str, object]) -> None:

@@ -57,7 +57,7 @@ def views(rank: int, world_size: int, optimizer: str) -> None:
             assert found is not None
             assert (found.optimizer, found.columns, found.states) == (name, shard_spec.columns, states)
             for columns, each, (kernel, slot) in zip(
-                shard_spec.columns, held[fqn], tracker._model.shards[fqn].places, strict=True
+                shard_spec.columns, held[fqn], tracker._model.shards[fqn].holders, strict=True
             ):
                 theirs = tbe_of(kernel.module).split_optimizer_states()
                 expected = theirs[slot] if states else []
@@ -81,7 +81,7 @@ def views(rank: int, world_size: int, optimizer: str) -> None:
 
 
 def scalars(rank: int, world_size: int) -> None:
-    """The numbers are read and written in all their places, and the optimizer keeps a learning rate that was set."""
+    """The numbers are read and written in all their holders, and the optimizer keeps a learning rate that was set."""
     spec, model = _model(world_size)
     other_spec, other = _model(world_size)
     generator = torch.Generator().manual_seed(rank)
@@ -99,8 +99,8 @@ def scalars(rank: int, world_size: int) -> None:
         assert all(each["iter_cpu"] >= 3 for each in read.values())
         first = next(iter(read))
         read[first] |= {"eps": 0.5, "beta1": 0.5, "beta2": 0.75, "weight_decay": 0.125}
-        kernel = shards[first].places[0][0]
-        alike = {fqn: read[first] for fqn in read if any(each is kernel for each, _ in shards[fqn].places)}
+        kernel = shards[first].holders[0][0]
+        alike = {fqn: read[first] for fqn in read if any(each is kernel for each, _ in shards[fqn].holders)}
         before = target.live.kernel_scalars()
         if len(alike) > 1:
             with pytest.raises(RestoreMismatchError, match="eps"):
@@ -118,11 +118,11 @@ def scalars(rank: int, world_size: int) -> None:
         assert all(each["lr"] == 0.25 for each in target.live.kernel_scalars().values())
         other(batch(other_spec, generator)).backward()
         assert target.live.kernel_scalars()[first]["iter_cpu"] == read[first]["iter_cpu"] + 1
-        device_kernel = tbe_of(shards[first].places[0][0].module)
+        device_kernel = tbe_of(shards[first].holders[0][0].module)
         counter = torch.zeros(1, dtype=torch.int64, device="meta")  # raises if its value is read
         with mock.patch.object(device_kernel, "iter", counter):
             assert target.live.kernel_scalars()[first]["iter"].device.type == "meta"
-        column = target._model.shards["ec.embedding_bags.stacked"].places
+        column = target._model.shards["ec.embedding_bags.stacked"].holders
         if len({id(each) for each, _ in column}) > 1:
             tbe_of(column[0][0].module).iter_cpu += 1
             with pytest.raises(InvalidArgumentError, match="with the same settings"):
@@ -225,7 +225,7 @@ def written(rank: int, world_size: int) -> None:
         assert list(watch.written()) == held
         assert list(watch.written()) == []
         # As after a reshard that leaves this rank no rows.
-        watch._shards = lambda: dict.fromkeys(held, SimpleNamespace(places=()))  # type: ignore[arg-type]
+        watch._shards = lambda: dict.fromkeys(held, SimpleNamespace(holders=()))  # type: ignore[arg-type]
         assert list(watch.written()) == []
 
 

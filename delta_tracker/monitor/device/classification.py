@@ -72,7 +72,7 @@ class DeviceClassification(DeviceState):
         is_class = (predictions >= 0) & (predictions < size) & (targets >= 0) & (targets < size)
         trash = 3 * size
         right = torch.where(is_class & (predictions == targets), predictions, trash)
-        places = torch.cat(
+        indices = torch.cat(
             (
                 right,
                 torch.where(is_class, predictions + size, trash),
@@ -80,9 +80,9 @@ class DeviceClassification(DeviceState):
             )
         )
         # The last element counts each rejected pair three times. Valid pairs with a wrong prediction add 0 to it.
-        ones = torch.ones(places.shape, dtype=sum_dtype(places.device), device=places.device)
-        ones = torch.where((places == trash) & is_class.repeat(3), 0, ones)
-        self._add(places.device, ones, places)
+        ones = torch.ones(indices.shape, dtype=sum_dtype(indices.device), device=indices.device)
+        ones = torch.where((indices == trash) & is_class.repeat(3), 0, ones)
+        self._add(indices.device, ones, indices)
 
     def absorb(self, growth: list[float], epoch_end: EpochEnd | None) -> None:
         """Add the new counts to those of the epoch, and set the gauges; reset them if ``epoch_end`` is given."""
@@ -99,7 +99,7 @@ class DeviceClassification(DeviceState):
     def figures(self) -> dict[str, float]:
         """Return accuracy, precision, recall and F1 by name, as read in this epoch; empty without predictions."""
         size = self._num_classes
-        right, predicted, actual = (self._sums[place * size : (place + 1) * size] for place in range(3))
+        right, predicted, actual = (self._sums[index * size : (index + 1) * size] for index in range(3))
         num_seen = sum(actual)
         if not num_seen:
             return {}

@@ -70,18 +70,18 @@ class DeviceState(ABC):
         self._vectors, self._seen = {}, {}
         self._fence = StreamFence(self._vectors.values)
 
-    def _add(self, device: torch.device, growth: Tensor, places: Tensor | None = None) -> None:
+    def _add(self, device: torch.device, growth: Tensor, indices: Tensor | None = None) -> None:
         """Add numbers to the sums on ``device``. Does not wait for the device.
 
         ``growth`` has one number for each of the ``K`` sums, or ``[N]`` numbers for the sums with the ``[N]`` indices
-        ``places``.
+        ``indices``.
         """
         with self._reader.lock:
             vector = self._vector(device)
-            if places is None:
+            if indices is None:
                 vector += growth
             else:
-                vector.index_add_(0, places, growth)
+                vector.index_add_(0, indices, growth)
 
     def _vector(self, device: torch.device) -> Tensor:
         vector = self._vectors.get(device)
@@ -155,7 +155,7 @@ class DeviceReader(Source):
         kept for the next call. ``epoch_end`` is None unless an epoch ended.
         """
         with self.lock:
-            deleted = [self.deleted[place] for place in range(len(self.deleted))]  # a destructor may append meanwhile
+            deleted = [self.deleted[index] for index in range(len(self.deleted))]  # a destructor may append meanwhile
             groups: dict[tuple[torch.device, Any], list[DeviceState]] = {}
             for state in self._alive() + deleted:
                 for device in state._vectors:  # noqa: SLF001  reader and state share their fields

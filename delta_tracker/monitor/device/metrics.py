@@ -230,21 +230,21 @@ class DeviceHistogram(_DeviceStat):
         clean = torch.where(is_good, values, 0)
         # log2(0) is -inf, which the clamp maps to a bucket; the index of zeros is replaced below.
         buckets = (clean.abs().log2() * PER_OCTAVE).ceil().sub(1).clamp(LOWEST, HIGHEST).long() - LOWEST + 1
-        places = torch.where(clean < 0, buckets + _NUM_BUCKETS, buckets)
-        places = torch.where(is_good, torch.where(clean == 0, _ZEROS, places), _REJECTED)
+        indices = torch.where(clean < 0, buckets + _NUM_BUCKETS, buckets)
+        indices = torch.where(is_good, torch.where(clean == 0, _ZEROS, indices), _REJECTED)
         # One kernel launch adds the counts and, at index 0, the sum.
         counts = torch.cat((torch.ones_like(clean), clean.sum(dim=0, keepdim=True)))
-        places = torch.cat((places, torch.zeros_like(places[:1]) if values.numel() else places.new_zeros(1)))
-        self._add(value.device, counts, places)
+        indices = torch.cat((indices, torch.zeros_like(indices[:1]) if values.numel() else indices.new_zeros(1)))
+        self._add(value.device, counts, indices)
 
     def figures(self, sums: list[float]) -> Aggregate:
         """Convert the sums of a histogram to an :class:`Aggregate` with buckets."""
         result = Aggregate(with_buckets=True)
         buckets = LogBuckets()
-        for place, count in enumerate(sums[1:_ZEROS]):
+        for index, count in enumerate(sums[1:_ZEROS]):
             if count:
-                sign = buckets.positive if place < _NUM_BUCKETS else buckets.negative
-                sign[place % _NUM_BUCKETS + LOWEST] = round(count)
+                sign = buckets.positive if index < _NUM_BUCKETS else buckets.negative
+                sign[index % _NUM_BUCKETS + LOWEST] = round(count)
         buckets.zero = round(sums[_ZEROS])
         result.buckets = buckets
         # Minimum and maximum are known only up to the width of a bucket.

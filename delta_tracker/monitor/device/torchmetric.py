@@ -148,9 +148,9 @@ class TorchMetric(Source):
             return
         for name, state in self._states().items():
             if isinstance(state, list):
-                for place in range(lengths.get(name, 0), len(state)):
-                    if state[place].untyped_storage().data_ptr() in memory:
-                        state[place] = state[place].clone()
+                for index in range(lengths.get(name, 0), len(state)):
+                    if state[index].untyped_storage().data_ptr() in memory:
+                        state[index] = state[index].clone()
             elif state.untyped_storage().data_ptr() in memory:
                 setattr(self.metric, name, state.clone())
 

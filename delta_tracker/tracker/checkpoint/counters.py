@@ -96,7 +96,7 @@ class MetricCounter:
                 raise InvalidArgumentError(self._name, field, "Keep only tensors in the lists of a registered metric")
             if reduction not in _REDUCTIONS:
                 found[f"{field}.length"] = len(value)
-                found |= {f"{field}.{place}": each.clone() for place, each in enumerate(value)}
+                found |= {f"{field}.{index}": each.clone() for index, each in enumerate(value)}
             elif value:
                 found[field] = _REDUCTIONS[reduction](value)
         return {**found, _COUNT: self._metric._update_count}  # noqa: SLF001
@@ -149,7 +149,7 @@ class MetricCounter:
         metric.reset()
         for field in self._fields:
             if f"{field}.length" in state:
-                pieces = [state[f"{field}.{place}"] for place in range(state[f"{field}.length"])]
+                pieces = [state[f"{field}.{index}"] for index in range(state[f"{field}.length"])]
                 setattr(metric, field, [each.to(metric.device) for each in pieces])
             elif field in state:
                 value = state[field].to(metric.device)
@@ -169,7 +169,7 @@ class MetricCounter:
                 if length > len(fields):  # checked first: a damaged length can be too large for a set
                     problem = f"its list {field!r} has {length} tensors, but it has {len(fields)} fields"
                     raise CheckpointError(self._name, problem)
-                expected |= {f"{field}.length", *(f"{field}.{place}" for place in range(length))}
+                expected |= {f"{field}.length", *(f"{field}.{index}" for index in range(length))}
             elif field in fields:
                 expected.add(field)
         tensors = {field for field in expected if field != _COUNT and not field.endswith(".length")}

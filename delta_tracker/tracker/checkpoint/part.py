@@ -257,7 +257,7 @@ def pack(
     fields and the kind of each counter. Raises InvalidArgumentError if a field of a counter is neither a JSON value nor
     a tensor of a supported dtype.
     """
-    sets = {str(place): consumer.rows for place, consumer in enumerate(state.consumers.values())}
+    sets = {str(index): consumer.rows for index, consumer in enumerate(state.consumers.values())}
     if state.history is not None:
         sets[HISTORY] = state.history
     pieces: dict[str, list[object]] = {}

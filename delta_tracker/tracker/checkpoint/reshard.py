@@ -27,7 +27,7 @@ from delta_tracker.types import ShardSpec
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Source:
+class _SavedRows:
     """Saved part from which rows of one shard are read.
 
     An old state has one value per column or per column range. ``K`` is the number of values that belong to both the
@@ -35,13 +35,13 @@ class _Source:
 
     Args:
         part: header of the part.
-        saved_places: ``[K]`` int64 indices of these values in an old state of the part.
-        places: ``[K]`` int64 indices of these values in an old state of the shard.
+        saved_indices: ``[K]`` int64 indices of these values in an old state of the part.
+        indices: ``[K]`` int64 indices of these values in an old state of the shard.
     """
 
     part: RankHeader
-    saved_places: Tensor
-    places: Tensor
+    saved_indices: Tensor
+    indices: Tensor
 
 
 class Resharding:
@@ -75,16 +75,16 @@ class Resharding:
         self._shards = shards
         self._capture = capture
         missing = sorted(set(range(parts[0].world_size)) - {part.rank for part in parts})
-        self._sources = {fqn: self._find(shard.spec, rank, missing) for fqn, shard in shards.items()}
+        self._saved = {fqn: self._find(shard.spec, rank, missing) for fqn, shard in shards.items()}
         self.counted = counted_by(rank, world_size, self._parts)
 
     def needs(self) -> dict[str, Layout]:
         """Return the dtype and shape of every tensor that :meth:`state` and the counters need, by key."""
         rows = {
-            source.part.prefix + name: layout
-            for fqn, sources in self._sources.items()
-            for source in sources
-            for name, layout in source.part.row_layouts(fqn).items()
+            saved.part.prefix + name: layout
+            for fqn, several in self._saved.items()
+            for saved in several
+            for name, layout in saved.part.row_layouts(fqn).items()
         }
         return {**rows, **counter_layouts(self.counted)}
 
@@ -94,18 +94,18 @@ class Resharding:
         Raises StateMismatchError if the saved old states have another dtype than the states of the current rows.
         """
         first = self._parts[0]
-        used = {source.part.rank: source.part for sources in self._sources.values() for source in sources}
+        used = {saved.part.rank: saved.part for several in self._saved.values() for saved in several}
         consumers = {}
-        for place, consumer in enumerate(first.consumers):
-            is_behind = any(part.consumers[place].is_behind for part in used.values())
-            rows = {} if is_behind else self._rows(str(place), tensors)
-            batch = max(part.consumers[place].batch for part in self._parts)
+        for number, consumer in enumerate(first.consumers):
+            is_behind = any(part.consumers[number].is_behind for part in used.values())
+            rows = {} if is_behind else self._rows(str(number), tensors)
+            batch = max(part.consumers[number].batch for part in self._parts)
             # The note is that of the lowest rank.
             consumers[consumer.name] = PendingState(batch, rows, is_behind, first.annotations.get(consumer.name))
         num_batches = max(part.num_batches for part in self._parts)
         return LogState(num_batches, consumers, self._rows(HISTORY, tensors) if first.has_history else None)
 
-    def _find(self, spec: ShardSpec, rank: int, missing: Sequence[int]) -> list[_Source]:
+    def _find(self, spec: ShardSpec, rank: int, missing: Sequence[int]) -> list[_SavedRows]:
         """Return the parts from which to read a shard's rows. Raise CheckpointError if they do not cover it."""
         fqn = spec.table.fqn
         sharing = [part for part in self._parts if _shared_area(part.shards[fqn], spec)]
@@ -122,17 +122,17 @@ class Resharding:
         area = sum(_shared_area(part.shards[fqn], spec) for part in sharing)
         if not copies and area != spec.num_rows * spec.num_columns:
             raise CheckpointError(None, f"the shard of table {fqn!r} on rank {rank} is not covered", missing)
-        return [_Source(part, *self._places(part.shards[fqn], spec)) for part in sharing]
+        return [_SavedRows(part, *self._indices(part.shards[fqn], spec)) for part in sharing]
 
-    def _places(self, saved: ShardSpec, spec: ShardSpec) -> tuple[Tensor, Tensor]:
-        """Return the fields ``saved_places`` and ``places`` of a :class:`_Source`."""
+    def _indices(self, saved: ShardSpec, spec: ShardSpec) -> tuple[Tensor, Tensor]:
+        """Return the fields ``saved_indices`` and ``indices`` of a :class:`_SavedRows`."""
         if self._capture.states_are_columns:
-            mine = {column: place for place, column in enumerate(_columns(spec))}
-            pairs = [(place, mine[column]) for place, column in enumerate(_columns(saved)) if column in mine]
+            mine = {column: number for number, column in enumerate(_columns(spec))}
+            pairs = [(number, mine[column]) for number, column in enumerate(_columns(saved)) if column in mine]
         else:
             pairs = [(i, spec.columns.index(each)) for i, each in enumerate(saved.columns) if each in spec.columns]
             if self._capture.keeps_old and _width(saved, spec) != sum(
-                saved.columns[place][1] - saved.columns[place][0] for place, _ in pairs
+                saved.columns[number][1] - saved.columns[number][0] for number, _ in pairs
             ):
                 what = f"old states of table {spec.table.fqn!r} for the column ranges"
                 raise StateMismatchError(what, saved.columns, spec.columns)
@@ -146,9 +146,9 @@ class Resharding:
     def _table_rows(self, row_set: str, fqn: str, tensors: Mapping[str, Tensor]) -> ChangedRows | None:
         shard = self._shards[fqn]
         pieces = [
-            (source, rows)
-            for source in self._sources[fqn]
-            if (rows := _local(source.part.rows(row_set, fqn, tensors), shard.spec)) is not None
+            (saved, rows)
+            for saved in self._saved[fqn]
+            if (rows := _local(saved.part.rows(row_set, fqn, tensors), shard.spec)) is not None
         ]
         if not pieces:
             return None
@@ -165,11 +165,11 @@ class Resharding:
             return ChangedRows(ids.to(shard.device), ages=aged, former=former)
         held = self._capture.old_states(shard, ids.to(shard.device)).cpu().clone()
         known = torch.ones(len(ids), dtype=torch.bool)
-        for at, (source, rows) in zip(where, pieces, strict=True):
-            _check_states(source.part, fqn, rows, held, source.saved_places)
+        for at, (saved, rows) in zip(where, pieces, strict=True):
+            _check_states(saved.part, fqn, rows, held, saved.saved_indices)
             assert rows.states is not None, "checked above"
             assert rows.known is not None, "checked above"
-            held[at.unsqueeze(1), source.places] = rows.states[:, source.saved_places]
+            held[at.unsqueeze(1), saved.indices] = rows.states[:, saved.saved_indices]
             known[at] &= rows.known
         held[~known] = torch.nan
         return ChangedRows(ids.to(shard.device), held.to(shard.device), known.to(shard.device), aged, former)
@@ -194,12 +194,12 @@ def _former(num_rows: int, pieces: Iterable[tuple[Tensor, ChangedRows]]) -> Tens
     return former
 
 
-def _check_states(part: RankHeader, fqn: str, rows: ChangedRows, held: Tensor, places: Tensor) -> None:
+def _check_states(part: RankHeader, fqn: str, rows: ChangedRows, held: Tensor, indices: Tensor) -> None:
     if rows.states is None or rows.known is None:
         raise CheckpointError(part.prefix, f"old states are missing for rows of {fqn!r}")
     if rows.states.dtype != held.dtype:
         raise StateMismatchError(f"old states of table {fqn!r} of dtype", rows.states.dtype, held.dtype)
-    if rows.states.dim() != held.dim() or (len(places) and int(places.max()) >= rows.states.shape[1]):
+    if rows.states.dim() != held.dim() or (len(indices) and int(indices.max()) >= rows.states.shape[1]):
         raise CheckpointError(part.prefix, f"old states of {fqn!r} have shape {tuple(rows.states.shape)}")
 
 

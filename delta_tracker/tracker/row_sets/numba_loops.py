@@ -103,7 +103,7 @@ def _octet(row: np.uint64) -> np.uint64:
 
 
 @_loop()
-def _place(row: np.uint64) -> int:
+def _index(row: np.uint64) -> int:
     return int(row & np.uint64(7))
 
 
@@ -116,8 +116,8 @@ def mark(octets: _Octets, summary: _Ints, num_rows: int, ids: _Ints) -> int:
             _prefetch(octets, int(_octet(_within(ids[i + _AHEAD], num_rows))))
         row = _within(ids[i], num_rows)
         octet = int(octets[_octet(row)])
-        count += 1 - (octet >> _place(row) & 1)
-        octets[_octet(row)] = octet | 1 << _place(row)
+        count += 1 - (octet >> _index(row) & 1)
+        octets[_octet(row)] = octet | 1 << _index(row)
         block = int(row >> np.uint64(7))
         summary[block >> 6] |= 1 << (block & 63)
     return count
@@ -131,7 +131,7 @@ def mark_octets(octets: _Octets, num_rows: int, ids: _Ints) -> None:
     """
     for i in range(ids.size):
         row = _within(ids[i], num_rows)
-        octets[_octet(row)] |= 1 << _place(row)
+        octets[_octet(row)] |= 1 << _index(row)
 
 
 @_loop("int64(int64[::1], int64[::1])")
@@ -173,8 +173,8 @@ def mark_new(octets: _Octets, summary: _Ints, num_rows: int, ids: _Ints, fresh: 
         row = _within(ids[i], num_rows)
         octet = int(octets[_octet(row)])
         fresh[count] = int(row)  # no branch, because it would be unpredictable
-        count += 1 - (octet >> _place(row) & 1)
-        octets[_octet(row)] = octet | 1 << _place(row)
+        count += 1 - (octet >> _index(row) & 1)
+        octets[_octet(row)] = octet | 1 << _index(row)
         block = int(row >> np.uint64(7))
         summary[block >> 6] |= 1 << (block & 63)
     return count

@@ -86,7 +86,7 @@ class TorchRows(RowSet):
 
     :meth:`mark_new` returns ids in ascending order. :meth:`rank` waits for the device. On a device, :meth:`scan_each`
     joins small sets and waits once for all counts and once for each 64 MiB of sets. :meth:`count_each` waits once.
-    There, :meth:`create_each` places the sets in one tensor, and :meth:`mark_each` and :meth:`mark_new_padded_each`
+    There, :meth:`create_each` puts the sets in one tensor, and :meth:`mark_each` and :meth:`mark_new_padded_each`
     take a fixed number of operations for these sets.
 
     Args:
@@ -128,8 +128,8 @@ class TorchRows(RowSet):
         if len(nums_rows) < 2 or device.type == "cpu":  # noqa: PLR2004  one set shares nothing
             return super().create_each(nums_rows, device)
         shared = _no_marks(sum(nums_rows), device)
-        places = zip(nums_rows, accumulate(nums_rows, initial=0), strict=False)
-        return [cls(num_rows, device, shared=shared, begin=begin) for num_rows, begin in places]
+        ranges = zip(nums_rows, accumulate(nums_rows, initial=0), strict=False)
+        return [cls(num_rows, device, shared=shared, begin=begin) for num_rows, begin in ranges]
 
     @classmethod
     def mark_each(cls, sets: Sequence[Self], ids: Sequence[Tensor]) -> None:
@@ -256,19 +256,19 @@ def _sharing(
 ) -> Iterator[tuple[Sequence[TorchRows], Sequence[Tensor]]]:
     """Yield the sets that are in one tensor, in their order in the tensor, and their ids."""
     groups: dict[int, list[int]] = {}
-    for place, each in enumerate(sets):
-        groups.setdefault(id(each.shared), []).append(place)
-    for places in groups.values():
-        places.sort(key=lambda place: sets[place].begin)
-        yield [sets[place] for place in places], [ids[place] for place in places]
+    for number, each in enumerate(sets):
+        groups.setdefault(id(each.shared), []).append(number)
+    for numbers in groups.values():
+        numbers.sort(key=lambda number: sets[number].begin)
+        yield [sets[number] for number in numbers], [ids[number] for number in numbers]
 
 
 def _joined(sets: Sequence[TorchRows]) -> Iterator[Sequence[TorchRows]]:
     """Yield the sets in groups of at most 64 MiB. A larger set is a group of its own."""
     first = num_bytes = 0
-    for place, each in enumerate(sets):
-        if place > first and num_bytes + each.num_bytes > _JOINED_BYTES:
-            yield sets[first:place]
-            first, num_bytes = place, 0
+    for number, each in enumerate(sets):
+        if number > first and num_bytes + each.num_bytes > _JOINED_BYTES:
+            yield sets[first:number]
+            first, num_bytes = number, 0
         num_bytes += each.num_bytes
     yield sets[first:]

@@ -199,12 +199,12 @@ class TritonRows(RowSet):
         cls, sets: Sequence[Self], ids: Sequence[Tensor], joined: Tensor, fresh: Tensor | None, num_fresh: Tensor | None
     ) -> None:
         begins = accumulate(map(len, ids), initial=0)
-        places = [
+        indices = [
             [*each.addresses, each.num_rows, begin, begin + len(own)]
             for each, own, begin in zip(sets, ids, begins, strict=False)
         ]
         grid = (-(-max(map(len, ids)) // _IDS_PER_PROGRAM), len(sets))
-        arguments = (to_device(torch.tensor(places), joined.device), joined, fresh, num_fresh)
+        arguments = (to_device(torch.tensor(indices), joined.device), joined, fresh, num_fresh)
         sets[0]._launch(  # noqa: SLF001  needs the programs and the device, which are the same for all sets
             "mark_each", grid, *arguments, size=_IDS_PER_PROGRAM, wants_fresh=fresh is not None
         )

@@ -31,7 +31,7 @@ class _Table:
     newest_batch: int
     lookups: list[IndexedLookup] = field(default_factory=list)
 
-    def places(self, start_idx: int, end_idx: int | None) -> slice:
+    def range(self, start_idx: int, end_idx: int | None) -> slice:
         """Return the slice of :attr:`lookups` in the batches ``[start_idx, end_idx)``; None for no upper bound."""
         batches = [lookup.batch_idx for lookup in self.lookups]
         return slice(bisect_left(batches, start_idx), None if end_idx is None else bisect_left(batches, end_idx))
@@ -109,7 +109,7 @@ class DeltaStore:
             self._tables = {}
             return
         for table in self._tables.values():
-            del table.lookups[: table.places(up_to_idx, None).start]
+            del table.lookups[: table.range(up_to_idx, None).start]
 
     def compact(self, start_idx: int, end_idx: int) -> None:
         """Merge each table's lookups of batches in ``[start_idx, end_idx)`` into one lookup of batch ``start_idx``.
@@ -120,10 +120,10 @@ class DeltaStore:
         if start_idx >= end_idx:
             raise InvalidArgumentError("start_idx", start_idx, f"Pass a batch before end_idx={end_idx}")
         for table in self._tables.values():
-            places = table.places(start_idx, end_idx)
-            lookups = table.lookups[places]
+            chosen = table.range(start_idx, end_idx)
+            lookups = table.lookups[chosen]
             if len(lookups) > 1:
-                table.lookups[places] = [IndexedLookup(start_idx, *self._merged(table, lookups))]
+                table.lookups[chosen] = [IndexedLookup(start_idx, *self._merged(table, lookups))]
 
     def get_delta(self, from_idx: int = 0) -> dict[str, DeltaRows]:
         """Return the ids of all batches from ``from_idx`` on, ascending and unique, with one state each.
@@ -133,7 +133,7 @@ class DeltaStore:
             A table without lookups from ``from_idx`` on has empty rows.
         """
         return {
-            fqn: DeltaRows(*self._merged(table, table.lookups[table.places(from_idx, None)]))
+            fqn: DeltaRows(*self._merged(table, table.lookups[table.range(from_idx, None)]))
             for fqn, table in self._tables.items()
         }
 
@@ -142,7 +142,7 @@ class DeltaStore:
 
         The tensors belong to the store: do not write to them.
         """
-        return {fqn: table.lookups[table.places(start_idx, end_idx)] for fqn, table in self._tables.items()}
+        return {fqn: table.lookups[table.range(start_idx, end_idx)] for fqn, table in self._tables.items()}
 
     def _check_states(self, ids: Tensor, states: Tensor | None) -> None:
         if (states is None) != (self._mode is EmbdUpdateMode.NONE):

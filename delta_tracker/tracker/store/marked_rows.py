@@ -289,9 +289,9 @@ class MarkedRows:
                 known.index_fill_(0, rows.rank(segment.rows.scan()), False)
             marked = [] if segment.states is None else segment.states.ids()
             if segment.states is not None and marked:
-                places = rows.rank(torch.cat(marked))
-                known.index_fill_(0, places, True)
-                put_pieces(states, places, segment.states.states())
+                indices = rows.rank(torch.cat(marked))
+                known.index_fill_(0, indices, True)
+                put_pieces(states, indices, segment.states.states())
         if not bool(known.all()):
             states[~known] = torch.nan if states.is_floating_point() else NO_OWNER
         return states, known
@@ -312,14 +312,14 @@ class MarkedRows:
         """Merge neighboring segments that no position in ``pinned`` separates."""
         if self.pads:
             settle(self.device_states)
-        place = 1
-        while place < len(self._segments):
-            older, newer = self._segments[place - 1], self._segments[place]
+        index = 1
+        while index < len(self._segments):
+            older, newer = self._segments[index - 1], self._segments[index]
             if any(older.start < position <= newer.start for position in pinned):
-                place += 1
+                index += 1
             else:
                 merged = older.merged(newer)
-                self._segments[place - 1 : place + 1] = [merged]  # before the next merge, which may run out of memory
+                self._segments[index - 1 : index + 1] = [merged]  # before the next merge, which may run out of memory
                 if merged is older:
                     self._recycle(newer.rows)
 

@@ -147,11 +147,11 @@ class Block:
         """
         assert self.is_open, "closed blocks are not written"
         assert self._states is not None, "only closed blocks are spilled"
-        places = torch.arange(len(ids), device=ids.device).add_(self.count).clamp_(max=self.capacity)
+        indices = torch.arange(len(ids), device=ids.device).add_(self.count).clamp_(max=self.capacity)
         self._appended += len(ids)  # the bounds first: they hold even if this call fails or is interrupted
         self.highest = min(self.capacity, self.highest + len(ids))
-        self._ids.index_copy_(0, places, ids)
-        self._states.index_copy_(0, places, states)
+        self._ids.index_copy_(0, indices, ids)
+        self._states.index_copy_(0, indices, states)
         self.count.add_(count)
 
     @property

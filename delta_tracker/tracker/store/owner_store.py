@@ -93,9 +93,9 @@ class OwnerStore(MarkedRows):
         changed = self.changed(start, self._segments[-1].start + 1)
         if len(ids) and len(changed):
             assert changed.states is not None, "this store keeps states"
-            places = torch.searchsorted(ids, changed.ids).clamp_(max=len(ids) - 1)
-            found = ids.index_select(0, places) == changed.ids
-            former[places[found]] = changed.states[found, 0]
+            indices = torch.searchsorted(ids, changed.ids).clamp_(max=len(ids) - 1)
+            found = ids.index_select(0, indices) == changed.ids
+            former[indices[found]] = changed.states[found, 0]
         return former
 
     def mark_all_later(self) -> None:

@@ -110,11 +110,11 @@ def _mark(stores: Mapping[str, SegmentStore], ids: Mapping[str, Tensor]) -> None
 def _newest_sets(engine: type[RowSet], stores: Sequence[SegmentStore]) -> list[RowSet]:
     """Return the set of each store for the rows marked since the last cut. Creates the missing ones together."""
     newest = [store.newest for store in stores]
-    missing = [place for place, segment in enumerate(newest) if segment.rows is None]
+    missing = [index for index, segment in enumerate(newest) if segment.rows is None]
     if missing:
-        created = engine.create_each([stores[place].num_rows for place in missing], stores[0].device)
-        for place, empty in zip(missing, created, strict=True):
-            newest[place].rows = empty
+        created = engine.create_each([stores[index].num_rows for index in missing], stores[0].device)
+        for index, empty in zip(missing, created, strict=True):
+            newest[index].rows = empty
     return [segment.rows for segment in newest if segment.rows is not None]
 
 
