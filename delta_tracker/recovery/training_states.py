@@ -85,7 +85,7 @@ class TrainingStates:
         return [*self.keys(rank, "rank"), *([] if self.load(rank, DATA) is None else [DATA])]
 
     def of_rank(self, rank: int, name: str) -> Any:  # noqa: ANN401
-        """Return the state ``name``, one of :meth:`names_of`, of a rank."""
+        """Return a rank's state ``name``, which is one of :meth:`names_of`."""
         return self.load(rank, DATA) if name == DATA else self.load(rank, "rank", name)
 
     def of_all_ranks(self, name: str) -> list[Any]:

@@ -194,7 +194,7 @@ class MchMap(_ModuleMap, SortedMap):
         return self._module.__dict__.get("remap")
 
     def _is_own_default(self, identity: Identity) -> bool:
-        """Return True if the module's own default row is that of all raw ids which reach the module."""
+        """Return True if all raw ids that reach the module have its own default row."""
         first, end = self.rows
         return [bucket.default for bucket in identity.buckets if first < bucket.rows[1] and bucket.rows[0] < end] == [
             end - 1

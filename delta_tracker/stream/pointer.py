@@ -163,7 +163,8 @@ class PointerReader(Forkable):
 
     Attributes:
         confirmed: the pointer whose entry was read; None before the first.
-        trouble: error of the object that was read last, if its entry was not found; None if there is none.
+        trouble: error of the object that was read last, which is no pointer or leads to no entry; None without an
+            error.
     """
 
     def __init__(self, storage: Storage, *, seconds: float = 1.0, runtime: Runtime = REAL) -> None:

@@ -49,8 +49,8 @@ class Sink(ABC):
 class FileSink(Sink):
     """Sink that appends to a file. When :meth:`write` returns, the operating system has the text.
 
-    The class has no lock and no buffer. After a fork, a child process would hang at a lock that a thread of its parent
-    held, and parent and child would both write the text in a buffer.
+    The class has no lock and no buffer. Otherwise, after a fork, a child process would hang at a lock that a thread of
+    its parent held, and parent and child would both write the text in a buffer.
 
     Args:
         path: the file; it must have no other writer. Its folder is created if missing.

@@ -19,7 +19,7 @@ _MAX_KEPT_BYTES = 64 << 20
 
 
 class Settling:
-    """Delay before a reader over http acts on a fault, which may be that of a cache: a *doubt* until then.
+    """Doubt of a reader over http: it acts on a fault only once it has lasted, because a cache may cause it.
 
     A doubt begins with the first fault at a stream position, and ends when a version is applied. All faults at one
     position belong to the same doubt. During a doubt, each object is read once past the caches. The reader acts on a
