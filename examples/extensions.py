@@ -18,7 +18,7 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTens
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from delta_tracker import ModelDeltaTracker, Predictor, Publisher, RowTarget, monitor
-from delta_tracker.monitor.batch import Batch
+from delta_tracker.monitor.collection_report import CollectionReport
 from delta_tracker.monitor.sinks.base_sink import Sink
 
 NUM_ROWS, COLUMNS = 1000, 8
@@ -72,11 +72,11 @@ class CsvSink(Sink):
     def __init__(self, path: Path) -> None:
         self._file = path.open("w")
 
-    def deliver(self, batch: Batch) -> None:
-        """Write the windows of a batch."""
-        for window in batch.windows:
+    def deliver(self, collection: CollectionReport) -> None:
+        """Write the windows of a collection."""
+        for window in collection.windows:
             for aggregation, figure in window.values.items():
-                self._file.write(f"{batch.time_ns},{window.definition.name},{aggregation},{figure}\n")
+                self._file.write(f"{collection.time_ns},{window.definition.name},{aggregation},{figure}\n")
 
     def close(self) -> None:
         """Flush and close the file."""

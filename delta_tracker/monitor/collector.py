@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from enum import Enum, auto
 from functools import partial
 
-from delta_tracker.monitor.batch import Batch, TotalReport, WindowReport
+from delta_tracker.monitor.collection_report import CollectionReport, TotalReport, WindowReport
 from delta_tracker.monitor.event import Event
 from delta_tracker.monitor.event_log import EventLog
 from delta_tracker.monitor.library import LibraryMetrics
@@ -88,7 +88,7 @@ class Collector:
         thread = threading.Thread(
             target=self._loop, args=(interval_seconds, self._wakeups), name="delta_tracker-collector", daemon=True
         )
-        # Start both threads now: Python 3.12 cannot start one at shutdown, when the last batch is delivered.
+        # Start both threads now: Python 3.12 cannot start one at shutdown, when the last collection is delivered.
         self._runner.start()
         self._sinks, self._attributes = sink_queues, dict(attributes)
         try:
@@ -99,7 +99,7 @@ class Collector:
         self._thread = thread
 
     def stop(self, timeout_seconds: float) -> bool:
-        """Deliver the last batch, close the sinks and end both threads. No-op if the collector is not running.
+        """Deliver the last collection, close the sinks and end both threads. No-op if the collector is not running.
 
         Return False, and abandon the threads, if this takes longer than ``timeout_seconds``.
         """
@@ -110,12 +110,12 @@ class Collector:
         thread.join(timeout_seconds)
         is_done = not thread.is_alive()
         if not is_done:
-            _logger.error("monitor: last batch not delivered in time: timeout_seconds=%s", timeout_seconds)
+            _logger.error("monitor: last collection not delivered in time: timeout_seconds=%s", timeout_seconds)
         self.reset()
         return is_done
 
     def flush(self, timeout_seconds: float) -> bool:
-        """Collect now, and wait until the sinks have the batch. Return False after ``timeout_seconds``."""
+        """Collect now, and wait until the sinks have the collection. Return False after ``timeout_seconds``."""
         if self._thread is None:
             self.collect()
             return True
@@ -129,8 +129,8 @@ class Collector:
             self._is_woken = True
             self._wakeups.put(_Wake.EVENTS)
 
-    def collect(self, *, is_last: bool = False, handler_seconds: float | None = None) -> Batch:
-        """Read all sources, stats and events, call the event handlers, and deliver the batch to the sinks. Return it.
+    def collect(self, *, is_last: bool = False, handler_seconds: float | None = None) -> CollectionReport:
+        """Read all sources, stats and events, call the event handlers, and deliver the report to the sinks. Return it.
 
         Args:
             is_last: True to close all windows and to also call muted sinks.
@@ -150,7 +150,7 @@ class Collector:
                 self.wake()
             events, self._undelivered = tuple(self._undelivered), []
             windows, totals = self._read(is_last=is_last)
-            batch = Batch(
+            collection = CollectionReport(
                 time_ns=clock.time_ns(),
                 begin_ns=self._begin_ns,
                 attributes=self._attributes,
@@ -160,19 +160,19 @@ class Collector:
                 is_last=is_last,
             )
             for sink_queue in self._sinks:
-                self._deliver(sink_queue, batch)
+                self._deliver(sink_queue, collection)
             self._registry.forget_ended()
             self._metrics.collect_seconds.add((clock.monotonic_ns() - begin_ns) * _NS)
-            return batch
+            return collection
 
-    def _deliver(self, sink_queue: SinkQueue, batch: Batch) -> None:
-        windows, num_events = sink_queue.add(batch.windows, batch.events)
+    def _deliver(self, sink_queue: SinkQueue, collection: CollectionReport) -> None:
+        windows, num_events = sink_queue.add(collection.windows, collection.events)
         for report in windows:
             self._metrics.lost_windows.cell(stat=report.definition.name).add(1)
         if num_events:
             self._metrics.dropped_events.cell(reason="undelivered").add(num_events)
-        action = partial(sink_queue.deliver, batch)
-        self._runner.run(sink_queue.guard, action, even_if_muted=batch.is_last, here_if_refused=batch.is_last)
+        action = partial(sink_queue.deliver, collection)
+        self._runner.run(sink_queue.guard, action, even_if_muted=collection.is_last, here_if_refused=collection.is_last)
 
     def _read(self, *, is_last: bool) -> tuple[list[WindowReport], list[TotalReport]]:
         windows, totals = [], []

@@ -10,8 +10,8 @@ from typing import Any, cast
 
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.live_objects import Forkable, protect
-from delta_tracker.monitor.batch import Batch
 from delta_tracker.monitor.clock import Clock, Progress
+from delta_tracker.monitor.collection_report import CollectionReport
 from delta_tracker.monitor.collector import Collector
 from delta_tracker.monitor.event import Event, Severity, Span, Value, launched_run_id, renew_ids, trace_of
 from delta_tracker.monitor.event_log import EventLog, EventRule, Handler, Subscription
@@ -288,11 +288,11 @@ class Monitor(Forkable):
         return self._collector.stop(timeout.total_seconds())
 
     def flush(self, timeout: timedelta = timedelta(seconds=15)) -> bool:
-        """Collect now, and wait until the sinks have the batch. Return False after ``timeout``, else True."""
+        """Collect now, and wait until the sinks have the collection. Return False after ``timeout``, else True."""
         return self._collector.flush(timeout.total_seconds())
 
-    def collect(self) -> Batch:
-        """Collect now and return the batch. For tests and programs that do not call :meth:`start`."""
+    def collect(self) -> CollectionReport:
+        """Collect now and return the report. For tests and programs that do not call :meth:`start`."""
         return self._collector.collect()
 
     def after_fork_in_child(self) -> None:

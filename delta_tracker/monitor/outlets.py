@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 
-from delta_tracker.monitor.batch import Batch, WindowReport
 from delta_tracker.monitor.clock import Clock
+from delta_tracker.monitor.collection_report import CollectionReport, WindowReport
 from delta_tracker.monitor.event import Event
 from delta_tracker.monitor.library import LibraryMetrics
 from delta_tracker.monitor.sinks.base_sink import Sink
@@ -127,7 +127,7 @@ class Runner:
                 call.set_exception(refused)
         try:
             error = call.exception(self._deadline_seconds)
-            guard.call = None  # the traceback of its exception would keep the batch alive while muted
+            guard.call = None  # the traceback of its exception would keep the collection alive while muted
         except TimeoutError:
             self.stop()  # the worker ends when its call returns
             error = TimeoutError(f"no answer within {self._deadline_seconds} s")
@@ -192,8 +192,8 @@ class SinkQueue:
             del self._events[self._num_events : self._num_events + num_dropped]
             return dropped, num_dropped
 
-    def deliver(self, batch: Batch) -> None:
-        """Call the sink with a copy of ``batch`` that contains all queued windows and events.
+    def deliver(self, collection: CollectionReport) -> None:
+        """Call the sink with a copy of ``collection`` that contains all queued windows and events.
 
         When the sink returns, even if it exceeded the deadline, the delivered windows and events are removed from the
         queue. If the sink raises, all windows and events stay queued.
@@ -203,7 +203,7 @@ class SinkQueue:
             self._num_windows, self._num_events = len(windows), len(events)
         num_windows = num_events = 0
         try:
-            self.sink.deliver(replace(batch, windows=windows, events=events))
+            self.sink.deliver(replace(collection, windows=windows, events=events))
             num_windows, num_events = len(windows), len(events)
         finally:
             with self._lock:

@@ -1,11 +1,11 @@
-"""Helpers that read the values of a monitor and of its batches."""
+"""Helpers that read the values of a monitor and of its collections."""
 
 from __future__ import annotations
 
 from datetime import timedelta
 
 from delta_tracker.monitor import Kind, Monitor
-from delta_tracker.monitor.batch import Batch, WindowReport
+from delta_tracker.monitor.collection_report import CollectionReport, WindowReport
 from tests.monitor.recording import Kept
 
 
@@ -29,25 +29,25 @@ class Figures:
         return self.now().get((name, frozenset(labels.items())))
 
 
-def windows(batch: Batch, name: str) -> list[WindowReport]:
-    return [each for each in batch.windows if each.definition.name == name]
+def windows(collection: CollectionReport, name: str) -> list[WindowReport]:
+    return [each for each in collection.windows if each.definition.name == name]
 
 
-def window_figures(batch: Batch, name: str) -> list[tuple[int, dict[str, float]]]:
-    return [(each.count, each.values) for each in windows(batch, name)]
+def window_figures(collection: CollectionReport, name: str) -> list[tuple[int, dict[str, float]]]:
+    return [(each.count, each.values) for each in windows(collection, name)]
 
 
-def total(source: Batch | Monitor, name: str) -> float:
+def total(source: CollectionReport | Monitor, name: str) -> float:
     """Return the sum of a stat's totals over its cells; a monitor is collected first."""
-    batch = source if isinstance(source, Batch) else source.collect()
-    return sum(each.figures.total for each in batch.totals if each.definition.name == name)
+    collection = source if isinstance(source, CollectionReport) else source.collect()
+    return sum(each.figures.total for each in collection.totals if each.definition.name == name)
 
 
-def last_batch(monitor: Monitor) -> Batch:
-    """Stop the monitor, which closes its windows, and return the last batch."""
+def last_collection(monitor: Monitor) -> CollectionReport:
+    """Stop the monitor, which closes its windows, and return the last collection."""
     sink = Kept()
     monitor.start([sink], interval=timedelta(hours=1), system=False)
     assert monitor.stop()
-    (batch,) = sink.batches
-    assert batch.is_last
-    return batch
+    (collection,) = sink.collections
+    assert collection.is_last
+    return collection

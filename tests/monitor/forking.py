@@ -36,8 +36,8 @@ _NUM_THREADS = 2
 class _Unforgetting(Sink):
     """Sink that raises when a child releases it."""
 
-    def deliver(self, batch) -> None:
-        del batch
+    def deliver(self, collection) -> None:
+        del collection
 
     def forget(self) -> None:
         raise RuntimeError("on purpose")
@@ -133,8 +133,8 @@ def _live_as_child(monitor: Monitor, counter, *, ends_normally: bool) -> None:
     status = 1
     try:
         counter.add()
-        batch = monitor.collect()
-        totals = {each.definition.name: each.figures.total for each in batch.totals}
+        collection = monitor.collect()
+        totals = {each.definition.name: each.figures.total for each in collection.totals}
         num_errors = sum(cell.collect_total() for cell in monitor.metrics.outlet_errors.cells)
         status = 0 if totals["records"] == 1 and num_errors == 2 and not monitor.events.take() else 2
     finally:

@@ -12,19 +12,19 @@ import warnings
 from datetime import timedelta
 
 from delta_tracker.monitor import Monitor
-from delta_tracker.monitor.batch import Batch
+from delta_tracker.monitor.collection_report import CollectionReport
 from delta_tracker.monitor.sinks.base_sink import Sink
 
 
 class _Raising(Sink):
-    def deliver(self, batch: Batch) -> None:
+    def deliver(self, collection: CollectionReport) -> None:
         raise RuntimeError("on purpose")
 
 
 class _Blocking(Sink):
     """Sink that blocks for longer than the collector waits."""
 
-    def deliver(self, batch: Batch) -> None:
+    def deliver(self, collection: CollectionReport) -> None:
         time.sleep(0.3)
 
 
@@ -34,8 +34,8 @@ class _Summing(Sink):
     def __init__(self) -> None:
         self.sums: dict[str, float] = {}
 
-    def deliver(self, batch: Batch) -> None:
-        for report in batch.windows:
+    def deliver(self, collection: CollectionReport) -> None:
+        for report in collection.windows:
             name = report.definition.name
             self.sums[name] = self.sums.get(name, 0) + report.window.aggregate.total
 

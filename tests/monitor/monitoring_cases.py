@@ -112,8 +112,11 @@ def merged_before_a_reading(rank: int, world_size: int) -> dict[str, Any]:
     metric = TorchMetric("m", torchmetrics.SumMetric(), monitor=monitor)
     metric.update(10.0 * (rank + 1))
     merged = float(metric.compute())
-    batches = [monitor.collect() for _ in range(2)]
-    own = [{each.labels[0][1]: each.values["value"] for each in batch.windows if each.labels} for batch in batches]
+    collections = [monitor.collect() for _ in range(2)]
+    own = [
+        {each.labels[0][1]: each.values["value"] for each in collection.windows if each.labels}
+        for collection in collections
+    ]
     return {"merged": merged, "own": own}
 
 

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from delta_tracker.monitor.batch import Batch, WindowReport
+from delta_tracker.monitor.collection_report import CollectionReport, WindowReport
 from delta_tracker.monitor.sinks.base_sink import Sink
 
 
 class Kept(Sink):
     def __init__(self) -> None:
-        self.batches: list[Batch] = []
+        self.collections: list[CollectionReport] = []
         self.is_closed = False
         self.was_forgotten = False
 
-    def deliver(self, batch: Batch) -> None:
+    def deliver(self, collection: CollectionReport) -> None:
         assert not self.is_closed
-        self.batches.append(batch)
+        self.collections.append(collection)
 
     def close(self) -> None:
         self.is_closed = True
@@ -23,4 +23,4 @@ class Kept(Sink):
         self.was_forgotten = True
 
     def windows(self, name: str) -> list[WindowReport]:
-        return [each for batch in self.batches for each in batch.windows if each.definition.name == name]
+        return [each for collection in self.collections for each in collection.windows if each.definition.name == name]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
 
-from delta_tracker.monitor.batch import Batch
+from delta_tracker.monitor.collection_report import CollectionReport
 from delta_tracker.monitor.sinks.base_sink import Sink
 
 _PATIENCE_SECONDS = 60
@@ -35,7 +35,7 @@ class ScriptedSink(Sink):
     def is_inside(self) -> bool:
         return self._inside.locked()
 
-    def deliver(self, batch: Batch) -> None:
+    def deliver(self, collection: CollectionReport) -> None:
         if not self._inside.acquire(blocking=False):
             self.wrong.append("called while it delivers")
             return
@@ -47,9 +47,9 @@ class ScriptedSink(Sink):
                 self.may_return.wait(_PATIENCE_SECONDS)
             if "fail" in what:
                 raise OSError("on purpose")
-            mine = [each for each in batch.windows if each.definition.name == "records"]
+            mine = [each for each in collection.windows if each.definition.name == "records"]
             self.total += sum(each.values["sum"] for each in mine)
-            self.event_ids += [each.id for each in batch.events if each.name == "mark"]
+            self.event_ids += [each.id for each in collection.events if each.name == "mark"]
         finally:
             self._inside.release()
 

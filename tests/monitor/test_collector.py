@@ -15,9 +15,13 @@ def test_the_interval_collects_automatically() -> None:
     monitor = Monitor()
     sink = Kept()
     monitor.start([sink], interval=timedelta(milliseconds=2), system=True)
-    eventually(lambda: len(sink.batches) >= 3)
+    eventually(lambda: len(sink.collections) >= 3)
     monitor.stop()
-    assert {each.definition.name for each in sink.batches[-1].totals} >= {"process_cpu_seconds", "process_memory_bytes"}
+    names = {each.definition.name for each in sink.collections[-1].totals}
+    assert names >= {
+        "process_cpu_seconds",
+        "process_memory_bytes",
+    }
 
 
 def test_a_handler_gets_an_event_before_the_next_collection() -> None:
@@ -34,10 +38,10 @@ def test_a_thread_that_outlives_stop_does_not_affect_the_next_start() -> None:
     entered, go_on = threading.Event(), threading.Event()
 
     class Blocking(Kept):
-        def deliver(self, batch) -> None:
+        def deliver(self, collection) -> None:
             entered.set()
             go_on.wait(60)
-            super().deliver(batch)
+            super().deliver(collection)
 
     monitor = Monitor()
     monitor.start([Blocking()], interval=timedelta(milliseconds=1), system=False)
@@ -50,7 +54,7 @@ def test_a_thread_that_outlives_stop_does_not_affect_the_next_start() -> None:
     old.join(60)
     assert not old.is_alive(), "it ends by itself"
     assert monitor.stop()
-    assert sum(batch.is_last for batch in second.batches) == 1
+    assert sum(collection.is_last for collection in second.collections) == 1
 
 
 def test_a_busy_handler_does_not_keep_the_collector_from_collecting() -> None:
@@ -66,7 +70,7 @@ def test_a_busy_handler_does_not_keep_the_collector_from_collecting() -> None:
     thread = threading.Thread(target=work)
     thread.start()
     try:
-        eventually(lambda: len(sink.batches) >= 5)
+        eventually(lambda: len(sink.collections) >= 5)
     finally:
         is_over.set()
         thread.join()

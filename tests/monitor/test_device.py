@@ -378,8 +378,8 @@ def test_metrics_of_torchmetrics_are_read(monitor) -> None:
         for stat in stats.values():
             stat.update(torch.tensor(value))
         median.update(torch.tensor([value, -value]), torch.tensor([value * 2, -value]))
-    batch = monitor.collect()
-    values = {each.definition.name: each.values["value"] for each in batch.windows}
+    collection = monitor.collect()
+    values = {each.definition.name: each.values["value"] for each in collection.windows}
     assert {name: values[name] for name in made} == {name: exact for name, (_, exact) in made.items()}
     assert values["cat"] == pytest.approx(median.metric.compute().item())
     assert not _values(monitor, "sum"), "nothing new"

@@ -116,6 +116,6 @@ def test_sinks_get_events_too(monitor) -> None:
     assert monitor.flush()
     monitor.log("b")
     assert monitor.stop()
-    assert [event.name for batch in sink.batches for event in batch.events] == ["a", "b"]
-    assert [batch.is_last for batch in sink.batches][-1]
+    assert [event.name for collection in sink.collections for event in collection.events] == ["a", "b"]
+    assert [collection.is_last for collection in sink.collections][-1]
     assert sink.is_closed

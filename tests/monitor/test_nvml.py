@@ -35,8 +35,8 @@ def test_gpu_metrics_from_a_fake_driver(monkeypatch) -> None:
         NvmlMetrics(monitor.registry, grams_per_kilowatt_hour=-1)
     monitor.registry.add_source(NvmlMetrics(monitor.registry, grams_per_kilowatt_hour=3_600_000))
     for _ in range(2):
-        batch = monitor.collect()
-    totals = {each.definition.name: each.figures for each in batch.totals}
+        collection = monitor.collect()
+    totals = {each.definition.name: each.figures for each in collection.totals}
     assert totals["gpu_utilisation_ratio"].last == 0.4
     assert totals["gpu_memory_used_bytes"].last == 2**30
     assert "gpu_power_watts" not in totals, "what a device does not offer is no data"

@@ -38,7 +38,7 @@ def test_a_handler_that_is_slower_than_its_events_gets_them_in_order_and_is_not_
     assert not sum(cell.collect_total() for cell in monitor.metrics.outlet_errors.cells)
 
 
-def test_undelivered_data_is_sent_with_the_next_batch() -> None:
+def test_undelivered_data_is_sent_with_the_next_collection() -> None:
     clock = ManualClock()
     monitor = Monitor(clock)
     failing, fine = ScriptedSink(0), Kept()
@@ -118,7 +118,7 @@ def test_a_sink_that_never_returns_is_never_closed(caplog) -> None:
     assert not stuck.wrong
 
 
-def test_the_last_batch_is_delivered_where_no_thread_can_be_started() -> None:
+def test_the_last_collection_is_delivered_where_no_thread_can_be_started() -> None:
     """At the end of a program Python 3.12 starts no threads, and the sinks' thread had timed out before."""
     clock = ManualClock()
     monitor = Monitor(clock, deadline=_SHORT)
@@ -143,7 +143,7 @@ class _Blocking(Sink):
         self.may_go = threading.Event()
         self.num_calls = 0
 
-    def deliver(self, batch) -> None:
+    def deliver(self, collection) -> None:
         self.num_calls += 1
         self.may_go.wait(60)
 
@@ -152,7 +152,7 @@ class _Raising(Sink):
     def __init__(self) -> None:
         self.num_calls = 0
 
-    def deliver(self, batch) -> None:
+    def deliver(self, collection) -> None:
         self.num_calls += 1
         raise SystemExit("not even that gets out")
 
@@ -179,7 +179,7 @@ def test_sinks_that_raise_or_block_are_counted_and_muted(caplog) -> None:
     assert (blocking.num_calls, raising.num_calls) == (1, 2), "muted twice as long"
     blocking.may_go.set()
     assert monitor.stop()
-    assert (blocking.num_calls, raising.num_calls) == (2, 3), "the last batch is tried in any case"
+    assert (blocking.num_calls, raising.num_calls) == (2, 3), "the last collection is tried in any case"
     assert fine.is_closed
     errors = {
         t.labels: t.figures.total for t in monitor.collect().totals if t.definition.name.endswith("outlet_errors")

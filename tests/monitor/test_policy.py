@@ -17,10 +17,10 @@ def test_user_settings_override_those_in_code(monitor) -> None:
     for stat in (before, after, other):
         for value in (1.0, 2.0, 3.0):
             stat.add(value)
-    batch = monitor.collect()
-    assert set(windows(batch, "training.loss")[0].values) == {"p95", "count"}
-    assert set(windows(batch, "training.accuracy")[0].values) == {"p95", "count"}
-    assert window_figures(batch, "serving.loss") == [(3, {"mean": 2.0})]
+    collection = monitor.collect()
+    assert set(windows(collection, "training.loss")[0].values) == {"p95", "count"}
+    assert set(windows(collection, "training.accuracy")[0].values) == {"p95", "count"}
+    assert window_figures(collection, "serving.loss") == [(3, {"mean": 2.0})]
 
 
 def test_the_latest_pattern_wins_setting_by_setting(monitor) -> None:

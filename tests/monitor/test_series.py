@@ -69,8 +69,8 @@ def test_uncollected_windows_are_bounded_and_counted(monitor) -> None:
     stat = monitor.stat("s", window=Window(count=1))
     for value in range(1030):
         stat.add(value)
-    batch = monitor.collect()
-    assert len(windows(batch, "s")) == 1024
+    collection = monitor.collect()
+    assert len(windows(collection, "s")) == 1024
     lost = [t.figures.total for t in monitor.collect().totals if t.definition.name == "delta_tracker_lost_windows"]
     assert lost == [6]
 

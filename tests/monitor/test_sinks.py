@@ -194,10 +194,10 @@ def _families(text: str):
     return {family.name: family for family in parser.text_string_to_metric_families(text)}
 
 
-def _open_metrics(batch) -> str:
+def _open_metrics(collection) -> str:
     client = pytest.importorskip("prometheus_client.openmetrics.exposition")
     totals = _TotalsSink()
-    totals.deliver(batch)
+    totals.deliver(collection)
     return client.generate_latest(totals._registry).decode()
 
 
@@ -492,9 +492,9 @@ def test_an_unreachable_collector_is_an_error_of_the_sink() -> None:
     pytest.importorskip("opentelemetry.sdk")
     monitor = Monitor()
     monitor.counter("c").add(1)
-    batch = monitor.collect()
+    collection = monitor.collect()
     with pytest.raises(ConnectionError):
-        OpenTelemetrySink("http://127.0.0.1:9", timeout_seconds=0.2).deliver(batch)
+        OpenTelemetrySink("http://127.0.0.1:9", timeout_seconds=0.2).deliver(collection)
 
 
 _SURROGATE = "a\udc80"  # a byte of a file name that is not UTF-8
@@ -654,18 +654,18 @@ def test_mlflow_tries_again_what_was_not_refused(mlflow, tmp_path, caplog) -> No
     gauge = monitor.gauge("g", labels=["n"], max_cells=1100)
     for number in range(1100):
         gauge.set(number, n=number)
-    batch = monitor.collect()
+    collection = monitor.collect()
     client.is_reachable = False
     with pytest.raises(mlflow.exceptions.MlflowException, match="no answer"):
-        sink.deliver(batch)
+        sink.deliver(collection)
     assert client.num_requests == 2
     client.is_reachable = True
     client.runs.info.lifecycle_stage = "deleted"
     with pytest.raises(mlflow.exceptions.MlflowException, match="refused"):
-        sink.deliver(batch)
+        sink.deliver(collection)
     assert client.num_requests == 4
     client.runs.info.lifecycle_stage = "active"
-    sink.deliver(batch)
+    sink.deliver(collection)
     assert client.num_requests == 6
     assert len(client.history) == 1100
     assert not caplog.records

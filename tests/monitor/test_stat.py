@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from delta_tracker.monitor import Monitor, Window
 from tests.monitor.clocks import ManualClock
-from tests.monitor.figures import last_batch, total, window_figures, windows
+from tests.monitor.figures import last_collection, total, window_figures, windows
 
 _MEAN = ("mean", "sum")
 
@@ -53,7 +53,7 @@ def test_windows_against_a_slow_reference(count, seconds, epoch, schedule) -> No
             monitor.end_epoch()
             if epoch:
                 close()
-    found += windows(last_batch(monitor), "s")
+    found += windows(last_collection(monitor), "s")
     close()
     assert [(w.values["sum"], w.count, w.window.begin_ns, w.window.end_ns) for w in found] == [
         (sum(records), len(records), begin, end) for records, begin, end in expected
@@ -77,7 +77,7 @@ def test_a_large_count_is_split_exactly(monitor) -> None:
     stat = monitor.stat("s", window=Window(count=1500), aggregations=("sum",))
     for number in range(4000):
         stat.add(number)
-    found = window_figures(last_batch(monitor), "s")
+    found = window_figures(last_collection(monitor), "s")
     sums = [sum(range(1500)), sum(range(1500, 3000)), sum(range(3000, 4000))]
     assert found == [(1500, {"sum": sums[0]}), (1500, {"sum": sums[1]}), (1000, {"sum": sums[2]})]
 
@@ -85,10 +85,10 @@ def test_a_large_count_is_split_exactly(monitor) -> None:
 def test_no_data_is_not_zero(monitor) -> None:
     monitor.stat("silent")
     monitor.gauge("zeroed", when_empty="zero", aggregations=("value", "mean"))
-    batch = monitor.collect()
-    assert window_figures(batch, "silent") == []
-    assert window_figures(batch, "zeroed") == [(0, {"value": 0, "mean": 0})]
-    assert not [total for total in batch.totals if total.definition.name in ("silent", "zeroed")]
+    collection = monitor.collect()
+    assert window_figures(collection, "silent") == []
+    assert window_figures(collection, "zeroed") == [(0, {"value": 0, "mean": 0})]
+    assert not [total for total in collection.totals if total.definition.name in ("silent", "zeroed")]
 
 
 def test_a_figure_without_data_is_left_out(monitor) -> None:

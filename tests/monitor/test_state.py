@@ -76,8 +76,8 @@ def test_counts_after_a_restore_are_exact_and_windows_exclude_it() -> None:
     cell = monitor.find("rows")[0].cell(table="user")
     for _ in range(3000):
         cell.add(1)
-    batch = monitor.collect()
-    (window,) = (each for each in batch.windows if each.definition.name == "rows")
+    collection = monitor.collect()
+    (window,) = (each for each in collection.windows if each.definition.name == "rows")
     assert window.values == {"sum": 3000}
     assert _totals(monitor, "rows") == {("user",): 10**15 + 3001}
 

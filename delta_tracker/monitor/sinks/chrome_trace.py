@@ -17,7 +17,7 @@ import os
 import time
 from pathlib import Path
 
-from delta_tracker.monitor.batch import Batch, WindowReport
+from delta_tracker.monitor.collection_report import CollectionReport, WindowReport
 from delta_tracker.monitor.event import Event, Phase, json_value
 from delta_tracker.monitor.names import label_pairs
 from delta_tracker.monitor.sinks.base_sink import FileSink
@@ -43,10 +43,10 @@ class ChromeTraceSink(FileSink):
         self.write("[\n")
         self.append([{"name": "process_labels", "ph": "M", "pid": self._pid, "args": labels}], ",\n")
 
-    def deliver(self, batch: Batch) -> None:
-        """Append the events and windows of the batch. If the write fails, the file is unchanged."""
-        lines = [self._event(event) for event in batch.events]
-        lines += [self._curve(report) for report in batch.windows if report.values]
+    def deliver(self, collection: CollectionReport) -> None:
+        """Append the events and windows of the collection. If the write fails, the file is unchanged."""
+        lines = [self._event(event) for event in collection.events]
+        lines += [self._curve(report) for report in collection.windows if report.values]
         self.append(lines, ",\n")
 
     def close(self) -> None:

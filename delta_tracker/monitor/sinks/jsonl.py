@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from delta_tracker.monitor.batch import Batch, WindowReport
+from delta_tracker.monitor.collection_report import CollectionReport, WindowReport
 from delta_tracker.monitor.event import Event, json_value
 from delta_tracker.monitor.sinks.base_sink import FileSink
 
@@ -12,7 +12,7 @@ _S = 1e-9
 
 
 class JsonlSink(FileSink):
-    """Sink that appends windows and events to a file. If a write fails, no part of the batch is written.
+    """Sink that appends windows and events to a file. If a write fails, no part of the collection is written.
 
     Each line is an object with ``kind`` ("window" or "event"), ``time`` in seconds since the epoch, and further fields.
     Undefined values are omitted. Numbers that are not finite are written as strings.
@@ -21,10 +21,10 @@ class JsonlSink(FileSink):
         path: the file; its folder is created if missing.
     """
 
-    def deliver(self, batch: Batch) -> None:
-        """Append the lines of the batch. If the write fails, the file is unchanged."""
-        lines = [window_line(report, batch.attributes) for report in batch.windows]
-        lines += [event_line(event, batch.attributes) for event in batch.events]
+    def deliver(self, collection: CollectionReport) -> None:
+        """Append the lines of the collection. If the write fails, the file is unchanged."""
+        lines = [window_line(report, collection.attributes) for report in collection.windows]
+        lines += [event_line(event, collection.attributes) for event in collection.events]
         self.append(lines, "\n")
 
 

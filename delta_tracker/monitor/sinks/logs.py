@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from delta_tracker.monitor.batch import Batch, WindowReport
+from delta_tracker.monitor.collection_report import CollectionReport, WindowReport
 from delta_tracker.monitor.event import Event
 from delta_tracker.monitor.names import label_pairs
 from delta_tracker.monitor.sinks.base_sink import Sink
@@ -22,12 +22,12 @@ class LoggingSink(Sink):
         self._logger = logging.getLogger(logger)
         self._window_level = window_level
 
-    def deliver(self, batch: Batch) -> None:
-        """Log each event and window of the batch as one line."""
-        for event in batch.events:
+    def deliver(self, collection: CollectionReport) -> None:
+        """Log each event and window of the collection as one line."""
+        for event in collection.events:
             self._logger.log(event.severity, "%s", event_text(event))
         if self._window_level is not None and self._logger.isEnabledFor(self._window_level):
-            for report in batch.windows:
+            for report in collection.windows:
                 self._logger.log(self._window_level, "%s", window_text(report))
 
 

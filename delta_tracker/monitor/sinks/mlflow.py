@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from delta_tracker.errors import import_optional
-from delta_tracker.monitor.batch import Batch, TotalReport, WindowReport
+from delta_tracker.monitor.collection_report import CollectionReport, TotalReport, WindowReport
 from delta_tracker.monitor.event import Event, Value
 from delta_tracker.monitor.library import DEFINITIONS
 from delta_tracker.monitor.sinks.base_sink import Sink
@@ -64,23 +64,23 @@ class MlflowSink(Sink):
         self._status = "FINISHED"
         self._log_parameters(parameters or {})
 
-    def deliver(self, batch: Batch) -> None:
-        """Log a batch. Raises MlflowException if MLflow does not answer, or the run was deleted."""
-        for event in batch.events:
+    def deliver(self, collection: CollectionReport) -> None:
+        """Log a collection. Raises MlflowException if MLflow does not answer, or the run was deleted."""
+        for event in collection.events:
             self._log_event(event)
-        known = [metric for metric in self._metrics(batch) if ("metrics", metric.key) not in self._refused]
+        known = [metric for metric in self._metrics(collection) if ("metrics", metric.key) not in self._refused]
         self._log("metrics", known)
         version_name = DEFINITIONS["published_version"].name
-        versions = [report for report in batch.totals if report.definition.name == version_name]
+        versions = [report for report in collection.totals if report.definition.name == version_name]
         self._log_tags({_series(report): str(int(report.figures.last)) for report in versions})
 
     def close(self) -> None:
         """End the run."""
         self._client.set_terminated(self.run_id, self._status)
 
-    def _metrics(self, batch: Batch) -> list[Any]:
+    def _metrics(self, collection: CollectionReport) -> list[Any]:
         metrics = []
-        for report in batch.windows:
+        for report in collection.windows:
             series = _series(report)
             time_ms = report.window.time_ns // _MS
             metrics += [

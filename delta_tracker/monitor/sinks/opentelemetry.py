@@ -18,8 +18,8 @@ from typing import Any, assert_never
 
 from delta_tracker.errors import import_optional
 from delta_tracker.monitor.aggregate import Aggregate
-from delta_tracker.monitor.batch import Batch, TotalReport
 from delta_tracker.monitor.buckets import LOWEST, SCALE
+from delta_tracker.monitor.collection_report import CollectionReport, TotalReport
 from delta_tracker.monitor.event import Event, Phase, Severity
 from delta_tracker.monitor.sinks.base_sink import Sink
 from delta_tracker.monitor.stat import Definition, Kind
@@ -41,7 +41,7 @@ _SEVERITIES = {
 
 
 class OpenTelemetrySink(Sink):
-    """Sink that sends each batch to an OpenTelemetry collector.
+    """Sink that sends each collection to an OpenTelemetry collector.
 
     Totals are sent as metrics, ended spans as spans, and instant events as log records.
 
@@ -75,22 +75,22 @@ class OpenTelemetrySink(Sink):
         self._spans = traces.OTLPSpanExporter(f"{base}/v1/traces", **options)
         self._logs = logs.OTLPLogExporter(f"{base}/v1/logs", **options)
 
-    def deliver(self, batch: Batch) -> None:
-        """Send a batch to the OpenTelemetry collector. Raise ConnectionError if it does not accept the batch."""
+    def deliver(self, collection: CollectionReport) -> None:
+        """Send a collection to the OpenTelemetry collector. Raise ConnectionError if it does not accept it."""
         from opentelemetry.sdk.resources import Resource  # noqa: PLC0415
 
-        resource = Resource({"service.name": self._service, **batch.attributes})
-        ended = [event for event in batch.events if event.phase is Phase.END]
-        instants = [event for event in batch.events if event.phase is Phase.INSTANT]
+        resource = Resource({"service.name": self._service, **collection.attributes})
+        ended = [event for event in collection.events if event.phase is Phase.END]
+        instants = [event for event in collection.events if event.phase is Phase.INSTANT]
         sent: list[Any] = []
-        if batch.totals:
-            sent.append(self._metrics.export(metrics_data(batch, resource)))
+        if collection.totals:
+            sent.append(self._metrics.export(metrics_data(collection, resource)))
         if ended:
             sent.append(self._spans.export([_span(event, resource) for event in ended]))
         if instants:
             sent.append(self._logs.export([_log_record(event, resource) for event in instants]))
         if any(result.name != "SUCCESS" for result in sent):
-            raise ConnectionError("the OpenTelemetry collector did not accept the batch")
+            raise ConnectionError("the OpenTelemetry collector did not accept the collection")
 
     def close(self) -> None:
         """Close the connections to the OpenTelemetry collector."""
@@ -98,45 +98,46 @@ class OpenTelemetrySink(Sink):
             exporter.shutdown()
 
 
-def metrics_data(batch: Batch, resource: Any) -> Any:  # noqa: ANN401  the SDK's classes
-    """Convert the totals of a batch to the SDK's ``MetricsData``. ``resource`` is a ``Resource`` of the SDK."""
+def metrics_data(collection: CollectionReport, resource: Any) -> Any:  # noqa: ANN401  the SDK's classes
+    """Convert the totals of a collection to the SDK's ``MetricsData``. ``resource`` is a ``Resource`` of the SDK."""
     from opentelemetry.sdk.metrics import export as sdk  # noqa: PLC0415
     from opentelemetry.sdk.util.instrumentation import InstrumentationScope  # noqa: PLC0415
 
     metrics = [
-        _metric(sdk, definition, list(reports), batch)
-        for definition, reports in groupby(batch.totals, key=lambda report: report.definition)
+        _metric(sdk, definition, list(reports), collection)
+        for definition, reports in groupby(collection.totals, key=lambda report: report.definition)
     ]
     scope = sdk.ScopeMetrics(InstrumentationScope(_SCOPE), metrics, "")
     return sdk.MetricsData([sdk.ResourceMetrics(resource, [scope], "")])
 
 
-def _metric(sdk: Any, definition: Definition, reports: Sequence[TotalReport], batch: Batch) -> Any:  # noqa: ANN401
+def _metric(sdk: Any, definition: Definition, reports: Sequence[TotalReport], collection: CollectionReport) -> Any:  # noqa: ANN401
     totals = [report.figures for report in reports]
     cumulative = sdk.AggregationTemporality.CUMULATIVE
     data: Any
     match definition.kind:
         case Kind.COUNTER:
-            points = [_number(sdk, report, report.figures.total, batch) for report in reports]
+            points = [_number(sdk, report, report.figures.total, collection) for report in reports]
             data = sdk.Sum(points, cumulative, is_monotonic=True)
         case Kind.GAUGE:
-            data = sdk.Gauge([_number(sdk, report, report.figures.last, batch) for report in reports])
+            data = sdk.Gauge([_number(sdk, report, report.figures.last, collection) for report in reports])
         case Kind.STAT | Kind.HISTOGRAM:
             if all(figures.buckets is not None and figures.buckets.count == figures.count for figures in totals):
-                data = sdk.ExponentialHistogram([_exponential(sdk, report, batch) for report in reports], cumulative)
+                points = [_exponential(sdk, report, collection) for report in reports]
+                data = sdk.ExponentialHistogram(points, cumulative)
             else:
-                data = sdk.Histogram([_single_bucket(sdk, report, batch) for report in reports], cumulative)
+                data = sdk.Histogram([_single_bucket(sdk, report, collection) for report in reports], cumulative)
         case _:
             assert_never(definition.kind)
     return sdk.Metric(definition.name, definition.help, _UNITS.get(definition.unit, definition.unit), data)
 
 
-def _number(sdk: Any, report: TotalReport, value: float, batch: Batch) -> Any:  # noqa: ANN401
+def _number(sdk: Any, report: TotalReport, value: float, collection: CollectionReport) -> Any:  # noqa: ANN401
     exported = value if -_INT64 <= value < _INT64 else float(value)
-    return sdk.NumberDataPoint(dict(report.labels), batch.begin_ns, batch.time_ns, exported)
+    return sdk.NumberDataPoint(dict(report.labels), collection.begin_ns, collection.time_ns, exported)
 
 
-def _exponential(sdk: Any, report: TotalReport, batch: Batch) -> Any:  # noqa: ANN401
+def _exponential(sdk: Any, report: TotalReport, collection: CollectionReport) -> Any:  # noqa: ANN401
     """Return the data point of a cell whose records are all counted in buckets.
 
     The bucket at :data:`LOWEST` also counts smaller magnitudes. Its counts are added to the count of zeros, which the
@@ -145,7 +146,7 @@ def _exponential(sdk: Any, report: TotalReport, batch: Batch) -> Any:  # noqa: A
     counted = report.figures.buckets
     assert counted is not None, "checked by the caller"
     return sdk.ExponentialHistogramDataPoint(
-        **_common(report, batch),
+        **_common(report, collection),
         scale=SCALE,
         zero_count=counted.zero + counted.positive[LOWEST] + counted.negative[LOWEST],
         positive=_dense(sdk, counted.positive),
@@ -154,8 +155,8 @@ def _exponential(sdk: Any, report: TotalReport, batch: Batch) -> Any:  # noqa: A
     )
 
 
-def _single_bucket(sdk: Any, report: TotalReport, batch: Batch) -> Any:  # noqa: ANN401
-    common = _common(report, batch)
+def _single_bucket(sdk: Any, report: TotalReport, collection: CollectionReport) -> Any:  # noqa: ANN401
+    common = _common(report, collection)
     figures = report.figures
     if figures.weight != figures.count:
         common["count"] = max(1, round(figures.weight)) if figures.weight > 0 else 0
@@ -164,7 +165,7 @@ def _single_bucket(sdk: Any, report: TotalReport, batch: Batch) -> Any:  # noqa:
     return sdk.HistogramDataPoint(**common, bucket_counts=[common["count"]], explicit_bounds=[])
 
 
-def _common(report: TotalReport, batch: Batch) -> dict[str, Any]:
+def _common(report: TotalReport, collection: CollectionReport) -> dict[str, Any]:
     """Return the fields that both kinds of histograms have. None omits an optional field.
 
     The sum is omitted if a record is negative: receivers take it for a monotonic counter, and each decrease for a
@@ -173,8 +174,8 @@ def _common(report: TotalReport, batch: Batch) -> dict[str, Any]:
     figures: Aggregate = report.figures
     return {
         "attributes": dict(report.labels),
-        "start_time_unix_nano": batch.begin_ns,
-        "time_unix_nano": batch.time_ns,
+        "start_time_unix_nano": collection.begin_ns,
+        "time_unix_nano": collection.time_ns,
         "count": figures.count,
         "sum": None if figures.min < 0 else figures.total,
         "min": None if math.isnan(figures.min) else figures.min,

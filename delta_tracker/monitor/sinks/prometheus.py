@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from delta_tracker.errors import import_optional
-from delta_tracker.monitor.batch import Batch, TotalReport
+from delta_tracker.monitor.collection_report import CollectionReport, TotalReport
 from delta_tracker.monitor.sinks.base_sink import Sink
 from delta_tracker.monitor.stat import Definition, Kind
 
@@ -26,24 +26,24 @@ BUCKET_RATIO = 2 ** (1 / _BOUNDS_PER_OCTAVE)
 
 
 class _TotalsSink(Sink):
-    """Sink that keeps the newest batch. For ``prometheus_client`` it is the collector of the batch's totals."""
+    """Sink that keeps the newest collection, whose totals ``prometheus_client`` reads."""
 
     def __init__(self) -> None:
         self._client = import_optional("prometheus_client", "prometheus_client", "prometheus")
-        self._batch: Batch | None = None
+        self._collection: CollectionReport | None = None
         self._registry: Any = self._client.CollectorRegistry(auto_describe=False)
         self._registry.register(self)
 
-    def deliver(self, batch: Batch) -> None:
-        self._batch = batch
+    def deliver(self, collection: CollectionReport) -> None:
+        self._collection = collection
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metric family of each stat in the newest batch."""
-        batch = self._batch
-        if batch is None:
+        """Yield the metric family of each stat in the newest collection."""
+        collection = self._collection
+        if collection is None:
             return
-        for definition, reports in groupby(batch.totals, key=lambda report: report.definition):
-            yield family(definition, list(reports), tuple(batch.attributes.items()))
+        for definition, reports in groupby(collection.totals, key=lambda report: report.definition):
+            yield family(definition, list(reports), tuple(collection.attributes.items()))
 
 
 class PrometheusSink(_TotalsSink):
@@ -110,9 +110,9 @@ class PrometheusFileSink(_TotalsSink):
         self._path = Path(path)
         self._path.parent.mkdir(parents=True, exist_ok=True)
 
-    def deliver(self, batch: Batch) -> None:
-        """Rewrite the file with the totals of the batch."""
-        super().deliver(batch)
+    def deliver(self, collection: CollectionReport) -> None:
+        """Rewrite the file with the totals of the collection."""
+        super().deliver(collection)
         self._client.write_to_textfile(str(self._path), self._registry)
 
 

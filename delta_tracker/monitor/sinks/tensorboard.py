@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from delta_tracker.errors import import_optional
-from delta_tracker.monitor.batch import Batch, WindowReport
 from delta_tracker.monitor.buckets import LogBuckets
+from delta_tracker.monitor.collection_report import CollectionReport, WindowReport
 from delta_tracker.monitor.event import Event
 from delta_tracker.monitor.names import Labels, label_pairs
 from delta_tracker.monitor.sinks.base_sink import Sink
@@ -32,11 +32,11 @@ class TensorBoardSink(Sink):
         tensorboard = import_optional("torch.utils.tensorboard", "tensorboard", "tensorboard")
         self._writer: Any = tensorboard.SummaryWriter(str(folder))
 
-    def deliver(self, batch: Batch) -> None:
-        """Write and flush the batch."""
-        for report in batch.windows:
+    def deliver(self, collection: CollectionReport) -> None:
+        """Write and flush the collection."""
+        for report in collection.windows:
             self._write_window(report)
-        for event in batch.events:
+        for event in collection.events:
             self._write_event(event)
         self._writer.flush()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime as dt
 
 from delta_tracker.errors import import_optional
-from delta_tracker.monitor.batch import Batch
+from delta_tracker.monitor.collection_report import CollectionReport
 from delta_tracker.monitor.event import Value
 from delta_tracker.monitor.sinks.base_sink import Sink
 
@@ -25,14 +25,14 @@ class TorchMonitorSink(Sink):
     def __init__(self) -> None:
         self._torch = import_optional("torch.monitor", "torch", None)  # the monitor package does not depend on torch
 
-    def deliver(self, batch: Batch) -> None:
-        """Log the batch to ``torch.monitor``."""
-        for report in batch.windows:
+    def deliver(self, collection: CollectionReport) -> None:
+        """Log the collection to ``torch.monitor``."""
+        for report in collection.windows:
             data: dict[str, Value] = {f"{report.definition.name}.{name}": each for name, each in report.values.items()}
             self._log(
                 "torch.monitor.Stat", report.window.time_ns, {**data, "count": report.count, **dict(report.labels)}
             )
-        for event in batch.events:
+        for event in collection.events:
             self._log(event.name, event.time_ns, {"message": event.message, **event.data})
 
     def _log(self, name: str, time_ns: int, data: dict[str, Value]) -> None:

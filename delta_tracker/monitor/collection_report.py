@@ -65,10 +65,10 @@ class TotalReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
+class CollectionReport:
     """Result of one collection.
 
-    A sink also receives the windows and events of earlier batches that it has not accepted yet.
+    A sink also receives the windows and events of earlier collections that it has not accepted yet.
 
     Args:
         time_ns: time of the collection, nanoseconds since the epoch.
