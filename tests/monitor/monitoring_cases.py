@@ -113,10 +113,7 @@ def merged_before_a_reading(rank: int, world_size: int) -> dict[str, Any]:
     metric.update(10.0 * (rank + 1))
     merged = float(metric.compute())
     collections = [monitor.collect() for _ in range(2)]
-    own = [
-        {each.labels[0][1]: each.values["value"] for each in collection.windows if each.labels}
-        for collection in collections
-    ]
+    own = [{each.labels[0][1]: each.values["value"] for each in one.windows if each.labels} for one in collections]
     return {"merged": merged, "own": own}
 
 

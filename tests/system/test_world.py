@@ -131,6 +131,19 @@ def test_many_random_worlds_break_no_rule_but_the_known_ones(worlds: Interpreter
             {"seed": 9000244, "encoding": "INT8", "has_raw_ids": True},
             id="a mirror is promoted whose newest snapshot has lost its part",
         ),
+        pytest.param(
+            "publish 0 0, mirror 0 0, publish 0 0, publish 0 0, compact 0 0, restart_trainer 0 17401, publish 0 0, "
+            "retain 0 0",
+            {"seed": 9200192, "states": True, "has_upkeep": True},
+            id="a mirror starts at a merged snapshot that ends before a claim",
+        ),
+        pytest.param(
+            "publish 0 0, mirror 0 0, join 0 15584, publish 0 0, publish 0 0, publish 0 0, publish 0 0, pin 0 3449, "
+            "settle 0 0, mirror 1 0, promote 1 10967, snapshot 0 0, settle 0 0, lose 0 0, promote 0 0, burst 0 0, "
+            "pin 0 0",
+            {"seed": 9300419, "has_raw_ids": True},
+            id="the pins of a log that was made again at its url count from 1",
+        ),
     ],
 )
 def test_a_schedule_that_broke_a_rule_breaks_none(

@@ -22,8 +22,8 @@ class Sink(ABC):
 
     If a call raises, the error is counted, and the sink is not called for a while. Only the first error of a sink is
     logged. The windows and events of the collection are delivered again with the next one, so a sink should write a
-    collection completely or not at all. For each sink, at most 8192 windows and the monitor's ``capacity`` of events are
-    queued. If there are more, the oldest ones are dropped and counted.
+    collection completely or not at all. For each sink, at most 8192 windows and the monitor's ``capacity`` of events
+    are queued. If there are more, the oldest ones are dropped and counted.
 
     A call that exceeds the collector's deadline counts as an error, and the sink is not called again before that call
     has returned. If the late call does not raise, the collection counts as delivered. If the call never returns, the
