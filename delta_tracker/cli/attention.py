@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
-from delta_tracker.cli.followers import Follower
 from delta_tracker.cli.history import History
+from delta_tracker.cli.predictors import SeenPredictor
 from delta_tracker.cli.text import duration, several
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.heartbeat import State
@@ -45,12 +45,12 @@ def sort_notices(notices: Iterable[Notice]) -> list[Notice]:
     return sorted(notices, key=lambda each: LEVELS.index(each.level))
 
 
-def of_predictors(followers: Sequence[Follower]) -> list[Notice]:
+def of_predictors(predictors: Sequence[SeenPredictor]) -> list[Notice]:
     """Return the notices about predictors, at most one for each state and kind of error."""
-    faulty = [each for each in followers if each.beat.error is not None]
+    faulty = [each for each in predictors if each.beat.error is not None]
     found = _errors([each for each in faulty if each.health == "failing"], "fault")
     found += _errors([each for each in faulty if each.health not in ("failing", "silent", "elsewhere")], "warning")
-    by_state = {state: [each for each in followers if each.health == state] for state in _STATES}
+    by_state = {state: [each for each in predictors if each.health == state] for state in _STATES}
     for state, (level, what, next_step) in _STATES.items():
         if by_state[state]:
             longest = max(each.seconds_ago for each in by_state[state])
@@ -154,10 +154,10 @@ def of_clocks(skews: Iterable[str]) -> list[Notice]:
     return [Notice("warning", skew, step) for skew in skews]
 
 
-def _errors(followers: Sequence[Follower], level: Level) -> list[Notice]:
+def _errors(predictors: Sequence[SeenPredictor], level: Level) -> list[Notice]:
     """Return one notice for each kind of error, at most five."""
-    kinds: dict[str, list[Follower]] = {}
-    for each in followers:
+    kinds: dict[str, list[SeenPredictor]] = {}
+    for each in predictors:
         kinds.setdefault((each.beat.error or "").partition(":")[0], []).append(each)
     found = []
     state = "failing" if level == "fault" else "has an error"
@@ -174,7 +174,7 @@ def _errors(followers: Sequence[Follower], level: Level) -> list[Notice]:
     return found
 
 
-def _names(followers: Sequence[Follower]) -> str:
-    names = ", ".join(each.beat.name for each in followers[:_MAX_NAMES])
-    left = len(followers) - _MAX_NAMES
-    return f"Predictor {names}" if len(followers) == 1 else f"Predictors {names}" + (f" and {left} more" * (left > 0))
+def _names(predictors: Sequence[SeenPredictor]) -> str:
+    names = ", ".join(each.beat.name for each in predictors[:_MAX_NAMES])
+    left = len(predictors) - _MAX_NAMES
+    return f"Predictor {names}" if len(predictors) == 1 else f"Predictors {names}" + (f" and {left} more" * (left > 0))

@@ -7,9 +7,9 @@ from collections import Counter
 import click
 from msgspec import to_builtins
 
-from delta_tracker.cli.followers import hosts_of, read_followers
 from delta_tracker.cli.listings import PREDICTOR_COLUMNS, predictor_cells
 from delta_tracker.cli.output import table
+from delta_tracker.cli.predictors import hosts_of, read_predictors
 from delta_tracker.cli.stream_command import Stream, stream_command
 from delta_tracker.cli.text import duration
 from delta_tracker.stream.heartbeat import remove_heartbeats
@@ -41,13 +41,13 @@ def command(stream: Stream, limit: int, *, removes: bool) -> int:
     """Show the predictors with a heartbeat in the last hour. Return 1 if one needs attention, or all are silent."""
     before = sum(stream.storage.requests.values())
     head, clock, pin = stream.head(), StoreClock(), newest_pin(stream.storage)
-    followers, num_unread = read_followers(stream.storage, head, clock, order=pin, limit=limit)
+    predictors, num_unread = read_predictors(stream.storage, head, clock, order=pin, limit=limit)
     num_removed = remove_heartbeats(stream.storage, clock) if removes else 0
     num_requests = sum(stream.storage.requests.values()) - before
-    totals = dict(sorted(Counter(each.health for each in followers).items()))
-    hosts = hosts_of(followers)
-    slowest = sorted(followers, key=lambda each: each.beat.version or 0)[: -(-len(followers) // 10)]
-    shown = [each for each in followers if each in slowest or each.health in (*_BAD, "silent")]
+    totals = dict(sorted(Counter(each.health for each in predictors).items()))
+    hosts = hosts_of(predictors)
+    slowest = sorted(predictors, key=lambda each: each.beat.version or 0)[: -(-len(predictors) // 10)]
+    shown = [each for each in predictors if each in slowest or each.health in (*_BAD, "silent")]
     if stream.out.is_json:
         stream.out.json(
             {
@@ -85,5 +85,5 @@ def command(stream: Stream, limit: int, *, removes: bool) -> int:
                 stream.out.line(f"{each.beat.name} has an error: {each.beat.error}", "red")
             elif each.beat.why:
                 stream.out.line(f"{each.beat.name}: {each.beat.why}")
-    are_silent = bool(followers) and all(each.is_silent for each in followers)
-    return 1 if are_silent or any(each.health in _BAD for each in followers) else 0
+    are_silent = bool(predictors) and all(each.is_silent for each in predictors)
+    return 1 if are_silent or any(each.health in _BAD for each in predictors) else 0

@@ -11,9 +11,9 @@ from msgspec import to_builtins
 from rich.table import Table
 
 from delta_tracker.cli.entries import Amount, Entry, contiguous, total
-from delta_tracker.cli.followers import Follower, Skews, read_followers
 from delta_tracker.cli.listings import PREDICTOR_COLUMNS, predictor_cells, version_table
 from delta_tracker.cli.output import Output, facts, table
+from delta_tracker.cli.predictors import SeenPredictor, Skews, read_predictors
 from delta_tracker.cli.silence import SILENCE_SECONDS
 from delta_tracker.cli.stream_command import Stream, stream_command
 from delta_tracker.cli.text import count, duration, moment, plain, several, size
@@ -46,39 +46,39 @@ Examples:
 @click.option("--last", default=10, metavar="N", type=click.IntRange(0), help="List the newest N versions.")
 def command(stream: Stream, last: int) -> int:
     """Print a summary of the stream as tables or as one JSON object. Return 1 if there are findings, otherwise 0."""
-    found, entries, followers = _survey(stream)
+    found, entries, predictors = _survey(stream)
     newest = entries[max(0, len(entries) - last) :]
     if stream.out.is_json:
         stream.out.json(found | {"versions": newest})
     else:
-        _print(stream.out, found, newest, followers)
+        _print(stream.out, found, newest, predictors)
     return 1 if found["findings"] else 0
 
 
-def _print(out: Output, found: dict[str, Any], newest: Sequence[Entry], followers: Sequence[Follower]) -> None:
+def _print(out: Output, found: dict[str, Any], newest: Sequence[Entry], predictors: Sequence[SeenPredictor]) -> None:
     screen = [_facts(found), _tables(found)]
     if newest:
         head = found["head"]
         screen.append(version_table(newest, head["committed"] + head["age_seconds"]))
-    if followers:
-        screen.append(table(PREDICTOR_COLUMNS, map(predictor_cells, followers)))
+    if predictors:
+        screen.append(table(PREDICTOR_COLUMNS, map(predictor_cells, predictors)))
     for each in screen:
         out.show(each)
         out.line()
-    if not followers:
+    if not predictors:
         out.line("no predictor has written a heartbeat in the last hour", "dim")
     if num_gone := found["predictors_gone"]:
         out.line(f"{several(num_gone, 'predictor')} without a heartbeat for an hour", "dim")
-    for follower in followers:
-        if follower.beat.error is not None:
-            out.line(f"{follower.beat.name} has an error: {follower.beat.error}", "red")
+    for predictor in predictors:
+        if predictor.beat.error is not None:
+            out.line(f"{predictor.beat.name} has an error: {predictor.beat.error}", "red")
     for skew in found["skews"]:
         out.line(skew, "yellow")
     for finding in found["findings"]:
         out.line(f"damaged: {finding}", "bold red")
 
 
-def _survey(stream: Stream) -> tuple[dict[str, Any], list[Entry], list[Follower]]:
+def _survey(stream: Stream) -> tuple[dict[str, Any], list[Entry], list[SeenPredictor]]:
     """Read every entry of the log and every heartbeat, and list merged entries and parts.
 
     Returns:
@@ -97,7 +97,7 @@ def _survey(stream: Stream) -> tuple[dict[str, Any], list[Entry], list[Follower]
     parts, manifests = storage.objects("parts"), [*storage.objects("log"), *storage.objects("merged")]
     clock = StoreClock()
     clock.saw("log", [head.committed, *(entry.committed for entry in entries)], began=clock.reader_time())
-    followers, num_gone = read_followers(storage, head, clock, order=newest_pin(storage))
+    predictors, num_gone = read_predictors(storage, head, clock, order=newest_pin(storage))
     began, seen = clock.reader_time(), see_publisher(storage, head)
     beat = None if seen is None else seen[1]
     clock.saw("publisher", [] if beat is None else [beat], began=began)
@@ -123,12 +123,12 @@ def _survey(stream: Stream) -> tuple[dict[str, Any], list[Entry], list[Follower]
         },
         "new_predictor": None if snapshot is None else _new_predictor(snapshot, start),
         "tables": _of_tables(log.read(last) or head, start, entries),
-        "predictors": [each.to_dict() for each in followers],
+        "predictors": [each.to_dict() for each in predictors],
         "predictors_gone": num_gone,
-        "skews": Skews(entries).problems(followers, clock),
+        "skews": Skews(entries).problems(predictors, clock),
         "findings": findings + problems,
     }
-    return figures, entries, followers
+    return figures, entries, predictors
 
 
 def _start(stream: Stream, head: Manifest, held: Mapping[int, Entry]) -> tuple[Manifest | None, list[Entry], list[str]]:

@@ -9,8 +9,8 @@ from rich.text import Text
 
 from delta_tracker.cli.attention import Level, level_of
 from delta_tracker.cli.entries import Entry
-from delta_tracker.cli.followers import Follower
 from delta_tracker.cli.output import cell, table
+from delta_tracker.cli.predictors import SeenPredictor
 from delta_tracker.cli.text import count, duration, size
 
 KIND_STYLES = {"snapshot": "cyan", "claim": "yellow", "delta": ""}
@@ -19,20 +19,20 @@ PREDICTOR_COLUMNS = ("predictor", "state", "host", ">heartbeat", ">version", ">b
 _VERSION_COLUMNS = (">version", "kind", ">age", ">batches", ">rows", ">bytes", ">pending", ">took", ">ids in / out")
 
 
-def predictor_cells(follower: Follower) -> list[Text]:
+def predictor_cells(predictor: SeenPredictor) -> list[Text]:
     """Return the row of a predictor in a table with ``PREDICTOR_COLUMNS``."""
-    beat, level = follower.beat, level_of(follower.health)
+    beat, level = predictor.beat, level_of(predictor.health)
     sign, style = ("", "") if level == "note" else SIGNS[level]
     figures = ["-"] * 4  # what a silent one wrote last is not what is now
-    if not follower.is_silent:
+    if not predictor.is_silent:
         figures = [
             "none" if beat.version is None else str(beat.version),
-            "?" if follower.behind is None else count(follower.behind),
-            "-" if not follower.behind else "?" if beat.lag_seconds is None else duration(beat.lag_seconds),
+            "?" if predictor.behind is None else count(predictor.behind),
+            "-" if not predictor.behind else "?" if beat.lag_seconds is None else duration(beat.lag_seconds),
             count(beat.resyncs),
         ]
-    cells = (beat.host or "unknown", duration(follower.seconds_ago), *figures)
-    return [cell(beat.name), cell(sign + follower.health, style), *map(cell, cells)]
+    cells = (beat.host or "unknown", duration(predictor.seconds_ago), *figures)
+    return [cell(beat.name), cell(sign + predictor.health, style), *map(cell, cells)]
 
 
 def version_table(entries: Sequence[Entry], now: float, *, is_cut: bool = False) -> Table:

@@ -42,7 +42,7 @@ _in_utc = partial(moment, zone=UTC)
 
 
 def render(figures: Figures) -> str:
-    """Return the HTML page of a report. :func:`delta_tracker.cli.report.gather` returns its data, ``figures``."""
+    """Return the HTML page of a report. :func:`delta_tracker.cli.report.read_figures` returns its data, ``figures``."""
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, finalize=_harmless
     )
@@ -95,12 +95,12 @@ class Tick:
     """Labeled position on an axis.
 
     Args:
-        place: position on the axis, in percent from the left or the bottom.
+        position: position on the axis, in percent from the left or the bottom.
         label: text of the label.
         more: second line of the label, in smaller type; empty if the label has one line.
     """
 
-    place: float
+    position: float
     label: str
     more: str = ""
 
@@ -134,7 +134,7 @@ class Chart:
         shapes: CSS classes and SVG path data of each shape, from back to front: the class of its series, which sets the
             color, and ``line`` for a path that is stroked instead of filled.
         tips: title and values of the tooltip of each slot: one value per series, in the order of the legend, or none.
-        marks: places of vertical lines in percent from the left, by their CSS class: ``snapshot``, ``restart`` or
+        marks: positions of vertical lines in percent from the left, by their CSS class: ``snapshot``, ``restart`` or
             ``median``.
         axis: title of the horizontal axis; empty if it has none.
     """
@@ -222,13 +222,13 @@ def bars(
     return "".join(steps)
 
 
-def line(places: Sequence[tuple[float, float]]) -> str:
+def line(points: Sequence[tuple[float, float]]) -> str:
     """Return the SVG path data of a line. Its points, at least one, are in percent from the left and the bottom."""
-    return "M" + "L".join(f"{_svg(x * WIDTH / 100)} {_svg(HEIGHT - y)}" for x, y in places)
+    return "M" + "L".join(f"{_svg(x * WIDTH / 100)} {_svg(HEIGHT - y)}" for x, y in points)
 
 
 def slots_of(spans: Sequence[tuple[float, float]], usual: float) -> list[Slot]:
-    """Return slots at their places on an axis, such as times: each ends at the end of its span.
+    """Return slots at their positions on an axis, such as times: each ends at the end of its span.
 
     A slot begins at the end of the one before it, but no more than ``usual`` before its own span. A longer time without
     a span thus remains empty. A slot takes at least 0.2 % of the axis. Spans are ascending pairs of begin and end.
@@ -295,10 +295,10 @@ class _Axis:
         if _in_utc(low, "%Y-%m-%d") != _in_utc(self._high, "%Y-%m-%d"):
             form = "%Y-%m-%d" if seconds > _NUM_TICKS * _DAY else f"%m-%d {form}"
         ticks = []
-        for place in _places(_NUM_TICKS):
-            time = low + seconds * place / 100
+        for position in _tick_positions(_NUM_TICKS):
+            time = low + seconds * position / 100
             past = [each["last"] for each in self.bins if each["end"] <= time]
-            ticks.append(Tick(place, _in_utc(time, form), f"v{past[-1]}" if past else ""))
+            ticks.append(Tick(position, _in_utc(time, form), f"v{past[-1]}" if past else ""))
         axis = "time (UTC), and the newest version then"
         return Chart(about=about, legend=legend, slots=self.slots, marks=marks, x_ticks=ticks, axis=axis)
 
@@ -356,17 +356,17 @@ def _cadence(axis: _Axis) -> Chart:
         chart.shapes.append(("s0", bars(axis.slots, above, [scale(mean) for mean in means])))
     else:
         chart.legend = {"s1": "seconds since the previous version"}
-    places: list[tuple[float, float]] = []
+    points: list[tuple[float, float]] = []
     before = 0.0
     for slot, each, most, mean in zip(axis.slots, bins, longest, means, strict=True):
         values: tuple[str, ...] = ()
         if mean > 0:  # a step as long as the time that it shows
-            places += [(before, scale(mean)), (slot.right, scale(mean))]
+            points += [(before, scale(mean)), (slot.right, scale(mean))]
             values = (duration(most), duration(mean))[-len(chart.legend) :]
         chart.tips.append((_version_title(each), values))
         before = slot.right
-    if places:
-        chart.shapes.append(("s1 line", line(places)))
+    if points:
+        chart.shapes.append(("s1 line", line(points)))
     return chart
 
 
@@ -379,8 +379,8 @@ def _card(table: dict[str, Any]) -> dict[str, Any]:
     chart.y_ticks = scale.ticks(share)
     chart.shapes.append(("s0", bars(slots, [scale(each) for each in shares], gap=0.1)))
     across = Scale(histogram[0]["above"], histogram[-1]["to"], is_log=True)
-    for place in _places(_NUM_CARD_TICKS):
-        chart.x_ticks.append(Tick(place, number(across.low * (across.high / across.low) ** (place / 100))))
+    for position in _tick_positions(_NUM_CARD_TICKS):
+        chart.x_ticks.append(Tick(position, number(across.low * (across.high / across.low) ** (position / 100))))
     chart.marks["median"] = [across(moves["p50"])]
     for bar, each in zip(histogram, shares, strict=True):
         title = f"moved by {number(bar['above'])} to {number(bar['to'])}"
@@ -388,8 +388,8 @@ def _card(table: dict[str, Any]) -> dict[str, Any]:
     return {"table": table, "chart": chart}
 
 
-def _places(count: int) -> list[float]:
-    """Return places of ticks at equal distances, in percent."""
+def _tick_positions(count: int) -> list[float]:
+    """Return positions of ticks at equal distances, in percent."""
     return [100 * index / (count - 1) for index in range(count)]
 
 

@@ -13,10 +13,10 @@ from msgspec import to_builtins
 
 from delta_tracker.cli.attention import Notice, of_clocks, of_predictors, of_publishers, sort_notices
 from delta_tracker.cli.entries import Amount, contiguous, total
-from delta_tracker.cli.followers import Skews, hosts_of, read_followers
 from delta_tracker.cli.history import Bin, History
 from delta_tracker.cli.movement import Movement, TableMovement
 from delta_tracker.cli.page import Figures, render
+from delta_tracker.cli.predictors import Skews, hosts_of, read_predictors
 from delta_tracker.cli.stream_command import Stream, os_errors_of, stream_command
 from delta_tracker.cli.text import duration, several, size
 from delta_tracker.errors import (
@@ -74,7 +74,7 @@ def command(stream: Stream, path: Path | None, versions: int, megabytes: int) ->
     """Write the page. With ``--json``, print the data instead, and write the page only if ``--out`` is given."""
     if path is not None and not path.absolute().parent.is_dir():  # check before reading, which may take hours
         raise InvalidArgumentError("--out", str(path), "Name a file in a directory that exists")
-    figures = gather(stream, versions, megabytes * 1_000_000)
+    figures = read_figures(stream, versions, megabytes * 1_000_000)
     if stream.out.is_json:
         stream.out.json(figures)
     if path is not None or not stream.out.is_json:
@@ -98,7 +98,7 @@ def _write(page: Path, text: str) -> None:
             draft.unlink(missing_ok=True)
 
 
-def gather(stream: Stream, max_versions: int, max_bytes: int) -> Figures:
+def read_figures(stream: Stream, max_versions: int, max_bytes: int) -> Figures:
     """Read a stream and return the data of its report as JSON values.
 
     Times are Unix seconds by the store's clock.
@@ -132,13 +132,13 @@ def gather(stream: Stream, max_versions: int, max_bytes: int) -> Figures:
     clock.saw("log", [(history.newest or head).committed], began=clock.reader_time())
     order = newest_pin(stream.storage)
     pin = order if order is not None and order.kind == "pin" and order.stream == head.stream else None
-    followers, num_gone = read_followers(stream.storage, head, clock, order=order)
-    problems = skews.problems(followers, clock)
+    predictors, num_gone = read_predictors(stream.storage, head, clock, order=order)
+    problems = skews.problems(predictors, clock)
     described = [version for version in history.lost if any(entry_name(version) in each.problem for each in faulty)]
     notices = [
         *_notices(faulty),
         *of_publishers(history, head, clock.now(), described),
-        *of_predictors(followers),
+        *of_predictors(predictors),
         *([] if pin is None else [_pinned(pin, clock.now())]),
         *of_clocks(problems),
         *unread,
@@ -164,9 +164,9 @@ def gather(stream: Stream, max_versions: int, max_bytes: int) -> Figures:
         "bins": [{name: getattr(each, name) for name in _BIN_FIELDS} for each in history.bins],
         "tables": [_table(history.bins, totals[fqn], movement.tables[fqn]) for fqn in names[:MAX_TABLES]],
         "other_tables": to_builtins(others) | {"tables": len(names[MAX_TABLES:])},
-        "predictors": [follower.to_dict() for follower in followers],
+        "predictors": [predictor.to_dict() for predictor in predictors],
         "predictors_gone": num_gone,
-        "hosts": hosts_of(followers),
+        "hosts": hosts_of(predictors),
         "pin": to_builtins(pin),
         "skews": problems,
         "faults": [each.problem for each in faulty[:_MAX_FAULTS]],

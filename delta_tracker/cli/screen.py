@@ -11,9 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from delta_tracker.cli.attention import Notice, of_clocks, of_predictors, of_silence, sort_notices
-from delta_tracker.cli.followers import Follower
 from delta_tracker.cli.listings import PREDICTOR_COLUMNS, SIGNS, predictor_cells, version_table
 from delta_tracker.cli.output import cell, one_line, table
+from delta_tracker.cli.predictors import SeenPredictor
 from delta_tracker.cli.text import count, duration, moment, short, size
 from delta_tracker.cli.watch import View
 
@@ -37,7 +37,7 @@ def screen(
     """
     notices, newest = _notices(view, height), view.watch.newest(height or _UNLIMITED)
     wanted = {
-        "predictors": max(1, len(view.followers)),
+        "predictors": max(1, len(view.predictors)),
         "tables": len(view.watch.amounts(view.read)),
         "versions": len(newest),
     }
@@ -64,7 +64,7 @@ def _silence(view: View) -> list[Notice]:
 
 def _notices(view: View, height: int | None) -> list[Text]:
     """Return the lines that say what needs attention, and what to do next. A low terminal has fewer of them."""
-    found = sort_notices([*_silence(view), *of_predictors(view.followers), *of_clocks(view.skews)])
+    found = sort_notices([*_silence(view), *of_predictors(view.predictors), *of_clocks(view.skews)])
     made = [] if view.problem is None else [one_line(f"✕ {view.problem}", "bold red")]
     most = _UNLIMITED if height is None else 1 if height < 20 else 4 if height < 30 else 8  # noqa: PLR2004
     with_steps = most > 1
@@ -99,7 +99,7 @@ def _head(view: View, width: int) -> list[RenderableType]:
     state.append_text(cell(f"version {head.version}", "bold"))
     state.append(f" {head.kind}, {duration(max(0.0, view.now - head.committed))} old  generation {head.generation}")
     state.append(f"  pending {count(head.pending_rows)}")
-    beats = [each.beat for each in view.followers]
+    beats = [each.beat for each in view.predictors]
     resyncs, errors = sum(beat.resyncs for beat in beats), sum(beat.error is not None for beat in beats)
     state.append(f"  resyncs {count(resyncs)}  errors {count(errors)}")
     versions, rows, num_bytes = view.rates()
@@ -129,20 +129,20 @@ def _pulse(view: View, width: int) -> Text:
 
 
 def _predictors(view: View, lines: int, width: int) -> Table:
-    heading = f"predictor{_rest(len(view.followers) - lines, view.num_gone)}"
-    if not view.followers:
+    heading = f"predictor{_rest(len(view.predictors) - lines, view.num_gone)}"
+    if not view.predictors:
         return table((heading,), [("none has left a heartbeat in the last hour",)], is_cut=True)
     columns = (heading, *PREDICTOR_COLUMNS[1:], "error")
-    rows = [(*predictor_cells(each), one_line(_error(each, view.now))) for each in view.followers[:lines]]
+    rows = [(*predictor_cells(each), one_line(_error(each, view.now))) for each in view.predictors[:lines]]
     places = [place for place, name in enumerate(columns) if name != "host" or width >= _WIDE]
     return table([columns[place] for place in places], ([row[place] for place in places] for row in rows), is_cut=True)
 
 
-def _error(follower: Follower, now: float) -> str:
-    if not follower.is_silent:
-        return follower.beat.error or ""
-    last = "" if follower.beat.version is None else f" at version {follower.beat.version}"
-    return f"no data since {moment(now - follower.seconds_ago)}{last}"
+def _error(predictor: SeenPredictor, now: float) -> str:
+    if not predictor.is_silent:
+        return predictor.beat.error or ""
+    last = "" if predictor.beat.version is None else f" at version {predictor.beat.version}"
+    return f"no data since {moment(now - predictor.seconds_ago)}{last}"
 
 
 def _tables(view: View, lines: int, width: int) -> Table:

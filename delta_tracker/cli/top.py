@@ -14,7 +14,7 @@ from dataclasses import replace
 import click
 from rich.live import Live
 
-from delta_tracker.cli.followers import read_followers
+from delta_tracker.cli.predictors import read_predictors
 from delta_tracker.cli.screen import KEYS, SECTIONS, Section, screen
 from delta_tracker.cli.stream_command import Number, Stream, stream_command, terminated
 from delta_tracker.cli.watch import View, Watch
@@ -97,9 +97,9 @@ def _views(stream: Stream, window: float) -> Iterator[View]:
             if watch.is_complete:
                 clock.saw("log", [head.committed], began=began)
             order = newest_pin(stream.storage, after=0 if order is None else order.counter) or order
-            followers, num_gone = read_followers(stream.storage, head, clock, order=order)
-            skews, now = watch.skews.problems(followers, clock), clock.now()
-            view = View(stream.storage.url, now, watch, followers, num_gone, skews, watch.fault, read=now)
+            predictors, num_gone = read_predictors(stream.storage, head, clock, order=order)
+            skews, now = watch.skews.problems(predictors, clock), clock.now()
+            view = View(stream.storage.url, now, watch, predictors, num_gone, skews, watch.fault, read=now)
         except (StorageError, MalformedError) as error:
             if view is None:
                 raise

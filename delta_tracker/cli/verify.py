@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from delta_tracker.cli.entries import read_all
-from delta_tracker.cli.followers import Skews
+from delta_tracker.cli.predictors import Skews
 from delta_tracker.cli.stream_command import Stream, stream_command
 from delta_tracker.cli.text import plain, several, size
 from delta_tracker.errors import CorruptPartError, MalformedError

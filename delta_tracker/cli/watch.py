@@ -11,7 +11,7 @@ from itertools import islice
 from msgspec import to_builtins
 
 from delta_tracker.cli.entries import Amount, Entry, total
-from delta_tracker.cli.followers import Follower, Skews
+from delta_tracker.cli.predictors import SeenPredictor, Skews
 from delta_tracker.errors import MalformedError, MissingVersionError, StreamReplacedError
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.log import StreamLog
@@ -167,7 +167,7 @@ class View:
     Args:
         now: Unix time of the refresh by the store's clock, in seconds.
         watch: reader of the newest entries.
-        followers: predictors with a heartbeat in the last hour.
+        predictors: predictors with a heartbeat in the last hour.
         num_gone: number of predictors whose last heartbeat is older than an hour.
         skews: descriptions of clocks that differ from the store's by more than a minute.
         problem: error of the last read, or another message to show; None if there is no problem.
@@ -178,7 +178,7 @@ class View:
     url: str
     now: float
     watch: Watch
-    followers: list[Follower] = field(default_factory=list)
+    predictors: list[SeenPredictor] = field(default_factory=list)
     num_gone: int = 0
     skews: list[str] = field(default_factory=list)
     problem: str | None = None
@@ -219,7 +219,7 @@ class View:
                 for fqn, amount in watch.amounts(self.read).items()
             },
             "versions": versions,
-            "predictors": [follower.to_dict() for follower in self.followers],
+            "predictors": [predictor.to_dict() for predictor in self.predictors],
             "predictors_gone": self.num_gone,
             "starts": watch.starts,
             "skews": self.skews,

@@ -17,7 +17,7 @@ from delta_tracker.monitor.event import Event, Severity, Span, Value, launched_r
 from delta_tracker.monitor.event_log import EventLog, EventRule, Handler, Subscription
 from delta_tracker.monitor.library import LibraryMetrics
 from delta_tracker.monitor.names import check_label_names, encodable
-from delta_tracker.monitor.polled_stats import Passive, Readings, Source
+from delta_tracker.monitor.polled_stats import MetricSource, Passive, Readings
 from delta_tracker.monitor.registry import Registry
 from delta_tracker.monitor.sinks.base_sink import Sink
 from delta_tracker.monitor.stat import Counter, Definition, Gauge, Histogram, Kind, Stat
@@ -129,7 +129,7 @@ class Monitor(Forkable):
         self.registry.add_source(Passive(stat, callback))
         return stat
 
-    def add_source(self, source: Source) -> None:
+    def add_source(self, source: MetricSource) -> None:
         """Add a source, which is read at every collection in a thread of the library."""
         protect(self)
         self.registry.add_source(source)

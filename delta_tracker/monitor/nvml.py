@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from delta_tracker.errors import InvalidArgumentError, import_optional
-from delta_tracker.monitor.polled_stats import Passive, Readings, Source
+from delta_tracker.monitor.polled_stats import MetricSource, Passive, Readings
 from delta_tracker.monitor.registry import Registry
 from delta_tracker.monitor.stat import Definition, Kind
 
@@ -17,7 +17,7 @@ _MILLI = 1e-3
 _JOULES_PER_KILOWATT_HOUR = 3_600_000
 
 
-class NvmlMetrics(Source):
+class NvmlMetrics(MetricSource):
     """Source that records metrics of all NVIDIA devices visible to the driver, once per collection.
 
     Energy is counted since the driver was loaded, for all processes on the device.

@@ -16,7 +16,7 @@ If the stat has several labels, the keys of the mapping are tuples of label valu
 """
 
 
-class Source(ABC):
+class MetricSource(ABC):
     """Base class of objects that record metrics once per collection.
 
     :meth:`read` is called in a thread of the library, one call at a time. If it raises, the exception is counted, and
@@ -52,7 +52,7 @@ class Source(ABC):
         """Replace locks and drop objects of the parent process. Called in a forked child."""
 
 
-class Passive(Source):
+class Passive(MetricSource):
     """Source that calls a callback at each collection and records the returned readings in a stat.
 
     Args:

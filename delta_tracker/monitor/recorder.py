@@ -10,14 +10,14 @@ from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.monitor.clock import Timer
 from delta_tracker.monitor.library import PREFIX
 from delta_tracker.monitor.monitor import MONITOR, Monitor
-from delta_tracker.monitor.polled_stats import Source
+from delta_tracker.monitor.polled_stats import MetricSource
 from delta_tracker.monitor.series import Cell
 from delta_tracker.monitor.stat import Gauge, Kind, Stat
 
 _MAX_LENGTH = 200
 
 
-class Recorder(Source):
+class Recorder(MetricSource):
     """Recorder of the built-in metrics of one object. It sets one label of each metric to the object's name.
 
     The attributes are the metrics of :class:`~delta_tracker.monitor.library.LibraryMetrics` that have this label.

@@ -13,7 +13,7 @@ from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.monitor.clock import Progress
 from delta_tracker.monitor.names import exposed
 from delta_tracker.monitor.policy import Policy
-from delta_tracker.monitor.polled_stats import Source
+from delta_tracker.monitor.polled_stats import MetricSource
 from delta_tracker.monitor.stat import DEFAULT_POLICIES, KINDS, Definition, Kind, Stat
 
 _SETTINGS = tuple(Policy.__dataclass_fields__)
@@ -35,7 +35,7 @@ class Registry:
         self._exposed: dict[str, Stat] = {}  # by each of Definition.exposed_names
         self._defaults: dict[str, Policy] = {}
         self._rules: dict[str, dict[str, Any]] = {}
-        self._sources: dict[str, Source] = {}
+        self._sources: dict[str, MetricSource] = {}
 
     def define(self, definition: Definition, **settings: Any) -> Stat:  # noqa: ANN401  the fields of Policy
         """Register a stat and return it. If the same definition is already registered, return the existing stat.
@@ -65,7 +65,7 @@ class Registry:
                 raise InvalidArgumentError("name", definition.name, remedy)
             return known
 
-    def add_source(self, source: Source) -> None:
+    def add_source(self, source: MetricSource) -> None:
         """Add a source, which is read at every collection. Its attribute ``if_taken`` decides what a name in use means.
 
         Raises InvalidArgumentError if the name is in use and the source must not replace another one.
@@ -115,12 +115,12 @@ class Registry:
         return sorted((s for s in found if kind is None or s.definition.kind is kind), key=lambda stat: stat.name)
 
     @property
-    def sources(self) -> list[Source]:
+    def sources(self) -> list[MetricSource]:
         """Sources that are read at every collection."""
         with self._lock:
             return list(self._sources.values())
 
-    def reset(self) -> list[Source]:
+    def reset(self) -> list[MetricSource]:
         """Discard all records and replace the locks. Called in a forked child, whose parent may have held the locks.
 
         Return the sources whose ``after_fork()`` raised; they are removed.

@@ -50,8 +50,8 @@ class ClosedWindow:
     raw: tuple[float, ...] = ()
 
     @property
-    def place(self) -> int:
-        """Place on an axis of training steps: the step, or the number of the window if no step was set."""
+    def axis_position(self) -> int:
+        """Position on an axis of training steps: the step, or the number of the window if no step was set."""
         return self.number if self.step is None else self.step
 
 

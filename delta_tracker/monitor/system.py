@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 
-from delta_tracker.monitor.polled_stats import Passive, Readings, Source
+from delta_tracker.monitor.polled_stats import MetricSource, Passive, Readings
 from delta_tracker.monitor.registry import Registry
 from delta_tracker.monitor.stat import Definition, Kind
 
@@ -124,7 +124,7 @@ _METRICS: tuple[tuple[str, Kind, str, str, tuple[str, ...], Callable[[], Reading
 )
 
 
-class SystemMetrics(Source):
+class SystemMetrics(MetricSource):
     """Source of all metrics of this module, read once per collection."""
 
     name = "system"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 
 from delta_tracker.monitor.monitor import Monitor, program_monitor
-from delta_tracker.monitor.polled_stats import Source
+from delta_tracker.monitor.polled_stats import MetricSource
 from delta_tracker.monitor.stat import Gauge
 from delta_tracker.stream.heartbeat import GONE_SECONDS, SeenHeartbeat, see_heartbeats, see_publisher
 from delta_tracker.stream.log import StreamLog
@@ -41,7 +41,7 @@ def show_stream(url: Location, monitor: Monitor) -> None:
     monitor.registry.add_source(_Newest(StreamLog(open_storage(url)), monitor))
 
 
-class _Heartbeats(Source):
+class _Heartbeats(MetricSource):
     def __init__(self, storage: Storage, monitor: Monitor, gone_seconds: float) -> None:
         self.name = f"heartbeats of {storage.url}"
         self._storage = storage
@@ -81,7 +81,7 @@ class _Heartbeats(Source):
             _logger.warning("%s: url=%s", problem, self._storage.url)
 
 
-class _Newest(Source):
+class _Newest(MetricSource):
     def __init__(self, log: StreamLog, monitor: Monitor) -> None:
         self.name = f"newest version of {log.storage.url}"
         self._log, self._metrics, self._clock = log, monitor.metrics, StoreClock()

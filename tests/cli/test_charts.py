@@ -37,7 +37,7 @@ def test_a_linear_scale_reaches_its_highest_value_in_few_round_steps(highest: fl
     assert scale.high >= highest * (1 - 1e-6)
     assert scale.high <= 2 * highest * (1 + 1e-6)
     assert 2 <= len(ticks) <= 6
-    assert [tick.place for tick in ticks] == pytest.approx(
+    assert [tick.position for tick in ticks] == pytest.approx(
         [100 * i / (len(ticks) - 1) for i in range(len(ticks))], abs=0.01
     )
 

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from delta_tracker.cli.followers import Skews
 from delta_tracker.cli.history import MAX_BINS, History
+from delta_tracker.cli.predictors import Skews
 from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.format.manifest import Block, DenseSpec, Manifest, Part
 from delta_tracker.types import TableSpec

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from delta_tracker.cli.followers import Skews
+from delta_tracker.cli.predictors import Skews
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.store_clock import StoreClock
 

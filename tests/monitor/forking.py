@@ -21,7 +21,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from delta_tracker.monitor import Monitor
-from delta_tracker.monitor.polled_stats import Source
+from delta_tracker.monitor.polled_stats import MetricSource
 from delta_tracker.monitor.sinks.base_sink import Sink
 from delta_tracker.monitor.sinks.chrome_trace import ChromeTraceSink
 from delta_tracker.monitor.sinks.jsonl import JsonlSink
@@ -65,7 +65,7 @@ class _Handler(logging.Handler):
         self.format(record)
 
 
-class _Unforgiving(Source):
+class _Unforgiving(MetricSource):
     """Raises in a child."""
 
     name = "unforgiving"

@@ -24,7 +24,7 @@ from torch import Tensor
 from delta_tracker.buffers.cuda_fence import StreamFence
 from delta_tracker.buffers.host_copy import HostCopy
 from delta_tracker.monitor.clock import Progress
-from delta_tracker.monitor.polled_stats import Source
+from delta_tracker.monitor.polled_stats import MetricSource
 
 EpochEnd = tuple[int | None, int | None]
 """Step and epoch number at the end of an epoch. Each is None if it was never set."""
@@ -112,7 +112,7 @@ class _Copy:
 
 
 @dataclass(slots=True)
-class DeviceReader(Source):
+class DeviceReader(MetricSource):
     """Source that reads all device states of a monitor, with one copy for each device and CUDA stream.
 
     Args:

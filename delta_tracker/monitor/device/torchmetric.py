@@ -20,10 +20,10 @@ from delta_tracker.buffers.cuda_fence import StreamFence
 from delta_tracker.buffers.host_copy import HostCopy
 from delta_tracker.errors import InvalidArgumentError, import_optional
 from delta_tracker.monitor.monitor import MONITOR, Monitor
-from delta_tracker.monitor.polled_stats import Source
+from delta_tracker.monitor.polled_stats import MetricSource
 
 
-class TorchMetric(Source):
+class TorchMetric(MetricSource):
     """Source that records the value of a torchmetrics metric in a gauge at each collection.
 
     The value covers only the updates of this rank. It is computed on a copy of the metric that never synchronizes
@@ -177,7 +177,7 @@ class TorchMetric(Source):
             self._gauge.cell(figure=figure).add(number.item() if isinstance(number, Tensor) else number)
 
 
-class _Reader(Source):
+class _Reader(MetricSource):
     """Source that reads a :class:`TorchMetric` until the object is deleted and its last updates are recorded.
 
     Attributes:

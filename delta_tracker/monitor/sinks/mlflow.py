@@ -84,7 +84,7 @@ class MlflowSink(Sink):
             series = _series(report)
             time_ms = report.window.time_ns // _MS
             metrics += [
-                self._entities.Metric(_key(f"{series}.{name}"), value, time_ms, report.window.place)
+                self._entities.Metric(_key(f"{series}.{name}"), value, time_ms, report.window.axis_position)
                 for name, value in report.values.items()
             ]
         return metrics

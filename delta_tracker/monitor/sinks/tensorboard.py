@@ -48,7 +48,7 @@ class TensorBoardSink(Sink):
         series = tag(report.definition.name, report.labels)
         time = report.window.time_ns * _S
         for name, value in report.values.items():
-            self._writer.add_scalar(f"{series}/{name}", value, report.window.place, walltime=time)
+            self._writer.add_scalar(f"{series}/{name}", value, report.window.axis_position, walltime=time)
         if report.buckets is not None and report.buckets.count:
             self._write_histogram(series, report, report.buckets)
 
@@ -64,7 +64,7 @@ class TensorBoardSink(Sink):
             sum_squares=0.0,
             bucket_limits=[limit for limit, _ in counts],
             bucket_counts=[count for _, count in counts],
-            global_step=report.window.place,
+            global_step=report.window.axis_position,
             walltime=report.window.time_ns * _S,
         )
 

@@ -25,7 +25,7 @@ from delta_tracker.stream.store_clock import StoreClock, skew_problem
 
 
 @dataclass(frozen=True, slots=True)
-class Follower:
+class SeenPredictor:
     """State of a predictor, computed from its last heartbeat and the newest entry of the log.
 
     Args:
@@ -72,28 +72,28 @@ class Follower:
         }
 
 
-def read_followers(
+def read_predictors(
     storage: Storage, head: Manifest, clock: StoreClock, *, order: Pin | None, limit: int | None = None
-) -> tuple[list[Follower], int]:
+) -> tuple[list[SeenPredictor], int]:
     """Return the predictors with a heartbeat in the last hour, and the number of heartbeats that were not read.
 
     Those with an error come first, then those in the worst states. At most the ``limit`` newest heartbeats are read.
     ``clock`` is updated with their modification times. ``order`` is the newest pin or release of the stream.
     """
     seen, num_unread = see_heartbeats(storage, clock, max_age=GONE_SECONDS, limit=limit)
-    found = [_follower(each, head, max(0.0, clock.now() - each.modified), order) for each in seen]
+    found = [_seen_predictor(each, head, max(0.0, clock.now() - each.modified), order) for each in seen]
     return sorted(found, key=_urgency), num_unread
 
 
-def hosts_of(followers: Sequence[Follower]) -> dict[str, dict[str, int | None]]:
+def hosts_of(predictors: Sequence[SeenPredictor]) -> dict[str, dict[str, int | None]]:
     """Return for each host its numbers of predictors and silent predictors, and versions and worst lag of the rest.
 
     The range of versions and the worst lag in versions are None if they are unknown, as on a host whose predictors are
     all silent. Versions of another stream do not count.
     """
     found: dict[str, dict[str, int | None]] = {}
-    for host in sorted({each.beat.host for each in followers}):
-        of_host = [each for each in followers if each.beat.host == host]
+    for host in sorted({each.beat.host for each in predictors}):
+        of_host = [each for each in predictors if each.beat.host == host]
         heard = [each.beat for each in of_host if each.health not in ("silent", "elsewhere")]
         versions = [beat.version for beat in heard if beat.version is not None]
         lags = [beat.lag_versions for beat in heard if beat.lag_versions is not None]
@@ -124,25 +124,25 @@ class Skews:
         skew = entry.skew
         self._found[entry.generation] = min(self._found.get(entry.generation, skew), skew, key=abs)
 
-    def problems(self, followers: Iterable[Follower] = (), clock: StoreClock | None = None) -> list[str]:
+    def problems(self, predictors: Iterable[SeenPredictor] = (), clock: StoreClock | None = None) -> list[str]:
         """Return a description of each clock that differs from the store's by more than a minute.
 
         ``clock`` is that of this process; None if it was not compared with the store's.
         """
         skews = {f"the publisher of generation {number}": skew for number, skew in sorted(self._found.items())}
-        skews |= {f"predictor {each.beat.name}": each.skew for each in followers}
+        skews |= {f"predictor {each.beat.name}": each.skew for each in predictors}
         if clock is not None:
             skews["this host"] = -clock.offset
         described = (skew_problem(whose, seconds) for whose, seconds in skews.items())
         return [problem for problem in described if problem is not None]
 
 
-def _follower(seen: SeenHeartbeat, head: Manifest, seconds_ago: float, order: Pin | None) -> Follower:
+def _seen_predictor(seen: SeenHeartbeat, head: Manifest, seconds_ago: float, order: Pin | None) -> SeenPredictor:
     beat = seen.beat
     lag = None if beat.version is None or beat.stream != head.stream else max(0, head.version - beat.version)
-    return Follower(beat, evaluate(beat, seconds_ago, head, order=order), seconds_ago, seen.skew, lag)
+    return SeenPredictor(beat, evaluate(beat, seconds_ago, head, order=order), seconds_ago, seen.skew, lag)
 
 
-def _urgency(follower: Follower) -> tuple[bool, int, int, str]:
-    beat = follower.beat
-    return beat.error is None, STATES.index(follower.health), beat.version or 0, beat.name
+def _urgency(predictor: SeenPredictor) -> tuple[bool, int, int, str]:
+    beat = predictor.beat
+    return beat.error is None, STATES.index(predictor.health), beat.version or 0, beat.name
