@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from delta_tracker.errors import LostEntryError, RankLostError
+from delta_tracker.errors import LostEntryError, RankLostError, UnknownOutcomeError
 from delta_tracker.publisher.coordinator import Coordinator, Draft
 from delta_tracker.publisher.exchange import Message, check_alike, opened
 from delta_tracker.stream.format.manifest import Manifest
@@ -52,7 +52,8 @@ class Delivery:
         writer: writes the shares of this rank and, on rank 0, commits.
         group: group of all ranks that nothing else uses.
         seconds: time between two signs of life.
-        committed: functions that are called on rank 0 with each committed version, in a thread of this object.
+        committed: functions that are called on rank 0 with each committed version, in a thread of this object; again
+            with the last one if it is unknown whether a later version exists.
 
     Attributes:
         worker: thread that writes.
@@ -167,12 +168,18 @@ class Delivery:
             if others:
                 shares += [opened(rank, others[rank]) for rank in sorted(others)]
                 check_alike(shares, "cut", "tables")
-            entry = self._writer.commit(draft, shares)
-            for report in self._committed:
-                report(entry)
+            try:
+                self._report(self._writer.commit(draft, shares))
+            except UnknownOutcomeError:
+                self._report(self._writer.head)  # so that the pointer's thread looks for a later entry
+                raise
             return self._writer.answer()
 
         return Message.of(act)
+
+    def _report(self, entry: Manifest) -> None:
+        for each in self._committed:
+            each(entry)
 
     def _ended(self, share: Message, message: Message) -> Outcome:
         failure = share.failure or message.failure

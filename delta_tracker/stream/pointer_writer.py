@@ -52,9 +52,13 @@ class PointerWriter:
         self._writing = threading.Lock()
 
     def after(self, head: Manifest) -> None:
-        """Write the pointer to a committed entry soon. Never blocks or raises."""
-        if self._head is not None and head.generation != self._head.generation:
-            self._scanned_at = _NEVER  # an entry before this claim may be missing
+        """Write the pointer to a committed entry soon. Never blocks or raises.
+
+        If the entry is that of the last call, a later one may exist, for which the log is listed.
+        """
+        last = self._head
+        if last is not None and (head.generation != last.generation or head.version == last.version):
+            self._scanned_at = _NEVER  # an entry before this claim may be missing, or one after this head
         self._head = head
         self._wake.set()
         if self._thread is None:

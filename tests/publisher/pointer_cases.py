@@ -12,11 +12,11 @@ import pytest
 from torch import distributed as dist
 
 from delta_tracker import ModelDeltaTracker, Publisher, Upkeep
-from delta_tracker.errors import InvalidArgumentError
+from delta_tracker.errors import InvalidArgumentError, UnknownOutcomeError
 from delta_tracker.stream.pointer import POINTER_NAME, read_pointer
 from delta_tracker.stream.storage.storage import Storage
 from tests.models import Spec, shard
-from tests.stores.rules import Gate, calls, fails, on
+from tests.stores.rules import Gate, calls, disconnects, fails, on
 from tests.stores.wrapped import WrappedStorage
 from tests.waiting import eventually
 
@@ -62,6 +62,19 @@ def points_at_the_head(rank: int, world_size: int, url: str) -> dict[str, Any]:
     pointer = read_pointer(storage)
     assert pointer is not None
     return {"head": head, "pointer": replace(pointer, time=0.0).to_json().decode()}
+
+
+def points_at_a_version_of_unknown_outcome(rank: int, world_size: int, url: str, is_first: bool) -> None:
+    """The answer to a commit is lost. The pointer soon shows the version, although nothing more is published."""
+    storage = WrappedStorage(Storage(url, create=True))
+    with ModelDeltaTracker(shard(Spec.every_sharding(world_size))) as tracker:
+        publisher = Publisher(tracker, storage, upkeep=Upkeep(pointer_seconds=0.001))
+        if not is_first:
+            publisher.publish()
+        with storage.under(disconnects(on("create", name="log/"))), pytest.raises(UnknownOutcomeError):
+            publisher.publish()
+        eventually(lambda: (pointer := read_pointer(storage)) is not None and pointer.version == publisher.version + 1)
+        publisher.close()
 
 
 def ends_with_the_publisher(rank: int, world_size: int, url: str) -> None:

@@ -208,6 +208,14 @@ def test_a_publisher_writes_the_pointer_and_lists_after_upkeep(two_ranks: RankPo
         }
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+def test_readers_without_listings_find_a_version_of_unknown_outcome(
+    one_rank: RankPool, tmp_path: Path, *, is_first: bool
+) -> None:
+    case = f"{_CASES}:points_at_a_version_of_unknown_outcome"
+    one_rank.run(case, url=f"file://{tmp_path}/stream", is_first=is_first)
+
+
 def test_the_thread_of_a_dropped_publisher_ends(one_rank: RankPool, tmp_path: Path) -> None:
     one_rank.run(f"{_CASES}:ends_with_the_publisher", url=f"file://{tmp_path}/stream")
 
