@@ -149,7 +149,9 @@ class ServedModel:
         asked = None if memory is None else (memory, manifest.tables, manifest.dense)
         if asked is None or self._found is None or self._found[0] != asked:
             self._found = asked, self._find(manifest)
-        return self._found[1]
+        receiver = self._found[1]
+        _refuse_trained({fqn: receiver.targets[fqn] for fqn in manifest.tables})  # a tracker may be newer
+        return receiver
 
     def _find(self, manifest: Manifest) -> Receiver:
         tables = find_targets(self._model)
@@ -157,7 +159,6 @@ class ServedModel:
             self._names = self._rule.of((*manifest.tables, *manifest.dense))
         targets = renamed(tables, self._names)
         check_targets(manifest, targets)
-        _refuse_trained({fqn: targets[fqn] for fqn in manifest.tables})
         if not self._has_compared and manifest.kind != "claim":
             self._warn_of_others(manifest)
         maps: dict[str, tuple[RawIdMap, ...]] = {}

@@ -69,6 +69,10 @@ class Kernel:
             cut.flushed.add(self)
         return self._weights()[slot][0]
 
+    def memory(self, slot: int) -> Tensor:
+        """Return the weights of a slot as :meth:`weight` does, without flushing the caches. Any thread may call it."""
+        return self._weights()[slot][0]
+
     def rows(self, slot: int, ids: Tensor) -> Tensor:
         """Return a copy of some rows of a slot, ``[N, columns]``.
 

@@ -30,6 +30,9 @@ class ShardHolder(Protocol):
     def weight(self, slot: int) -> Tensor:
         """Return the weights of a slot, ``[rows, columns]``, as a tensor that shares the memory of the shard."""
 
+    def memory(self, slot: int) -> Tensor | None:
+        """Return the weights of a slot without flushing caches; None if there are none. Any thread may call it."""
+
     def rows(self, slot: int, ids: Tensor) -> Tensor:
         """Return a copy of the rows ``ids`` (``[N]`` int64 local ids) of a slot, ``[N, columns]``."""
 

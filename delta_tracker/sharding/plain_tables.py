@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from weakref import ref
 
+import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor
@@ -78,6 +79,12 @@ class PlainTable:
         """Return the module's weight, ``[rows, columns]``, as a detached tensor that shares its memory."""
         del slot
         return self.module.weight.detach()
+
+    def memory(self, slot: int) -> Tensor | None:
+        """Return the module's weight as :meth:`weight` does; None if it is missing or not strided."""
+        del slot
+        weight: Tensor | None = self.module._parameters.get("weight")  # noqa: SLF001
+        return None if weight is None or weight.layout is not torch.strided else weight.detach()
 
     def rows(self, slot: int, ids: Tensor) -> Tensor:
         """Return a copy of the rows ``ids`` (``[N]`` int64), ``[N, columns]``."""

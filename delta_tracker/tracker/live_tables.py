@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-import torch
 from torch import Tensor, nn
 
 from delta_tracker.rows import memory_span
@@ -68,13 +67,13 @@ class LiveTables:
         return column_views(self._model.shard(fqn))
 
     def spans(self) -> set[tuple[str, int, int]]:
-        """Return the device, the first address and the end of each table of a plain module that is attached.
+        """Return the device, the first address and the end of each table on this rank; empty while detached.
 
-        Those of kernels are left out, because their views flush caches, which only the training thread may do.
+        Any thread may call this method: no cache is flushed.
         """
-        tables = self._model.found.plain if self._model.is_attached else ()
-        weights = (table.module._parameters.get("weight") for table in tables)  # noqa: SLF001
-        return {memory_span(weight) for weight in weights if weight is not None and weight.layout is torch.strided}
+        shards = self._model.shards.values() if self._model.is_attached else ()
+        memories = (holder.memory(slot) for shard in shards for holder, slot in shard.places)
+        return {memory_span(memory) for memory in memories if memory is not None}
 
     # Raw ids
 
