@@ -11,17 +11,19 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader
 
 from delta_tracker.errors import CheckpointError, InvalidArgumentError
+from delta_tracker.tracker.checkpoint.collectives import dcp_load_frame
 from delta_tracker.tracker.checkpoint.part import HEADER, Layout, RankHeader, counter_layouts, parse, saved_digests
 from delta_tracker.tracker.checkpoint.rank_counters import MODE, RankCounters
 from delta_tracker.tracker.tracker import ModelDeltaTracker
@@ -47,8 +49,8 @@ class SavedTracker:
     A saved state has one part for each rank that saved it. Each rank that loads reads the headers of all parts, then
     only those parts that have rows of its shards. ``dcp.load`` calls :meth:`state_dict`, fills the tensors, and calls
     :meth:`load_state_dict`. DCP restores in alphabetical order of the keys and the model must be restored first, so use
-    a key after the model's, such as ``"tracker"`` after ``"model"``. If a header is incompatible or a tensor is
-    missing, every rank raises an error before any state, including the model's, is loaded.
+    a key after the model's, such as ``"tracker"`` after ``"model"``. The other order is rejected. If a header is
+    incompatible or a tensor is missing, every rank raises an error before any state, including the model's, is loaded.
 
     Args:
         tracker: tracker to load the state into.
@@ -73,11 +75,12 @@ class SavedTracker:
         The result is empty if the checkpoint has no tracker state.
 
         Raises:
-            InvalidArgumentError: if the checkpoint has trackers, but none under ``key``, or if ``key`` is None and the
-                checkpoint has several trackers.
+            InvalidArgumentError: if the checkpoint has trackers, but none under ``key``, if ``key`` is None and the
+                checkpoint has several trackers, or if ``dcp.load`` would load the model after the tracker.
             StateMismatchError: if the saved state cannot be loaded into this tracker.
             CheckpointError: if parts are missing, a header is invalid, or a tensor is missing or has another shape.
         """
+        _refuse_later_model(self, self._tracker)
         parts = self._saved.parts()
         if not parts:
             return _Wanted()
@@ -92,6 +95,41 @@ class SavedTracker:
         unchanged.
         """
         self._tracker.load_state_dict(self._saved.loaded(state_dict))
+
+
+def _refuse_later_model(saved: SavedTracker, tracker: ModelDeltaTracker) -> None:
+    """Raise InvalidArgumentError if the calling ``dcp.load`` loads the tracked model after ``saved``, by its keys.
+
+    All rows would then count as changed, and old states would be values from before the load.
+    """
+    frame = dcp_load_frame()
+    states = None if frame is None else frame.f_locals.get("state_dict")
+    if not isinstance(states, Mapping):
+        return
+    tables = {id(module) for module in _modules_with_tables(tracker)}
+    own = min((str(key) for key, state in states.items() if state is saved), default="")
+    later = [str(key) for key, state in states.items() if own and str(key) > own and _loads_any(state, tables)]
+    if later:
+        raise InvalidArgumentError(
+            "dcp.load()",
+            f"it would load the model under {min(later)!r} after its tracker under {own!r}",
+            f"Load {min(later)!r} in a call of dcp.load() before that of {own!r}, or save the model under a key before "
+            "the tracker's in alphabetical order",
+        )
+
+
+def _modules_with_tables(tracker: ModelDeltaTracker) -> Iterable[nn.Module]:
+    plain = (module for module in tracker.model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag))
+    return tracker.tracked_modules.values() or plain
+
+
+def _loads_any(state: object, modules: set[int]) -> bool:
+    """Return True if an object, or an attribute of it, is a module that contains one of ``modules``, by ``id()``.
+
+    A dict of tensors is False: DCP fills the tensors in place before it calls any ``load_state_dict``.
+    """
+    held = [state, *getattr(state, "__dict__", {}).values()] if isinstance(state, Stateful) else []
+    return any(id(inner) in modules for each in held if isinstance(each, nn.Module) for inner in each.modules())
 
 
 class SavedCounters:

@@ -88,9 +88,14 @@ def refuse_dcp_load(argument: str, adapter: str) -> None:
     ``dcp.load`` would raise that the sizes differ, or succeed where they are equal by chance. The message names
     ``argument``, what the caller saves, and ``adapter``, the text of the object to load it with.
     """
+    if dcp_load_frame() is not None:
+        remedy = f"Pass {adapter} of delta_tracker.integrations.dcp to dcp.load()"
+        raise InvalidArgumentError(argument, "an object to load", remedy)
+
+
+def dcp_load_frame() -> FrameType | None:
+    """Return the frame of the ``dcp.load`` that calls, perhaps through other functions; None without one."""
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001  the only way to know the caller
-    while frame is not None:
-        if frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict_loader":
-            remedy = f"Pass {adapter} of delta_tracker.integrations.dcp to dcp.load()"
-            raise InvalidArgumentError(argument, "an object to load", remedy)
+    while frame is not None and frame.f_globals.get("__name__") != "torch.distributed.checkpoint.state_dict_loader":
         frame = frame.f_back
+    return frame
