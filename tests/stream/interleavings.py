@@ -30,6 +30,8 @@ from delta_tracker.stream.reading.source import Source
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.stream.storage.store import StoredObject, Transfer
 
+_parse = functools.cache(parse_manifest)  # parsing takes most of the time
+
 
 class Killed(BaseException):
     """Simulates a killed process, whose exception handlers do not run."""
@@ -237,7 +239,7 @@ class World:
             if self.storage.data[entry_name(version)] != self.storage.truth[version]:
                 found: list[Manifest | None] = []
                 if version:
-                    position = Position.after(parse_manifest("", self.storage.truth[version - 1]))
+                    position = Position.after(_parse(entry_name(version - 1), self.storage.truth[version - 1]))
                     with contextlib.suppress(StreamError):
                         source = Source(0, self.storage)
                         found.append(next_entry(source.log, position, source.next(position, looks_for_gap=False)))
@@ -254,7 +256,7 @@ class World:
         self.check_readers()
         if not self.is_old:
             self.assert_nothing_is_late()
-            entries = [parse_manifest("", data) for _, data in sorted(self.storage.truth.items())]
+            entries = [_parse(entry_name(version), data) for version, data in sorted(self.storage.truth.items())]
             claims = [entry.version for entry in entries if entry.kind == "claim"]
             kept = set(self.log.versions())
             assert kept >= {version for claim in claims for version in (claim - 1, claim) if version >= 0}
@@ -264,21 +266,22 @@ def explore(program: str, *, max_sleeps: int = 1, is_old: bool = False, is_direc
     """Run a program of :class:`World` with all choices; return the number of runs."""
     given: list[int] | None = []
     count = 0
-    while given is not None:
-        choices = Choices(given)
-        world = World(choices, max_sleeps=max_sleeps, is_old=is_old, is_directory=is_directory)
-        try:
-            with (
-                mock.patch.object(log, "parse_manifest", functools.cache(parse_manifest)),  # it takes most of the time
-                mock.patch("time.sleep"),  # before a refused create is repeated
-            ):
+    with (
+        mock.patch.object(log, "parse_manifest", _parse),
+        mock.patch("time.sleep", return_value=None),  # before a refused create is repeated
+    ):
+        while given is not None:
+            _parse.cache_clear()
+            choices = Choices(given)
+            world = World(choices, max_sleeps=max_sleeps, is_old=is_old, is_directory=is_directory)
+            try:
                 getattr(world, program)()
                 world.finish()
-        except Exception as error:
-            error.add_note(f"{program} with the choices {[choice for choice, _ in choices.taken]}")
-            raise
-        count += 1
-        given = choices.following()
+            except Exception as error:
+                error.add_note(f"{program} with the choices {[choice for choice, _ in choices.taken]}")
+                raise
+            count += 1
+            given = choices.following()
     return count
 
 
