@@ -145,7 +145,7 @@ def cadence(rank: int, world_size: int, url: str) -> dict[str, Any]:
 
 def slow_store(rank: int, world_size: int, url: str) -> dict[str, Any]:
     """While a version waits for the store, training continues, no other version starts, and no row is lost."""
-    trainer = Trainer(rank, world_size)
+    trainer = Trainer(rank, world_size, is_small=True)
     with trainer.tracker:
         storage, slow = WrappedStorage(Storage(url, create=True)), Slow()
         publisher = Publisher(trainer.tracker, storage, cadence=Cadence(batches=1))
@@ -204,7 +204,7 @@ def copied_while_training(rank: int, world_size: int, url: str) -> dict[str, Any
 
 def broken_store(rank: int, world_size: int, url: str) -> dict[str, Any]:
     """A temporary store failure affects neither training nor the stream; a fenced publisher stops permanently."""
-    trainer = Trainer(rank, world_size, ["first", "second"])
+    trainer = Trainer(rank, world_size, ["first", "second"], is_small=True)
     with trainer.tracker:
         storage = WrappedStorage(Storage(url, create=True))
         publisher = Publisher(trainer.tracker, storage, "first", cadence=Cadence(batches=2))

@@ -25,7 +25,7 @@ _ROOT = Path(__file__).parent.parent.parent
 _EXAMPLES = sorted(path for path in (_ROOT / "examples").glob("*.py") if path.name != "__init__.py")
 _ENVIRON = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 _LIMIT_SECONDS = 280
-_LOAD_SECONDS = 3
+_LOAD_SECONDS = 1
 
 Run = Callable[..., str]
 

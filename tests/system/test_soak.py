@@ -48,7 +48,7 @@ def _run(*arguments: str) -> str:
 
 
 def test_all_components_at_once_never_wait_long_and_leave_no_thread() -> None:
-    seen = json.loads(_run("-m", "tests.system.soak", "--seconds", "4"))
+    seen = json.loads(_run("-m", "tests.system.soak", "--seconds", "2"))
     assert seen["problems"] == 0
     assert seen["versions"] > 3
     assert seen.get("forks: load", 0) + seen.get("forks: serve", 0) > 1
