@@ -153,13 +153,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: order.get(item.path, len(order)))
 
 
-@pytest.fixture(autouse=True)
-def _logging_is_left_as_it_was() -> Iterator[None]:
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown() -> Generator[None, object, object]:
     """Fail a test that silences the log of the library, because later tests in the same process read it."""
-    yield
+    result = yield
     logger = logging.getLogger("delta_tracker")
     assert (logger.level, logger.disabled, logger.propagate) == (logging.NOTSET, False, True)
     assert logging.root.manager.disable == logging.NOTSET
+    return result
 
 
 @pytest.fixture(autouse=True)
