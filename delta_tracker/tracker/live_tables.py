@@ -72,7 +72,7 @@ class LiveTables:
         Any thread may call this method: no cache is flushed.
         """
         shards = self._model.shards.values() if self._model.is_attached else ()
-        memories = (holder.memory(slot) for shard in shards for holder, slot in shard.places)
+        memories = (holder.memory(slot) for shard in shards for holder, slot in shard.holders)
         return {memory_span(memory) for memory in memories if memory is not None}
 
     # Raw ids
