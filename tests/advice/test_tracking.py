@@ -190,7 +190,7 @@ def test_a_tracker_attaches_to_a_converted_model(tmp_path: Path, change: str, wa
     "_SavedParts._read_headers _SavedParts.wanted "
     "MetricCounter.check_fields MetricCounter.merge",
     "StateMismatchError: TrackerCheckpoint.plan_load check_tables check_alike CounterSet.check _check_saved "
-    "Resharding._places _check_states",
+    "Resharding._indices _check_states",
 )
 @pytest.mark.parametrize("kind", ["foreign", "garbled header", "missing tensor", "mode", "consumers", "tables"])
 def test_an_older_state_or_none_is_loaded(kind: str) -> None:
@@ -330,7 +330,7 @@ def test_lookups_are_recorded_in_their_mode_and_whole_tensors_published(two_rank
 @pytest.mark.advice(
     "UnsupportedModelError: _refuse_optimizers",
     "UnsupportedModelError: _refuse_pruning",
-    "UnsupportedModelError: _add_collection _kernels _merge _place",
+    "UnsupportedModelError: _add_collection _kernels _merge _held_block",
     "InvalidArgumentError: _sharded",
 )
 @pytest.mark.parametrize("kind", ["ema", "ensemble", "global decay", "prunes", "data type"])
