@@ -150,7 +150,8 @@ class ServedModel:
         if asked is None or self._found is None or self._found[0] != asked:
             self._found = asked, self._find(manifest)
         receiver = self._found[1]
-        _refuse_trained({fqn: receiver.targets[fqn] for fqn in manifest.tables})  # a tracker may be newer
+        if trained := trained_memory():  # each time, because a tracker may be newer
+            _refuse_trained({fqn: receiver.targets[fqn] for fqn in manifest.tables}, trained)
         return receiver
 
     def _find(self, manifest: Manifest) -> Receiver:
@@ -345,13 +346,12 @@ def check_targets(manifest: Manifest, targets: Mapping[str, RowTarget]) -> None:
     _refuse_shared_memory(manifest, targets)
 
 
-def _refuse_trained(targets: Mapping[str, RowTarget]) -> None:
+def _refuse_trained(targets: Mapping[str, RowTarget], trained: Collection[tuple[str, int, int]]) -> None:
     """Raise InvalidArgumentError for tables of a version that a tracker of this process tracks."""
-    trained = trained_memory()
     found = {
         fqn
         for fqn, target in targets.items()
-        if trained and isinstance(target, TensorTarget)
+        if isinstance(target, TensorTarget)
         for device, begin, end in map(memory_span, (region.memory for region in target.regions))
         if any(device == other and begin < last and first < end for other, first, last in trained)
     }
