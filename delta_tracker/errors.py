@@ -141,6 +141,28 @@ class UnsupportedModelError(DeltaTrackerError, ValueError):
         super().__init__(f"the model has {problem}: {listed or 'none'}", remedy)
 
 
+class UntrackedTrainingWarning(UserWarning):
+    """Tables are tracked but not trained, while a copy of the model probably is.
+
+    ``tables`` are their FQNs, and ``num_updates`` is the number of updates of other tensors of their size. It is 0 if
+    none were seen, and no table was updated during 100 batches. Ignore the warning if the tracked model is written in
+    another way, for example as an average of the trained one.
+    """
+
+    def __init__(self, tables: Iterable[str], num_updates: int) -> None:
+        self.tables, self.num_updates = tuple(tables), num_updates
+        seen = f"other tensors of their size were updated, such as those of a copy of the model ({num_updates} so far)"
+        super().__init__(
+            f"tables {_listed(self.tables)} are tracked, but not trained: "
+            f"{seen if num_updates else 'no batch has updated them'}. Build the tracker with the model that is trained "
+            "and the optimizer with the parameters that this model has now"
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return the class and its arguments, for pickle and deepcopy."""
+        return type(self), (self.tables, self.num_updates)
+
+
 class ReservedConsumerError(DeltaTrackerError, RuntimeError):
     """A consumer is reserved by ``owner``, such as a publisher, which would not publish rows that others commit."""
 

@@ -11,6 +11,7 @@ compiled with ``fullgraph=True``.
 
 A deep copy of a model has the functions of the hooks, which ignore it: its rows are in other memory. TorchRec's
 ``DistributedModelParallel.copy()`` to the same device does not copy the rows. Lookups of such a copy are reported.
+Backward passes of other copies are counted, so that a job which trains a copy by mistake is told.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 from delta_tracker.sharding.kernel_memory import Kernel
-from delta_tracker.sharding.torchrec_api import share_rows
+from delta_tracker.sharding.named_writers import num_named_writes
+from delta_tracker.sharding.other_updates import OtherUpdates
+from delta_tracker.sharding.torchrec_api import share_rows, weight_slots
 from delta_tracker.sharding.watcher import HookListener, Reports, Watcher, is_capturing, untraced
 
 # Names of FBGEMM's autograd nodes: SplitLookupFunction_<optimizer>_Op, SplitNoBagLookupFunction_..., with suffixes.
@@ -67,6 +70,7 @@ class PostLookupHook(Watcher):
         in_flight: lookups whose backward pass may still run, because their autograd graph exists and no backward pass
             of the lookup has begun.
         num_updates: number of backward passes of lookups that have begun to update rows.
+        others: backward passes of lookups in copies of the kernel, which have rows of their own.
     """
 
     def __init__(self, kernel: Kernel, reports: Reports, *, lookups: bool) -> None:
@@ -75,6 +79,7 @@ class PostLookupHook(Watcher):
         self._lookups = lookups
         self.in_flight: WeakSet[_Update] = WeakSet()
         self.num_updates = 0
+        self.others = OtherUpdates(self._versions)
         # Lookups of tables that are compared with a copy are not counted, so these tables get no counter.
         is_counted = kernel.is_fused or lookups
         self._counts = {fqn: reports.recorder.lookups.cell(table=fqn) for fqn in self._tables if is_counted}
@@ -91,13 +96,23 @@ class PostLookupHook(Watcher):
     def _post_lookup(self, module: object, args: tuple[Any, ...], output: Tensor) -> None:
         original = self._kernel.module
         if module is not original and not self._contained(lambda: share_rows(module, original), otherwise=True):
-            return  # a copy of the model
+            self._contained(lambda: self._watch_copy(output), otherwise=None)
+            return
         updates = output.requires_grad and self._kernel.is_fused
         if not updates and not self._lookups:
             return
         is_reported = self._contained(lambda: self._report(args[0], output, updates=updates), otherwise=False)
         if updates and not is_reported:
             self._watch_output(output)
+
+    def _watch_copy(self, output: Tensor) -> None:
+        """Count the backward passes of a lookup in a copy of the model."""
+        if output.requires_grad and self._kernel.is_fused and not is_capturing():
+            output.register_hook(lambda _: self._contained(lambda: self.others.count(self._tables), otherwise=None))  # type: ignore[no-untyped-call]
+
+    def _versions(self) -> list[int]:
+        slots = weight_slots(self._kernel.module)
+        return [owner[name]._version for owner, name in slots if owner[name] is not None] + [num_named_writes()]  # type: ignore[union-attr]  # noqa: SLF001
 
     def _report(self, features: KeyedIds, output: Tensor, *, updates: bool) -> bool:
         ids = self._all_rows()
@@ -145,6 +160,7 @@ class PostLookupHook(Watcher):
         update.keys[threading.get_ident()] = key
         self.in_flight.discard(update)
         self.num_updates += 1
+        self.others.clear()
         if not update.is_proven:
             self._contained(lambda: self._listener.notice_writes(self._tables), otherwise=None)
         token = _BackwardToken(key, self._listener)  # first, so that a write that began always ends

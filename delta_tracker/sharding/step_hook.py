@@ -33,6 +33,8 @@ from torch.utils.hooks import RemovableHandle
 
 from delta_tracker.sharding.local_shard import LocalShard
 from delta_tracker.sharding.named_writers import num_named_writes
+from delta_tracker.sharding.other_updates import OtherUpdates
+from delta_tracker.sharding.plain_tables import PlainModule
 from delta_tracker.sharding.watcher import Reports, Watcher, untraced
 
 _logger = logging.getLogger(__name__)
@@ -77,6 +79,7 @@ class StepHook(Watcher):
 
     Attributes:
         num_updates: number of steps of an optimizer that had a gradient of a table.
+        others: steps of optimizers without a gradient of a table, but with that of a tensor of a table's size.
     """
 
     def __init__(self, shards: Mapping[str, LocalShard], reports: Reports) -> None:
@@ -85,6 +88,7 @@ class StepHook(Watcher):
         self._steps: dict[int, _Step] = {}  # id() of an optimizer to its step
         self._strange: set[str] = set()
         self.num_updates = 0
+        self.others = OtherUpdates(lambda: [*map(_weight_version, self._modules.values()), num_named_writes()])
         _STEPS.add(self)
 
     def remove(self) -> None:
@@ -166,6 +170,7 @@ class StepHook(Watcher):
             self._listener.mark(fqn, ids, is_written=True)
         if step.rows:
             self._end_write(step.key, step.rows)
+        self._count_others(optimizer, step)
         # A table without a gradient after its closure is not acknowledged: the version counter reports the write.
         self._listener.acknowledge_writes(written)
         # This has also acknowledged the writes of other threads since `now` was read.
@@ -191,8 +196,8 @@ class StepHook(Watcher):
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 fqns = tables.get(id(parameter))
-                if fqns is None and group.get("fused"):
-                    fqns = self._aliased(parameter)
+                if fqns is None and (group.get("fused") or _is_sparse(parameter.grad)):
+                    fqns = self._aliased(parameter)  # for example a parameter that was built from weight.data
                 if not fqns or parameter.grad is None:
                     continue
                 has_update = True
@@ -204,6 +209,26 @@ class StepHook(Watcher):
         self.num_updates += has_update and not step.is_counted
         step.is_counted |= has_update
         return rows
+
+    def _count_others(self, optimizer: torch.optim.Optimizer, step: _Step) -> None:
+        """Count a step without a gradient of a table if it updated tensors of the size and dtype of tables."""
+        if step.is_counted:
+            self.others.clear()
+            return
+        sizes: dict[object, list[str]] = {}
+        for fqn, module in self._modules.items():
+            if module.weight.requires_grad:
+                sizes.setdefault((module.weight.shape, module.weight.dtype), []).append(fqn)
+        updated = {
+            (parameter.shape, parameter.dtype)
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None
+            and (parameter.shape, parameter.dtype) in sizes
+            and not self._aliased(parameter)  # as in functional_call with detached parameters
+        }
+        if found := [fqn for size in updated for fqn in sizes[size]]:
+            self.others.count(found)
 
     def _all_rows_of(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor | None]:
         """Return all rows of the reported tables whose parameters an optimizer has."""
@@ -242,6 +267,15 @@ class StepHook(Watcher):
                 remedy,
                 list(self._tables),
             )
+
+
+def _weight_version(module: PlainModule) -> int | None:
+    weight: Tensor | None = module._parameters.get("weight")  # noqa: SLF001  a parametrized module has none
+    return None if weight is None else weight._version  # noqa: SLF001
+
+
+def _is_sparse(gradient: Tensor | None) -> bool:
+    return gradient is not None and gradient.layout == torch.sparse_coo
 
 
 def _is_skipped(optimizer: torch.optim.Optimizer, gradient: Tensor) -> bool:

@@ -113,6 +113,7 @@ class Watcher:
 
     Attributes:
         num_errors: number of errors so far.
+        has_unseen: True once a lookup or write was captured or compiled, so that no hook reports its repetitions.
     """
 
     def __init__(self, tables: Sequence[str], reports: Reports) -> None:
@@ -121,7 +122,7 @@ class Watcher:
         self._keys = reports.keys
         self._faults = [reports.recorder.hook_errors.cell(table=fqn) for fqn in dict.fromkeys(tables)]
         self._timer = reports.recorder.record_seconds.timer()
-        self._has_unseen = False
+        self.has_unseen = False
         self.num_errors = 0
 
     def remove(self) -> None:
@@ -166,8 +167,8 @@ class Watcher:
 
     def _unseen(self, reason: str) -> None:
         self._listener.mark_all_later(self._tables, UNSEEN)
-        if self._tables and not self._has_unseen:
-            self._has_unseen = True
+        if self._tables and not self.has_unseen:
+            self.has_unseen = True
             with suppress(Exception):  # out of memory
                 _logger.warning("from now on every read returns all rows: %s: tables=%s", reason, list(self._tables))
 

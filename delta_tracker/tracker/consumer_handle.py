@@ -82,7 +82,9 @@ class ConsumerHandle(Uncopied, remedy="Save or copy the tracker's state_dict(), 
         and the first read with ``top_k`` creates a process group for them. The other arguments, the result and the
         errors are those of :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.get_delta`.
         """
-        return self._reader.read(self._held(), lambda delta: delta, ranks=ranks, **options)
+        held = self._held()
+        self._hooks.check_read()
+        return self._reader.read(held, lambda delta: delta, ranks=ranks, **options)
 
     def commit(self, delta: Delta) -> None:
         """Move the consumer's cursor past its uncommitted read.

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+from torch.optim.swa_utils import AveragedModel
+
 from delta_tracker.buffers import MEMORY
-from delta_tracker.errors import InvalidArgumentError
+from delta_tracker.errors import InvalidArgumentError, UntrackedTrainingWarning
 from delta_tracker.monitor.recorder import Recorder
 from delta_tracker.sharding.collection_hooks import watch_collections
 from delta_tracker.sharding.kernel_hooks import PostLookupHook
@@ -18,6 +22,9 @@ from delta_tracker.sharding.watcher import HookListener, Reports, Watcher, forge
 from delta_tracker.tracker.change_log import ChangeLog
 from delta_tracker.tracker.data_position import DataPosition
 from delta_tracker.tracker.tracked_model import TrackedModel
+
+_MANY_UPDATES = 10  # of other tensors, before a batch ends without an update of a table
+_MANY_BATCHES = 100
 
 
 class TrackerHooks:
@@ -44,6 +51,8 @@ class TrackerHooks:
         self._lookups = lookups
         self._keeps_states = keeps_states
         self._num_past_errors = self._num_past_updates = 0
+        self._has_warned = False
+        self._num_idle, self._idle = 0, list[object]()
         self.registered: list[Watcher] = []
 
     def attach(self) -> None:
@@ -66,6 +75,8 @@ class TrackerHooks:
         except BaseException:
             self.remove()
             raise
+        # The average of a trained model is not trained itself.
+        self._has_warned |= any(isinstance(each, AveragedModel) for each in model.module.modules())
         model.is_attached = True
 
     def remove(self) -> None:
@@ -88,9 +99,42 @@ class TrackerHooks:
 
     def num_updates(self) -> int:
         """Return the number of updates of tables so far: backward passes of lookups, and steps of optimizers."""
-        return self._num_past_updates + sum(
-            hook.num_updates for hook in self.registered if isinstance(hook, PostLookupHook | StepHook)
-        )
+        return self._num_past_updates + sum(hook.num_updates for hook in self._of_updates())
+
+    def check_read(self) -> None:
+        """Warn if other tensors are trained instead of the tables, before rows are read: no table was ever updated."""
+        if not self._has_warned and not self.num_updates():
+            self._warn(self._others(), 1, stacklevel=4)
+
+    def check_batch(self, num_recorded: Mapping[str, int]) -> None:
+        """Warn if other tensors are trained instead of the tables, at the end of a batch.
+
+        It takes several updates of them since the last one of a table, because a model that averages the trained one is
+        written later; or many batches without any update, write or recorded row.
+        """
+        if self._has_warned:
+            return
+        self._warn(self._others(), _MANY_UPDATES, stacklevel=5)
+        hooks = self._of_updates()
+        if hooks and not self.num_updates() and not any(hook.has_unseen for hook in hooks):
+            state = [*(hook.others.versions() for hook in hooks), *num_recorded.values()]
+            self._num_idle = self._num_idle + 1 if state == self._idle else 0
+            self._idle = state
+            if self._num_idle >= _MANY_BATCHES and self._model.reports_updates:
+                self._warn(Counter(dict.fromkeys(self._model.found.tables, 0)), 0, stacklevel=5)
+
+    def _of_updates(self) -> list[PostLookupHook | StepHook]:
+        return [hook for hook in self.registered if isinstance(hook, PostLookupHook | StepHook)]
+
+    def _others(self) -> Counter[str]:
+        """Return the number of updates of other tensors that could be taken for tables, by FQN."""
+        return sum((hook.others.counts() for hook in self._of_updates()), Counter[str]())
+
+    def _warn(self, others: Counter[str], least: int, stacklevel: int) -> None:
+        num_updates = max(others.values(), default=-1)
+        if num_updates >= least:
+            self._has_warned = True
+            warnings.warn(UntrackedTrainingWarning(sorted(others), num_updates), stacklevel=stacklevel)
 
     def lookups_in_flight(self) -> int:
         """Return the number of lookups whose backward pass may still run."""
@@ -143,6 +187,7 @@ class Progress:
         # Before the batch is counted: if this is interrupted in between, the call can be repeated.
         self._num_stepped = self._hooks.num_updates()
         self._log.consumers.step()
+        self._hooks.check_batch(self._log.segments.num_recorded)
         if self.data_position is not None:
             self.data_position.advance()
 

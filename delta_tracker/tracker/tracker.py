@@ -74,7 +74,8 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
     A row counts as changed when an update to the row is written, not when the row is looked up; with managed
     collisions, also if its raw id changed. Reads may happen between any two operations of the training thread; no
     update is lost. Call :meth:`mark_changed` after writes that cannot be detected. ``guide/train.md`` says how each
-    kind of table is tracked, and what marks all of its rows.
+    kind of table is tracked, and what marks all of its rows. A copy of the model is not tracked: if it is trained,
+    :class:`~delta_tracker.errors.UntrackedTrainingWarning` names the tables.
 
     Args:
         model: a ``DistributedModelParallel`` or ``DMPCollection``, any module that contains sharded
@@ -513,6 +514,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
             DetachedError: after :meth:`detach`.
         """
         _check_options(unknown)
+        self._hooks.check_read()
         return self._reader.read(
             self._log.consumers.resolve(consumer),
             lambda delta: delta,
@@ -525,6 +527,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
 
     def get_delta_ids(self, consumer: str | None = None) -> dict[str, Tensor]:
         """Return only the local ids of :meth:`get_delta`, ``[N]`` int64 by table FQN. Commits the read."""
+        self._hooks.check_read()
         return self._reader.read(
             self._log.consumers.resolve(consumer), lambda delta: {fqn: rows.ids for fqn, rows in delta.items()}
         )

@@ -21,6 +21,7 @@ from delta_tracker.errors import (
     StaleDeltaError,
     StateMismatchError,
     UnsupportedModelError,
+    UntrackedTrainingWarning,
 )
 from tests.advice.jobs import Job, refused, small_model
 from tests.ranks import RankPool
@@ -98,6 +99,22 @@ def test_a_known_consumer_is_named() -> None:
         refused(InvalidArgumentError, lambda name=name: trained.tracker.get_delta(name), "known consumers: 'a', 'b'")
         for known in ("a", "b"):
             assert trained.tracker.get_delta(known, commit=False)["0"].ids.tolist() == [5]
+
+
+@pytest.mark.parametrize("way", ["tracker", "optimizer"])
+def test_the_model_that_is_trained_is_tracked(way: str) -> None:
+    trained, copied = _Trained(), small_model()
+    copied.load_state_dict(trained.model.state_dict())
+    optimizer = torch.optim.SGD(copied.parameters(), lr=0.1)
+    copied(torch.tensor([[1, 2]])).sum().backward()
+    optimizer.step()
+    with pytest.warns(UntrackedTrainingWarning, match="Build the tracker with the model that is trained"):
+        assert trained.tracker.get_delta().num_rows == 0
+    if way == "tracker":
+        optimizer.zero_grad()
+        trained = _Trained(copied)
+    trained.train(4, 5)
+    assert trained.tracker.get_delta_ids()["0"].tolist() == [4, 5]
 
 
 @pytest.mark.advice("UnsupportedModelError: discover")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Iterator
 from contextlib import closing
@@ -30,6 +31,12 @@ def one_rank() -> Iterator[RankPool]:
     pool = RankPool(1)
     yield pool
     pool.stop()
+
+
+@pytest.fixture(autouse=True)
+def _alone() -> None:
+    """Delete the trackers of earlier tests: their hooks see the steps of all optimizers, and would fail instead."""
+    gc.collect()
 
 
 @pytest.fixture(autouse=True)
