@@ -9,6 +9,7 @@ follows. The first agent hosts the rendezvous, so it must survive. Run it with a
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import socket
@@ -116,4 +117,8 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    (work if "--worker" in sys.argv else main)(Path(sys.argv[1]).resolve())
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="new folder for the stream and the results")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    (work if arguments.worker else main)(arguments.folder.resolve())
