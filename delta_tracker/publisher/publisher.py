@@ -55,22 +55,12 @@ _PATIENCE = 0.75  # wait for a sign of life of a rank, of the timeout; the rest 
 class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a new Publisher after it is loaded"):
     """Writer that publishes a tracker's changed rows to a stream, as versions with the rows of all ranks.
 
-    Every rank builds a publisher in its training thread. In this thread, all ranks call :meth:`publish` or
-    :meth:`snapshot` at the same batch, or :meth:`step` after each batch. At the cut each rank reads its own rows.
-    Threads of each rank then write them, and a thread of rank 0 creates the manifest. The version is committed when
-    rank 0 has created its manifest. Until then it is invisible to predictors, and after any failure every row stays
-    pending.
+    Every rank builds a publisher in its training thread. There, all ranks call :meth:`publish` or :meth:`snapshot` at
+    the same batch, or :meth:`step` after each batch. At the cut each rank reads its own rows, which threads write. The
+    version is committed when rank 0 has created its manifest. After any failure every row stays pending.
 
-    If a publisher is deleted without :meth:`close`, the rows of an unfinished version stay pending, and a new publisher
-    starts with a snapshot.
-
-    For a snapshot, tables with a fused optimizer are copied while training continues. Rows that change during the copy
-    are read at the cut, for the same version.
-
-    Building a publisher claims the stream and fences every publisher of an older generation. The first version is a
-    snapshot, unless the tracker's state was loaded from a checkpoint of the same stream. It is then a delta, without
-    ``top_k``, with the rows that were pending in the checkpoint and those of all later versions. The publisher reserves
-    its consumer.
+    Building a publisher claims the stream, fences every publisher of an older generation, and reserves the consumer.
+    The first version is a snapshot, unless the tracker was loaded from a checkpoint, see ``guide/train.md``.
 
     Args:
         tracker: tracker of the rows.
