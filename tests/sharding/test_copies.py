@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -12,13 +13,18 @@ from torch.optim.swa_utils import AveragedModel
 
 from delta_tracker import ModelDeltaTracker
 from tests.ranks import RankPool
+from tests.sweeps import SWEEPS_ARE_WHOLE
 
 _CASES = "tests.sharding.copies_cases"
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("how", ["deepcopy", "twice", "average", "torchrec"])
-@pytest.mark.parametrize("mode", ["id_only", "embedding"])
+_WAYS = ["deepcopy", "twice", "average", "torchrec"]
+_EVERY_COPY = list(itertools.product([1, 2], _WAYS, ["id_only", "embedding"]))
+_SOME_COPIES = [*((2, how, "embedding") for how in _WAYS), (1, "deepcopy", "id_only"), (1, "torchrec", "id_only")]
+
+
+@pytest.mark.sweep("short")
+@pytest.mark.parametrize(("world_size", "how", "mode"), _EVERY_COPY if SWEEPS_ARE_WHOLE else _SOME_COPIES)
 def test_a_copy_of_a_sharded_model(
     one_rank: RankPool, two_ranks: RankPool, how: str, mode: str, world_size: int
 ) -> None:

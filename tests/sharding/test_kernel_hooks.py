@@ -12,10 +12,14 @@ from tests.sweeps import SWEEPS_ARE_WHOLE
 _CASES = "tests.tracker.flows_cases"
 
 
+# The short form has each two settings together once.
+_EVERY_PART = list(itertools.product(["lookup", "rest"], [False, True], [False, True]))
+_EACH_PAIR = [("lookup", False, False), ("lookup", True, True), ("rest", False, True), ("rest", True, False)]
+
+
+@pytest.mark.sweep("short")
 @pytest.mark.promise("lossless")
-@pytest.mark.parametrize("bag", [False, True], ids=["ec", "ebc"])
-@pytest.mark.parametrize("use_reentrant", [False, True], ids=["no reentrance", "reentrant"])
-@pytest.mark.parametrize("around", ["lookup", "rest"])
+@pytest.mark.parametrize(("around", "use_reentrant", "bag"), _EVERY_PART if SWEEPS_ARE_WHOLE else _EACH_PAIR)
 def test_activation_checkpointing(two_ranks: RankPool, around: str, use_reentrant: bool, bag: bool) -> None:
     two_ranks.run(f"{_CASES}:checkpointed", around=around, use_reentrant=use_reentrant, bag=bag)
 
