@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -127,6 +128,11 @@ from delta_tracker.predictor.served_model import find_targets
 assert set(find_targets(torch.nn.ModuleDict({{"user": torch.nn.Embedding(20, 4)}}))) == {{"user"}}
 """
     with_torch.run(program)
+
+
+def test_the_first_quickstart_needs_torch_alone(with_torch: Interpreter) -> None:
+    (program, *_) = re.findall(r"```python\n(.*?)```", (_ROOT / "README.md").read_text(), flags=re.DOTALL)
+    with_torch.run(program, [_ROOT / "tests" / "without_torchrec"])
 
 
 def test_unsharded_collections_do_not_import_our_fbgemm_modules(with_torch: Interpreter) -> None:

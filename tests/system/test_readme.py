@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -35,17 +32,3 @@ def test_the_page_of_the_code_names_functions_that_the_first_program_runs() -> N
     files = dict(re.findall(r"^(\S+\.py)\n((?:    .+\n)+)", done.stdout, flags=re.MULTILINE))
     assert named
     assert not [each for each in named if each[0] not in files.get(each[1], "").split()]
-
-
-def test_the_first_quickstart_needs_torch_alone(tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text(_BLOCKS["README.md"][0])
-    without = os.pathsep.join(map(str, (ROOT / "tests" / "without_torchrec", ROOT)))
-    done = subprocess.run(
-        [sys.executable, tmp_path / "program.py"],
-        env=os.environ | {"PYTHONPATH": without},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from tests import forked
 from tests.cli.commands import Cli, make, url_of
 from tests.cli.sqlite_sink import SqliteSink, assert_holds
 from tests.stream.streams import Writer
 
-_ROOT = Path(__file__).parents[2]
 _TARGET = "tests.cli.sqlite_sink:sink"
 
 
@@ -37,13 +34,9 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def _service(writer: Writer) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-m", "delta_tracker.cli", "sink", url_of(writer), _TARGET, "--poll", "0.02"],
-        cwd=_ROOT,
-        env=dict(os.environ),
-        stdout=subprocess.DEVNULL,
-    )
+def _service(writer: Writer, folder: Path) -> forked.Program:
+    command = ("delta_tracker.cli", "sink", url_of(writer), _TARGET, "--poll", "0.02")
+    return forked.Program(*command, output=folder / "output", errors=folder / "errors")
 
 
 def _await(file: Path, version: int) -> None:
@@ -57,7 +50,7 @@ def _await(file: Path, version: int) -> None:
 
 
 def test_a_service_follows_until_a_signal(cli: Cli, writer: Writer, file: Path) -> None:
-    service = _service(writer)
+    service = _service(writer, file.parent)
     try:
         _await(file, 4)
         writer.delta([1, 2])
@@ -66,7 +59,7 @@ def test_a_service_follows_until_a_signal(cli: Cli, writer: Writer, file: Path) 
         assert service.wait(240) == 143
     finally:
         service.kill()
-        service.wait()
+        service.wait(240)
     assert_holds(file, writer, 5)
     assert cli("sink", url_of(writer), _TARGET, "--once") == "version 5 is stored\n"
 
@@ -75,13 +68,13 @@ def test_a_service_follows_until_a_signal(cli: Cli, writer: Writer, file: Path) 
 def test_a_service_that_is_killed_continues(cli: Cli, writer: Writer, file: Path) -> None:
     chance = random.Random(1)
     for version in range(5, 15):
-        service = _service(writer)
+        service = _service(writer, file.parent)
         try:
             _await(file, version - 1)
             writer.delta(sorted(chance.sample(range(50), 20)))
             time.sleep(chance.uniform(0, 0.05))
         finally:
             service.kill()
-            service.wait()
+            service.wait(240)
     assert cli("sink", url_of(writer), _TARGET, "--once") == "version 14 is stored\n"
     assert_holds(file, writer, 14)
