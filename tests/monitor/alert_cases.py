@@ -1,7 +1,7 @@
 """Series of a healthy fleet and of one with a fault, as unit tests of the alert rules for ``promtool test rules``.
 
 The fleet is a trainer, whose process also exports the heartbeats, and two predictors. One predictor is restarted
-meanwhile. Each fault changes some series from :data:`FAULT_MINUTE` on; each case states which alerts fire half an hour
+meanwhile. ``delta-tracker exporter`` reads a second stream, no process of which is scraped. Each fault changes some series from :data:`FAULT_MINUTE` on; each case states which alerts fire half an hour
 later, with their labels. No other alert may fire.
 """
 
@@ -24,6 +24,8 @@ _STREAM = "0123456789abcdef0123456789abcdef"
 _TRAINER = {"job": "trainer", "instance": "t:9464"}
 _FIRST, _SECOND = ({"job": "predictor", "instance": f"p{number}:9464"} for number in (1, 2))
 _URL = {"stream": _STREAM, "url": "s3://bucket/stream"}
+_EXPORTER = {"job": "exporter", "instance": "e:9464"}
+_READ = {"url": "s3://bucket/read"}
 
 Values = list[float | None]
 Fleet = dict[tuple[str, tuple[tuple[str, str], ...]], Values]
@@ -90,6 +92,10 @@ def healthy(minutes: float, seed: int) -> Fleet:
         add("refused_parts", [target, predictor, {"reason": "corrupt"}], [0] * count)
         for reason in ("CorruptPartError", "MissingVersionError"):
             add("resyncs", [target, predictor, {"reason": reason}], [0] * count)
+    add("stream_age_seconds", [_EXPORTER, _READ], since)
+    for name in ("host-3", "host-4"):
+        add("heartbeat_age_seconds", [_EXPORTER, {"predictor": name}], [drawn.uniform(0, 15) for _ in times])
+        add("heartbeat_lag_seconds", [_EXPORTER, {"predictor": name}], [drawn.uniform(0, 1) for _ in times])
     _restart(fleet, _SECOND, num_samples(min(30, minutes / 2)))
     # One poll failed in the first minute, as polls do, and was repeated.
     failures = fleet[key("follow_errors", _FIRST, predictor, {"reason": "StorageError"})]
@@ -264,6 +270,16 @@ def _follow_fails(fleet: Fleet, begin: int) -> None:
         _from(fleet, begin, name, _FIRST, _PREDICTOR, value=lambda place, factor=factor: factor * place)  # type: ignore[misc]
 
 
+def _read_only(fleet: Fleet, begin: int) -> None:
+    """Seen by the exporter only: no version comes, one predictor lags, the other is killed."""
+    for name, labels in (
+        ("stream_age_seconds", _READ),
+        ("heartbeat_lag_seconds", {"predictor": "host-3"}),
+        ("heartbeat_age_seconds", {"predictor": "host-4"}),
+    ):
+        _from(fleet, begin, name, _EXPORTER, labels, value=lambda place: 10.0 + INTERVAL_SECONDS * place)
+
+
 _OLD = {"ServedRowsOld": [{**target, **_PREDICTOR} for target in (_FIRST, _SECOND)]}
 _STALLED = {"PublisherStalled": [{**_TRAINER, **_PUBLISHER}]}
 _GONE = {"TrainerGone": [{"job": "trainer", **_URL}]}
@@ -323,6 +339,15 @@ CASES = (
             "FollowFails": [{**_FIRST, **_PREDICTOR, "reason": "ModelMismatchError"}],
             "ServedRowsOld": [{**_FIRST, **_PREDICTOR}],
             "PredictorStale": [{**_FIRST, **_PREDICTOR}],
+        },
+    ),
+    Case(
+        fault="seen by the exporter only",
+        happen=_read_only,
+        fires={
+            "StreamOld": [{**_EXPORTER, **_READ}],
+            "PredictorStale": [{**_EXPORTER, "predictor": "host-3"}],
+            "PredictorSilent": [{**_EXPORTER, "predictor": "host-4"}],
         },
     ),
 )

@@ -187,7 +187,11 @@ def _grew(metric: str, minutes: int = 15) -> str:
 ALERTS = (
     Alert(
         name="DeltaTrackerPredictorStale",
-        expression=f"{exposed_name('predictor_lag_seconds')} > 300",
+        # By its heartbeat only if its own process is not scraped, so that it does not fire twice.
+        expression=(
+            f"{exposed_name('predictor_lag_seconds')} > 300 or ({exposed_name('heartbeat_lag_seconds')} > 300 "
+            f"unless on (predictor) {exposed_name('predictor_lag_seconds')})"
+        ),
         minutes=5,
         severity="page",
         summary="A predictor lags by more than five minutes.",
@@ -201,6 +205,18 @@ ALERTS = (
         severity="page",
         summary="A predictor serves rows that are more than fifteen minutes old.",
         action="If all predictors of the stream do, see the trainer; if one does, see its error, store and process.",
+    ),
+    Alert(
+        name="DeltaTrackerStreamOld",
+        # For an operator who has the exporter only. Where the trainer is scraped, its own alerts say more.
+        expression=(
+            f"{exposed_name('stream_age_seconds')} > 900 "
+            f"unless on (url) last_over_time({exposed_name('publisher_info')}[1h])"
+        ),
+        minutes=5,
+        severity="page",
+        summary="A stream whose trainer is not scraped has had no version for fifteen minutes.",
+        action="See the trainer and its log. If training ended on purpose, stop the exporter of the stream.",
     ),
     Alert(
         name="DeltaTrackerTrainerGone",
