@@ -43,6 +43,7 @@ def command(stream: Stream, port: int, host: str, every: float) -> int:
         with terminated():
             url = f"http://{host}:{sink.port}/metrics"
             stream.out.answer({"url": url}, f"metrics of {stream.storage.url}: {url}")
+            monitor.flush()  # otherwise the first numbers come after an interval
             threading.Event().wait()
     finally:
         monitor.stop()

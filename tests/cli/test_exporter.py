@@ -21,10 +21,10 @@ _DEADLINE_SECONDS = 60
 
 
 @contextmanager
-def _exporter(url: str) -> Iterator[str]:
+def _exporter(url: str, *, every: int = 1) -> Iterator[str]:
     """Run the command; yield the url of its metrics."""
-    call = [sys.executable, "-W", "ignore", "-m", "delta_tracker.cli", "exporter", url, "--port", "0", "--every", "1"]
-    with subprocess.Popen([*call, "--json"], stdout=subprocess.PIPE, text=True) as process:
+    call = [sys.executable, "-W", "ignore", "-m", "delta_tracker.cli", "exporter", url, "--port", "0"]
+    with subprocess.Popen([*call, "--every", str(every), "--json"], stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
             yield json.loads(process.stdout.readline())["url"]
@@ -66,6 +66,14 @@ def test_it_serves_ages_lags_and_heartbeats(writer: Writer) -> None:
         assert found[f"delta_tracker_publisher_heartbeat_age_seconds{stream}"] < _DEADLINE_SECONDS
         assert found['delta_tracker_heartbeat_lag_versions{predictor="host-7"}'] == 2
         assert found['delta_tracker_heartbeat_lag_seconds{predictor="host-7"}'] == 7
+
+
+def test_the_first_numbers_do_not_wait_for_an_interval(writer: Writer) -> None:
+    with _exporter(url_of(writer), every=3600) as url:
+        assert (
+            _awaited(url, "delta_tracker_stream_version")[f'delta_tracker_stream_version{{url="{url_of(writer)}"}}']
+            == 4
+        )
 
 
 def test_it_waits_for_a_stream_and_shows_that_one_is_lost(writer: Writer) -> None:
