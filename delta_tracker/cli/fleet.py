@@ -7,13 +7,13 @@ from collections import Counter
 import click
 from msgspec import to_builtins
 
-from delta_tracker.cli.listings import PREDICTOR_COLUMNS, predictor_cells
+from delta_tracker.cli.listings import PREDICTOR_COLUMNS, no_data, predictor_cells
 from delta_tracker.cli.output import table
-from delta_tracker.cli.predictors import hosts_of, read_predictors
+from delta_tracker.cli.predictors import SeenPredictor, hosts_of, read_predictors
 from delta_tracker.cli.stream_command import Stream, stream_command
 from delta_tracker.cli.text import duration
 from delta_tracker.stream.heartbeat import remove_heartbeats
-from delta_tracker.stream.pin import newest_pin
+from delta_tracker.stream.pin import Pin, newest_pin
 from delta_tracker.stream.store_clock import StoreClock
 
 _BAD = ("failing", "stuck", "unpinned")
@@ -70,8 +70,7 @@ def command(stream: Stream, limit: int, *, removes: bool) -> int:
         if removes:
             stream.out.line(f"removed {num_removed} heartbeats that are older than a day")
         if pin is not None:
-            age = duration(max(0.0, clock.now() - pin.time))
-            stream.out.line(f"{pin.kind} {pin.counter}, {age} ago: version {pin.version} of {pin.bad} {pin.reason}")
+            stream.out.line(_described(pin, clock.now()))
         rows = [
             [host or "unknown", *("no data" if value is None else value for value in of_host.values())]
             for host, of_host in hosts.items()
@@ -81,9 +80,23 @@ def command(stream: Stream, limit: int, *, removes: bool) -> int:
         if shown:
             stream.out.show(table(PREDICTOR_COLUMNS, map(predictor_cells, shown)))
         for each in shown:
-            if each.beat.error is not None:  # it may be long, so it is not in the table
-                stream.out.line(f"{each.beat.name} has an error: {each.beat.error}", "red")
-            elif each.beat.why:
-                stream.out.line(f"{each.beat.name}: {each.beat.why}")
+            style = "" if each.beat.error is None else "red"
+            if remark := _remark(each, clock.now()):  # an error may be long, so it is not in the table
+                stream.out.line(f"{each.beat.name}{remark}", style)
     are_silent = bool(predictors) and all(each.is_silent for each in predictors)
     return 1 if are_silent or any(each.health in _BAD for each in predictors) else 0
+
+
+def _described(pin: Pin, now: float) -> str:
+    is_pin, age = pin.kind == "pin", duration(max(0.0, now - pin.time))
+    what = f"rolled back from version {pin.bad} to {pin.version}" if is_pin else f"released at version {pin.version}"
+    return f"{what}, {age} ago" + (f": {pin.reason}" if pin.reason else "")
+
+
+def _remark(predictor: SeenPredictor, now: float) -> str:
+    """Return what follows the name of a predictor below the table; empty if there is nothing to say."""
+    if predictor.beat.error is not None:
+        return f" has an error: {predictor.beat.error}"
+    if predictor.is_silent:
+        return f": {no_data(predictor, now)}"
+    return f": {predictor.beat.why}" if predictor.beat.why else ""

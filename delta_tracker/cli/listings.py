@@ -11,7 +11,7 @@ from delta_tracker.cli.attention import Level, level_of
 from delta_tracker.cli.entries import Entry
 from delta_tracker.cli.output import cell, table
 from delta_tracker.cli.predictors import SeenPredictor
-from delta_tracker.cli.text import count, duration, size
+from delta_tracker.cli.text import count, duration, moment, size
 
 KIND_STYLES = {"snapshot": "cyan", "claim": "yellow", "delta": ""}
 SIGNS: dict[Level, tuple[str, str]] = {"fault": ("✕ ", "bold red"), "warning": ("! ", "yellow"), "note": ("i ", "")}
@@ -33,6 +33,12 @@ def predictor_cells(predictor: SeenPredictor) -> list[Text]:
         ]
     cells = (beat.host or "unknown", duration(predictor.seconds_ago), *figures)
     return [cell(beat.name), cell(sign + predictor.health, style), *map(cell, cells)]
+
+
+def no_data(predictor: SeenPredictor, now: float) -> str:
+    """Return since when a silent predictor has left no heartbeat, and its version then. ``now`` is the store's time."""
+    last = "" if predictor.beat.version is None else f" at version {predictor.beat.version}"
+    return f"no data since {moment(now - predictor.seconds_ago)}{last}"
 
 
 def version_table(entries: Sequence[Entry], now: float, *, is_cut: bool = False) -> Table:

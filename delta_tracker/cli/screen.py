@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from delta_tracker.cli.attention import Notice, of_clocks, of_predictors, of_silence, sort_notices
-from delta_tracker.cli.listings import PREDICTOR_COLUMNS, SIGNS, predictor_cells, version_table
+from delta_tracker.cli.listings import PREDICTOR_COLUMNS, SIGNS, no_data, predictor_cells, version_table
 from delta_tracker.cli.output import cell, one_line, table
 from delta_tracker.cli.predictors import SeenPredictor
 from delta_tracker.cli.text import count, duration, moment, short, size
@@ -139,10 +139,7 @@ def _predictors(view: View, lines: int, width: int) -> Table:
 
 
 def _error(predictor: SeenPredictor, now: float) -> str:
-    if not predictor.is_silent:
-        return predictor.beat.error or ""
-    last = "" if predictor.beat.version is None else f" at version {predictor.beat.version}"
-    return f"no data since {moment(now - predictor.seconds_ago)}{last}"
+    return no_data(predictor, now) if predictor.is_silent else predictor.beat.error or ""
 
 
 def _tables(view: View, lines: int, width: int) -> Table:

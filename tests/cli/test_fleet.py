@@ -61,7 +61,7 @@ def test_the_pin_is_shown(cli: Cli, writer: Writer) -> None:
     leave(writer, beat(writer, "obeys", version=2, window=_STUCK, pin=1))
     found = cli.json("fleet", url_of(writer))
     assert (found["states"], found["pin"]["version"]) == ({"pinned": 1}, 2)
-    assert "ago: version 2 of 4 bad" in cli("fleet", url_of(writer))
+    assert re.search("rolled back from version 4 to 2, .* ago: bad\n", cli("fleet", url_of(writer)))
 
 
 def test_a_predictor_that_ignores_a_pin_has_exit_code_1(cli: Cli, writer: Writer) -> None:
@@ -79,6 +79,7 @@ def test_a_fleet_that_is_silent_as_a_whole_has_exit_code_1(cli: Cli, writer: Wri
     leave(writer, beat(writer, "good", host="a", version=4, window=_CURRENT))
     text = cli("fleet", url_of(writer))
     assert re.search(r"version 4, committed .* ago; predictors: 1 current, 1 silent", text)
+    assert "gone: no data since " in text
 
 
 def test_a_canary_after_a_release_waits_and_is_not_stuck(cli: Cli, writer: Writer, tmp_path: Path) -> None:
