@@ -75,7 +75,7 @@ def _print(out: Output, found: dict[str, Any], newest: Sequence[Entry], predicto
     for skew in found["skews"]:
         out.line(skew, "yellow")
     for finding in found["findings"]:
-        out.line(f"damaged: {finding}", "bold red")
+        out.line(f"problem: {finding}", "bold red")
 
 
 def _survey(stream: Stream) -> tuple[dict[str, Any], list[Entry], list[SeenPredictor]]:

@@ -10,7 +10,7 @@ from delta_tracker.stream.pinning import release_pin
 _HELP = """Let the predictors of a rolled back stream continue from a snapshot.
 
 The newest snapshot of the log must be above every version that existed at the rollback. Otherwise, the command fails
-with exit code 2: call publisher.snapshot() in the repaired trainer first.
+with exit code 2: call publisher.snapshot() in the repaired trainer, or wait for the next snapshot of its cadence.
 
 \b
 Examples:

@@ -104,7 +104,7 @@ def release_pin(storage: Storage, *, reason: str = "") -> Pin:
     snapshot = _snapshot(log, head)
     if snapshot is None or snapshot.version <= pin.bad:
         reason = f"it has no snapshot above version {pin.bad}, from which predictors could continue"
-        step = "Call publisher.snapshot() in the repaired trainer, then release again"
+        step = "Call publisher.snapshot() in the repaired trainer, or wait for its next snapshot, then release again"
         raise PinError(storage.url, "released", reason, step)
     _check_objects(storage, snapshot)
     return _create(storage, _order("release", snapshot, pin.bad, reason), counters)

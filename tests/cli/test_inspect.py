@@ -144,7 +144,9 @@ def test_inspect_finds_what_keeps_a_new_predictor_away(cli: Cli, writer: Writer)
 def test_inspect_of_a_stream_without_snapshot(cli: Cli, tmp_path: Path) -> None:
     writer = Writer(Storage((tmp_path / "s").as_uri(), create=True))
     assert "has no snapshot yet" in cli.json("inspect", url_of(writer), code=1)["findings"][0]
-    assert "has no snapshot to start from" in cli("inspect", url_of(writer), code=1)
+    text = cli("inspect", url_of(writer), code=1)
+    assert "has no snapshot to start from" in text
+    assert "problem: a new predictor cannot start" in text
 
 
 def skews(text: str) -> list[tuple[str, int, str]]:

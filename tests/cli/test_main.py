@@ -100,6 +100,13 @@ def test_a_store_that_cannot_be_reached(cli: Cli) -> None:
     assert cli.err.startswith("error: the store s3://bucket/x cannot be used")
 
 
+def test_an_http_endpoint_in_the_environment_needs_an_option(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"ENDPOINT": "http://127.0.0.1:9", "ACCESS_KEY_ID": "a", "SECRET_ACCESS_KEY": "b"}.items():
+        monkeypatch.setenv(f"AWS_{name}", value)
+    cli("inspect", "s3://bucket/x", code=2)
+    assert "--option allow_http=true" in cli.err
+
+
 _READERS = (
     *("inspect URL", "verify URL", "diff URL 1 2", "compact URL", "mirror URL OUT --once", "rollback URL 1"),
     *("export URL --out OUT", "report URL --out OUT"),

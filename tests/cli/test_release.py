@@ -12,6 +12,7 @@ def test_a_release_prints_the_snapshot(cli: Cli, writer: Writer) -> None:
     cli("rollback", url_of(writer), 2)
     cli("release", url_of(writer), code=2)
     assert "no snapshot above version 4" in cli.err
+    assert "or wait for its next snapshot" in cli.err
     writer.snapshot()
     writer.delta([1])
     assert cli("release", url_of(writer)).startswith("released: predictors continue from the snapshot 5")

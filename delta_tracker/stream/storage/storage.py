@@ -336,7 +336,10 @@ def _remedy_of(reason: str) -> str | None:
             "'secret_access_key': ...}), or set the provider's variables, such as AWS_ACCESS_KEY_ID"
         )
     if reason.endswith("builder error"):
-        return "If the endpoint is an http url, pass Storage(url, options={'allow_http': 'true', ...})"
+        return (
+            "If the endpoint is an http url, pass Storage(url, options={'allow_http': 'true', ...}), or "
+            "--option allow_http=true to a command"
+        )
     return None
 
 
