@@ -1,8 +1,9 @@
 """Series of a healthy fleet and of one with a fault, as unit tests of the alert rules for ``promtool test rules``.
 
 The fleet is a trainer, whose process also exports the heartbeats, and two predictors. One predictor is restarted
-meanwhile. ``delta-tracker exporter`` reads a second stream, no process of which is scraped. Each fault changes some series from :data:`FAULT_MINUTE` on; each case states which alerts fire half an hour
-later, with their labels. No other alert may fire.
+meanwhile. ``delta-tracker exporter`` reads a second stream, no process of which is scraped. Each fault changes some
+series from :data:`FAULT_MINUTE` on; each case states which alerts fire half an hour later, with their labels. No other
+alert may fire.
 """
 
 from __future__ import annotations

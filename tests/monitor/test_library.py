@@ -119,7 +119,7 @@ def test_the_shipped_dashboard_is_current_and_uses_exposed_names(exposition) -> 
         "label_overflows",
         "publisher_info",
         "predictor_info",
-    }
+    }, "add a Panel to tests/monitor/panels.py, and run: python -m tests.monitor.panels delta_tracker/monitor"
     for panel, graph in zip(PANELS, graphs, strict=True):
         assert set(panel.by) <= set(DEFINITIONS[panel.metric].labels)
         for target in graph["targets"]:

@@ -127,7 +127,11 @@ class Store(ABC):
         """Return the size and the modification time of an object, None if it does not exist."""
 
     def put(self, name: str, buffers: Iterable[memoryview]) -> None:
-        """Write or replace an object. Each buffer is written or copied before the next one is requested."""
+        """Write or replace an object. Each buffer is written or copied before the next one is requested.
+
+        Iterate over ``checked(buffers)`` of :mod:`delta_tracker.stream.interruption`, so that a background thread that
+        is told to stop does so between two buffers.
+        """
         raise NotImplementedError
 
     def create(self, name: str, data: bytes) -> bool:
