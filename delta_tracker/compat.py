@@ -25,7 +25,7 @@ Example:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from torch import Tensor, nn
 
@@ -147,8 +147,12 @@ def init_torchrec_delta_tracker(model: nn.Module, delta_tracker_config: DeltaTra
         model: a ``DistributedModelParallel``, or another model, see :class:`~delta_tracker.ModelDeltaTracker`.
         delta_tracker_config: the tracker's arguments, by TorchRec's names.
 
-    Raises the errors of :class:`~delta_tracker.ModelDeltaTracker`.
+    Raises InvalidArgumentError if the second argument is no such config, and the errors of
+    :class:`~delta_tracker.ModelDeltaTracker`.
     """
+    if not all(hasattr(delta_tracker_config, each.name) for each in fields(DeltaTrackerConfig)):
+        remedy = "Pass the model first, and then a DeltaTrackerConfig(consumers=[...])"
+        raise InvalidArgumentError("delta_tracker_config", delta_tracker_config, remedy)
     return ModelDeltaTrackerTrec(
         model,
         delta_tracker_config.consumers,

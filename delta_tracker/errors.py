@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Literal, Self, TypeVar
 
 _MAX_HELD = 10_000
 _MAX_ITEMS = 10  # of a tensor that is shown
+_MAX_DEPTH = 3  # of dicts and lists in which tensors are shown by their shape
 _MAX_REPR = 500  # characters of a value in a message
 _Error = TypeVar("_Error", bound=BaseException)
 _Own = TypeVar("_Own", bound="DeltaTrackerError")
@@ -30,7 +31,7 @@ SINK_CLOSED = "the sink is closed", "Call open() first"
 SINK_FORKED = "this process was forked", "Build a sink in this process"
 NO_VERSION = "no version is complete yet", "Wait until the predictor of the row store has applied a version"
 """Reasons and remedies of a :class:`SinkError`."""
-_OR_NOTHING = "A tracker can also load {}, which marks every row as changed"
+OR_NOTHING = "A tracker can also load {}, which marks every row as changed"
 
 
 class DeltaTrackerError(Exception):
@@ -220,7 +221,7 @@ class CheckpointError(DeltaTrackerError, ValueError):
         what, remedy = "the saved state cannot be loaded", self._remedy
         if part is not None:
             what, remedy = f"part {part!r} of the saved state is malformed", "Load an older checkpoint"
-        super().__init__(f"{what}: {reason}{missing}", f"{remedy}. {_OR_NOTHING}")
+        super().__init__(f"{what}: {reason}{missing}", f"{remedy}. {OR_NOTHING}")
 
 
 class StateMismatchError(CheckpointError):
@@ -575,6 +576,8 @@ class NoSnapshotError(StreamError, LookupError):
         if version is None:
             problem = f"the stream {url} has no snapshot yet"
             remedy = "Call Publisher.snapshot() on the trainer, then sync() again; or check the url"
+            if url.startswith("memory:"):
+                remedy += ". Each url memory:// is a new store: pass one Storage('memory://') to both"
         else:
             problem = f"version {version} of {url} precedes the first snapshot and has no rows"
             remedy = "Pass the version of the first snapshot, usually 1, or a later one"
@@ -844,11 +847,20 @@ def _distribution() -> str | None:
 
 def _brief(value: object) -> str:
     """Return the ``repr`` of a value in one line of at most 500 characters; of a tensor or array, kind and shape."""
+    text = " ".join(line.strip() for line in _shown(value).splitlines())
+    return text if len(text) <= _MAX_REPR else f"{text[:_MAX_REPR]}..."
+
+
+def _shown(value: object, depth: int = 0) -> str:
+    """Return the ``repr`` of a value; of a tensor or array, also in dicts and lists, kind and shape."""
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
     if shape is not None and dtype is not None and not isinstance(value, type) and math.prod(shape) > _MAX_ITEMS:
         return f"<{type(value).__name__} {list(shape)} of {str(dtype).removeprefix('torch.')}>"
-    text = " ".join(line.strip() for line in repr(value).splitlines())
-    return text if len(text) <= _MAX_REPR else f"{text[:_MAX_REPR]}..."
+    if isinstance(value, dict) and depth < _MAX_DEPTH:
+        return f"{{{', '.join(f'{key!r}: {_shown(each, depth + 1)}' for key, each in value.items())}}}"
+    if type(value) is list and depth < _MAX_DEPTH:
+        return f"[{', '.join(_shown(each, depth + 1) for each in value)}]"
+    return repr(value)
 
 
 def _listed(names: Iterable[object]) -> str:

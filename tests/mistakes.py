@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torchmetrics
 from torch import nn
 
 from delta_tracker import (
@@ -35,6 +36,7 @@ from delta_tracker import (
     Storage,
     TopK,
     Upkeep,
+    compat,
     restore,
 )
 from delta_tracker import monitor as monitoring
@@ -268,7 +270,7 @@ MISTAKES: Mapping[str, Mistake] = {
     ),
     "rank counters of a number": Mistake(lambda: RankCounters({"seen": 3}), "seen=3", "torchmetrics.Metric"),
     "load something else": Mistake(
-        lambda: _tracker().load_state_dict({"a": torch.zeros(3)}), "'a'", "Load an older checkpoint"
+        lambda: _tracker().load_state_dict({"a": torch.zeros(3)}), "'a'", "Pass what state_dict() returned"
     ),
     "swap the publisher's arguments": Mistake(
         lambda: Publisher("/stream", _tracker()),  # type: ignore[arg-type]
@@ -426,6 +428,66 @@ MISTAKES: Mapping[str, Mistake] = {
     ),
     "a metric's name": Mistake(lambda: monitoring.counter("my metric!", "x"), "name='my metric!'", "Use letters"),
     "a file as sink": Mistake(lambda: Monitor().start(["m.jsonl"]), "sinks=['m.jsonl']", "JsonlSink(path)"),  # type: ignore[list-item]
+    "a mode as the third argument": Mistake(
+        lambda: ModelDeltaTracker(_model(), ["a"], "ID_ONLY"),  # type: ignore[arg-type]
+        "delete_on_read='ID_ONLY'",
+        "True or False",
+    ),
+    "compact as text": Mistake(lambda: _tracker(auto_compact="no"), "auto_compact='no'", "True or False"),
+    "commit as text": Mistake(
+        lambda: _tracker().get_delta(commit="no"),  # type: ignore[arg-type]
+        "commit='no'",
+        "True or False",
+    ),
+    "values as text": Mistake(
+        lambda: _tracker().get_delta(with_values="yes"),  # type: ignore[arg-type]
+        "with_values='yes'",
+        "True or False",
+    ),
+    "a method of TorchRec's tracker": Mistake(
+        lambda: _tracker().get_unique("default"),  # type: ignore[attr-defined]
+        "'get_unique'",
+        "import ModelDeltaTracker from delta_tracker.compat",
+    ),
+    "load the model's state": Mistake(
+        lambda: _tracker().load_state_dict(_model().state_dict()), "'0.weight'", "Pass what state_dict() returned"
+    ),
+    "load a path": Mistake(
+        lambda: _tracker().load_state_dict("tracker.pt"),  # type: ignore[arg-type]
+        "state='tracker.pt'",
+        "Pass what state_dict() returned",
+    ),
+    "load None": Mistake(lambda: _tracker().load_state_dict(None), "state=None", "load {}"),  # type: ignore[arg-type]
+    "load counters from a path": Mistake(
+        lambda: RankCounters({"seen": torchmetrics.SumMetric()}).load_state_dict("x.pt"),  # type: ignore[arg-type]
+        "state='x.pt'",
+        "Pass what state_dict() returned",
+    ),
+    "swap a counter and its name": Mistake(
+        lambda: _tracker().register_counter(torchmetrics.SumMetric(), "seen"),  # type: ignore[arg-type]
+        "name=SumMetric()",
+        "a name that is a string",
+    ),
+    "record ids of a tensor": Mistake(
+        lambda: _tracker().record_ids(torch.tensor([1])),  # type: ignore[arg-type]
+        "kjt=tensor([1])",
+        "mark_changed(fqn, ids)",
+    ),
+    "read tables of a list": Mistake(
+        lambda: _tracker().read_tables(["0"]),  # type: ignore[arg-type]
+        "ids=['0']",
+        "a mapping of table FQN to ids",
+    ),
+    "a dict as TorchRec's config": Mistake(
+        lambda: compat.init_torchrec_delta_tracker(_model(), {"consumers": ["a"]}),  # type: ignore[arg-type]
+        "delta_tracker_config={'consumers': ['a']}",
+        "DeltaTrackerConfig(consumers=[...])",
+    ),
+    "swap TorchRec's config and the model": Mistake(
+        lambda: compat.init_torchrec_delta_tracker(compat.DeltaTrackerConfig(), _model()),  # type: ignore[arg-type]
+        "delta_tracker_config=Sequential(",
+        "Pass the model first",
+    ),
     "inspect nothing": Mistake(lambda: _command("inspect", "/nonexistent/x"), "/nonexistent/x", "Check the URL"),
     "diff of an unknown table": Mistake(
         lambda: _command("diff", _stream(), "1", "2", "--table", "users"), "users", "version 1: 0"

@@ -191,6 +191,11 @@ class LogWrites:
         self._keys.discard(key)
 
 
+def _check_keyed(kjt: object) -> None:
+    if not callable(getattr(kjt, "length_per_key", None)):
+        raise InvalidArgumentError("kjt", kjt, "Pass a KeyedJaggedTensor of local ids, or call mark_changed(fqn, ids)")
+
+
 def mark_lookup(writes: LogWrites, found: Discovery, kjt: KeyedIds, states: Tensor | None = None) -> None:
     """Mark the rows of a lookup as changed, and record their values from before the change.
 
@@ -204,6 +209,7 @@ def mark_lookup(writes: LogWrites, found: Discovery, kjt: KeyedIds, states: Tens
         states: the old values, in the order of ``kjt.values()``, in any shape with one row per id; None to record the
             current ones, if the log keeps them.
     """
+    _check_keyed(kjt)
     known = {feature for features in found.features.values() for feature in features}
     if kjt.keys() and not known.intersection(kjt.keys()):
         raise InvalidArgumentError("features", list(kjt.keys()), f"Pass some of {sorted(known)}")

@@ -6,10 +6,11 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Literal, Never, Self, get_args
+from typing import TYPE_CHECKING, Any, Literal, Never, Self, get_args
 
 from torch import Tensor, nn
 
+from delta_tracker.arguments import check_switch
 from delta_tracker.errors import InvalidArgumentError, UnsupportedModelError
 from delta_tracker.live_objects import Uncopied, announce_training
 from delta_tracker.monitor.monitor import Monitor
@@ -55,6 +56,7 @@ _OF_TORCHREC = {
     "per_table_percentage": "top_k=TopK(fraction=..., per_table=True)",
     "sorted_by_indices": "no order: ids are always ascending",
 }
+_METHODS_OF_TORCHREC = {"get_unique", "get_unique_ids"}
 
 
 def __getattr__(name: str) -> object:
@@ -137,6 +139,8 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
     ) -> None:
         if not isinstance(model, nn.Module):
             raise InvalidArgumentError("model", model, "Pass a torch.nn.Module, such as a DistributedModelParallel")
+        check_switch("delete_on_read", delete_on_read)
+        check_switch("auto_compact", auto_compact)
         mode = TrackingMode.of(mode)
         if record not in get_args(Record):
             raise InvalidArgumentError("record", record, f"Pass one of {get_args(Record)}")
@@ -174,6 +178,14 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         self._hooks.attach()
         self._log_tables()
         self._metrics.watch(ModelDeltaTracker._show_gauges)
+
+    if not TYPE_CHECKING:  # a type checker would otherwise allow any name
+
+        def __getattr__(self, name: str) -> Never:
+            text = f"{type(self).__name__!r} object has no attribute {name!r}"
+            if name in _METHODS_OF_TORCHREC:
+                text += ". Call get_delta(), or import ModelDeltaTracker from delta_tracker.compat"
+            raise AttributeError(text, name=name, obj=self)
 
     def __repr__(self) -> str:
         return (
@@ -501,9 +513,9 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
             owns the tensors.
 
         Raises:
-            InvalidArgumentError: if there is no such consumer, if no name was given and there are several, if ``top_k``
-                is invalid or has no ``score`` in a mode without a default score, if its ``score`` returns NaN or a
-                wrong shape, or if another rank fails in a read with ``top_k``.
+            InvalidArgumentError: if there is no such consumer, if no name was given and there are several, if an option
+                is neither True nor False, if ``top_k`` is invalid or has no ``score`` in a mode without a default
+                score, if its ``score`` returns NaN or a wrong shape, or if another rank fails in a read with ``top_k``.
             ReservedConsumerError: if the consumer is reserved; read it with its :class:`ConsumerHandle`.
             NeedsSnapshotError: if the consumer was dropped because the log exceeded ``max_bytes``.
             StaleDeltaError: if the ``score`` of ``top_k`` reads, clears or rewinds the same consumer.
@@ -514,6 +526,10 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
             DetachedError: after :meth:`detach`.
         """
         _check_options(unknown)
+        check_switch("commit", commit)
+        check_switch("with_states", with_states)
+        check_switch("with_values", with_values)
+        check_switch("with_optimizer", with_optimizer)
         self._hooks.check_read()
         return self._reader.read(
             self._log.consumers.resolve(consumer),
@@ -574,6 +590,8 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         splits its memory into tables. ``ids`` are table FQN to ids as in :meth:`read_rows`, whose errors are raised;
         None for all rows of all tables.
         """
+        if ids is not None and not isinstance(ids, Mapping):
+            raise InvalidArgumentError("ids", ids, "Pass a mapping of table FQN to ids, or None for all tables")
         with one_cut():
             return {
                 fqn: self.read_rows(fqn, table_ids)
@@ -658,6 +676,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
                 the old states belong to other column ranges, or if the world size differs and a counter cannot be
                 merged; the error names the difference.
             CheckpointError: if parts are missing, or the state is invalid in any other way.
+            InvalidArgumentError: if ``state`` is not a mapping.
             ReservedConsumerError: if a consumer is reserved. Create publishers, which reserve consumers, after this
                 call.
         """

@@ -224,6 +224,11 @@ def _is_count(value: object) -> bool:
     return type(value) is int and value >= 0
 
 
+def _check_name(name: object, taken: list[str]) -> None:
+    if not isinstance(name, str) or not name or "/" in name or name in taken:
+        raise InvalidArgumentError("name", name, f"Pass a name that is a string without slash, not in {taken}")
+
+
 class CounterSet:
     """Counters of this rank, by name."""
 
@@ -235,8 +240,7 @@ class CounterSet:
 
         Raises InvalidArgumentError if the name is empty, taken or contains a slash, or the counter has another type.
         """
-        if not name or "/" in name or name in self._counters:
-            raise InvalidArgumentError("name", name, f"Pass a name without slash, not in {sorted(self._counters)}")
+        _check_name(name, sorted(self._counters))
         self._counters[name] = _as_mergeable(name, counter)
 
     def kinds(self) -> dict[str, Kind]:

@@ -44,7 +44,7 @@ from msgspec import Meta, Struct, convert
 from msgspec.structs import replace
 from torch import Tensor
 
-from delta_tracker.errors import CheckpointError, InvalidArgumentError, StateMismatchError
+from delta_tracker.errors import OR_NOTHING, CheckpointError, InvalidArgumentError, StateMismatchError
 from delta_tracker.rows import ChangedRows
 from delta_tracker.tracker.cursors import LogState
 from delta_tracker.types import ShardSpec, TableSpec, dtype_name
@@ -368,10 +368,17 @@ def parse(key: str, header: Tensor) -> RankHeader:
 
 
 def parse_all(state: Mapping[str, Tensor]) -> list[RankHeader]:
-    """Parse the headers of all parts in a state. Raise CheckpointError if there is none."""
-    parts = [parse(key, tensor) for key, tensor in state.items() if HEADER.fullmatch(key)]
+    """Parse the headers of all parts in a state.
+
+    Raises InvalidArgumentError if the state is not a mapping, and CheckpointError if there is no header.
+    """
+    remedy = f"Pass what state_dict() returned. {OR_NOTHING}"
+    if not isinstance(state, Mapping):
+        raise InvalidArgumentError("state", state, remedy)
+    parts = [parse(key, tensor) for key, tensor in state.items() if HEADER.fullmatch(str(key))]
     if not parts:
-        raise CheckpointError(", ".join(sorted(state)[:3]), "it has no header")
+        keys = ", ".join(sorted(map(str, state))[:3])
+        raise CheckpointError(keys, "it has no header").advising(remedy)
     return parts
 
 

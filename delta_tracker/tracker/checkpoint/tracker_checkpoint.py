@@ -143,7 +143,7 @@ class TrackerCheckpoint:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Load a saved state. See :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.load_state_dict`."""
         self._check_free()
-        if not state:
+        if state == {}:
             self._log.mark_everything()
             self.restored = Restored.NOTHING
             _logger.warning("loaded a checkpoint without tracker state: every row counts as changed for every consumer")
