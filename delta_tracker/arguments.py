@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import math
+import os
+import re
 import threading
+from collections.abc import Mapping
 from numbers import Real
+from pathlib import Path
 from typing import TypeGuard
 
 from delta_tracker.errors import InvalidArgumentError
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
 def is_number(value: object) -> TypeGuard[float]:
@@ -38,6 +46,52 @@ def check_switch(argument: str, value: object) -> None:
     """Raise InvalidArgumentError unless ``value`` is True or False."""
     if not isinstance(value, bool):
         raise InvalidArgumentError(argument, value, "Pass True or False")
+
+
+def check_function(argument: str, value: object, example: str) -> None:
+    """Raise InvalidArgumentError unless ``value`` can be called. The message shows ``example``."""
+    if not callable(value):
+        raise InvalidArgumentError(argument, value, f"Pass a function, such as {example}")
+
+
+def check_path(argument: str, path: object) -> Path:
+    """Return a local path. Raise InvalidArgumentError for a url, a leading ~, which is not expanded, and other types.
+
+    Example:
+        >>> check_path("cache", "/var/cache")
+        PosixPath('/var/cache')
+    """
+    if not isinstance(path, str | os.PathLike) or not str(path) or "\0" in str(path):
+        raise InvalidArgumentError(argument, path, "Pass the path of a file or directory")
+    if _URL.match(str(path)):
+        raise InvalidArgumentError(argument, str(path), "Pass a path without scheme, such as /var/lib/rows")
+    check_home(argument, Path(path))
+    return Path(path)
+
+
+def check_home(argument: str, path: Path) -> None:
+    """Raise InvalidArgumentError if ``path`` has a leading ~, which only a shell expands."""
+    try:
+        expanded = path.expanduser()
+    except RuntimeError:  # no user has this name
+        expanded = path
+    if expanded != path:
+        raise InvalidArgumentError(argument, str(path), f"Write {expanded}: ~ is not expanded")
+
+
+def refuse_unknown(kind: type, unknown: Mapping[str, object], moved: Mapping[str, str]) -> None:
+    """Raise InvalidArgumentError if a constructor was called with an unknown argument.
+
+    The message says where an argument belongs, by ``moved``, in which ``{}`` stands for its name, or which arguments
+    ``kind`` has.
+    """
+    for name, value in unknown.items():
+        if name in moved:
+            raise InvalidArgumentError(name, value, f"Pass {moved[name].format(name)}")
+        known = [each for each in inspect.signature(kind).parameters if each != "unknown"]
+        near = difflib.get_close_matches(name, known, n=1)
+        remedy = f"Write {near[0]}=" if near else f"Pass arguments of {kind.__name__}: {', '.join(known)}"
+        raise InvalidArgumentError(name, value, remedy)
 
 
 def check_seconds(argument: str, seconds: object) -> None:

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import io
 import logging
+import os
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import redirect_stderr, redirect_stdout, suppress
+from contextlib import closing, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torchmetrics
@@ -33,6 +36,7 @@ from delta_tracker import (
     Recovery,
     Retention,
     Rollout,
+    Standby,
     Storage,
     TopK,
     Upkeep,
@@ -43,6 +47,7 @@ from delta_tracker import monitor as monitoring
 from delta_tracker.cli.main import main as command_line
 from delta_tracker.errors import WaitTimeoutError
 from delta_tracker.monitor.monitor import Monitor
+from delta_tracker.stream.notify.redis_hints import RedisNotifier
 
 _KEYS = {"access_key_id": "a", "secret_access_key": "b", "region": "us-east-1"}
 
@@ -60,6 +65,10 @@ class Mistake:
     make: Callable[[], object]
     offender: str
     step: str
+
+
+def _dense_model() -> nn.Sequential:
+    return nn.Sequential(nn.EmbeddingBag(100, 8, sparse=True), nn.Linear(8, 1))
 
 
 def _model() -> nn.Sequential:
@@ -166,6 +175,25 @@ def _committed_twice() -> None:
     delta = tracker.get_delta(commit=False)
     tracker.commit(delta)
     tracker.commit(delta)
+
+
+def _launched() -> str:
+    """Publish as a rank of torchrun, without a process group."""
+    with mock.patch.dict(os.environ, WORLD_SIZE="2", RANK="1"):
+        return _logged(lambda: _publisher().close())
+
+
+def _published_takeover() -> None:
+    """Publish to the takeover instead of its stream."""
+    url, model = _url(), _dense_model()
+    recovery = Recovery(training_state={"o": torch.optim.SGD(model.parameters(), lr=0.1)}, heartbeat_seconds=None)
+    tracker = ModelDeltaTracker(model)
+    with Publisher(tracker, url, dense=True, recovery=recovery) as publisher:
+        publisher.publish()
+    with closing(Standby(model, url, tracker=tracker, recovery=recovery)) as standby:
+        standby.sync()
+        taken = standby.take_over(force=True)
+    Publisher(tracker, taken, dense=True)  # type: ignore[arg-type]
 
 
 def _two_publishers() -> None:
@@ -487,6 +515,55 @@ MISTAKES: Mapping[str, Mistake] = {
         lambda: compat.init_torchrec_delta_tracker(compat.DeltaTrackerConfig(), _model()),  # type: ignore[arg-type]
         "delta_tracker_config=Sequential(",
         "Pass the model first",
+    ),
+    "an option of Upkeep": Mistake(
+        lambda: _publisher(compact_every=50), "compact_every=50", "upkeep=Upkeep(compact_every=...)"
+    ),
+    "misspell an option of a publisher": Mistake(lambda: _publisher(cadance=3), "cadance=3", "Write cadence="),
+    "an option of Rollout": Mistake(
+        lambda: Predictor(_model(), _url(), gate=Gate()),  # type: ignore[arg-type]
+        "gate=Gate(",
+        "rollout=Rollout(gate=...)",
+    ),
+    "an option that no predictor has": Mistake(
+        lambda: Predictor(_model(), _url(), xyz=1),  # type: ignore[arg-type]
+        "xyz=1",
+        "Pass arguments of Predictor: model, url, rollout",
+    ),
+    "torchrun without a process group": Mistake(_launched, "WORLD_SIZE=2", "init_process_group() before"),
+    "publish to a takeover": Mistake(_published_takeover, "url='Takeover'", "Pass recovery of the Takeover"),
+    "a notifier's class": Mistake(
+        lambda: _publisher(notifier=RedisNotifier), "notifier=<class", "Pass a Notifier, for example RedisNotifier(url)"
+    ),
+    "the url memory:// on both sides": Mistake(
+        lambda: Predictor(_model(), "memory://").sync(), "memory://", "pass one Storage('memory://') to both"
+    ),
+    "options of a store as text": Mistake(
+        lambda: Storage("s3://bucket/x", options="region=a"),  # type: ignore[arg-type]
+        "options=<class 'str'>",
+        "Pass a mapping of names to values",
+    ),
+    "load the model's state into a predictor": Mistake(
+        lambda: _synced().load_state_dict(_model().state_dict()),  # type: ignore[arg-type]
+        "state={'0.weight': <Tensor [100, 8] of float32>} cannot",
+        "Pass what state_dict() returned",
+    ),
+    "a cache that a shell would expand": Mistake(
+        lambda: Predictor(_model(), _url(), cache="~/cache"), "cache='~/cache'", f"Write {Path.home() / 'cache'}"
+    ),
+    "a url as cache": Mistake(
+        lambda: Predictor(_model(), _url(), cache="file:///cache"), "cache='file:///cache'", "a path without scheme"
+    ),
+    "a number as cache": Mistake(lambda: Predictor(_model(), _url(), cache=3), "cache=3", "'/var/cache/streams'"),  # type: ignore[arg-type]
+    "restore the model as its tracker": Mistake(
+        lambda: restore(model := _model(), _url(), tracker=model),  # type: ignore[arg-type]
+        "tracker=Sequential(",
+        "ModelDeltaTracker(model)",
+    ),
+    "look every timedelta": Mistake(
+        lambda: Standby(_model(), _url(), look_seconds=timedelta(seconds=1)),  # type: ignore[arg-type]
+        "look_seconds=datetime.timedelta(seconds=1)",
+        "Pass seconds",
     ),
     "inspect nothing": Mistake(lambda: _command("inspect", "/nonexistent/x"), "/nonexistent/x", "Check the URL"),
     "diff of an unknown table": Mistake(

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Never, Self
 
-from delta_tracker.arguments import check_count, check_switch, check_type, is_number
+from delta_tracker.arguments import check_count, check_switch, check_type, is_number, refuse_unknown
 from delta_tracker.errors import InvalidArgumentError, WaitTimeoutError
 from delta_tracker.live_objects import Forkable, Uncopied, protect
 from delta_tracker.monitor.monitor import Monitor
@@ -35,6 +35,12 @@ from delta_tracker.stream.reading.orders import Policy
 from delta_tracker.stream.reading.runtime import REAL, Runtime
 from delta_tracker.stream.reading.source import Sources
 from delta_tracker.stream.storage.storage import Location, Storage
+
+_MOVED = {
+    **dict.fromkeys(("gate", "canary", "follows_pins"), "rollout=Rollout({}=...)"),
+    **dict.fromkeys(("names", "dense", "raw_ids", "chunk_rows"), "ModelTarget(model, {}=...) as the model"),
+    **dict.fromkeys(("poll_seconds", "notifier"), "it to follow({}=...)"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +102,7 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
         heartbeats: url or store for the heartbeats; None for the first ``url`` that can be written to, and after a
             failover for the new one if it can be.
         runtime: clock, waits, random numbers and threads of the predictor.
+        unknown: not accepted; the error says where an argument belongs.
 
     Raises:
         InvalidArgumentError: for an invalid argument, such as a model without tables.
@@ -121,7 +128,10 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
         heartbeats: Location | None = None,
         monitor: Monitor | None = None,
         runtime: Runtime = REAL,
+        **unknown: Never,
     ) -> None:
+        refuse_unknown(Predictor, unknown, _MOVED)
+        check_type("cache", None if isinstance(cache, str | Path) else cache, HostCache, "'/var/cache/streams'")
         if isinstance(model, str | Path | Storage):
             raise InvalidArgumentError("model", model, "Pass the model first, and then the url of the stream")
         check_type("rollout", rollout, Rollout, "Rollout(follows_pins=True)")

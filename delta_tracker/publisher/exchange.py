@@ -21,7 +21,7 @@ from delta_tracker.errors import (
     RankLostError,
     is_unknown,
 )
-from delta_tracker.tracker.rank_group import Gathering, RankGroup
+from delta_tracker.tracker.rank_group import Gathering, RankGroup, warn_if_alone
 
 Join: TypeAlias = Callable[[str, str, timedelta], RankGroup]
 
@@ -134,6 +134,7 @@ class Exchange:
         join: Join = RankGroup,
     ) -> None:
         _check_timeout(timeout)
+        warn_if_alone(call)
         self.group = join(name, call, timeout)
         self._action: Action = action
         self.rank = self.group.rank

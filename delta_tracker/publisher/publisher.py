@@ -10,9 +10,9 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, Self
+from typing import Any, Never, Self
 
-from delta_tracker.arguments import check_type
+from delta_tracker.arguments import check_type, refuse_unknown
 from delta_tracker.errors import (
     FencedError,
     InvalidArgumentError,
@@ -49,6 +49,11 @@ from delta_tracker.tracker.tracker import ModelDeltaTracker
 _logger = logging.getLogger(__name__)
 
 _STANDSTILL_CALLS = 20  # more than the micro-batches of an accumulated batch usually are
+_MOVED = {
+    **dict.fromkeys(("batches", "seconds", "rows", "num_bytes", "snapshot_every"), "cadence=Cadence({}=...)"),
+    **dict.fromkeys(("retention", "compact_every", "pointer_seconds"), "upkeep=Upkeep({}=...)"),
+    **dict.fromkeys(("training_state", "rank_state", "heartbeat_seconds"), "recovery=Recovery({}=...)"),
+}
 _PATIENCE = 0.75  # wait for a sign of life of a rank, of the timeout; the rest is the time between two signs
 
 
@@ -89,6 +94,7 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
         join: makes a process group of all ranks, see :class:`~delta_tracker.tracker.rank_group.RankGroup`.
         name: label ``publisher`` of the metrics; None for ``"publisher"``. If another publisher of this process has the
             same name, a suffix ``-2``, ``-3``, ... is added.
+        unknown: not accepted; the error says where an argument belongs.
 
     Raises:
         ReservedConsumerError: if the consumer is already reserved.
@@ -138,7 +144,9 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
         name: str | None = None,
         runtime: Runtime = REAL,
         join: Join = RankGroup,
+        **unknown: Never,
     ) -> None:
+        refuse_unknown(Publisher, unknown, _MOVED)
         _check_tracker(tracker)
         self._caller = threading.get_ident(), os.getpid()
         self._still = _Standstill(tracker.progress)
@@ -445,5 +453,8 @@ def _check(url: object, cadence: object, upkeep: object, recovery: object) -> No
     check_type("cadence", cadence, Cadence, "Cadence(batches=100)")
     check_type("upkeep", upkeep, Upkeep, "Upkeep(compact_every=50)")
     check_recovery(recovery)
+    if isinstance(getattr(url, "recovery", None), ClaimedStream):
+        remedy = "Pass recovery of the Takeover, or one of its serving, each to a publisher of its own"
+        raise InvalidArgumentError("url", type(url).__name__, remedy)
     if isinstance(url, ClaimedStream) and url.has_states and recovery is None:
         raise InvalidArgumentError("url", url, "Pass one of taken.serving, or recovery= as the trainer did")

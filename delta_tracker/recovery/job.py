@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
 
+from delta_tracker.arguments import check_type
 from delta_tracker.errors import (
     LOAD_BEFORE,
     InvalidArgumentError,
@@ -66,6 +67,7 @@ class LocalJob:
         check_recovery(self.recovery)
         if self.data is not None and not isinstance(self.data, DataPosition):
             raise InvalidArgumentError("data", type(self.data), "Pass a DataPosition")
+        check_type("tracker", self.tracker, ModelDeltaTracker, "ModelDeltaTracker(model)")
         if self.tracker is not None and self.tracker.model is not self.model:
             raise InvalidArgumentError("tracker", self.tracker, "Pass the tracker of this model")
         self._check_data()

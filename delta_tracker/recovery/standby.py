@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from delta_tracker.arguments import is_number
 from delta_tracker.errors import (
     CorruptPartError,
     InvalidArgumentError,
@@ -251,7 +252,7 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
         job = self._job
         job.check()
         check_name(name)
-        if not 0 <= self._look_seconds < threading.TIMEOUT_MAX:
+        if not (is_number(self._look_seconds) and 0 <= self._look_seconds < threading.TIMEOUT_MAX):
             raise InvalidArgumentError("look_seconds", self._look_seconds, "Pass seconds, 0 or more")
         check_model(job)
         self._log = StreamLog(open_storage(url))

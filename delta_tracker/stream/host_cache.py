@@ -21,7 +21,7 @@ from weakref import finalize
 import numpy as np
 from numpy.typing import NDArray
 
-from delta_tracker.arguments import check_count
+from delta_tracker.arguments import check_count, check_path, is_number
 from delta_tracker.errors import CorruptPartError, InvalidArgumentError, StorageError
 from delta_tracker.stream.format.digests import PIECE_BYTES
 from delta_tracker.stream.format.manifest import Manifest, Part
@@ -62,9 +62,9 @@ class HostCache:
 
     def __init__(self, directory: str | Path, *, max_bytes: int = 32 << 30, patience_seconds: float = 10.0) -> None:
         check_count("max_bytes", max_bytes)
-        if not 0 < patience_seconds < float("inf"):
+        if not (is_number(patience_seconds) and patience_seconds > 0):
             raise InvalidArgumentError("patience_seconds", patience_seconds, "Pass a positive number of seconds")
-        self._directory = Path(directory).absolute()
+        self._directory = check_path("cache", directory).absolute()
         self._max_bytes = max_bytes
         self._patience_seconds = patience_seconds
         self.counts = {"hits": 0, "misses": 0, "bypasses": 0}

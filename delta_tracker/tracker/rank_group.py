@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -358,6 +359,17 @@ class _Meeting:
                 missing.append(str(rank))
             self._deadline = max(self._deadline, time.monotonic())  # the store answers
         return f"rank {', '.join(missing)}" if missing else ""
+
+
+def warn_if_alone(call: str) -> None:
+    """Log a warning if a launcher such as torchrun has started several ranks, but they have no process group yet."""
+    ranks = os.environ.get("WORLD_SIZE", "1")
+    if "RANK" in os.environ and ranks != "1" and not (dist.is_available() and dist.is_initialized()):
+        text = (
+            "%s is a call of one process alone: WORLD_SIZE=%s, but torch.distributed has no process group. Call "
+            "torch.distributed.init_process_group() before, and wrap or shard the model"
+        )
+        _logger.warning(text, call, ranks)
 
 
 def rank_and_world_size() -> tuple[int, int]:

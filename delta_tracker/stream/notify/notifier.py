@@ -59,7 +59,7 @@ class Hints:
     """
 
     def __init__(self, notifier: Notifier | None, stop: threading.Event | None = None, runtime: Runtime = REAL) -> None:
-        if notifier is not None and not callable(getattr(notifier, "announce", None)):
+        if notifier is not None and (isinstance(notifier, type) or not callable(getattr(notifier, "announce", None))):
             raise InvalidArgumentError("notifier", notifier, "Pass a Notifier, for example RedisNotifier(url)")
         self.num_lost = 0
         self.num_failures = 0

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import SplitResult, unquote, urlsplit
 
+from delta_tracker.arguments import check_home
 from delta_tracker.errors import InvalidArgumentError
 
 REMOTE_POLL_SECONDS = 1.0  # between two polls of a reader of a store that is accessed over a network
@@ -95,12 +96,7 @@ def store_url(location: object) -> str:
 
 def _path_url(path: Path) -> str:
     """Return the URL of a directory. Rejects a leading ~, which only a shell expands."""
-    try:
-        expanded = path.expanduser()
-    except RuntimeError:  # no user has this name
-        expanded = path
-    if expanded != path:
-        raise InvalidArgumentError("url", str(path), f"Write {expanded}: ~ is not expanded")
+    check_home("url", path)
     return path.absolute().as_uri()
 
 
@@ -137,6 +133,7 @@ def connection(url: str, options: Mapping[Any, Any] | None, *, past_cache: bool 
     An error never shows the value of an option, which may be secret.
     """
     scheme = _split(url).scheme
+    _check_mapping(options)
     if scheme in ("file", "memory"):
         if options is not None:
             raise InvalidArgumentError("options", sorted(options), f"Omit them: a {scheme}:// store has no options")
@@ -164,6 +161,12 @@ def connection(url: str, options: Mapping[Any, Any] | None, *, past_cache: bool 
     headers = {"default_headers": _NO_CACHE} if past_cache else {}
     retry = {"max_retries": _MAX_RETRIES, "retry_timeout": _RETRY_TIMEOUT}
     return {"client_options": client | headers, "config": store, "retry_config": retry}
+
+
+def _check_mapping(options: object) -> None:
+    if options is not None and not isinstance(options, Mapping):
+        remedy = "Pass a mapping of names to values, both strings, such as {'region': 'us-east-1'}"
+        raise InvalidArgumentError("options", type(options), remedy)
 
 
 def suggestion(url: str, option: str) -> str:
