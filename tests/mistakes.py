@@ -47,6 +47,9 @@ from delta_tracker import monitor as monitoring
 from delta_tracker.cli.main import main as command_line
 from delta_tracker.errors import WaitTimeoutError
 from delta_tracker.monitor.monitor import Monitor
+from delta_tracker.sinks.lmdb import LmdbSink
+from delta_tracker.sinks.lmdb_rows import LmdbRows
+from delta_tracker.sinks.redis import RedisSink
 from delta_tracker.stream.notify.redis_hints import RedisNotifier
 
 _KEYS = {"access_key_id": "a", "secret_access_key": "b", "region": "us-east-1"}
@@ -194,6 +197,15 @@ def _published_takeover() -> None:
         standby.sync()
         taken = standby.take_over(force=True)
     Publisher(tracker, taken, dense=True)  # type: ignore[arg-type]
+
+
+def _rows() -> LmdbRows:
+    """Return a reader of rows that were written to LMDB."""
+    directory = tempfile.mkdtemp(prefix="mistake-")
+    sink = LmdbSink(directory)
+    Predictor(sink, _stream()).sync()
+    sink.close()
+    return LmdbRows(directory)
 
 
 def _two_publishers() -> None:
@@ -564,6 +576,29 @@ MISTAKES: Mapping[str, Mistake] = {
         lambda: Standby(_model(), _url(), look_seconds=timedelta(seconds=1)),  # type: ignore[arg-type]
         "look_seconds=datetime.timedelta(seconds=1)",
         "Pass seconds",
+    ),
+    "a url as directory of LMDB": Mistake(
+        lambda: LmdbSink("lmdb:///var/rows"), "directory='lmdb:///var/rows'", "a path without scheme"
+    ),
+    "memory of LMDB as text": Mistake(lambda: LmdbSink(_url()[7:], max_bytes="1G"), "max_bytes='1G'", "an integer"),  # type: ignore[arg-type]
+    "a timeout of Redis as text": Mistake(
+        lambda: RedisSink("redis://127.0.0.1:1", timeout_seconds="3"),  # type: ignore[arg-type]
+        "timeout_seconds='3'",
+        "a positive number of seconds",
+    ),
+    "a prefix of Redis as number": Mistake(
+        lambda: RedisSink("redis://127.0.0.1:1", prefix=3),  # type: ignore[arg-type]
+        "prefix=3",
+        "Pass a text",
+    ),
+    "read rows of a list": Mistake(lambda: _rows().rows("0", [1, 2]), "ids=[1, 2]", "torch.tensor([7, 42])"),  # type: ignore[arg-type]
+    "look up raw ids of a list": Mistake(
+        lambda: RawIdIndex(100).rows_of([1, 2]),  # type: ignore[arg-type]
+        "raw_ids=[1, 2]",
+        "torch.tensor([7, 42])",
+    ),
+    "a row store that takes arguments": Mistake(
+        lambda: _command("sink", _url(), "json:dumps", "--once"), "json:dumps", "that returns a RowSink"
     ),
     "inspect nothing": Mistake(lambda: _command("inspect", "/nonexistent/x"), "/nonexistent/x", "Check the URL"),
     "diff of an unknown table": Mistake(

@@ -125,7 +125,10 @@ def _custom(target: str) -> RowSink:
         build = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:
         raise InvalidArgumentError("TARGET", target, f"{_TARGETS}: {error}") from error
-    sink = build()
+    try:
+        sink = build()
+    except TypeError as error:  # it takes arguments, or cannot be called
+        raise InvalidArgumentError("TARGET", target, f"{_TARGETS}: {error}") from error
     if not isinstance(sink, RowSink):
         raise InvalidArgumentError("TARGET", target, f"{_TARGETS}: it returned a {type(sink).__name__}")
     return sink

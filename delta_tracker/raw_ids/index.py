@@ -189,6 +189,8 @@ class RawIdIndex(SortedMap):
         Raises:
             InvalidArgumentError: if ``raw_ids`` is not an int64 tensor on the CPU.
         """
+        if not isinstance(raw_ids, Tensor):
+            raise InvalidArgumentError("raw_ids", raw_ids, "Pass int64 ids on the CPU, such as torch.tensor([7, 42])")
         if raw_ids.dtype != torch.int64 or raw_ids.device.type != "cpu":
             raise InvalidArgumentError("raw_ids", (raw_ids.dtype, str(raw_ids.device)), "Pass int64 ids on the CPU")
         found = self.find(raw_ids)

@@ -16,6 +16,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from delta_tracker.arguments import check_count
 from delta_tracker.errors import (
     SINK_CLOSED,
     SINK_FORKED,
@@ -58,7 +59,7 @@ class LmdbSink(RowSink):
         max_bytes: maximum size of the rows that are kept in memory, with 192 bytes more for each.
 
     Raises:
-        InvalidArgumentError: if ``directory`` is empty or ``max_bytes`` is not positive.
+        InvalidArgumentError: if ``directory`` is empty, a url or has a leading ~, or ``max_bytes`` is not positive.
         MissingExtraError: if the package ``lmdb`` is not installed.
 
     Example:
@@ -68,8 +69,7 @@ class LmdbSink(RowSink):
 
     def __init__(self, directory: str, *, max_bytes: int = 64 << 20) -> None:
         self._store = LmdbStore(directory)
-        if max_bytes <= 0:
-            raise InvalidArgumentError("max_bytes", max_bytes, "Pass a positive number of bytes")
+        check_count("max_bytes", max_bytes)
         self._max_bytes = max_bytes
         self._pid = os.getpid()
         self._lock: _WriterLock | None = None

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from threading import Lock
 from typing import Any
 
@@ -16,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from delta_tracker.arguments import check_path
 from delta_tracker.errors import NO_VERSION, InvalidArgumentError, SinkError, import_optional
 from delta_tracker.sinks.row_sink import SinkState
 from delta_tracker.sinks.stored_rows import LookedUp, Lookup, current_state
@@ -124,10 +124,9 @@ class LmdbStore:
     """
 
     def __init__(self, directory: str) -> None:
-        if not directory or "\0" in directory:
-            raise InvalidArgumentError("directory", directory, "Pass the path of a directory")
+        path = check_path("directory", directory)
         self.package = import_optional("lmdb", "lmdb", "lmdb")
-        self.path = Path(directory).absolute()
+        self.path = path.absolute()
         self.name = f"lmdb://{self.path}"
 
     def environment(self, **options: Any) -> Any:  # noqa: ANN401  the package is optional

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 import torch
 from torch import Tensor
 
+from delta_tracker.arguments import is_number
 from delta_tracker.errors import NO_VERSION, InvalidArgumentError, MalformedSinkError, SinkError, import_optional
 from delta_tracker.sinks.row_sink import SinkState
 from delta_tracker.sinks.stored_rows import LookedUp, Lookup, current_state, joined, num_value_bytes
@@ -122,6 +123,11 @@ class RedisRows:
         return Lookup(newest, table, ids).decode(stored[: len(ids)], stored[len(ids) :])
 
 
+def _check_prefix(prefix: object) -> None:
+    if not isinstance(prefix, str) or not prefix:
+        raise InvalidArgumentError("prefix", prefix, "Pass a text that is not empty")
+
+
 class RedisServer:
     """Redis server of a row store: builds clients, names keys, and translates errors.
 
@@ -140,9 +146,8 @@ class RedisServer:
         if parts.scheme not in ("redis", "rediss", "unix"):
             # the URL may contain a password, so the error does not show it
             raise InvalidArgumentError("url", "...", "Write it as redis://host:port/db, rediss://... or unix://...")
-        if not prefix:
-            raise InvalidArgumentError("prefix", prefix, "Pass a text that is not empty")
-        if not timeout_seconds > 0:
+        _check_prefix(prefix)
+        if not (is_number(timeout_seconds) and timeout_seconds > 0):
             raise InvalidArgumentError("timeout_seconds", timeout_seconds, "Pass a positive number of seconds")
         self._redis = import_optional("redis", "redis", "redis")
         self._url = url

@@ -163,6 +163,8 @@ class Lookup:
         spec = state.tables.get(table)
         if spec is None:
             raise InvalidArgumentError("table", table, f"Pass one of the tables: {sorted(state.tables)}")
+        if not isinstance(ids, Tensor):
+            raise InvalidArgumentError("ids", ids, "Pass [N] int64 on the CPU, for example torch.tensor([7, 42])")
         if ids.dim() != 1 or ids.dtype != torch.int64 or ids.device.type != "cpu":
             raise InvalidArgumentError("ids", f"{list(ids.shape)} {ids.dtype}", "Pass [N] int64 on the CPU")
         if state.version is None:

@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+from delta_tracker.arguments import is_number
 from delta_tracker.errors import InvalidArgumentError, import_optional
 from delta_tracker.live_objects import Forkable, protect
 from delta_tracker.stream.format.field_types import MAX_COUNT
@@ -45,7 +46,7 @@ class NatsNotifier(Forkable):
             raise InvalidArgumentError("url", "...", "Write it as nats://host:port or tls://host:port")
         if type(subject) is not str or not _SUBJECT.fullmatch(subject):
             raise InvalidArgumentError("subject", subject, "Use letters, digits, underscores and hyphens")
-        if not 0 < timeout_seconds < float("inf"):
+        if not (is_number(timeout_seconds) and timeout_seconds > 0):
             raise InvalidArgumentError("timeout_seconds", timeout_seconds, "Pass a positive number of seconds")
         self._url, self._subject, self._timeout_seconds = url, subject, timeout_seconds
         self._nats = import_optional("nats", "nats-py", "nats")

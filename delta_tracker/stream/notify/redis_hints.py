@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from urllib.parse import urlsplit
 
+from delta_tracker.arguments import is_number
 from delta_tracker.errors import InvalidArgumentError, import_optional
 
 
@@ -24,7 +25,7 @@ class RedisNotifier:
         if urlsplit(str(url)).scheme not in ("redis", "rediss", "unix"):
             # the URL may contain a password, so the error does not show it
             raise InvalidArgumentError("url", "...", "Write it as redis://host:port/db, rediss://... or unix://...")
-        if timeout_seconds <= 0:
+        if not (is_number(timeout_seconds) and timeout_seconds > 0):
             raise InvalidArgumentError("timeout_seconds", timeout_seconds, "Pass a positive number of seconds")
         self._key = key
         self._timeout_seconds = timeout_seconds
