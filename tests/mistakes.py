@@ -46,6 +46,9 @@ from delta_tracker import (
 from delta_tracker import monitor as monitoring
 from delta_tracker.cli.main import main as command_line
 from delta_tracker.errors import WaitTimeoutError
+from delta_tracker.integrations.aot_inductor import CompiledModel, compile_package
+from delta_tracker.integrations.dcp import SavedCounters, SavedTracker
+from delta_tracker.integrations.lightning import TrackerCallback
 from delta_tracker.monitor.monitor import Monitor
 from delta_tracker.sinks.lmdb import LmdbSink
 from delta_tracker.sinks.lmdb_rows import LmdbRows
@@ -599,6 +602,34 @@ MISTAKES: Mapping[str, Mistake] = {
     ),
     "a row store that takes arguments": Mistake(
         lambda: _command("sink", _url(), "json:dumps", "--once"), "json:dumps", "that returns a RowSink"
+    ),
+    "a tracker for Lightning": Mistake(
+        lambda: TrackerCallback(_tracker()),  # type: ignore[arg-type]
+        "build=ModelDeltaTracker(",
+        "Pass a function, such as ModelDeltaTracker",
+    ),
+    "a publisher for Lightning": Mistake(
+        lambda: TrackerCallback(ModelDeltaTracker, _publisher()),  # type: ignore[arg-type]
+        "publish=Publisher(",
+        "lambda tracker: Publisher(",
+    ),
+    "load a model as a tracker by DCP": Mistake(
+        lambda: SavedTracker(_model(), _url()),  # type: ignore[arg-type]
+        "tracker=<class 'torch.nn",
+        "Pass a ModelDeltaTracker first",
+    ),
+    "load a tracker as counters by DCP": Mistake(
+        lambda: SavedCounters(_tracker(), _url()),  # type: ignore[arg-type]
+        "counters=<class 'delta_tracker",
+        "Pass a RankCounters first",
+    ),
+    "compile a model that is not exported": Mistake(
+        lambda: compile_package(_model(), "model.pt2"),  # type: ignore[arg-type]
+        "exported=<class 'torch.nn",
+        "torch.export.export(model, inputs)",
+    ),
+    "run a package that does not exist": Mistake(
+        lambda: CompiledModel("/nonexistent/model.pt2"), "/nonexistent/model.pt2", "that compile_package() wrote"
     ),
     "inspect nothing": Mistake(lambda: _command("inspect", "/nonexistent/x"), "/nonexistent/x", "Check the URL"),
     "diff of an unknown table": Mistake(

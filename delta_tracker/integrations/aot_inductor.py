@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.export import ExportedProgram
 from torch.utils._pytree import tree_leaves
 
+from delta_tracker.arguments import check_path
 from delta_tracker.errors import InvalidArgumentError, UnsupportedModelError
 from delta_tracker.stream.format.state_tree import TENSOR_DTYPES
 
@@ -89,7 +90,8 @@ def compile_package(
         >>> compile_package(exported, "embedding.pt2")  # doctest: +SKIP
         'embedding.pt2'
     """
-    target = Path(path)
+    _check_exported(exported)
+    target = check_path("path", path)
     if target.suffix != _SUFFIX:
         raise InvalidArgumentError("path", str(path), f"Pass a file name that ends with {_SUFFIX}")
     given = dict(options or {})
@@ -128,8 +130,8 @@ class CompiledModel:
             tensors in place only.
 
     Raises:
-        InvalidArgumentError: if the package was not written by :func:`compile_package` or its metadata is invalid, if
-            ``num_runners`` is less than 1, or if torch is older than 2.8.
+        InvalidArgumentError: if the package is missing, was not written by :func:`compile_package` or its metadata is
+            invalid, if ``num_runners`` is less than 1, or if torch is older than 2.8.
 
     Example:
         >>> model = CompiledModel("embedding.pt2")  # doctest: +SKIP
@@ -151,6 +153,12 @@ class CompiledModel:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  those of the exported model
         """Run the compiled model with the inputs of the exported one."""
         return self._compiled(*args, **kwargs)
+
+
+def _check_exported(exported: object) -> None:
+    if not isinstance(exported, ExportedProgram):
+        remedy = "Pass what torch.export.export(model, inputs) returned"
+        raise InvalidArgumentError("exported", type(exported), remedy)
 
 
 def _tensors(exported: ExportedProgram) -> dict[str, Tensor]:
@@ -230,9 +238,14 @@ def _equal(some: list[object], others: list[object]) -> bool:
 
 
 def _loaded(path: str, num_runners: int) -> Any:  # noqa: ANN401  torch's class is private
-    """Return a loaded package. Raise InvalidArgumentError if torch cannot let the caller own the constants."""
+    """Return a loaded package.
+
+    Raises InvalidArgumentError if there is no such file, or torch cannot let the caller own the constants.
+    """
     from torch._inductor.package.package import load_package  # noqa: PLC0415  it imports the compiler
 
+    if not check_path("path", path).is_file():
+        raise InvalidArgumentError("path", path, "Pass a file that compile_package() wrote: it does not exist")
     compiled = load_package(path, num_runners=num_runners)
     if "user_managed" not in inspect.signature(compiled.load_constants).parameters:
         raise InvalidArgumentError("torch", torch.__version__, "Install torch 2.8 or newer")

@@ -57,6 +57,8 @@ class SavedTracker:
         source: path of the checkpoint, or a storage reader for the checkpoint.
         key: key under which the tracker was saved; None if the checkpoint has one tracker.
 
+    Raises InvalidArgumentError if ``tracker`` is not a tracker.
+
     Example:
         >>> import torch.distributed.checkpoint as dcp
         >>> state = {"model": model, "tracker": SavedTracker(tracker, path)}  # doctest: +SKIP
@@ -66,6 +68,8 @@ class SavedTracker:
     def __init__(
         self, tracker: ModelDeltaTracker, source: str | os.PathLike[str] | StorageReader, key: str | None = None
     ) -> None:
+        if not isinstance(tracker, ModelDeltaTracker):
+            raise InvalidArgumentError("tracker", type(tracker), "Pass a ModelDeltaTracker first, and then the path")
         self._tracker = tracker
         self._saved = _SavedParts(source, key, "trackers", lambda part: part.mode != MODE)
 
@@ -143,6 +147,8 @@ class SavedCounters:
         source: path of the checkpoint, or a storage reader for the checkpoint.
         key: key under which the counters were saved; None if the checkpoint has one such state.
 
+    Raises InvalidArgumentError if ``counters`` is not a RankCounters.
+
     Example:
         >>> import torch.distributed.checkpoint as dcp
         >>> state = {"counters": counters, "model": model}  # doctest: +SKIP
@@ -154,6 +160,8 @@ class SavedCounters:
     def __init__(
         self, counters: RankCounters, source: str | os.PathLike[str] | StorageReader, key: str | None = None
     ) -> None:
+        if not isinstance(counters, RankCounters):
+            raise InvalidArgumentError("counters", type(counters), "Pass a RankCounters first, and then the path")
         self._counters = counters
         self._saved = _SavedParts(source, key, "RankCounters", lambda part: part.mode == MODE)
 

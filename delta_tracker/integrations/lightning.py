@@ -18,6 +18,7 @@ from weakref import ref
 
 from torch import Tensor, nn
 
+from delta_tracker.arguments import check_function
 from delta_tracker.errors import CheckpointError, DetachedError, InvalidArgumentError, MissingExtraError
 from delta_tracker.publisher.publisher import Publisher
 from delta_tracker.tracker.checkpoint.collectives import agree
@@ -120,6 +121,9 @@ class TrackerCallback(Callback):
             cadence, because its :meth:`~delta_tracker.publisher.publisher.Publisher.step` is called after each batch.
             It is built when training starts, so that a search by Lightning's ``Tuner`` takes over no stream.
 
+    Raises:
+        InvalidArgumentError: if ``build`` or ``publish`` cannot be called.
+
     Example:
         >>> from delta_tracker import Cadence, ModelDeltaTracker, Publisher
         >>> callback = TrackerCallback(  # for Trainer(callbacks=[callback], strategy="ddp")
@@ -133,6 +137,9 @@ class TrackerCallback(Callback):
         build: Callable[[nn.Module], ModelDeltaTracker],
         publish: Callable[[ModelDeltaTracker], Publisher] | None = None,
     ) -> None:
+        check_function("build", build, "ModelDeltaTracker")
+        if publish is not None:
+            check_function("publish", publish, "lambda tracker: Publisher(tracker, url, cadence=...), or None")
         self._build = build
         self._publish = publish
         self._tracker: ModelDeltaTracker | None = None
