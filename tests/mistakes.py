@@ -50,6 +50,8 @@ from delta_tracker.integrations.aot_inductor import CompiledModel, compile_packa
 from delta_tracker.integrations.dcp import SavedCounters, SavedTracker
 from delta_tracker.integrations.lightning import TrackerCallback
 from delta_tracker.monitor.monitor import Monitor
+from delta_tracker.monitor.sinks.jsonl import JsonlSink
+from delta_tracker.monitor.sinks.prometheus import PrometheusSink
 from delta_tracker.sinks.lmdb import LmdbSink
 from delta_tracker.sinks.lmdb_rows import LmdbRows
 from delta_tracker.sinks.redis import RedisSink
@@ -200,6 +202,22 @@ def _published_takeover() -> None:
         standby.sync()
         taken = standby.take_over(force=True)
     Publisher(tracker, taken, dense=True)  # type: ignore[arg-type]
+
+
+def _rejected() -> str:
+    monitor = Monitor()
+    monitor.counter("clicks").add(-1)
+    return _logged(monitor.collect)
+
+
+def _used_port() -> str:
+    """Return the error for a port in use, with its notes, as a traceback shows them."""
+    with closing(PrometheusSink(port=0)) as sink:
+        try:
+            PrometheusSink(port=sink.port)
+        except OSError as error:
+            return f"{error} {error.__notes__}"
+    return ""
 
 
 def _rows() -> LmdbRows:
@@ -631,6 +649,38 @@ MISTAKES: Mapping[str, Mistake] = {
     "run a package that does not exist": Mistake(
         lambda: CompiledModel("/nonexistent/model.pt2"), "/nonexistent/model.pt2", "that compile_package() wrote"
     ),
+    "a negative increment": Mistake(_rejected, "stat=clicks values=1", "Record finite numbers, 0 or more"),
+    "a name of Prometheus' client": Mistake(
+        lambda: Monitor().counter("clicks").inc(),  # type: ignore[attr-defined]
+        "'inc'",
+        "Call add(value): 'clicks' is a counter",
+    ),
+    "a value instead of a function": Mistake(
+        lambda: Monitor().gauge("g").set_function(5),  # type: ignore[arg-type]
+        "function=5",
+        "Pass a function",
+    ),
+    "a value instead of a callback": Mistake(
+        lambda: Monitor().passive("p", 5),  # type: ignore[arg-type]
+        "callback=5",
+        "Pass a function",
+    ),
+    "handle events by None": Mistake(lambda: Monitor().on("*", None), "handler=None", "Pass a function"),  # type: ignore[arg-type]
+    "a step as text": Mistake(lambda: Monitor().step("3"), "number='3'", "an integer of 0 or more"),  # type: ignore[arg-type]
+    "an epoch as text": Mistake(lambda: Monitor().end_epoch("3"), "number='3'", "an integer of 0 or more"),  # type: ignore[arg-type]
+    "an unknown limit of events": Mistake(
+        lambda: Monitor().limit_events("*", rate=3), "rule='rate'", "severity, per_second, sample"
+    ),
+    "a function as source": Mistake(lambda: Monitor().add_source(len), "source=<built-in", "passive(name, callback)"),  # type: ignore[arg-type]
+    "emit a text": Mistake(lambda: Monitor().emit("done"), "event='done'", "log(name, message)"),  # type: ignore[arg-type]
+    "start without sinks by None": Mistake(lambda: Monitor().start(None), "sinks=None", "Pass a list of sinks"),  # type: ignore[arg-type]
+    "flush for seconds": Mistake(lambda: Monitor().flush(3), "timeout=3", "a timedelta above 0"),  # type: ignore[arg-type]
+    "stop after seconds": Mistake(lambda: Monitor().stop(3), "timeout=3", "a timedelta above 0"),  # type: ignore[arg-type]
+    "a file that a shell would expand": Mistake(
+        lambda: JsonlSink("~/m.jsonl"), "path='~/m.jsonl'", f"Write {Path.home() / 'm.jsonl'}"
+    ),
+    "a port as text": Mistake(lambda: PrometheusSink(port="9464"), "port='9464'", "an integer up to 65535"),  # type: ignore[arg-type]
+    "a port in use": Mistake(_used_port, "cannot listen on 127.0.0.1:", "Pass another port, or 0"),
     "inspect nothing": Mistake(lambda: _command("inspect", "/nonexistent/x"), "/nonexistent/x", "Check the URL"),
     "diff of an unknown table": Mistake(
         lambda: _command("diff", _stream(), "1", "2", "--table", "users"), "users", "version 1: 0"

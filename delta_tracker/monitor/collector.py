@@ -191,6 +191,7 @@ class Collector:
                     totals.append(TotalReport(stat.definition, cell.labels, found.figures, function))
                 if found.num_rejected:
                     self._metrics.rejected_values.cell(stat=stat.name).add(found.num_rejected)
+                    stat.warn_of_rejected(found.num_rejected)
                 if found.num_lost:
                     self._metrics.lost_windows.cell(stat=stat.name).add(found.num_lost)
         return windows, totals

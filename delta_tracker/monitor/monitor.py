@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import atexit
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, cast
 
+from delta_tracker.arguments import check_count, check_function
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.live_objects import Forkable, protect
 from delta_tracker.monitor.clock import Clock, Progress
@@ -24,6 +25,7 @@ from delta_tracker.monitor.stat import Counter, Definition, Gauge, Histogram, Ki
 from delta_tracker.monitor.system import SystemMetrics
 
 _INTERVAL = timedelta(seconds=10)
+_RULES = tuple(EventRule.__dataclass_fields__)
 _OPTIONS = Definition.__dataclass_fields__.keys() - {"name", "kind", "help"}
 
 
@@ -125,12 +127,18 @@ class Monitor(Forkable):
             InvalidArgumentError: for an invalid name or option, or if ``name`` has another definition or already has a
                 callback.
         """
+        check_function("callback", callback, "queue.qsize")
         stat = self._define(kind, name, help, options)
         self.registry.add_source(Passive(stat, callback))
         return stat
 
     def add_source(self, source: MetricSource) -> None:
-        """Add a source, which is read at every collection in a thread of the library."""
+        """Add a source, which is read at every collection in a thread of the library.
+
+        Raises InvalidArgumentError if ``source`` is not a MetricSource.
+        """
+        if not isinstance(source, MetricSource):
+            raise InvalidArgumentError("source", source, "Pass a MetricSource, or call passive(name, callback)")
         protect(self)
         self.registry.add_source(source)
 
@@ -163,7 +171,12 @@ class Monitor(Forkable):
         self.emit(Event(name, message, data, time_ns=self._clock.time_ns(), monotonic_ns=self._clock.monotonic_ns()))
 
     def emit(self, event: Event) -> None:
-        """Queue an event for delivery, unless a limit for its name rejects it, see :meth:`limit_events`."""
+        """Queue an event for delivery, unless a limit for its name rejects it, see :meth:`limit_events`.
+
+        Raises InvalidArgumentError if ``event`` is not an Event.
+        """
+        if not isinstance(event, Event):
+            raise InvalidArgumentError("event", event, "Pass an Event, or call log(name, message)")
         protect(self)
         self.events.emit(event)
 
@@ -196,7 +209,10 @@ class Monitor(Forkable):
 
         Returns:
             The subscription, whose ``remove()`` unsubscribes the handler.
+
+        Raises InvalidArgumentError if ``handler`` cannot be called.
         """
+        check_function("handler", handler, "lambda event: print(event.message)")
         return self.events.subscribe(pattern, handler, severity)
 
     def limit_events(self, pattern: str, **rule: Any) -> None:  # noqa: ANN401  the fields of EventRule
@@ -207,20 +223,32 @@ class Monitor(Forkable):
         Args:
             pattern: shell pattern of event names.
             rule: fields of :class:`~delta_tracker.monitor.event_log.EventRule`.
+
+        Raises InvalidArgumentError for an unknown field, or an invalid value.
         """
+        for field in rule.keys() - _RULES:
+            raise InvalidArgumentError("rule", field, f"Pass some of {', '.join(_RULES)}")
         self.events.rule(pattern, EventRule(**rule))
 
     # Progress
 
     def step(self, number: int | None = None) -> None:
-        """Set the training step, by default the previous one plus 1. Windows report the step at which they closed."""
+        """Set the training step, by default the previous one plus 1. Windows report the step at which they closed.
+
+        Raises InvalidArgumentError if ``number`` is not an integer of 0 or more.
+        """
+        if number is not None:
+            check_count("number", number, least=0)
         self._progress.step = (self._progress.step or 0) + 1 if number is None else number
 
     def end_epoch(self, number: int | None = None) -> None:
         """End an epoch: close the windows of all stats whose policy has ``Window(epoch=True)``.
 
-        ``number`` is that of the epoch, by default the previous one plus 1.
+        ``number`` is that of the epoch, by default the previous one plus 1. Raises InvalidArgumentError if it is not an
+        integer of 0 or more.
         """
+        if number is not None:
+            check_count("number", number, least=0)
         self._progress.epoch = (self._progress.epoch or 0) + 1 if number is None else number
         for source in self.registry.sources:
             source.end_epoch()
@@ -264,8 +292,7 @@ class Monitor(Forkable):
             RuntimeError: if no thread can be started.
         """
         seconds = _seconds("interval", interval)
-        if isinstance(sinks, Sink) or not all(isinstance(sink, Sink) for sink in sinks):
-            raise InvalidArgumentError("sinks", sinks, "Pass a list of sinks, for example [JsonlSink(path)]")
+        _check_sinks(sinks)
         if not isinstance(attributes or {}, Mapping):
             raise InvalidArgumentError("attributes", attributes, "Pass a mapping of name to text")
         texts = [encodable(str(value)) for value in (attributes or {}).values()]
@@ -282,14 +309,18 @@ class Monitor(Forkable):
     def stop(self, timeout: timedelta = timedelta(seconds=15)) -> bool:
         """Deliver the last windows, close the sinks and stop the threads. Return False after ``timeout``, else True.
 
-        No-op if the monitor is not running.
+        No-op if the monitor is not running. Raises InvalidArgumentError if ``timeout`` is not a timedelta above 0.
         """
+        seconds = _seconds("timeout", timeout)
         atexit.unregister(self.stop)
-        return self._collector.stop(timeout.total_seconds())
+        return self._collector.stop(seconds)
 
     def flush(self, timeout: timedelta = timedelta(seconds=15)) -> bool:
-        """Collect now, and wait until the sinks have the collection. Return False after ``timeout``, else True."""
-        return self._collector.flush(timeout.total_seconds())
+        """Collect now, and wait until the sinks have the collection. Return False after ``timeout``, else True.
+
+        Raises InvalidArgumentError if ``timeout`` is not a timedelta above 0.
+        """
+        return self._collector.flush(_seconds("timeout", timeout))
 
     def collect(self) -> CollectionReport:
         """Collect now and return the report. For tests and programs that do not call :meth:`start`."""
@@ -324,6 +355,11 @@ class Monitor(Forkable):
 
     def _wake(self) -> None:
         self._collector.wake()
+
+
+def _check_sinks(sinks: object) -> None:
+    if not isinstance(sinks, Iterable) or not all(isinstance(sink, Sink) for sink in sinks):
+        raise InvalidArgumentError("sinks", sinks, "Pass a list of sinks, for example [JsonlSink(path)]")
 
 
 def _seconds(argument: str, duration: timedelta) -> float:

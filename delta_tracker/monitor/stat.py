@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
+from typing import TYPE_CHECKING, Never
 
+from delta_tracker.arguments import check_function
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.monitor.clock import Progress, Timer
 from delta_tracker.monitor.names import (
@@ -49,8 +52,11 @@ DEFAULT_POLICIES: Mapping[Kind, Policy] = {
     Kind.HISTOGRAM: Policy(aggregations=("count", "mean", "max", "p50", "p95", "p99", "histogram")),
 }
 
+_logger = logging.getLogger(__name__)
+
 _UNIT = re.compile(r"([a-z][a-z0-9_]*)?")
 _TOTALS = re.compile(r"(_total)+$")
+_OTHER_NAMES = {"inc", "dec", "observe", "record", "set", "update"}  # of records in other libraries
 # https://github.com/prometheus/OpenMetrics/blob/main/specification/OpenMetrics.md#suffixes
 _SAMPLE_SUFFIXES: Mapping[Kind, tuple[str, ...]] = {
     Kind.COUNTER: ("_total", "_created"),
@@ -144,8 +150,17 @@ class Stat:
         self._overflowed = overflowed
         self._lock = threading.RLock()
         self._cells: dict[Labels, Cell] = {}
+        self._has_rejected = False
         self.add: Callable[[float], None] = self._needs_labels
         self._bind()
+
+    if not TYPE_CHECKING:  # a type checker would otherwise allow any name
+
+        def __getattr__(self, name: str) -> Never:
+            text = f"{type(self).__name__!r} object has no attribute {name!r}"
+            if name in _OTHER_NAMES:
+                text += f". Call add(value): {self.name!r} is a {self.definition.kind}"
+            raise AttributeError(text, name=name, obj=self)
 
     @property
     def name(self) -> str:
@@ -201,6 +216,14 @@ class Stat:
     def timer(self, /, **labels: object) -> Callable[[], Timer]:
         """Look up the cell once, and return a function that creates timers as :meth:`time` does."""
         return partial(Timer, self.cell(**labels).add, self._progress.clock)
+
+    def warn_of_rejected(self, number: int) -> None:
+        """Log a warning at the first values that were rejected, such as NaN."""
+        if not self._has_rejected:
+            self._has_rejected = True
+            bound = ", 0 or more" if self.definition.kind is Kind.COUNTER else ""
+            text = "rejected values are missing in the stat. Record finite numbers%s: stat=%s values=%d"
+            _logger.warning(text, bound, self.name, number)
 
     def configure(self, policy: Policy) -> None:
         """Replace the policy of all cells."""
@@ -280,7 +303,7 @@ class Gauge(Stat):
             labels: label values of the cell.
 
         Raises:
-            InvalidArgumentError: if the label names are not those of the stat.
+            InvalidArgumentError: if the label names are not those of the stat, or ``function`` cannot be called.
 
         Example:
             >>> from delta_tracker.monitor import Monitor
@@ -290,6 +313,7 @@ class Gauge(Stat):
             >>> gauge.cells[0].function()
             2
         """
+        check_function("function", function, "queue.qsize")
         self.cell(**labels).function = partial(_reading, function)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from io import FileIO
 from pathlib import Path
 
+from delta_tracker.arguments import check_path
 from delta_tracker.monitor.collection_report import CollectionReport
 
 
@@ -57,11 +58,12 @@ class FileSink(Sink):
         replace: True to truncate the file when it is opened.
 
     Raises:
+        InvalidArgumentError: if the path has a scheme or a leading ~.
         OSError: if the file cannot be opened.
     """
 
     def __init__(self, path: str | Path, *, replace: bool = False) -> None:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        check_path("path", path).parent.mkdir(parents=True, exist_ok=True)
         self._file = FileIO(path, "w" if replace else "a")
 
     def append(self, objects: Iterable[object], end: str) -> None:

@@ -12,7 +12,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from delta_tracker.errors import import_optional
+from delta_tracker.arguments import check_path
+from delta_tracker.errors import InvalidArgumentError, import_optional
 from delta_tracker.monitor.collection_report import CollectionReport, TotalReport
 from delta_tracker.monitor.sinks.base_sink import Sink
 from delta_tracker.monitor.stat import Definition, Kind
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
 # Must divide buckets.PER_OCTAVE, so that the counts are exact. A histogram with the default bounds has 196 series.
 _BOUNDS_PER_OCTAVE = 8
+_MAX_PORT = 65_535
 BUCKET_RATIO = 2 ** (1 / _BOUNDS_PER_OCTAVE)
 """Ratio of two successive bucket bounds, 1.09. A quantile that Prometheus computes is off by at most 9 %."""
 
@@ -68,15 +70,22 @@ class PrometheusSink(_TotalsSink):
         host: address to listen on; the default is not reachable from other machines.
 
     Raises:
+        InvalidArgumentError: if the port is not an integer from 0 to 65535.
         MissingExtraError: if prometheus_client is not installed.
         OSError: if the port is in use.
     """
 
     def __init__(self, port: int = 9464, host: str = "127.0.0.1") -> None:
+        if type(port) is not int or not 0 <= port <= _MAX_PORT:
+            raise InvalidArgumentError("port", port, f"Pass an integer up to {_MAX_PORT}, or 0 for any free port")
         super().__init__()
         self._server: Any
         self._thread: threading.Thread
-        self._server, self._thread = self._client.start_http_server(port, host, self._registry)
+        try:
+            self._server, self._thread = self._client.start_http_server(port, host, self._registry)
+        except OSError as error:
+            error.add_note(f"PrometheusSink cannot listen on {host}:{port}. Pass another port, or 0 for any free one.")
+            raise
 
     @property
     def port(self) -> int:
@@ -102,12 +111,13 @@ class PrometheusFileSink(_TotalsSink):
         path: the file, ending with ``.prom`` for node_exporter.
 
     Raises:
+        InvalidArgumentError: if the path has a scheme or a leading ~.
         MissingExtraError: if prometheus_client is not installed.
     """
 
     def __init__(self, path: str | Path) -> None:
         super().__init__()
-        self._path = Path(path)
+        self._path = check_path("path", path)
         self._path.parent.mkdir(parents=True, exist_ok=True)
 
     def deliver(self, collection: CollectionReport) -> None:
