@@ -681,6 +681,9 @@ MISTAKES: Mapping[str, Mistake] = {
     ),
     "a port as text": Mistake(lambda: PrometheusSink(port="9464"), "port='9464'", "an integer up to 65535"),  # type: ignore[arg-type]
     "a port in use": Mistake(_used_port, "cannot listen on 127.0.0.1:", "Pass another port, or 0"),
+    "a fold in percent": Mistake(
+        lambda: _command("compact", _url(), "--fold", "50"), "Invalid value for '--fold'", "0<x<=10"
+    ),
     "inspect nothing": Mistake(lambda: _command("inspect", "/nonexistent/x"), "/nonexistent/x", "Check the URL"),
     "diff of an unknown table": Mistake(
         lambda: _command("diff", _stream(), "1", "2", "--table", "users"), "users", "version 1: 0"

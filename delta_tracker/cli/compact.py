@@ -6,7 +6,7 @@ import click
 from msgspec import to_builtins
 
 from delta_tracker.cli.entries import Entry
-from delta_tracker.cli.stream_command import Stream, stream_command
+from delta_tracker.cli.stream_command import Number, Stream, stream_command
 from delta_tracker.cli.text import size
 from delta_tracker.stream.format.manifest import Manifest, Merged
 from delta_tracker.stream.maintenance.compaction import DEFAULT_MAX_BYTES, compact
@@ -32,7 +32,7 @@ Examples:
 @click.option(
     "--fold",
     default=0.5,
-    type=float,
+    type=Number(0, 10, above=True),
     help="Create a snapshot once the deltas after the newest one have this fraction of its bytes.",
 )
 @click.option("--max-bytes", default=DEFAULT_MAX_BYTES, type=int, help="Maximum bytes of deltas held in memory.")
