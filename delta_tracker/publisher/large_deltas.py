@@ -33,9 +33,11 @@ class LargeDeltas:
             if self._num_large[fqn] != _NUM_DELTAS:
                 continue
             _logger.warning(
-                "each of the last %d deltas has more than half of the rows of %s. Adam and momentum on dense gradients "
-                "change every row that was ever looked up, and weight decay every row. Use sparse=True with SGD, "
-                "Adagrad or SparseAdam, or publish less often; the guide's page on training lists optimizers",
+                "each of the last %d deltas has more than half of the rows of %s. If the batches of a version look up "
+                "more than half of the table, publish less often to send fewer bytes. Otherwise, the optimizer changes "
+                "the other rows: Adam and momentum on dense gradients change every row that was ever looked up, and "
+                "weight decay every row. Use sparse=True with SGD, Adagrad or SparseAdam, or a fused optimizer of "
+                "TorchRec; the guide's page on training lists optimizers",
                 _NUM_DELTAS,
                 fqn,
             )

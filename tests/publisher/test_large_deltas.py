@@ -36,7 +36,8 @@ def test_a_table_whose_deltas_are_large_is_named_once(optimizer, is_large: bool,
             publisher.publish()
     found = _warnings(caplog)
     assert len(found) == is_large
-    assert not is_large or "deltas has more than half of the rows of user. Adam" in found[0]
+    assert not is_large or "deltas has more than half of the rows of user. If the batches" in found[0]
+    assert not is_large or "Otherwise, the optimizer changes the other rows: Adam" in found[0]
 
 
 def test_a_row_of_a_column_wise_table_counts_once(caplog) -> None:
