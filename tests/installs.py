@@ -56,9 +56,9 @@ class Line:
         """Arguments of ``pip install``, in order."""
         pins = {name: f"{name}=={release}.*" for name, release in self.releases.items()}
         if not self.is_cpu:
-            return [[f"{_ROOT}[torchrec,numba]", *pins.values()]]
+            return [[f"{_ROOT}[torchrec,numba,cli]", *pins.values()]]
         torchrec = pins.pop("torchrec")
-        return [[f"{_ROOT}[torchrec-cpu,numba]", *pins.values()], ["--no-deps", torchrec]]
+        return [[f"{_ROOT}[torchrec-cpu,numba,cli]", *pins.values()], ["--no-deps", torchrec]]
 
     @property
     def runs_here(self) -> bool:
