@@ -14,7 +14,9 @@ The trainer adds 1 to every row in each batch and publishes each batch, so that 
 from __future__ import annotations
 
 import argparse
+import os
 import signal
+import socket
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -32,9 +34,9 @@ TABLE = "embedding_bags.item"
 
 
 def create_app(url: str) -> FastAPI:
-    """Return the service, for any ASGI server; each process of it has its own table."""
+    """Return the service, for any ASGI server; each process of it has its own table and name."""
     table = nn.EmbeddingBag(NUM_ROWS, COLUMNS)
-    predictor = Predictor({TABLE: table.weight}, url, name="service")
+    predictor = Predictor({TABLE: table.weight}, url, name=f"{socket.gethostname()}-{os.getpid()}")
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
