@@ -27,6 +27,7 @@ from delta_tracker.tracker.row_sets.row_set import RowSet
 from delta_tracker.tracker.row_sets.torch import TorchRows
 from delta_tracker.tracker.row_sets.triton import TritonRows
 from delta_tracker.tracker.store.segments import SegmentStore
+from tests.sweeps import SWEEPS_ARE_WHOLE, num_examples
 
 _CPU = torch.device("cpu")
 
@@ -192,10 +193,11 @@ def _schedules(draw: Any) -> tuple[int, list[tuple[str, list[int]]]]:
     return num_rows, draw(st.lists(st.tuples(names, ids), max_size=10))
 
 
+@pytest.mark.sweep("short")
 @_every_engine
 def test_random_operations_agree_with_a_python_set(engine: type[RowSet], device: torch.device) -> None:
     @settings(
-        max_examples=20 if _INTERPRETS else 150,
+        max_examples=20 if _INTERPRETS else 150 if SWEEPS_ARE_WHOLE else num_examples(50),
         phases=[Phase.generate] if _INTERPRETS else Phase,  # it is too slow there for shrinking
         deadline=None,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.nested_given],
@@ -319,10 +321,11 @@ class _JointRows(TorchRows):
         return [cls(rows, device, shared=shared, begin=begin) for rows, begin in zip(nums_rows, begins, strict=False)]
 
 
+@pytest.mark.sweep("short")
 @pytest.mark.parametrize(("engine", "device"), [pytest.param(_JointRows, _CPU, id="torch, shared"), *_engines])
 def test_sets_that_are_marked_together_are_as_sets_marked_alone(engine: type[RowSet], device: torch.device) -> None:
     @settings(
-        max_examples=12 if _INTERPRETS else 60,
+        max_examples=12 if _INTERPRETS else 60 if SWEEPS_ARE_WHOLE else num_examples(20),
         phases=[Phase.generate] if _INTERPRETS else Phase,
         deadline=None,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.nested_given],

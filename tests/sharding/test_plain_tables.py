@@ -215,7 +215,7 @@ _EACH_WRITE = [
 def test_random_schedules_lose_no_update_and_send_nothing_else(
     tmp_path_factory: pytest.TempPathFactory, optimizer: str, is_sparse: bool, bag: bool
 ) -> None:
-    @settings(max_examples=24 if SWEEPS_ARE_WHOLE else num_examples(6), deadline=None)
+    @settings(max_examples=24 if SWEEPS_ARE_WHOLE else num_examples(3), deadline=None)
     @given(
         st.sampled_from([TrackingMode.ID_ONLY, TrackingMode.EMBEDDING]),
         st.lists(

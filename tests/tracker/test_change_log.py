@@ -31,6 +31,7 @@ from delta_tracker.tracker.store.owner_store import OwnerStore
 from delta_tracker.tracker.store.segments import SegmentStore
 from delta_tracker.types import Bucket, Delta, DeltaRows, Identity
 from tests.fake_streams.simulation import fake_streams
+from tests.sweeps import SWEEPS_ARE_WHOLE
 
 _NUM_ROWS = 512
 
@@ -220,7 +221,7 @@ class _Threads:
 
     def _mark(self) -> None:
         draw = random.Random(9)
-        for _ in range(5000):
+        for _ in range(5000 if SWEEPS_ARE_WHOLE else 1500):
             row = draw.randrange(_NUM_ROWS)
             self.log.writes.mark("u", torch.tensor([row]))
             self.marked.add(row)
@@ -233,6 +234,7 @@ class _Threads:
         self.received.update(ids)
 
 
+@pytest.mark.sweep("short")
 @pytest.mark.usefixtures("frequent_switches")
 def test_all_methods_at_once_lose_no_row() -> None:
     threads = _Threads()

@@ -409,7 +409,7 @@ class _Locked:
 @pytest.mark.parametrize("kind", interrupted_calls.WORLDS)
 @pytest.mark.parametrize("call", interrupted_calls.CALLS)
 def test_an_exception_at_each_line_of_a_call_loses_no_row(call: str, kind: str) -> None:
-    sample = None if SWEEPS_ARE_WHOLE else 3
+    sample = None if SWEEPS_ARE_WHOLE else 1
     assert interrupted_calls.problems(call, interrupted_calls.WORLDS[kind], sample) == []
 
 
@@ -418,6 +418,6 @@ def test_an_exception_at_each_line_of_a_call_loses_no_row(call: str, kind: str) 
 @pytest.mark.parametrize("mode", ["ID_ONLY", "EMBEDDING"])
 def test_an_exception_at_each_line_of_a_call_loses_no_row_of_a_sharded_table(one_rank: RankPool, mode: str) -> None:
     for call in interrupted_cases.CALLS:
-        sample = None if SWEEPS_ARE_WHOLE else 2
+        sample = None if SWEEPS_ARE_WHOLE else 1
         (problems,) = one_rank.run(f"{interrupted_cases.__name__}:case", call=call, mode=mode, sample=sample)
         assert problems == []

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from delta_tracker import DeltaStore, EmbdUpdateMode
 from delta_tracker.errors import InvalidArgumentError
+from tests.sweeps import SWEEPS_ARE_WHOLE
 
 _TABLES = ("a", "b")
 _MODES = list(EmbdUpdateMode)
@@ -83,8 +84,9 @@ def _their_delta(theirs: Any, from_idx: int) -> Any:
     return read(from_idx)
 
 
+@pytest.mark.sweep("short")
 @pytest.mark.parametrize("mode", _MODES)
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(8 if SWEEPS_ARE_WHOLE else 3))
 def test_random_schedules(mode: EmbdUpdateMode, seed: int) -> None:
     draw = random.Random(seed)
     ours, theirs, reference = DeltaStore(mode), _theirs(mode), _Reference(mode)

@@ -12,6 +12,7 @@ from delta_tracker.sharding.local_shard import LocalShard
 from delta_tracker.tracker.modes import CAPTURES, UPDATE_MODE_MAP
 from delta_tracker.types import EmbdUpdateMode, ShardSpec, TableSpec, TrackingMode
 from tests.ranks import RankPool
+from tests.sweeps import SWEEPS_ARE_WHOLE
 
 _CASES = "tests.tracker.modes_cases"
 
@@ -35,8 +36,9 @@ def test_rows_that_an_ordinary_optimizer_moves(
     assert totals[0]["moved"] > max(total["looked up"] for total in totals)
 
 
+@pytest.mark.sweep("short")
 @pytest.mark.parametrize("bag", [False, True], ids=["ec", "ebc"])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(3 if SWEEPS_ARE_WHOLE else 1))
 def test_old_states_are_what_the_consumer_last_received(two_ranks: RankPool, seed: int, bag: bool) -> None:
     assert all(two_ranks.run(f"{_CASES}:first_seen", seed=seed, bag=bag))
 

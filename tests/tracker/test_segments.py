@@ -22,6 +22,7 @@ from delta_tracker.tracker.row_sets.torch import TorchRows
 from delta_tracker.tracker.store import marked_rows
 from delta_tracker.tracker.store.marked_rows import Segment
 from delta_tracker.tracker.store.segments import SegmentStore
+from tests.sweeps import SWEEPS_ARE_WHOLE, num_examples
 from tests.syncs import SIMULATED, SyncError, find_syncs, held, on_device
 from tests.tracker.reference import NUM_ROWS, Schedule
 
@@ -99,9 +100,11 @@ class LogMachine(RuleBasedStateMachine):
         self.schedule.finish()
 
 
-TestLogMachine = LogMachine.TestCase
+TestLogMachine = pytest.mark.sweep("short")(LogMachine.TestCase)
 
-TestLogMachine.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
+TestLogMachine.settings = settings(
+    max_examples=50 if SWEEPS_ARE_WHOLE else num_examples(15), stateful_step_count=40, deadline=None
+)
 
 
 @pytest.mark.promise("lossless", "independent")
