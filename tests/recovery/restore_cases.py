@@ -378,9 +378,11 @@ def same(left: Any, right: Any) -> bool:
 
 def refused(rank: int, world_size: int, path: str, specs: dict[str, dict[str, Any]]) -> dict[str, str]:
     """Restores that do not fit change nothing."""
-    messages = {}
+    messages: dict[str, str] = {}
+    built: dict[str, Any] = {}
     for what, spec in specs.items():
-        trainer = warm(spec_of(**spec), rank)
+        if spec != built:
+            trainer, built = warm(spec_of(**spec), rank), spec
         arguments: dict[str, Any] = {}
         loss = next(trainer.losses()) if what == "update" else None
         before = trainer.held()

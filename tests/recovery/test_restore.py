@@ -47,6 +47,7 @@ def cells(ranks: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 _COPIED = {"name": "copied", "rows": 7, "sharding": "data"}
+_ROW_WISE = {"tables": [{"name": "row", "rows": 17, "sharding": "row"}, _COPIED]}
 _PLAIN = {"name": "plain", "rows": 8, "sharding": "row", "kernel": "dense"}
 
 
@@ -55,6 +56,14 @@ def stream(two_ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Pat
     """Publish three versions from two ranks, with row-wise Adagrad and a replicated table."""
     path = tmp_path_factory.mktemp("restore")
     two_ranks.run(f"{_CASES}:published", path=str(path), spec=spec(2, _COPIED))
+    return path
+
+
+@pytest.fixture(scope="module")
+def row_wise_stream(two_ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Publish three versions of the model ``_ROW_WISE`` from two ranks, for tests that need no other sharding."""
+    path = tmp_path_factory.mktemp("row-wise")
+    two_ranks.run(f"{_CASES}:published", path=str(path), spec=_ROW_WISE)
     return path
 
 
@@ -161,8 +170,10 @@ def test_an_older_version_is_restored(two_ranks: RankPool, stream: Path) -> None
 
 
 @pytest.mark.parametrize("where", ["fit", "write", "load"])
-def test_an_interrupted_restore_leaves_a_model_that_says_so(two_ranks: RankPool, stream: Path, where: str) -> None:
-    first, second = two_ranks.run(f"{_CASES}:interrupted", path=str(stream), spec=spec(2, _COPIED), where=where)
+def test_an_interrupted_restore_leaves_a_model_that_says_so(
+    two_ranks: RankPool, row_wise_stream: Path, where: str
+) -> None:
+    first, second = two_ranks.run(f"{_CASES}:interrupted", path=str(row_wise_stream), spec=_ROW_WISE, where=where)
     failed = "RankFailedError: the restore failed: rank 0 failed with "
     rejected = "a rejected state of training_state['scheduler']: " if where == "load" else ""
     assert first[0].startswith(f"{failed}{rejected}StorageError: " if rejected else "StorageError: ")
@@ -172,9 +183,9 @@ def test_an_interrupted_restore_leaves_a_model_that_says_so(two_ranks: RankPool,
         assert all(message.startswith(expected) for message in messages[1:]), messages
 
 
-def test_an_interrupt_on_one_rank_ends_the_restore_on_all(two_ranks: RankPool, stream: Path) -> None:
+def test_an_interrupt_on_one_rank_ends_the_restore_on_all(two_ranks: RankPool, row_wise_stream: Path) -> None:
     case = f"{_CASES}:interrupted_by_the_user"
-    first, second = two_ranks.run(case, path=str(stream), spec=spec(2, _COPIED), timeout_seconds=60)
+    first, second = two_ranks.run(case, path=str(row_wise_stream), spec=_ROW_WISE, timeout_seconds=60)
     assert (first[0], second[0].partition(":")[0]) == ("interrupted", "RankLostError")
     assert all(each[1].startswith("IncompleteModelError") for each in (first, second))
 
@@ -214,7 +225,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(two_ranks: RankPool, s
 
 
 @pytest.mark.promise("refused")
-def test_wrong_objects_are_refused_and_the_position_is_attached(two_ranks: RankPool, stream: Path) -> None:
+def test_wrong_objects_are_refused_and_the_position_is_attached(two_ranks: RankPool, row_wise_stream: Path) -> None:
     expected = {
         "optimizer": "keys that differ in param_groups[0] of training_state['optimizer'] is ['amsgrad', 'betas',",
         "swapped": "the state of training_state['optimizer'], a StepLR, is ['param_groups', 'state'] in the version",
@@ -222,7 +233,7 @@ def test_wrong_objects_are_refused_and_the_position_is_attached(two_ranks: RankP
         "publisher": "is reserved by Publisher. Close the publisher, load or restore, and build a new",
         "data": "Pass the DataPosition of tracker.attach_data().",
     }
-    for messages in two_ranks.run(f"{_CASES}:misuse", path=str(stream), spec=spec(2, _COPIED)):
+    for messages in two_ranks.run(f"{_CASES}:misuse", path=str(row_wise_stream), spec=_ROW_WISE):
         for what, words in expected.items():
             assert words in messages[what], (what, messages[what])
         assert "has nothing to restore: the stream is empty. Check the URL, or start without" in messages["empty"]
