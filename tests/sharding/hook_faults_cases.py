@@ -108,9 +108,9 @@ class _Evicting(Training):
         self.model(collision_batch(torch.Generator().manual_seed(number))).backward()
 
 
-def fused(rank: int, world_size: int, bag: bool, stride: int, **kwargs: Any) -> dict[str, int]:
+def fused(rank: int, world_size: int, bag: bool, whens: list[str], stride: int, **kwargs: Any) -> dict[str, int]:
     """Let hooks of lookups fail."""
-    return fail_at_every_point(_Fused(bag, **kwargs), stride=stride)
+    return fail_at_every_point(_Fused(bag, **kwargs), whens, stride)
 
 
 def lines(rank: int, world_size: int, kind: str, stride: int, **kwargs: Any) -> dict[str, int]:
@@ -128,9 +128,9 @@ def loaded(rank: int, world_size: int, bag: bool, stride: int, **kwargs: Any) ->
     return fail_at_every_point(_Loaded(bag, **kwargs), ["no read"], stride)
 
 
-def evicting(rank: int, world_size: int, stride: int, **kwargs: Any) -> dict[str, int]:
+def evicting(rank: int, world_size: int, whens: list[str], stride: int, **kwargs: Any) -> dict[str, int]:
     """Let hooks of lookups and evictions fail."""
-    return fail_at_every_point(_Evicting(**kwargs), stride=stride)
+    return fail_at_every_point(_Evicting(**kwargs), whens, stride)
 
 
 class _Synced(Training):
