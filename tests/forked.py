@@ -44,6 +44,7 @@ _PRELOAD = [
     "delta_tracker.sharding.inference_tables",
     "tests.models",
 ]
+_OWN = {path.parent.name for path in _ROOT.glob("*/__init__.py")}
 _SERVER: Any = multiprocessing.forkserver._forkserver  # type: ignore[attr-defined]
 _REACHED_BY = {"_forkserver_address", "_forkserver_authkey"}  # the key is of Python 3.14
 _READ_BY_TORCH = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
@@ -109,6 +110,7 @@ class Program:
         errors: file for its standard error; may be ``output``.
         environ: its environment; None for that of the caller.
         namespace: file of the network namespace that it joins.
+        root: folder from which it imports the packages of this repository again; None to use those of the server.
     """
 
     def __init__(
@@ -119,12 +121,13 @@ class Program:
         errors: Path,
         environ: Mapping[str, str] | None = None,
         namespace: Path | None = None,
+        root: Path | None = None,
     ) -> None:
         self._command = [module, *arguments]
         outputs = [str(output), str(errors)]
         for path in (output, errors):
             path.touch()
-        self._process = start(_run, self._command, outputs, namespace, environ=environ, daemon=False)
+        self._process = start(_run, self._command, outputs, namespace, root, environ=environ, daemon=False)
 
     def poll(self) -> int | None:
         """Return the exit code; None if it runs."""
@@ -157,16 +160,20 @@ class Program:
 
 
 def run(
-    module: str, *arguments: str, timeout_seconds: float, environ: Mapping[str, str] | None = None
+    module: str,
+    *arguments: str,
+    timeout_seconds: float,
+    environ: Mapping[str, str] | None = None,
+    root: Path | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program like ``python -W ignore -m MODULE``; return its exit code and output.
+    """Run a program like ``python -W ignore -m MODULE``, see :class:`Program`; return its exit code and output.
 
     Raises:
         subprocess.TimeoutExpired: if it did not end in time; it is killed then.
     """
     with tempfile.TemporaryDirectory() as folder:
         output, errors = (Path(folder) / name for name in ("output", "errors"))
-        program = Program(module, *arguments, output=output, errors=errors, environ=environ)
+        program = Program(module, *arguments, output=output, errors=errors, environ=environ, root=root)
         try:
             code = program.wait(timeout_seconds)
         finally:
@@ -199,7 +206,7 @@ def _call(_: None, __: None, environ: dict[str, str], body: Callable[..., None],
     body(*arguments)
 
 
-def _run(command: list[str], outputs: list[str], namespace: Path | None) -> None:
+def _run(command: list[str], outputs: list[str], namespace: Path | None, root: Path | None) -> None:
     for descriptor, path in enumerate(outputs, start=1):
         opened = os.open(path, os.O_WRONLY | os.O_APPEND)
         os.dup2(opened, descriptor)
@@ -208,6 +215,11 @@ def _run(command: list[str], outputs: list[str], namespace: Path | None) -> None
         with namespace.open() as file:
             if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), 0) != 0:
                 raise OSError(ctypes.get_errno(), f"cannot join {namespace}")
+    if root is not None:
+        os.chdir(root)
+        sys.path.insert(0, str(root))
+        for name in [each for each in sys.modules if each.partition(".")[0] in _OWN]:
+            del sys.modules[name]
     sys.argv = command
     warnings.simplefilter("ignore")
     if command[0].endswith(".py"):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import forked
 from tests.alone import Run, runs
 from tests.areas import areas, minutes, rows
 from tests.check import base_of, changed_since, main
@@ -81,8 +82,7 @@ def test_the_tests_of_what_changed_run(project: Path) -> None:
     _commit(project)
     for name in ("delta_tracker/flow/valve.py", "delta_tracker/flow/pump.py", "NOTES"):
         (project / name).write_text("OPEN = 2 - 1\n")
-    command = [sys.executable, "-W", "ignore", "-m", "tests.check"]
-    done = subprocess.run(command, cwd=project, check=False, capture_output=True, text=True)
+    done = forked.run("tests.check", timeout_seconds=280, root=project)
     assert done.returncode == 1, done.stderr
     assert "1 test files passed and 1 failed" in done.stdout
     assert done.stdout.endswith("run `make test`: NOTES\n")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
+
+from tests import forked
 
 _ROOT = Path(__file__).parent.parent.parent
 
@@ -40,15 +40,15 @@ assert waits.longest[0] > 0.5, waits
 """
 
 
-def _run(*arguments: str) -> str:
-    command = [sys.executable, "-W", "ignore", *arguments]
-    done = subprocess.run(command, cwd=_ROOT, check=False, capture_output=True, text=True, timeout=200)
+def _run(program: str, *arguments: str) -> str:
+    # The library is imported again, under the watchdog.
+    done = forked.run(program, *arguments, timeout_seconds=200, root=_ROOT)
     assert done.returncode == 0, done.stdout + done.stderr[-6000:]
     return done.stdout
 
 
 def test_all_components_at_once_never_wait_long_and_leave_no_thread() -> None:
-    seen = json.loads(_run("-m", "tests.system.soak", "--seconds", "2"))
+    seen = json.loads(_run("tests.system.soak", "--seconds", "2"))
     assert seen["problems"] == 0
     assert seen["versions"] > 3
     assert seen.get("forks: load", 0) + seen.get("forks: serve", 0) > 1
@@ -56,5 +56,6 @@ def test_all_components_at_once_never_wait_long_and_leave_no_thread() -> None:
     assert seen["locks acquired"] > 1000
 
 
-def test_the_watchdog_finds_a_wait_for_a_lock() -> None:
-    _run("-c", _HOLD_TOO_LONG)
+def test_the_watchdog_finds_a_wait_for_a_lock(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(_HOLD_TOO_LONG)
+    _run(str(tmp_path / "program.py"))
