@@ -129,8 +129,8 @@ class Store(ABC):
     def put(self, name: str, buffers: Iterable[memoryview]) -> None:
         """Write or replace an object. Each buffer is written or copied before the next one is requested.
 
-        Iterate over ``checked(buffers)`` of :mod:`delta_tracker.stream.interruption`, so that a background thread that
-        is told to stop does so between two buffers.
+        Iterate over ``checked(buffers)`` of :mod:`delta_tracker.stream.interruption`, so that the background thread
+        that writes can be stopped between two buffers.
         """
         raise NotImplementedError
 
