@@ -22,12 +22,19 @@ class Trained(Protocol):
 
 
 _TRAINED: weakref.WeakValueDictionary[int, Trained] = weakref.WeakValueDictionary()
+_announced: list[int] = [0]
 
 
 def announce_training(trained: Trained) -> None:
-    """Include an object in :func:`trained_memory` until it is garbage-collected."""
+    """Include an object in :func:`trained_memory` until it is garbage-collected. Call it each time training begins."""
     _TRAINED[id(trained)] = trained
+    _announced[0] += 1
     _register_handlers()
+
+
+def num_announced() -> int:
+    """Return the number of calls of :func:`announce_training`: if it is the same, no other tables are trained."""
+    return _announced[0]
 
 
 def trained_memory() -> set[tuple[str, int, int]]:

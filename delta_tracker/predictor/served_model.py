@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from delta_tracker.arguments import check_count, check_switch
 from delta_tracker.errors import InvalidArgumentError, ModelMismatchError
-from delta_tracker.live_objects import trained_memory
+from delta_tracker.live_objects import num_announced, trained_memory
 from delta_tracker.predictor.identities import check_hidden, check_indexes, check_maps, find_maps
 from delta_tracker.predictor.placement import Placement, placements
 from delta_tracker.raw_ids import RawIdMap
@@ -146,13 +146,11 @@ class ServedModel:
     def resolve(self, manifest: Manifest) -> Receiver:
         """Return the tables and dense tensors of the model that a version is written to. Raise if it does not fit."""
         memory = None if manifest.identities or self._has_raw_ids else _memory(self._model)
-        asked = None if memory is None else (memory, manifest.tables, manifest.dense)
+        # A tracker may be newer than the last receiver.
+        asked = None if memory is None else (memory, manifest.tables, manifest.dense, num_announced())
         if asked is None or self._found is None or self._found[0] != asked:
             self._found = asked, self._find(manifest)
-        receiver = self._found[1]
-        if trained := trained_memory():  # each time, because a tracker may be newer
-            _refuse_trained({fqn: receiver.targets[fqn] for fqn in manifest.tables}, trained)
-        return receiver
+        return self._found[1]
 
     def _find(self, manifest: Manifest) -> Receiver:
         tables = find_targets(self._model)
@@ -160,6 +158,7 @@ class ServedModel:
             self._names = self._rule.of((*manifest.tables, *manifest.dense))
         targets = renamed(tables, self._names)
         check_targets(manifest, targets)
+        _refuse_trained({fqn: targets[fqn] for fqn in manifest.tables}, trained_memory())
         if not self._has_compared and manifest.kind != "claim":
             self._warn_of_others(manifest)
         maps: dict[str, tuple[RawIdMap, ...]] = {}

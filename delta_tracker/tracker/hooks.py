@@ -51,7 +51,7 @@ class TrackerHooks:
         self._lookups = lookups
         self._keeps_states = keeps_states
         self._num_past_errors = self._num_past_updates = 0
-        self._has_warned = False
+        self._has_warned = self._has_updated = False
         self._num_idle, self._idle = 0, list[object]()
         self.registered: list[Watcher] = []
 
@@ -103,7 +103,10 @@ class TrackerHooks:
 
     def check_read(self) -> None:
         """Warn if other tensors are trained instead of the tables, before rows are read: no table was ever updated."""
-        if not self._has_warned and not self.num_updates():
+        if self._has_warned or self._has_updated:
+            return
+        self._has_updated = self.num_updates() > 0
+        if not self._has_updated:
             self._warn(self._others(), 1, stacklevel=4)
 
     def check_batch(self, num_recorded: Mapping[str, int]) -> None:

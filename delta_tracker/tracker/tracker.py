@@ -738,6 +738,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         for fqn in unseen:
             self._log.writes.mark(fqn, None, is_written=True)
         self._hooks.attach()
+        announce_training(self._live)
 
     def detach(self) -> None:
         """Remove all hooks, as a deletion of the tracker does. Later reads raise DetachedError. Idempotent."""

@@ -53,6 +53,7 @@ def test_a_tracker_is_noticed(tmp_path: Path, is_sparse: bool, target: Callable[
 
 
 @pytest.mark.parametrize("is_sparse", [True, False])
+@pytest.mark.filterwarnings("ignore::delta_tracker.errors.UntrackedTrainingWarning")  # the job trains its own tables
 def test_a_tracker_that_is_built_later_is_noticed(tmp_path: Path, is_sparse: bool) -> None:
     job, model = Job(tmp_path), _model(is_sparse)
     predictor = job.serve(model)

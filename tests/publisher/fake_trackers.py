@@ -49,7 +49,7 @@ class FakeTracker:
         self.num_attached = 1
         stores = {fqn: SegmentStore(len(each), each.device, engine="torch") for fqn, each in weights.items()}
         self.log = ChangeLog(stores, ["default"], delete_on_read=True, max_bytes=None)
-        self._hooks: Any = SimpleNamespace(num_updates=lambda: 0, lookups_in_flight=lambda: 0)
+        self._hooks: Any = SimpleNamespace(num_updates=lambda: 0, lookups_in_flight=lambda: 0, check_read=lambda: None)
         self.progress = Progress(self.log, self._hooks)
         found = {fqn: SimpleNamespace(spec=spec, is_fused=True) for fqn, spec in self.shards.items()}
         self._tracked: Any = SimpleNamespace(check_attached=lambda: None, shards=found)

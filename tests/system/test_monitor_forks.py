@@ -74,7 +74,7 @@ def test_a_forked_child_begins_empty_and_can_start_again() -> None:
         assert own.windows("c")[0].values == {"sum": 1}
         assert sink.was_forgotten
         assert not sink.is_closed
-        assert not sink.batches
+        assert not sink.collections
 
     assert _in_child(child) == 0
     assert not sink.was_forgotten
