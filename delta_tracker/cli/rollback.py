@@ -1,4 +1,4 @@
-"""``rollback``: return all predictors that follow pins to a version."""
+"""``rollback``: pin a stream to a version, so that all predictors with ``follows_pins`` return to it."""
 
 from __future__ import annotations
 

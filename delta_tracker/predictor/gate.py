@@ -112,7 +112,7 @@ class GateKeeper:
         raise unraised(self.held)  # the traceback of a raised error keeps the rows of the version alive
 
     def measure(self, manifest: Manifest, contents: Contents) -> tuple[Measure, str]:
-        """Return the RMS row norm of tables with at least ``min_rows`` rows, and what is not finite (may be empty)."""
+        """Return the RMS row norm of tables with at least ``min_rows`` rows, and a note about non-finite values."""
         sums: dict[str, tuple[float, float]] = {}
         reason = ""
         for fqn, values in contents.chunks():

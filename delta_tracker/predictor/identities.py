@@ -140,7 +140,7 @@ def _change(fqn: str, raw_ids: RawIdMap, identity: Identity, slots: Tensor, owne
 
 
 def default_chunks(contents: Contents, changes: Iterable[OwnerChange], targets: Mapping[str, RowTarget]) -> list[Chunk]:
-    """Return chunks with the default rows that must be written before the changes are adopted."""
+    """Return chunks that write the default rows of ``changes``, see :attr:`OwnerChange.default_rows`."""
     chunks: list[Chunk] = []
     for change in changes:
         for slot in change.default_rows:

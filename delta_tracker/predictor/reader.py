@@ -43,12 +43,12 @@ _SURVEY_SECONDS = 60.0  # between two looks at the other sources while the curre
 
 
 class Reader:
-    """Reader of one stream: it decides what to apply, and applies it.
+    """Reader of one stream, which decides which version to apply next and applies it.
 
     Each call of :meth:`advance` is a round. Not thread-safe, except :meth:`release` and the attributes.
 
     Attributes:
-        pinned: version to which an order leads the reader, or at which it keeps it; None if no order applies.
+        pinned: target version of the pin or rollback that applies to the reader; None without one.
         why: last decision and its reason; empty before the first, and after :meth:`release`.
     """
 
@@ -79,12 +79,12 @@ class Reader:
 
     @property
     def source(self) -> Source:
-        """Source that is followed."""
+        """Source that the reader currently follows."""
         return self.sources.current
 
     @property
     def storage(self) -> Storage:
-        """Store that is followed."""
+        """Store of :attr:`source`."""
         return self.sources.current.storage
 
     @property
@@ -297,9 +297,9 @@ class Reader:
         self.pinned, self.why = stay.pinned, stay.why
 
     def _doubt(self, state: _Round, doubt: Doubt) -> None:
-        """Read what may have caused a fault again: first from the cache, because another reader may have replaced it.
+        """Retry the object that may have caused a fault: first from the cache, which may be refreshed, then past it.
 
-        Raises StaleCacheError if all of it was read past the cache, and the fault may still be that of a cache.
+        Raises StaleCacheError if no object is left to retry, but a stale cache may still be the cause.
         """
         source, again = self.source, state.retry
         state.retry = None
@@ -392,7 +392,7 @@ class Resyncs:
 
 
 class IgnoredPins:
-    """Rare look for a pin, for a reader that follows none. ``notice`` names an ignored pin, or is empty."""
+    """Check, at most once a minute, for pins that a reader ignores. ``notice`` names such a pin, or is empty."""
 
     def __init__(self, monotonic: Callable[[], float]) -> None:
         self.notice = ""

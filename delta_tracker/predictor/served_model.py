@@ -315,7 +315,7 @@ def _table_names(model: Model) -> set[str]:
 
 
 def renamed(targets: dict[str, RowTarget], names: Mapping[str, str]) -> dict[str, RowTarget]:
-    """Return the targets under their names in the stream. ``names`` has those that differ, also of dense tensors."""
+    """Return the targets by their names in the stream. ``names`` maps each name that differs to the model's name."""
     if not names:
         return targets
     own = {fqn: name for fqn, name in names.items() if name in targets}
