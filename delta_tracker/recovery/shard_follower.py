@@ -89,8 +89,8 @@ class ShardFollower:
         """Apply entries until there are no more, or until the monotonic time ``until``. Return True if there was any.
 
         An entry that is started is applied completely. An error of the store or of the stream is logged and kept in
-        :attr:`error`, and this method then does nothing for up to five seconds. Raises the error of a stream that does
-        not fit the job, or never had states.
+        :attr:`error`, and this method then does nothing for up to five seconds. Raises an error if the stream
+        does not fit the job or contains no training states.
         """
         self._begin_again_if_restored()
         has_moved = False

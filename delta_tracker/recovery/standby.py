@@ -241,7 +241,7 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
             return self._complete(exchange, claimed, began)
 
     def close(self) -> None:
-        """End the metrics of this standby. The model still raises, unless this job has taken over. Not a collective."""
+        """Close the standby. If it has not taken over, forward passes of the model still raise. Not a collective."""
         self._ended = self._ended or "closed"
         self._gauges.close()
 

@@ -105,7 +105,7 @@ class RecoveryStream:
         self._reason = ""  # why there was no takeover
 
     def decided(self, silence: float | None, version: int | None) -> dict[str, Any]:
-        """Return the decision of ``follow(silence)``, with the version that is applied on rank 0."""
+        """Decide on rank 0, which has applied ``version``, what ``follow(silence)`` does next."""
         if self._monotonic() < self._next_look:
             return {}
         self._next_look = self._monotonic() + self._look_seconds

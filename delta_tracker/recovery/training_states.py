@@ -24,7 +24,7 @@ _T = TypeVar("_T")
 
 
 class _Kernel(TypedDict):
-    """Numbers of the kernel of a table, see :func:`~delta_tracker.sharding.optimizer_rows.kernel_scalars`."""
+    """Scalars of the kernel of a table, see :func:`~delta_tracker.sharding.optimizer_rows.kernel_scalars`."""
 
     iter: Count
     iter_cpu: Count
@@ -94,7 +94,7 @@ class TrainingStates:
         return [self.of_rank(rank, name) if name in self.names_of(rank) else None for rank in ranks]
 
     def kernels(self, rank: int) -> dict[str, dict[str, int | float]]:
-        """Return the numbers of the kernels that a rank had, by table FQN."""
+        """Return the scalars of a rank's kernels, such as ``iter`` and ``lr``, by table FQN."""
         held = self._library(rank, "kernels", dict[str, dict[str, Any]])
         numbers = {fqn: {name: _number(value) for name, value in each.items()} for fqn, each in held.items()}
         return cast("dict[str, dict[str, int | float]]", self._converted(rank, "kernels", numbers, dict[str, _Kernel]))

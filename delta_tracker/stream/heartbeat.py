@@ -274,7 +274,7 @@ def see_publisher(storage: Storage, head: Manifest) -> tuple[PublisherHeartbeat,
 
 
 class PublisherHeartbeatWriter:
-    """Writer of the heartbeats of one publisher, as :class:`HeartbeatWriter` without longer pauses after failures."""
+    """Writer of a publisher's heartbeats. Unlike :class:`HeartbeatWriter`, it does not back off after failures."""
 
     def __init__(self, storage: Storage, seconds: float = BEAT_SECONDS) -> None:
         self._storage = storage

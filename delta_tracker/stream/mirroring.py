@@ -445,7 +445,7 @@ class _Seen:
         return any(size(each.name) is None for each in entry.objects)
 
     def next_entry(self, version: int) -> bytes | None:
-        """Return the bytes of the entry to copy next; None if it does not exist, as far as a poll can tell."""
+        """Return the bytes of the entry to copy next; None if a poll does not find it."""
         return _read(self.source, version) if self.source.may_have(version) else None
 
 

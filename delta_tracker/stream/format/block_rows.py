@@ -231,7 +231,7 @@ class WholeBlocks:
 
 
 def newest(rows: Iterable[BlockRows]) -> tuple[list[BlockRows], list[BlockRows]]:
-    """Return whole blocks with listed rows written over them, and the other listed rows. Write them in this order."""
+    """Merge rows: return the whole blocks, with their listed rows applied, and the listed rows outside of them."""
     every = list(rows)
     whole = [each for each in every if each.ids is None]
     listed = [each for each in every if each.ids is not None]

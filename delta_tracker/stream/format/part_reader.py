@@ -273,7 +273,7 @@ def _refusals(name: str) -> Iterator[None]:
 
 
 def read_training(storage: Storage, stored: Stored) -> StateReader:
-    """Return a reader of a rank's training state, which checks only what it loads. Both may raise CorruptPartError."""
+    """Return a reader of a rank's training state, which validates only what it loads, and raises CorruptPartError."""
     source = Ranged(storage, stored)
     with _refusals(stored.name):
         span = _File(stored, {TRAINING_KEY: (torch.uint8, None)}, source).spans[TRAINING_KEY]

@@ -142,9 +142,9 @@ class UpkeepThread:
 
     @property
     def error(self) -> Exception | None:
-        """Error of the last compaction or of the last retention, without a traceback; None if neither failed.
+        """Error of the last compaction or retention, without a traceback; None if neither failed.
 
-        If both failed, the one that has failed for longer.
+        If both failed, it is the error of the step that failed first.
         """
         return next(iter(self._errors.values()), None)
 

@@ -1,4 +1,4 @@
-"""Stores of a stream, as a reader looks things up in them, and how far the reader is behind."""
+"""Stores from which a reader follows a stream, with the lag of the reader behind each."""
 
 from __future__ import annotations
 
