@@ -83,7 +83,7 @@ class Message:
 
     @property
     def data(self) -> bytes:
-        """Content as it is sent."""
+        """Content, encoded as JSON."""
         return json.dumps(self.content).encode()
 
     @classmethod

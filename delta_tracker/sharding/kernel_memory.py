@@ -186,7 +186,7 @@ def one_cut() -> AbstractContextManager[None]:
 
 
 def reading_in_place() -> AbstractContextManager[None]:
-    """Return a context manager in which :meth:`Kernel.rows` flushes no cache. For the hooks of each batch."""
+    """Return a context manager for the hooks of a batch, in which :meth:`Kernel.rows` does not flush the cache."""
     return _active("in_place")
 
 

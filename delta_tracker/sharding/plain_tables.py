@@ -96,7 +96,7 @@ class PlainTable:
         return []
 
     def weight_slots(self) -> list[tuple[Mapping[str, Tensor | None], str]]:
-        """Return the location of the weight."""
+        """Return the location of the weight, as a pair of a mapping and a key in the mapping."""
         return [(self.module._parameters, "weight")]  # noqa: SLF001
 
 

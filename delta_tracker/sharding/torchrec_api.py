@@ -69,8 +69,8 @@ class Torchrec:
     ) -> Iterator[tuple[str, nn.Module]]:
         """Yield ``(FQN, module)`` for ``module`` and each module below it.
 
-        FQNs are those of ``state_dict``, in which wrappers have no component. That of ``torch.compile`` has one, which
-        is omitted here. The wrappers themselves are not yielded.
+        Wrappers are not yielded, and have no component in an FQN. This holds for ``torch.compile`` too, although the
+        keys of ``state_dict`` contain its component.
 
         The walk does not go below a module for which ``is_leaf`` returns True. Modules in ``seen`` are omitted, and
         visited ones are added to it; None yields a module once for each of its FQNs.

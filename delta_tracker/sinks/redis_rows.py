@@ -175,7 +175,7 @@ class RedisServer:
             raise InvalidArgumentError("url", "...", "Write it as redis://host:port/db") from error
 
     def key(self, *parts: str | int) -> str:
-        """Return the key with some parts after the prefix."""
+        """Return the key that consists of the prefix and ``parts``, joined by colons."""
         return ":".join([self._prefix, *map(str, parts)])
 
     def keys(self, stream: str, kind: str, table: str, ids: Iterable[int]) -> list[str]:

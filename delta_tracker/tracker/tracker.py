@@ -632,7 +632,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         self._checkpoint.register_counter(name, counter)
 
     def state_dict(self, *, strategy: Strategy = "local") -> dict[str, Tensor]:
-        """Return the pending rows of every consumer, the registered counters and the notes about consumers.
+        """Return the pending rows and the note (a JSON value) of every consumer, and the registered counters.
 
         Rows of uncommitted reads, and rows whose update is in progress, are pending. Moves no cursor. Call it directly
         before or after the model's ``state_dict``, without an update between the two calls. The tensors are copies on

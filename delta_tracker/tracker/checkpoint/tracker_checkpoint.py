@@ -1,4 +1,4 @@
-"""Save and load the state of a tracker: pending rows, registered counters and notes about consumers."""
+"""Save and load the state of a tracker: pending rows and notes of consumers, and registered counters."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ class Restored(Enum):
 
 
 class TrackerCheckpoint:
-    """Saved state of a tracker: what a checkpoint has of it, and what a load replaces.
+    """State of a tracker to save in a checkpoint and to load from it.
 
-    The state consists of the pending rows of all consumers, the registered counters, and the notes about consumers.
+    The state consists of the pending rows and notes of all consumers, and of the registered counters.
     A note is a JSON value that the owner of a consumer sets.
 
     Args:
