@@ -1,4 +1,4 @@
-"""Base classes of objects with hooks, locks or threads: what a fork, ``pickle`` and ``copy`` do with them."""
+"""Base classes of objects with hooks, locks or threads, which define their behavior on fork, pickle and copy."""
 
 from __future__ import annotations
 

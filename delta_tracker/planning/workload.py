@@ -135,7 +135,7 @@ class Workload:
 def observe(log: StreamLog) -> Workload:
     """Return the workload of a stream, from its last 100 entries. Reads no rows.
 
-    The time between two versions is their median, and the number of ranks the largest number of parts of a delta.
+    The time between versions is the median, and the number of ranks is the largest number of parts in a delta.
 
     Raises:
         InvalidArgumentError: if there is no stream, or if it has fewer than two deltas, has states or raw ids, or has

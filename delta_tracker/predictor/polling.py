@@ -114,7 +114,7 @@ class PollSchedule:
         self.retry_seconds = doubled if seconds is None else seconds
 
     def found_no_stream(self) -> None:
-        """Poll often, because the id of the stream is unknown, so that there are no hints."""
+        """Poll often until the stream is found: hints cannot be received without its id."""
         self.retry_seconds = min(self._longest, _NO_STREAM_SECONDS if self._is_fixed else _MAX_NO_STREAM_SECONDS)
 
 

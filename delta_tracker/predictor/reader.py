@@ -365,7 +365,7 @@ class Reader:
 
 
 class Resyncs:
-    """Count and log of resyncs, and of faults, each of which is logged once until the next version is applied."""
+    """Counter and log of resyncs and faults. Each fault is logged once until the next version is applied."""
 
     def __init__(self) -> None:
         self.count = 0

@@ -115,7 +115,7 @@ class SinkWriter(Forkable):
         self._is_known = True
 
     def resolve(self, manifest: Manifest) -> Receiver:
-        """Return the tables of a version. Raise ModelMismatchError if the stored ones of its stream differ."""
+        """Return the tables of a version. Raise ModelMismatchError if the row store has other tables of its stream."""
         held = self._held(manifest)
         if held is not None:
             missing = held.tables.keys() - manifest.tables.keys() if manifest.kind == "snapshot" else set()

@@ -54,7 +54,7 @@ class CopiedRows:
     """Copies of the rows and dense tensors of a version.
 
     Args:
-        copies: the copies to wait for before anything is read, also the additional selections.
+        copies: copies that must be complete before ``rows`` or ``dense`` is read.
     """
 
     rows: Sequence[BlockRows]

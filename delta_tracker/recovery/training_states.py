@@ -69,7 +69,7 @@ class TrainingStates:
         return len(self._stored)
 
     def load(self, rank: int, *path: str) -> Any:  # noqa: ANN401  the state of an object of the user
-        """Return the value of the training state of a rank to which the keys ``path`` lead."""
+        """Return the value at the nested keys ``path`` in a rank's training state."""
         return self._found(rank, "value", path, StateReader.load)
 
     def keys(self, rank: int, *path: str) -> list[str]:

@@ -173,7 +173,7 @@ def _load_history(module: Any, parts: Sequence[Mapping[str, Any]], device: torch
 
 
 def _parts(module: Any, states: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:  # noqa: ANN401
-    """Return the states of the slots of a module, in the order of their slots."""
+    """Return the saved states that overlap with the slots of a module, ordered by slot."""
     first, end = _rows(module)
     return sorted((each for each in states if first < _slots(each)[1] and _slots(each)[0] < end), key=_slots)
 

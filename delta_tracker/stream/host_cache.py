@@ -127,7 +127,7 @@ class HostCache:
             time.sleep(_WAIT_SECONDS)
 
     def _fetch(self, storage: Storage, part: Part, draft: int) -> int | None:
-        """Fetch a part into its locked draft, verify it, and rename it. Return its descriptor as :meth:`open`."""
+        """Fetch a part into its locked draft, verify it, and rename it. Return what :meth:`open` returns."""
         with ExitStack() as stack:
             stack.callback(self._drop, part, draft)
             # Another process may have completed the file between the look for it and the lock.

@@ -311,7 +311,7 @@ class StreamLog:
             raise
 
     def newest_snapshot(self) -> Manifest | None:
-        """Return the newest snapshot that a reader can start from, of the log or merged; None if there is none."""
+        """Return the newest snapshot that a reader can start from, which may be merged; None if there is none."""
         head = self.head()
         if head is None:
             return None

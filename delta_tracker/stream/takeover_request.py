@@ -1,4 +1,4 @@
-"""What a standby reads: signs of life of the stream's publisher, and requests to take over.
+"""Records that a standby reads: signs of life of the stream's publisher, and requests to take over.
 
 A request is the object ``control/takeover.json``, a JSON object with the fields of :class:`TakeoverRequest`. It names
 the generation to fence, so that only one standby takes over, and the object need not be deleted.
@@ -44,8 +44,8 @@ class Signs:
 class Liveness:
     """Reader of the signs of life of a stream's publisher.
 
-    No clock of a host is used: the time of a look is the modification time of an object that the look writes, the
-    heartbeat ``name`` among those of the predictors. An observer that cannot reach the store decides nothing.
+    Host clocks are not used. Each look writes the predictor heartbeat ``name``, and its modification time is the time
+    of the look. If the store cannot be reached, nothing is decided.
     """
 
     def __init__(self, storage: Storage, name: str) -> None:

@@ -28,7 +28,7 @@ class CatchUp:
 
         The merged delta is the longest that applies and skips at least 8 versions. A newer snapshot is returned instead
         if its parts are smaller than those of all versions on the way to it; beyond 64 versions their size is
-        estimated. Entries that were avoided and unreadable merged entries are skipped.
+        estimated. Entries that could not be applied or read before are skipped.
         """
         held = position.version
         if not self._log.is_listed:  # a pointer that is not far ahead need not be confirmed

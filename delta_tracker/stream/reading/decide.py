@@ -69,7 +69,7 @@ class Fault:
     error: StreamError
 
     def concerns(self, number: int, entry: Manifest) -> bool:
-        """Return True if an entry at a url has this fault. What does not fit the reader has it at every url."""
+        """Return True if an entry has this fault at url ``number``. Some errors apply to the entry at every url."""
         if number != self.number and not isinstance(self.error, OF_ALL_URLS):
             return False
         own = self.entry
@@ -325,7 +325,7 @@ def _not_yet(log: SeenLog, order: Order) -> Stay:
 
 
 def _to_order(log: SeenLog, view: View, order: Order) -> Apply | Stay:
-    """Apply what leads exactly to a pin, or the newest snapshot at or above a release, as far as a canary allows."""
+    """Apply the next entry on the way to a pin, or the newest snapshot at or after a release, if a canary allows it."""
     if order.kind == "pin":
         return _to_pin(log, view, order)
     return _first(log, view, _released_snapshots(log, view, order), Rule.RELEASE) or _not_yet(log, order)

@@ -38,11 +38,11 @@ class _Table:
 
 
 class DeltaStore:
-    """Store of lookups, which a tracker does not use: for ids that are not rows of a table.
+    """Standalone store of lookups, for ids that are not rows of a table.
 
     It keeps the lookups of all tables until they are deleted, and has the interface of TorchRec's store of the same
-    name. A tracker keeps one :class:`~delta_tracker.tracker.store.segments.SegmentStore` per table, which takes less
-    memory. Its memory grows with the number of stored ids, not with the size of the tables.
+    name. Its memory grows with the number of stored ids, not with the size of the tables. A tracker does not use it:
+    one :class:`~delta_tracker.tracker.store.segments.SegmentStore` per table takes less memory.
 
     Call :meth:`append` for each batch, in ascending order of batches. To read, call :meth:`get_delta` with the first
     batch that the reader has not read. Call :meth:`delete` with the first batch that at least one reader has not read.
