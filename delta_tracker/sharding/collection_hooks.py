@@ -50,11 +50,11 @@ class LaunchHook(Watcher):
         super().remove()
 
     def _report(self, dist: object, *_: object) -> None:
-        if any(dist is each for each in self._dists):  # a copy of the collection has this hook, too
-            self._contained(self._output_launched, otherwise=None)
+        self._contained(lambda: self._output_launched(dist), otherwise=None)
 
-    def _output_launched(self) -> None:
-        if not is_capturing():
+    def _output_launched(self, dist: object) -> None:
+        is_own = any(dist is each for each in self._dists)  # a copy of the collection has this hook, too
+        if is_own and not is_capturing():
             self._listener.output_launched()
 
 

@@ -167,5 +167,7 @@ class ChangeLog:
             nothing = {name: PendingState(num_batches, {}) for name in self.consumers.names}
             try:
                 self.restore(LogState(num_batches, nothing, {}))
-            finally:
                 self.segments.mark_all_later()
+            except BaseException:  # also after an interrupt while they were marked
+                self.segments.mark_all_later()
+                raise
