@@ -19,7 +19,7 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Return True for a finite integer or float, also of numpy; False for a bool, a string or any other object.
+    """Return True for a finite integer or float, including numpy's; False for a bool, a string or any other object.
 
     Example:
         >>> is_number(0.5), is_number("0.5"), is_number(float("nan")), is_number(True)

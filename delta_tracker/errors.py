@@ -344,7 +344,7 @@ class NotRecoverableError(StreamError, LookupError):
 
 
 class IncompleteModelError(StreamError, RuntimeError):
-    """The model has rows of different times, because a restore of version ``version`` did not end.
+    """The model mixes rows of several versions, because a restore of version ``version`` was not completed.
 
     If ``is_following``, it follows a stream as a :class:`~delta_tracker.recovery.standby.Standby`, and has the rows of
     that version, but no other state.
@@ -834,7 +834,7 @@ def _picklable(error: BaseException | None) -> BaseException | None:
 
 @cache
 def _distribution() -> str | None:
-    """Return the name of the distribution that installed this library; None if no or several metadata claim it."""
+    """Return the name of the distribution that installed this library; None if it is unknown or ambiguous."""
     from importlib.metadata import entry_points  # noqa: PLC0415  slow to import
 
     try:
@@ -846,13 +846,13 @@ def _distribution() -> str | None:
 
 
 def _brief(value: object) -> str:
-    """Return the ``repr`` of a value in one line of at most 500 characters; of a tensor or array, kind and shape."""
+    """Return the ``repr`` of a value in a line of at most 500 characters; for a tensor or array, kind and shape."""
     text = " ".join(line.strip() for line in _shown(value).splitlines())
     return text if len(text) <= _MAX_REPR else f"{text[:_MAX_REPR]}..."
 
 
 def _shown(value: object, depth: int = 0) -> str:
-    """Return the ``repr`` of a value; of a tensor or array, also in dicts and lists, kind and shape."""
+    """Return the ``repr`` of a value; for a tensor or array, also in dicts and lists, its kind and shape."""
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
     if shape is not None and dtype is not None and not isinstance(value, type) and math.prod(shape) > _MAX_ITEMS:
         return f"<{type(value).__name__} {list(shape)} of {str(dtype).removeprefix('torch.')}>"

@@ -38,7 +38,7 @@ def num_announced() -> int:
 
 
 def trained_memory() -> set[tuple[str, int, int]]:
-    """Return where the tracked tables of this process are, to which no predictor may write."""
+    """Return the memory of the tracked tables of this process, to which no predictor may write."""
     living = [trained for reference in _TRAINED.valuerefs() if (trained := reference()) is not None]
     return {span for trained in living for span in trained.spans()}
 
@@ -96,7 +96,7 @@ def protect(forkable: Forkable) -> None:
 
 @cache
 def _register_handlers() -> None:
-    """Register handlers of forks, which cannot be removed: once, and not before the first use."""
+    """Register the fork handlers once, at the first use, because they cannot be removed."""
     os.register_at_fork(
         before=partial(_call, methodcaller("before_fork")),
         after_in_parent=partial(_call, methodcaller("after_fork_in_parent")),

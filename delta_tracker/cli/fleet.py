@@ -94,7 +94,7 @@ def _described(pin: Pin, now: float) -> str:
 
 
 def _remark(predictor: SeenPredictor, now: float) -> str:
-    """Return what follows the name of a predictor below the table; empty if there is nothing to say."""
+    """Return the remark about a predictor that is printed below the table; empty without one."""
     if predictor.beat.error is not None:
         return f" has an error: {predictor.beat.error}"
     if predictor.is_silent:

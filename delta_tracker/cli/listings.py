@@ -36,7 +36,7 @@ def predictor_cells(predictor: SeenPredictor) -> list[Text]:
 
 
 def no_data(predictor: SeenPredictor, now: float) -> str:
-    """Return since when a silent predictor has left no heartbeat, and its version then. ``now`` is the store's time."""
+    """Return the time of a silent predictor's last heartbeat, and its version, as text. ``now`` is the store's time."""
     last = "" if predictor.beat.version is None else f" at version {predictor.beat.version}"
     return f"no data since {moment(now - predictor.seconds_ago)}{last}"
 

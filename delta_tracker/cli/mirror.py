@@ -113,7 +113,7 @@ def command(  # noqa: PLR0913  the options of the command
 
 
 def _refuse_live_source(stream: Stream, mirror: Storage, silence: float) -> None:
-    """Return if the publisher of a mirror's source is silent, or if the source is lost.
+    """Raise an error unless the publisher of a mirror's source is silent or the source is lost.
 
     Raises:
         LivePublisherError: if the publisher may be alive.

@@ -63,7 +63,7 @@ def _silence(view: View) -> list[Notice]:
 
 
 def _notices(view: View, height: int | None) -> list[Text]:
-    """Return the lines that say what needs attention, and what to do next. A low terminal has fewer of them."""
+    """Return the notices as lines that name the problem and the next step. A small terminal shows fewer of them."""
     found = sort_notices([*_silence(view), *of_predictors(view.predictors), *of_clocks(view.skews)])
     made = [] if view.problem is None else [one_line(f"✕ {view.problem}", "bold red")]
     most = _UNLIMITED if height is None else 1 if height < 20 else 4 if height < 30 else 8  # noqa: PLR2004
@@ -79,7 +79,7 @@ def _notices(view: View, height: int | None) -> list[Text]:
 
 
 def _shares(room: int, wanted: Sequence[int]) -> list[int]:
-    """Return the number of lines of each table: the tables take turns, up to the lines that each needs.
+    """Return the number of lines of each table. Lines are assigned in turn, until each table has the lines it needs.
 
     Each table gets one line even if ``room`` is smaller.
     """

@@ -1,4 +1,4 @@
-"""What commands share: the stream that they work on, with the options of its store, types of options, and SIGTERM."""
+"""Shared parts of the commands: the stream argument, options of the store, types of options, and SIGTERM."""
 
 from __future__ import annotations
 

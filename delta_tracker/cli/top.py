@@ -128,7 +128,7 @@ def _notes() -> Iterator[_Notes]:
 
 @contextmanager
 def _reading_keys() -> Iterator[Callable[[float], str]]:
-    """Yield a function that waits some seconds for a key, and returns it in lower case, or an empty text.
+    """Yield a function that waits some seconds for a key, and returns it in lower case, or an empty string.
 
     During the ``with`` statement, the terminal passes keys on at once and does not show them. Ctrl-C still interrupts.
     The settings of the terminal are restored at the end. No keys are read if stdin is no terminal.

@@ -261,7 +261,7 @@ class _Check:
         return (named, named >= 0) if snapshot is None else (snapshot.version, False)
 
     def _check_parts(self, manifest: Manifest, again: Callable[[], Manifest | None]) -> bool:
-        """Check the objects of an entry, which ``again`` reads again. Return True if none is damaged or missing."""
+        """Check an entry's objects. ``again`` reads the entry again. Return True if no object is damaged or missing."""
         is_whole = True
         for each, check in self._checks(manifest):
             try:

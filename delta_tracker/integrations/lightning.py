@@ -285,12 +285,12 @@ class TrackerCallback(Callback):
         return self.tracker.state_dict(strategy="gather_or_local")
 
     def _built(self, pl_module: LightningModule) -> dict[str, object]:
-        """Build the tracker. Return what must be the same on every rank."""
+        """Build the tracker. Return its description, which must be equal on all ranks."""
         self._tracker = self._build(pl_module)
         return self._tracker.checkpoint.description()
 
     def _loaded(self, saved: _Saved | None) -> dict[str, object]:
-        """Load a state. Return what must be the same on every rank."""
+        """Load a state. Return its description, which must be equal on all ranks."""
         if saved is None:
             return {"tracker state of a checkpoint": "no checkpoint"}
         if not saved.is_restored:
@@ -363,7 +363,7 @@ class CountersCallback(Callback):
                 self._counters.load_state_dict(saved)
 
     def _checked(self, saved: Mapping[str, Tensor]) -> dict[str, object]:
-        """Check a state before any rank loads it. Return what must be the same on every rank."""
+        """Check a state before any rank loads it. Return its description, which must be equal on all ranks."""
         if saved:
             self._counters.check(saved)
         elif self._is_required:
@@ -391,11 +391,11 @@ def _mark_everything(tracker: ModelDeltaTracker) -> None:
 
 
 def _has_other_weights(checkpoint: Mapping[str, Any]) -> bool:
-    """Return True if the weights of a checkpoint are others than those of its tracker state."""
+    """Return True if the weights of a checkpoint differ from those of its tracker state."""
     return bool(checkpoint.get(_WRITTEN, False)) or _AVERAGED in checkpoint
 
 
 def _restores_weights(trainer: Trainer, checkpoint: Mapping[str, Any]) -> bool:
-    """Return True if a callback of ``trainer`` loads the weights of the tracker state after the average."""
+    """Return True if a callback of ``trainer`` averages weights, and restores those of the tracker state."""
     kinds = {kind.__name__ for each in trainer.callbacks for kind in type(each).__mro__}
     return trainer.state.fn == "fit" and "WeightAveraging" in kinds and not checkpoint.get(_WRITTEN, False)

@@ -151,7 +151,7 @@ def _work(calls: queue.SimpleQueue[Call | None]) -> None:
 
 
 def _make(action: Callable[[], None], call: Future[None]) -> None:
-    """Call ``action``, and end the future with its exception, if any."""
+    """Call ``action``, and complete the future ``call`` with its exception, if any."""
     try:
         action()
     except BaseException as error:  # noqa: BLE001  user code must not end the worker thread

@@ -66,7 +66,7 @@ class Registry:
             return known
 
     def add_source(self, source: MetricSource) -> None:
-        """Add a source, which is read at every collection. Its attribute ``if_taken`` decides what a name in use means.
+        """Add a source, which is read at every collection. Its ``if_taken`` says what to do if its name is in use.
 
         Raises InvalidArgumentError if the name is in use and the source must not replace another one.
         """

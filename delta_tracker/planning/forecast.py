@@ -267,7 +267,7 @@ class Forecast:
 
     @property
     def longest_start_bytes(self) -> int | None:
-        """As :attr:`start_bytes`, with all of these deltas."""
+        """Maximum of :attr:`start_bytes`, with all deltas between two snapshots."""
         if self.workload.snapshot_every is None:
             return None
         return self.snapshot.read_bytes + (self.workload.snapshot_every - 1) * self.delta.read_bytes

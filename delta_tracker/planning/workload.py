@@ -1,4 +1,4 @@
-"""Description of a stream to forecast: its tables, its rates and its readers, given or as a stream shows them."""
+"""Description of a stream to forecast: its tables, rates and readers, which are given or observed."""
 
 from __future__ import annotations
 

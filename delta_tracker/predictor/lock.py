@@ -1,4 +1,4 @@
-"""Order of lookups in many threads and one thread that writes rows.
+"""Synchronization of lookups in many threads with the thread that writes rows.
 
 :class:`TableLock` orders them on the host. What a thread launched on CUDA while it held the lock may run after the
 thread has released the lock: :class:`TableFence` orders it on the devices. Work on one stream runs in the order of its
@@ -149,7 +149,7 @@ class TableLock:
 
 
 class TableFence:
-    """Order, on the devices, between lookups and writes that a lock orders on the host.
+    """Fence that orders lookups and writes on the devices, as :class:`TableLock` orders them on the host.
 
     Each lookup waits for the last write, and each write for it and all lookups since. The devices wait, not the
     threads.

@@ -1,4 +1,4 @@
-"""When a follower polls: intervals that grow while a stream is at rest or hints arrive, back-off, checks for gaps."""
+"""Schedule of a follower's polls: their interval depends on new versions, hints and errors. Also of its gap checks."""
 
 from __future__ import annotations
 
@@ -139,5 +139,5 @@ class GapChecks:
 
 
 def jittered(seconds: float, runtime: Runtime) -> float:
-    """Return ``seconds``, from 0.1 s on times a random factor, so that many readers do not send requests at once."""
+    """Return ``seconds``, times a random factor from 0.1 s on, so that many readers do not send requests at once."""
     return seconds * runtime.uniform(0.75, 1.25) if seconds >= _LEAST_JITTERED_SECONDS else seconds

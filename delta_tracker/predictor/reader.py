@@ -415,7 +415,7 @@ class IgnoredPins:
 
 @dataclass(slots=True, eq=False)
 class _Round:
-    """Record of what one round has seen and tried. A round that reads past a cache looks for a gap in any case.
+    """State of one round: what it has read and retried. A round that reads past a cache always looks for a gap.
 
     Args:
         view: what the next decision depends on.

@@ -1,4 +1,4 @@
-"""Find what a version is written to in a serving model: :class:`ServedModel`."""
+"""Find the tensors of a serving model that a version is written to: :class:`ServedModel`."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class Names:
         self.depends_on_stream = not isinstance(choice, Mapping) or len(self._whole) < len(given)
 
     def of(self, names: Iterable[str]) -> dict[str, str]:
-        """Return name in the stream to name in the model, for those of ``names`` that differ and all whole names."""
+        """Return the model's name by the stream's name, for the ``names`` that differ and all names given in full."""
         if not self.depends_on_stream:
             return self._whole
         return {name: own for name in names if (own := self._own(name)) != name} | self._whole
@@ -244,7 +244,7 @@ class Receiver:
 
 
 def _memory(model: Model) -> list[tuple[object, ...]] | None:
-    """Return the names of all tensors of a model, and where they are; None if some tables are not plain tensors."""
+    """Return the names of all tensors of a model, and their addresses; None if some tables are not plain tensors."""
     if isinstance(model, nn.Module) and has_fbgemm_tables(model):
         return None
     named = _named_tensors(model) if isinstance(model, nn.Module) else model.items()

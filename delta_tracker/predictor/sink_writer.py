@@ -100,7 +100,7 @@ class SinkWriter(Forkable):
         self._is_known = False
 
     def restore(self) -> None:
-        """Read the position from the row store if it is unknown, and complete or undo what was interrupted."""
+        """Read the position from the row store if it is unknown, and complete or undo an interrupted write."""
         if self._is_known:
             return
         self._sink.open()

@@ -29,7 +29,7 @@ class VersionWriter:
         self._buffer = PartBuffer()
 
     def restart(self) -> None:
-        """Drop what was read from a store, because it is read again from another one."""
+        """Drop data read from a store, because it will be read from another store."""
         self._buffer = PartBuffer()
 
     def apply(self, entry: Manifest, storage: Storage, *, is_elsewhere: bool) -> None:

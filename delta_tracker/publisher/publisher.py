@@ -449,7 +449,7 @@ def _budget(top_k: TopK | None) -> str:
 
 
 def _check(url: object, cadence: object, upkeep: object, recovery: object) -> None:
-    """Raise InvalidArgumentError if one is invalid, or if a takeover has claimed a stream that needs ``recovery``."""
+    """Raise InvalidArgumentError if an argument is invalid, or if the claim of a takeover needs ``recovery``."""
     check_type("cadence", cadence, Cadence, "Cadence(batches=100)")
     check_type("upkeep", upkeep, Upkeep, "Upkeep(compact_every=50)")
     check_recovery(recovery)

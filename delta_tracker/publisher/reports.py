@@ -54,7 +54,7 @@ class Reports:
         self._version = cache(recorder.published_version.cell)
 
     def open(self) -> None:
-        """Create the metrics that alerts use, even though there is nothing to count yet.
+        """Create the metrics that alerts use, with the value 0.
 
         Alerts can then detect the first failure and the absence of new versions. Call it after the claim of the stream.
         """

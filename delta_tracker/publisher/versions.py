@@ -1,4 +1,4 @@
-"""Version that a publisher writes, from the votes for it to its end: :class:`Versions`.
+"""State of the version that a publisher writes, from the votes for it to its completion: :class:`Versions`.
 
 The states of a version come first, and the pure function that decides what is next: :func:`decide`.
 """
@@ -123,7 +123,7 @@ _ENOUGH: Mapping[Publishes, Collection[Step]] = {
 
 
 def decide(flight: Flight | None, votes: int, most: Vote) -> Step:
-    """Return what a rank does next, after the votes of all ranks, whose fields have the maximum ``most``."""
+    """Return what a rank does next after a vote. ``most`` has the maximum of each field over the votes of all ranks."""
     if flight is not None and flight.after == votes:  # an interrupt came after these votes had been acted on
         return Step.WAIT
     if most.is_working or isinstance(flight, Cut):
@@ -184,7 +184,7 @@ class Versions:
         self._call = None
 
     def step(self) -> None:
-        """Send the votes that are due, and act on the votes before them."""
+        """Send the votes that are due, and act on the previous votes."""
         ballots = self._ballots
         while ballots.num_owed:  # several votes if the other ranks are ahead
             if ballots.pending is not None:
@@ -198,13 +198,13 @@ class Versions:
                 self._count()
 
     def land(self) -> None:
-        """Complete the version that has begun, if there is one, and report its result."""
+        """Complete the version in progress, if there is one, and report its result."""
         self.step()
         self._complete()
         self._ballots.send_owed_message()
 
     def publish(self, name: Publishes) -> None:
-        """Publish a version, and report its result. A version that has begun is completed first."""
+        """Publish a version, and report its result. A version in progress is completed first."""
         call, ballots = self._called(name), self._ballots
         if call.voted is None:
             self.step()

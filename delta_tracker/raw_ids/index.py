@@ -1,4 +1,4 @@
-"""Index of the rows of raw ids, for serving code without torchrec, and the sorted mapping that it is.
+"""Index of the rows of raw ids, for serving code without torchrec, and the sorted mapping that implements it.
 
 Notation: ``R`` is the number of rows of a mapping, ``N`` the number of ids of a call.
 """

@@ -267,7 +267,7 @@ def _names(saved: Iterable[str], found: Iterable[str], ignore: Collection[str]) 
 
 
 def check_same(what: str, saved: object, found: object) -> None:
-    """Raise RestoreMismatchError unless ``saved`` and ``found`` are equal. None means that one lacks ``what``."""
+    """Raise RestoreMismatchError unless ``saved`` and ``found`` are equal. None means that ``what`` is missing."""
     if saved != found:
         missing = "missing"
         raise RestoreMismatchError(what, missing if saved is None else saved, missing if found is None else found)
@@ -358,7 +358,7 @@ def _by_parameters(groups: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any
 
 
 def _check_keys(what: str, saved: Collection[str], found: Collection[str], *remedy: str) -> None:
-    """Check that both have the same keys. A renamed one is in both lists of the message."""
+    """Check that both have the same keys. A renamed key is in both lists of the message."""
     only_saved, only_found = sorted(set(saved) - set(found)), sorted(set(found) - set(saved))
     if only_saved or only_found:
         raise RestoreMismatchError(f"the list of {what}", only_saved, only_found, *remedy)

@@ -203,7 +203,7 @@ def names_of_all_ranks(states: TrainingStates, ignore: Collection[str], url: str
 
 
 def _kernels(states: TrainingStates, shards: Mapping[str, LocalShard], own: int | None) -> dict[str, Scalars]:
-    """Return the numbers of the kernels of this rank's fused tables, by FQN.
+    """Return the scalars of the kernels of this rank's fused tables, by FQN.
 
     Uses those that the rank ``own`` saved, unless it is None. Those of its other tables must be equal on all ranks.
     """

@@ -209,7 +209,7 @@ class ShardFollower:
         return bool(self._ahead)
 
     def _is_forward(self, target: Manifest) -> bool:
-        """Return True unless the model has rows that are as new. Raise OlderCopyError for an older copy of the log."""
+        """Return True unless the model's rows are as new as ``target``. Raise OlderCopyError for an older copy."""
         position = self._position
         if self.newest is None or position is None or target.stream != position.stream:
             return True

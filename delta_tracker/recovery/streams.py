@@ -1,4 +1,4 @@
-"""Streams of a trainer, as its standby sees them, and the metrics of the standby. None makes a collective call."""
+"""Streams that a standby reads and claims, and the metrics of the standby. Makes no collective call."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ class RecoveryStream:
         return self._due(signs.head, known, is_forced=request is not None and request.force, last=signs.last)
 
     def judged(self, version: int | None, *, force: bool, silence: float) -> dict[str, Any]:
-        """Return the decision of ``take_over(force, silence)``, with the version that is applied on rank 0."""
+        """Decide on rank 0, which has applied ``version``, what ``take_over(force, silence)`` does."""
         signs = None if force else self._liveness.look(*self.shown)
         if signs is not None:
             self._check_interval(silence, signs)

@@ -1,4 +1,4 @@
-"""Find what a fused optimizer keeps: the states of each row, and the numbers of each kernel.
+"""Read the state of fused optimizers: the states of each row, and the scalars of each kernel.
 
 Notation: ``R`` is the number of rows of a shard.
 
@@ -100,7 +100,7 @@ class StateWatch:
 
 
 def kernel_scalars(shards: Mapping[str, LocalShard]) -> dict[str, dict[str, int | float | Tensor]]:
-    """Return the numbers of the kernel of each fused table that this rank holds, without a wait for a device.
+    """Return the scalars of the kernel of each fused table that this rank holds, without a wait for a device.
 
     The numbers are ``iter`` (of a kernel on a device, a live tensor without dimensions), ``iter_cpu``, ``lr`` (learning
     rate of the kernel), ``group_lr`` (learning rate of the optimizer object), ``eps``, ``beta1``, ``beta2`` and
@@ -137,7 +137,7 @@ def check_scalars(shards: Mapping[str, LocalShard], scalars: Mapping[str, Scalar
 
 
 def write_scalars(shards: Mapping[str, LocalShard], scalars: Mapping[str, Scalars]) -> None:
-    """Set the numbers of all fused kernels that this rank holds, after :func:`check_scalars`."""
+    """Set the scalars of all fused kernels that this rank holds, after :func:`check_scalars`."""
     for fqn, kernel in _fused(shards):
         _write(kernel, scalars[fqn])
 

@@ -1,4 +1,4 @@
-"""Which release of FBGEMM fits which release of torch.
+"""Compatibility of FBGEMM releases with torch releases.
 
 FBGEMM's libraries are compiled for one minor release of torch, and its wheels do not say which. With another one, its
 import fails with an ``OSError`` or an undefined symbol, which names neither of them.

@@ -68,7 +68,7 @@ class ReplicaGroup:
         self._ends = list(itertools.accumulate(sizes, initial=len(sizes)))
 
     def every_row(self) -> dict[str, Tensor | None]:
-        """Return None for each table. None means all rows."""
+        """Return None, which means all rows, for each table."""
         return dict.fromkeys(self.shards)
 
     def no_row(self) -> dict[str, Tensor | None]:

@@ -70,7 +70,7 @@ class CachedTable:
         memory.index_copy_(0, found.index_select(0, source).clamp(min=0), new)
 
     def _indices(self, ids: Tensor) -> Tensor:
-        """Return the place of each row in the cache, ``[N]`` int64; -1 for a row that is not cached."""
+        """Return the index of each row in the cache, ``[N]`` int64; -1 for a row that is not cached."""
         tbe = self.tbe
         ways = getattr(tbe, "cache_assoc", None)
         lookup = torch.ops.fbgemm.direct_mapped_lxu_cache_lookup if ways == 1 else torch.ops.fbgemm.lxu_cache_lookup

@@ -285,7 +285,7 @@ def _is_skipped(optimizer: torch.optim.Optimizer, gradient: Tensor) -> bool:
 
 
 class _Steps:
-    """The hooks of all trackers, behind one pair of hooks of torch, which stays registered from the first use on.
+    """Hooks of all trackers, called by one pair of torch's hooks, which stays registered after the first use.
 
     torch iterates over its dictionary of hooks during each step of an optimizer. The garbage collector may delete a
     tracker in the middle of a step; to remove a hook of torch there would raise an error in the step.

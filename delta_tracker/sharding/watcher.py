@@ -1,4 +1,4 @@
-"""Base class of the hooks, and what they share: the listener, wrapped methods, and calls that are not compiled."""
+"""Base class of the hooks, and their shared parts: listener, wrapped methods, and calls that are not compiled."""
 
 from __future__ import annotations
 

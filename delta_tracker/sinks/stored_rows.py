@@ -145,7 +145,7 @@ def current_state(data: bytes | None) -> SinkState:
 
 
 class Lookup:
-    """Lookup of ids in one table as of one state: says which keys to read, and decodes what was read.
+    """Lookup of ids in one table at one state: names the keys to read, and decodes their values.
 
     Args:
         ids: ``[N]`` int64 on the CPU: global row ids, or raw ids for a table with raw ids.

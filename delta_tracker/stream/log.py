@@ -340,7 +340,7 @@ class StreamLog:
         return found[1:]
 
     def is_surely_newest(self, entry: Manifest) -> bool:
-        """Return True if an entry is the newest one, as far as single requests to a local directory can show it.
+        """Return True if single requests to a local directory prove that an entry is the newest one.
 
         Always False if the store is not a local directory.
         """
@@ -891,5 +891,5 @@ def generation_error(entry: Manifest, before: Manifest) -> MalformedError:
 
 
 def part_name(version: int, generation: int, author: str) -> str:
-    """Return a new, unique name for a part of ``version`` or a later one; ``author`` is such as ``r3`` for rank 3."""
+    """Return a new, unique name for a part of ``version`` or a later one. ``author`` is ``r3`` for rank 3."""
     return f"parts/{version:020d}-g{generation}-{author}-{secrets.token_hex(8)}.safetensors"

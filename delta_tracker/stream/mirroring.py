@@ -426,7 +426,7 @@ class Copy:
 
 
 class _Seen:
-    """Answers of the source in one step of a mirror, which asks each question once."""
+    """Answers of the source in one step of a mirror. Each is requested only once."""
 
     def __init__(self, log: StreamLog, destination: str, diverged: Callable[[int, str], MirrorDivergedError]) -> None:
         self.source = log

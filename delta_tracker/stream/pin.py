@@ -80,7 +80,7 @@ def newest_counter(storage: Storage, *, after: int = 0) -> int:
 
 
 def last_present(is_there: Callable[[int], bool], after: int) -> int:
-    """Return ``after``, or a number above it that is present, without a present successor.
+    """Return a present number above ``after`` whose successor is missing; ``after`` if there is none.
 
     Makes a logarithmic number of calls.
     """
@@ -225,7 +225,7 @@ class PinReader:
             self._confirmed = pin
 
     def doubt(self, pin: Pin) -> None:
-        """Look again for a pin at the next look, because its entry is missing or another one."""
+        """Look for a pin again at the next look, because its entry is missing or has another hash."""
         if pin == self._newest:
             self._recheck_at = 0.0
 

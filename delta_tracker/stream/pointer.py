@@ -228,7 +228,7 @@ class PointerReader(Forkable):
                     self.confirmed = self._base = claimed
 
     def refuse(self, pointer: HeadPointer, trouble: StaleCacheError) -> None:
-        """Ignore a pointer: past all caches, its entry is missing or another one. This is checked again every 10 s."""
+        """Ignore a pointer: past all caches, its entry is missing or has another hash. Checked again every 10 s."""
         with self._lock:
             self.trouble = self.trouble or trouble
             self._refused = pointer, self._runtime.monotonic(), trouble

@@ -1,4 +1,4 @@
-"""Estimate of a store's current time, so that no age is the difference of two hosts' clocks."""
+"""Estimate of a store's current time, so that ages do not depend on the clocks of two hosts."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ _POLL_SECONDS = 0.001
 
 
 class TrackerParts(NamedTuple):
-    """What a handle needs of its tracker."""
+    """Parts of a tracker that its handles use."""
 
     log: ChangeLog
     model: TrackedModel
@@ -120,7 +120,7 @@ class ConsumerHandle(Uncopied, remedy="Save or copy the tracker's state_dict(), 
         return self._record.is_behind
 
     def others(self) -> dict[str, tuple[int, dict[str, Tensor]]]:
-        """Return what is pending for the tracker's other consumers, as far as the log can tell without reading it.
+        """Return the pending rows of the tracker's other consumers, as far as they are known without reading the log.
 
         Consumers that were dropped, and those that :meth:`begin_copy` added, are omitted. By name, returns the position
         of the consumer's cursor, after which all changed rows are pending, and its carried rows: table FQN to ``[N]``

@@ -174,7 +174,7 @@ class DataPosition(Uncopied, Generic[T], remedy="Save or copy its state_dict()")
             self._num_batches += 1
 
     def check(self) -> None:
-        """Check that the position is that of the last trained batch, as far as this can be seen. A publisher calls it.
+        """Check that the position is that of the last trained batch. Publishers call it.
 
         Raises InvalidArgumentError if more than ``max_ahead`` batches were fetched and not trained, or if
         ``tracker.step()`` was called more often than batches were fetched.

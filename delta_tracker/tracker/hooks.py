@@ -1,4 +1,4 @@
-"""Hooks of a tracker in its model, and the progress of training that they and the log show."""
+"""Hooks of a tracker in its model, and the progress of training on this rank."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class TrackerHooks:
         model.is_attached = True
 
     def remove(self) -> None:
-        """Remove the hooks, until the next :meth:`attach`. What they counted is kept."""
+        """Remove the hooks, until the next :meth:`attach`. Their counts are kept."""
         self._model.is_attached = False  # first: if this is interrupted, reads must not return too few rows
         _remove(self.registered)
         self._deleted.detach()

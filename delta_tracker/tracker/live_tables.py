@@ -1,4 +1,4 @@
-"""This rank's tables as training writes them: :class:`LiveTables`."""
+"""Tables of this rank, which training overwrites: :class:`LiveTables`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from delta_tracker.types import Identity, ShardSpec, TableSpec, TableStates
 
 
 class LiveTables:
-    """This rank's tables as training writes them: their rows, optimizer states and raw ids.
+    """Tables of this rank, which training overwrites: their rows, optimizer states and raw ids.
 
     For components that copy more than the changed rows, such as a publisher. A view shares memory with the model, which
     training overwrites: copy it before the next batch to keep its values. Methods with an ``fqn`` raise

@@ -384,7 +384,7 @@ class LogConsumers:
             maintain(*tasks, self._shed)
 
     def _due(self, *tasks: Callable[[], None], compacts: bool = True) -> Sequence[Callable[[], None]]:
-        """Return tasks, that of compacting the log unless a hook does so, and that of enforcing ``max_bytes``."""
+        """Return the maintenance tasks: compacting the log, unless a hook does so, and enforcing ``max_bytes``."""
         # Compact at every sixteenth position also with auto_compact, because an idle model runs no output distribution.
         if compacts and (not self._writes.compacts_after_odist or self._segments.position % 16 == 0):
             tasks += (self._segments.compact,)

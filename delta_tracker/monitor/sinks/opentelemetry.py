@@ -238,7 +238,7 @@ def _context(event: Event, span: int) -> Any:  # noqa: ANN401
 
 
 def _time_ns(event: Event) -> int:
-    """Return the time of an event in the range of the protocol."""
+    """Return the time of an event, clipped to the range of the protocol."""
     return min(max(0, event.time_ns), 2**64 - 1)
 
 

@@ -1,4 +1,4 @@
-"""Conversion of rows and ids to what a part stores, and back.
+"""Conversion of rows and ids to the stored form of a part, and back.
 
 ``INT8`` and ``INT4`` are byte for byte FBGEMM's fused row-wise formats (``FloatToFused8BitRowwiseQuantized`` and
 ``FloatToFusedNBitRowwiseQuantizedSBHalf`` with 4 bits). They are implemented in torch, so readers do not need FBGEMM. A

@@ -1,4 +1,4 @@
-"""What a reader of a log applies next. The loop that applies it is ``delta_tracker/predictor/reader.py``.
+"""Rules for what a reader of a log applies next. The loop that applies it is ``delta_tracker/predictor/reader.py``.
 
 Open ``decide.py`` first: it has the decisions and their rules. ``position.py`` and ``seen.py`` define what they depend
 on, and ``path.py`` finds the entries that lead to a version. ``orders.py`` keeps pins, releases and rollbacks.

@@ -161,7 +161,7 @@ class Stay:
 
 @dataclass(frozen=True, slots=True)
 class Doubt:
-    """Decision to read what may have caused the fault ``error`` of a log again, past the caches."""
+    """Decision to read the objects that may have caused the fault ``error`` of a log again, past the caches."""
 
     rule: ClassVar[Rule] = Rule.CACHE
     log: SeenLog
@@ -271,7 +271,7 @@ def _generation(log: SeenLog, view: View, position: Position) -> int | None:
 
 
 def _order(log: SeenLog, view: View) -> Order | None:
-    """Return the order that applies: the newest pin or release, or an own rollback since."""
+    """Return the order that applies: the newest pin or release, or a later rollback of this process."""
     own = view.policy.own
     if not view.policy.follows_pins:
         return own
@@ -350,7 +350,7 @@ def _to_pin(log: SeenLog, view: View, order: Order) -> Apply | Stay:
 
 
 def _along(log: SeenLog, view: View, order: Order, path: Sequence[Manifest], start: Position | None = None) -> Apply:
-    """Follow a path. If one of its entries has a fault, follow another path to its last entry."""
+    """Follow a path. If one of its entries has a fault, follow another path to the same last entry."""
     if (fault := _first_fault(log, view, path)) is not None:
         if (view.is_patient and isinstance(fault, StorageError)) or (
             log.is_doubted and isinstance(fault, CACHE_FAULTS)
@@ -370,7 +370,7 @@ def _first_fault(log: SeenLog, view: View, entries: Iterable[Manifest]) -> Strea
 
 
 def _without_faults(log: SeenLog, view: View) -> SeenLog:
-    """Return what was seen of a log, as if it lacked the entries that have a fault."""
+    """Return what was read of a log, without the entries that have a fault."""
     return log.without(each.entry for each in view.faults if each.concerns(log.number, each.entry))
 
 
@@ -492,7 +492,7 @@ def _newest(log: SeenLog, view: View, found: Iterable[Manifest], cause: StreamEr
 
 
 def _forward(log: SeenLog, view: View, position: Position, bound: int | None = None) -> Apply | Stay:
-    """Apply the next version up to ``bound``, one that replaces many, or after a fault what leads around it."""
+    """Apply the next version up to ``bound``, or an entry that replaces many. After a fault, skip its version."""
     ahead = log.ahead(position) if view.catches_up and bound is None else None
     if ahead is not None and _skips_to(log, view, position, ahead) and view.fault_of(log, ahead) is None:
         return Apply(log, (ahead,), Rule.CATCH_UP, is_elsewhere=_is_unproven(log, view, ahead))

@@ -167,7 +167,7 @@ class Orders:
         return SavedOrder(order.kind, order.counter)
 
     def load(self, followed: SavedOrder | None, position: Position | None) -> None:
-        """Begin with a saved position, and what was followed there."""
+        """Start from a saved position, and from the order that was followed there."""
         self._last = self._begun = None
         self._stream = "" if position is None else position.stream
         if followed is not None and position is not None:
@@ -193,7 +193,7 @@ class Orders:
         self._releases.append(self._begun or self._last)
 
     def _drop(self, pin: Pin, counter: int) -> None:
-        """Drop a pin that was forged. At its url, only pins up to a counter still count."""
+        """Drop a forged pin. From its url, only pins up to a counter are accepted afterwards."""
         order = Order.of(pin)
         if self._begun == order:
             self._begun = None

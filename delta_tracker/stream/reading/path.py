@@ -341,7 +341,7 @@ def _is_restored(log: Entries, position: Position, entry: Manifest) -> bool:
 
 
 def check_is_newer(log: Entries, position: Position) -> None:
-    """Raise OlderCopyError if a log of the position's stream is another copy of it, with nothing newer."""
+    """Raise OlderCopyError if a log is another copy of the position's stream and has no newer entry."""
     head = log.head()
     if head is None or head.stream != position.stream or position.precedes(head) or position.is_long_before(head):
         return

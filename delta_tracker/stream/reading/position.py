@@ -15,7 +15,7 @@ from delta_tracker.stream.store_clock import SKEW_SECONDS
 
 
 class Rows(Enum):
-    """What the tables may hold besides the rows of the position."""
+    """Content of the tables besides the rows of the position."""
 
     WHOLE = "whole"
     """Nothing else."""

@@ -1,4 +1,4 @@
-"""What one round of a reader has seen of a log: :class:`SeenLog`."""
+"""Snapshot of a log for one round of a reader: :class:`SeenLog`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SeenLog:
-    """Log of a source during one round of a reader: each thing is looked up once, when a decision first needs it.
+    """Log of a source during one round of a reader: each object is read once, when a decision first needs it.
 
     So a decision depends only on the answers, and one that is made again finds the same. Each call of a method returns
     the same answer, or raises the same error. :class:`Entries`, :class:`Source` and :class:`Orders` document them.

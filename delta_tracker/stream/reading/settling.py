@@ -1,4 +1,4 @@
-"""Doubts of a reader over http: a fault may be that of a cache, and then ends by itself."""
+"""Handling of faults that an HTTP cache may have caused: they may end without an action."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MAX_KEPT_BYTES = 64 << 20
 
 
 class Settling:
-    """Doubt of a reader over http: it acts on a fault only once it has lasted, because a cache may cause it.
+    """Delay before a reader over http acts on a fault, because a stale cache may be the cause.
 
     A doubt begins with the first fault at a stream position, and ends when a version is applied. All faults at one
     position belong to the same doubt. During a doubt, each object is read once past the caches. The reader acts on a
@@ -36,18 +36,18 @@ class Settling:
 
     @property
     def is_over(self) -> bool:
-        """True if the doubt has lasted long enough: the fault is not that of a cache."""
+        """True if the fault has lasted too long to be caused by a cache."""
         return self._doubted is not None and self._clock() - self._began >= self.seconds
 
     def clear(self) -> None:
-        """End the doubt, because a version was applied."""
+        """End the delay, because a version was applied."""
         self._doubted = None
         self._is_pointer_read = False
 
     def doubt(
         self, fault: StreamError, position: Position | None, storage: Storage, counts: Callable[[int], object]
     ) -> Storage | None:
-        """Begin or continue a doubt. Return the store to read from again; None if all was read past the caches.
+        """Begin or continue the delay. Return the store to read from again; None if all was read past the caches.
 
         ``counts`` is called with the number of reads past the caches, after each.
         """
@@ -57,7 +57,7 @@ class Settling:
         return self._doubted.view() if self._doubted.doubt(_doubtful(fault, position)) else None
 
     def may_read_pointer(self) -> bool:
-        """Return True once per doubt: the pointer may be read past the caches."""
+        """Return True once per fault: the pointer may be read past the caches."""
         is_first, self._is_pointer_read = not self._is_pointer_read, True
         return is_first
 

@@ -34,7 +34,7 @@ _MAX_PAUSE_SECONDS = 300.0
 
 
 class Source:
-    """Store of a stream, and what a reader keeps about its log between two rounds.
+    """Store of a stream, with the state of its log that a reader keeps between two rounds.
 
     Attributes:
         bound: newest version that a canary may apply; None without one.
@@ -88,7 +88,7 @@ class Source:
         return self.bound is None or self.bound.allows(entry)
 
     def next(self, position: Position, *, looks_for_gap: bool) -> Manifest | None:
-        """Return the entry after a position; None if it does not exist, as far as a poll can tell.
+        """Return the entry after a position; None if the poll does not find it.
 
         With ``looks_for_gap``, raises MissingVersionError or StreamReplacedError if it was deleted, or if the log lacks
         the position's entry. Logs once per publisher that its clock differs from the store's.

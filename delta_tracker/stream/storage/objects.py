@@ -69,7 +69,7 @@ class BucketStore(Store):
         self._silence_seconds = seconds_of(settings["client_options"]["read_timeout"])
 
     def read(self, span: Span, transfer: Transfer) -> NDArray[np.uint8] | None:
-        """If a request ends before all bytes arrived, the rest is requested, as long as each request brings some.
+        """Read with as many requests as needed: if one ends early, the next one requests the rest.
 
         A call with the transfer of a failed one requests only the rest, too. Raises StorageError if the object has
         changed since the first request.
@@ -110,7 +110,7 @@ class BucketStore(Store):
         return StoredObject(name, meta["size"], meta["last_modified"].timestamp())
 
     def put(self, name: str, buffers: Iterable[memoryview]) -> None:
-        """Sends a single chunk with one request, several with a multipart upload."""
+        """Send a single chunk with one request, and several with a multipart upload."""
         store = self._client()
         chunks = checked(_chunks(buffers))
         first, second = next(chunks, b""), next(chunks, None)

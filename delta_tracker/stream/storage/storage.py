@@ -119,7 +119,7 @@ class Storage:
 
     @property
     def uncached(self) -> Storage:
-        """The same store, read past all caches, which may ignore that; this object if it is not at an http URL."""
+        """Same store, read past all caches, if they support this; this object if it is not at an http URL."""
         if self._uncached is None:
             store = self._store.past_caches()
             if store is self._store:

@@ -1,4 +1,4 @@
-"""The rows of one shard that were marked, by the cuts between which they were: :class:`MarkedRows`.
+"""Marked rows of one shard, grouped by the cuts between which they were marked: :class:`MarkedRows`.
 
 Notation: ``N`` is the number of ids, ``R`` the number of rows of the shard, ``S`` the number of values in an old state.
 
