@@ -39,7 +39,8 @@ def functions_by_file() -> dict[str, set[str]]:
         if event == "call" and code.co_filename.startswith(prefix) and code.co_flags & CO_OPTIMIZED:
             # not the body of a module or class
             name = re.sub(r"\.<locals>\.<\w+>", "", code.co_qualname)
-            found[code.co_filename.removeprefix(prefix)].add(name)
+            if not name.startswith("<"):  # a comprehension in the body of a module
+                found[code.co_filename.removeprefix(prefix)].add(name)
 
     threading.setprofile(profile)
     sys.setprofile(profile)
