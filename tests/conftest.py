@@ -66,7 +66,7 @@ _SLOWEST = [
     "system/test_examples.py",
     "integrations/test_lightning.py",
     "stream/test_sleepers.py",
-    "system/test_world.py",
+    "system/test_simulation.py",
     "system/test_s3.py",
     "system/test_command_line.py",
     "predictor/test_resync_random.py",

@@ -5,13 +5,13 @@ import logging
 import sys
 from pathlib import Path
 
-from tests.world import clock
+from tests.simulation import threads
 
-clock.install()
+threads.install()
 
+from tests.simulation.values import generate  # noqa: E402
+from tests.simulation.world import run  # noqa: E402
 from tests.traces import recorder  # noqa: E402
-from tests.world.values import generate  # noqa: E402
-from tests.world.world import run  # noqa: E402
 
 if __name__ == "__main__":
     recorder.install()

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.world.clock import CLOCK
-from tests.world.stores import Entry, Store
-from tests.world.trainer import Copy
+from tests.simulation.stores import Entry, Store
+from tests.simulation.threads import SCHEDULER
+from tests.simulation.trainer import Copy
 
 Key = tuple[str, int]
 """Stream and version."""
@@ -52,7 +52,7 @@ class Order:
         """Return what the object of an order says, for the pin that applied before and the newest version."""
         newest = -1 if head is None or fields["kind"] == "release" else head[1]
         bad = max(newest, -1 if former is None else former.bad)
-        return cls(fields["counter"], fields["kind"], fields["stream"], fields["version"], bad, CLOCK.now)
+        return cls(fields["counter"], fields["kind"], fields["stream"], fields["version"], bad, SCHEDULER.now)
 
 
 @dataclass
@@ -158,7 +158,7 @@ class History:
         assert self.head is not None, "a mirror has a version"
         key = stream, version
         before = next(former for former in reversed(self.streams) if (former, version - 1) in self.copies)
-        self.copies[key], self.created[key] = self.copies[before, version - 1], CLOCK.now
+        self.copies[key], self.created[key] = self.copies[before, version - 1], SCHEDULER.now
         self.streams.append(stream)
         self.kinds[key], self.head = "claim", key
         del self.orders[len(store.orders()) :]

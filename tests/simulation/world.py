@@ -20,25 +20,26 @@ from typing import Any
 
 from delta_tracker import Retention, Standby, Storage
 from delta_tracker.errors import DeltaTrackerError, FencedError, HeldVersionError, SinkError, StorageError
+from delta_tracker.monitor import Monitor
 from delta_tracker.stream.maintenance.retention import retain
-from tests.world.clock import CLOCK, wait_for_threads
-from tests.world.disk import FAULTS, Fault, disk
-from tests.world.history import History, Key, RuleError
-from tests.world.reader import Reader, Saved, Settings
-from tests.world.rules import check, check_partial
-from tests.world.served import InterruptionError, ServedRows, ServedTables
-from tests.world.stores import Entry, Store
-from tests.world.targets import reached, targets
-from tests.world.trainer import Trainer
-from tests.world.values import Operation, Schedule
-from tests.world.web import web
+from tests.simulation.disk import FAULTS, Fault, disk
+from tests.simulation.history import History, Key, RuleError
+from tests.simulation.reader import Reader, Saved, Settings
+from tests.simulation.rules import check, check_partial
+from tests.simulation.served import InterruptionError, ServedRows, ServedTables
+from tests.simulation.stores import Entry, Store
+from tests.simulation.targets import reached, targets
+from tests.simulation.threads import SCHEDULER
+from tests.simulation.trainer import Trainer
+from tests.simulation.values import Operation, Schedule
+from tests.simulation.web import Web
 
 _MOST_READERS = 5
 _ROUNDS, _ROUND_SECONDS = 90, 15.0  # longer than all pauses of a reader together
 _NUM_STAYS = 2  # rounds at the end of which a predictor is at its target
 _SINGLE_ROUNDS = 3  # in which one version is applied, so that the rules see it
 _FOLLOW_ROUNDS, _FOLLOW_SECONDS = 200, 10.0
-_SLOW_WRITE = 100  # milliseconds in which a pointer is written without failures before
+_POINTER_SECONDS = 2000.0  # in which a pointer names a version, also after failures
 _SECONDS = (1.0, 6.0, 12.0, 35.0, 120.0, 700.0)
 _FOLDER = "/dev/shm" if Path("/dev/shm").is_dir() else None
 
@@ -66,7 +67,7 @@ def run(schedule: Schedule, say: Callable[[str], None] = lambda _: None) -> list
         say: called with a line for each operation.
     """
     with tempfile.TemporaryDirectory(dir=_FOLDER, prefix="world-") as folder:
-        world = World(Path(folder), schedule, say)
+        world = World(Path(folder), schedule, lambda text: say(text.replace(folder, "")))
         try:
             for operation in schedule.operations:
                 world.apply(operation)
@@ -91,14 +92,15 @@ class World:
     """
 
     def __init__(self, folder: Path, schedule: Schedule, say: Callable[[str], None]) -> None:
-        CLOCK.restart(schedule.seed)
+        SCHEDULER.restart(schedule.seed)
+        self._monitor = Monitor()  # the default one knows about former runs
         self._disk = disk()
         self._disk.folder = folder
         self._schedule, self._say = schedule, say
         self._stores = [Store(folder / name) for name in "abc"]
         self._primary = self._stores[0]
         self._cache = folder / "cache"
-        self._web = web() if schedule.has_web else None
+        self._web = Web() if schedule.has_web else None
         if self._web is not None:
             self._web.serve(self._stores)
         self._history = History()
@@ -110,10 +112,10 @@ class World:
         self.findings: list[Finding] = []
         self._group = contextlib.ExitStack()
         if schedule.has_raw_ids:
-            from tests.world.raw_ids import process_group  # noqa: PLC0415  torchrec takes seconds
+            from tests.simulation.raw_ids import process_group  # noqa: PLC0415  torchrec takes seconds
 
             self._group.enter_context(process_group())
-        self.trainer = Trainer(schedule, schedule.seed)
+        self.trainer = Trainer(schedule, schedule.seed, self._monitor)
 
     def close(self) -> None:
         """Close all publishers."""
@@ -163,6 +165,9 @@ class World:
 
     # The trainer
 
+    def _trainer(self, seed: int) -> Trainer:
+        return Trainer(self._schedule, seed, self._monitor)
+
     def _train(self, who: int, choice: int) -> str:
         self.trainer.train(choice)
         return "trained"
@@ -210,7 +215,7 @@ class World:
             history.absorb(self._primary, copy)
         if self._dies():
             trainer.discard()
-            self.trainer = Trainer(self._schedule, self._schedule.seed + self._num_done)
+            self.trainer = self._trainer(self._schedule.seed + self._num_done)
             return ChildProcessError("the trainer has died")
         if errors and isinstance(errors[0], FencedError):
             raise RuleError("publisher", f"fenced without another publisher: {errors[0]}")
@@ -223,17 +228,9 @@ class World:
         return f"{manifest.kind} {manifest.version}"
 
     def _wait_for_pointer(self, version: int) -> None:
-        """Wait until the publisher's thread has written the pointer, so that each run is the same."""
-        began = CLOCK.now
-        for number in range(2000 if self._schedule.has_web else 0):
-            if self._primary.pointed() == version:
-                CLOCK.now = began
-                return
-            wait_for_threads()
-            if number > _SLOW_WRITE:
-                CLOCK.advance(1.0)  # after failures, the thread waits by this clock
-        if self._schedule.has_web:
-            raise RuleError("pointer", f"the pointer does not name version {version} after two seconds")
+        """Wait until the publisher's thread has written the pointer."""
+        if self._schedule.has_web and not SCHEDULER.wait(lambda: self._primary.pointed() == version, _POINTER_SECONDS):
+            raise RuleError("pointer", f"the pointer does not name version {version} after {_POINTER_SECONDS:.0f} s")
 
     def _restart_trainer(self, who: int, choice: int) -> str:
         mode = choice % 4
@@ -243,7 +240,7 @@ class World:
         if mode == 1 and self._schedule.states and not self._primary.is_lost:
             return self._restore(self._primary, choice)
         if mode == 2:
-            self.trainer = Trainer(self._schedule, self._schedule.seed + choice)
+            self.trainer = self._trainer(self._schedule.seed + choice)
             return "new weights"
         return "closed"
 
@@ -252,7 +249,7 @@ class World:
         former, head = self.trainer, self._history.head
         if former.publisher is None:
             return None
-        self.trainer = Trainer(self._schedule, self._schedule.seed + choice)
+        self.trainer = self._trainer(self._schedule.seed + choice)
         answer = self._commit("publish")
         if isinstance(answer, str):
             self._former.append(former)
@@ -278,7 +275,7 @@ class World:
         return f"refused: {errors}"
 
     def _restore(self, store: Store, choice: int) -> str:
-        trainer = Trainer(self._schedule, self._schedule.seed + choice)
+        trainer = self._trainer(self._schedule.seed + choice)
         with self._call() as errors:
             key = trainer.restore(store.url)
         if errors:
@@ -299,7 +296,7 @@ class World:
             return None
         with self._call() as errors:
             if self._standby is None:
-                trainer = Trainer(self._schedule, self._schedule.seed + choice)
+                trainer = self._trainer(self._schedule.seed + choice)
                 self._standby = trainer.stand_by(self._primary.url), trainer
             self._standby[0].sync()
         if self._dies():
@@ -355,7 +352,7 @@ class World:
         with self._call() as errors:
             deleted = retain(Storage(self._primary.url), bounds).versions
         self._check_retained(before)
-        self._check_grace(entries, CLOCK.now - bounds.grace_seconds)
+        self._check_grace(entries, SCHEDULER.now - bounds.grace_seconds)
         return str(errors or f"deleted {deleted} versions")
 
     def _led_to(self) -> set[int]:
@@ -439,7 +436,7 @@ class World:
             return f"pointer of {store.path.name}" if store.forge(choice) else None
         if self._history.head is None or not store.is_healthy or not store.has_log():
             return None
-        CLOCK.advance(7.0)
+        SCHEDULER.sleep(7.0)
         readers = [reader for reader in self._readers if reader.settings.stores == (store,)]
         with store.forged_pin(*self._history.head, "pin" if choice % 2 else "release"):
             said = [self._synced(reader, limit=1) for reader in readers]
@@ -462,8 +459,8 @@ class World:
         return self._primary.path.name
 
     def _advance(self, who: int, choice: int) -> str:
-        CLOCK.advance(_SECONDS[choice % len(_SECONDS)])
-        return f"{CLOCK.now:.0f}"
+        SCHEDULER.sleep(_SECONDS[choice % len(_SECONDS)])
+        return f"{SCHEDULER.now:.0f}"
 
     # Predictors
 
@@ -471,7 +468,9 @@ class World:
         if len(self._readers) == _MOST_READERS:
             return None
         has_raw_ids = self._schedule.has_raw_ids
-        settings = Settings.of(choice, self._stores, self._cache, self._web, has_raw_ids=has_raw_ids)
+        settings = Settings.of(
+            choice, self._stores, self._cache, self._web, has_raw_ids=has_raw_ids, monitor=self._monitor
+        )
         with self._call() as errors:
             self._readers.append(Reader.new(f"r{self._num_joined}", settings))
             self._num_joined += 1
@@ -536,7 +535,11 @@ class World:
         if self._dies():
             return f"died; {self._restarted(reader, None, turns=False)}"  # no position was saved before the call
         if not errors:
-            reader.own, reader.own_time, reader.known = (reader.floor[0], version), CLOCK.now, len(self._history.orders)
+            reader.own, reader.own_time, reader.known = (
+                (reader.floor[0], version),
+                SCHEDULER.now,
+                len(self._history.orders),
+            )
             reader.num_known = len(self._history.ordered)
             reader.floor, reader.may_serve_held, reader.pinned, reader.held = reader.own, True, None, None
             reader.knew_all = self._history.is_shown_by(reader.settings.stores)
@@ -622,7 +625,7 @@ class World:
     def _repair_all(self) -> None:
         for store in self._stores:
             store.repair()
-        CLOCK.advance(8.0 if self._web is None else 700.0)  # the pointer follows deletions after ten minutes
+        SCHEDULER.sleep(8.0 if self._web is None else 700.0)  # the pointer follows deletions after ten minutes
         if self._web is not None:
             self._web.forget()
 
@@ -667,7 +670,7 @@ class World:
             return None
         if not self.trainer.copy().is_healthy:
             self.trainer.discard()
-            self.trainer = Trainer(self._schedule, self._schedule.seed + 1)
+            self.trainer = self._trainer(self._schedule.seed + 1)
         has_lost_parts = any(store.has_lost_parts for store in self._stores)
         self._commit_last("snapshot" if self._has_bounds or has_lost_parts else "publish")
         last = self._history.head
@@ -681,7 +684,7 @@ class World:
     def _publish_for_bounds(self) -> None:
         """Let each canary reach the last snapshot."""
         for _ in range(2 if self._has_bounds else 0):
-            CLOCK.advance(11.0)  # more than the seconds of a canary
+            SCHEDULER.sleep(11.0)  # more than the seconds of a canary
             self._commit_last("publish")
 
     def _commit_last(self, call: str) -> None:
@@ -721,7 +724,7 @@ class World:
             if goals is None or num_there == _NUM_STAYS or reader not in self._readers:
                 break
             said = self._synced(reader, 1 if number < _SINGLE_ROUNDS else None)
-            CLOCK.advance(_ROUND_SECONDS)
+            SCHEDULER.sleep(_ROUND_SECONDS)
         self._say(f"{reader.describe()} ends at {reader.floor} of {goals}: {said}")
         if goals is not None and self._whole(reader) not in goals and reader in self._readers:
             rule = self._cause(reader, max(goals))
@@ -737,7 +740,7 @@ class World:
             return True
         has_both = first.has_entry(*head) and first.has_entry(self._history.streams[floor[0]], floor[1])
         has_all = not first.is_lost and not first.has_lost_parts and has_both
-        url = first.url if reader.settings.web is None else reader.settings.web.url_of(first)
+        url = first.url if reader.settings.web is None else reader.settings.web.store_of(first).url
         return not has_all or repr(reader.predictor).startswith(f"Predictor({url!r}")
 
     def _followed(self, reader: Reader, goals: set[tuple[int, int]]) -> str:
@@ -749,10 +752,8 @@ class World:
                 stream, version = predictor.status().stream, predictor.version
                 if stream and version is not None and history.without_claims(history.place(stream, version)) in goals:
                     break
-                CLOCK.advance(_FOLLOW_SECONDS)
-                wait_for_threads()
+                SCHEDULER.sleep(_FOLLOW_SECONDS)
             predictor.stop()
-        CLOCK.draw_again(self._schedule.seed + self._num_done + 1)
         self._check(reader, is_complete=False)
         return f"followed to {reader.floor} {errors or ''}"
 

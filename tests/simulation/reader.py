@@ -8,11 +8,12 @@ from pathlib import Path
 from torch import Tensor
 
 from delta_tracker import Canary, Gate, ModelTarget, Predictor, Rollout
-from tests.world.history import Order, Place
-from tests.world.served import Served, ServedRows, served
-from tests.world.stores import Store
-from tests.world.values import options_of
-from tests.world.web import Web
+from delta_tracker.monitor import Monitor
+from tests.simulation.history import Order, Place
+from tests.simulation.served import Served, ServedRows, served
+from tests.simulation.stores import Store
+from tests.simulation.values import options_of
+from tests.simulation.web import Web
 
 _ORDERS = ((0,), (0, 1), (1, 0), (0, 2), (2, 0), (1,), (0, 1, 2), (2, 1), (1, 2))
 _CANARIES = (None, None, None, None, Canary(versions=1), Canary(versions=2), Canary(seconds=10.0))
@@ -34,6 +35,7 @@ class Settings:
         cache: directory of the host cache.
         web: server to read through, None for none.
         has_raw_ids: True for a table of raw ids.
+        monitor: monitor of the predictor.
     """
 
     stores: tuple[Store, ...]
@@ -44,9 +46,12 @@ class Settings:
     cache: Path
     web: Web | None
     has_raw_ids: bool
+    monitor: Monitor
 
     @classmethod
-    def of(cls, choice: int, stores: list[Store], cache: Path, web: Web | None, *, has_raw_ids: bool) -> Settings:
+    def of(
+        cls, choice: int, stores: list[Store], cache: Path, web: Web | None, *, has_raw_ids: bool, monitor: Monitor
+    ) -> Settings:
         """Return the settings of a number: one below 9 has none, and one url or several."""
         options, rest = options_of(choice)
         return cls(
@@ -58,6 +63,7 @@ class Settings:
             cache=cache,
             web=None if rest % 5 == 4 else web,
             has_raw_ids=has_raw_ids,
+            monitor=monitor,
         )
 
     @property
@@ -120,9 +126,10 @@ class Reader:
             self.served.target
             if self.has_row_store
             else ModelTarget(self.served.target, raw_ids=self.served.raw_ids or {}),
-            [store.url if settings.web is None else settings.web.url_of(store) for store in settings.stores],
+            [store.url if settings.web is None else settings.web.store_of(store) for store in settings.stores],
             rollout=Rollout(gate=settings.gate, canary=settings.canary, follows_pins=settings.follows_pins),
             cache=settings.cache if settings.kind == "cache" else None,
+            monitor=settings.monitor,
         )
 
     @classmethod

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.world.clock import CLOCK
+from tests.simulation.threads import EPOCH, SCHEDULER
 
 _FOLDERS = ("log", "parts", "merged", "control", "drafts", "probe")
 _AWAY = ".away"
@@ -142,7 +142,7 @@ class Store:
         bad = version if kind == "pin" else max(0, version - 1)
         fields = {"counter": counter, "stream": stream, "kind": kind, "version": version, "bad": bad}
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({**fields, "xxh3": "0" * 32, "reason": "", "time": CLOCK.now}))
+        path.write_text(json.dumps({**fields, "xxh3": "0" * 32, "reason": "", "time": SCHEDULER.now}))
         try:
             yield
         finally:
@@ -204,8 +204,8 @@ class Store:
             for name in names:
                 path = os.path.join(folder, name)  # noqa: PTH118  called often
                 with suppress(FileNotFoundError):  # the draft of a pointer, which a thread writes meanwhile
-                    if CLOCK.is_real(os.lstat(path).st_mtime):
-                        os.utime(path, (CLOCK.now, CLOCK.now), follow_symlinks=False)
+                    if os.lstat(path).st_mtime < EPOCH:  # a time of the system
+                        os.utime(path, (SCHEDULER.now, SCHEDULER.now), follow_symlinks=False)
 
     def entries(self) -> list[Entry]:
         """Return the entries whose objects are there, by their versions."""

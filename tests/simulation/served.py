@@ -10,7 +10,7 @@ from torch import Tensor
 
 from delta_tracker import RawIdIndex, RowTarget
 from tests.predictor.memory_sink import MemorySink, Stored
-from tests.world.trainer import NUM_BAGS, NUM_PLAIN, Model
+from tests.simulation.trainer import NUM_BAGS, NUM_PLAIN, Model
 
 
 class Served(Protocol):
@@ -146,13 +146,13 @@ class ServedRows:
 
 
 def served(kind: str, *, has_raw_ids: bool) -> Served:
-    """Return the destination of a kind of predictor, see :class:`~tests.world.reader.Settings`."""
+    """Return the destination of a kind of predictor, see :class:`~tests.simulation.reader.Settings`."""
     if not has_raw_ids:
         keys = {"bag.weight": ("bag", [*range(NUM_BAGS)]), "plain.weight": ("plain", [*range(NUM_PLAIN)])}
         if kind == "row store":
             return ServedRows(Stored(), keys)
         return ServedTables() if kind == "tables" else _ServedModel()
-    from tests.world.raw_ids import RAW_IDS, TABLE, IndexedItems, ServedItems  # noqa: PLC0415  torchrec takes seconds
+    from tests.simulation.raw_ids import RAW_IDS, TABLE, IndexedItems, ServedItems  # noqa: PLC0415  torchrec takes seconds
 
     if kind == "row store":
         return ServedRows(Stored(), {"item": (TABLE, RAW_IDS.tolist())})

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from delta_tracker import Encoding, ModelDeltaTracker, Publisher, Recovery, Retention, Standby, Upkeep, restore
 from delta_tracker.errors import DeltaTrackerError
-from tests.world.values import Schedule
+from delta_tracker.monitor import Monitor
+from tests.simulation.values import Schedule
 
 NUM_BAGS, NUM_PLAIN = 12, 10
 TABLES = ("bag.weight", "plain.weight", "item")
@@ -178,13 +179,14 @@ class Trainer:
     Args:
         schedule: settings of the publishers.
         seed: seed of the first weights.
+        monitor: monitor of the process.
     """
 
-    def __init__(self, schedule: Schedule, seed: int) -> None:
+    def __init__(self, schedule: Schedule, seed: int, monitor: Monitor) -> None:
         torch.manual_seed(seed)
-        self._schedule = schedule
+        self._schedule, self._monitor = schedule, monitor
         self._trained = _trained(schedule)
-        self._tracker = ModelDeltaTracker(self._trained.module)
+        self._tracker = ModelDeltaTracker(self._trained.module, monitor=monitor)
         self.publisher: Publisher | None = None
         self.has_published = False  # since the publisher was built
 
@@ -227,6 +229,7 @@ class Trainer:
                 self._tracker,
                 url,
                 dense=None if schedule.has_raw_ids else self._trained.module,
+                monitor=self._monitor,
                 encoding=None if schedule.encoding is None else Encoding[schedule.encoding],
                 recovery=self._recovery if schedule.states else None,
                 upkeep=Upkeep(
@@ -250,7 +253,7 @@ class Trainer:
 
     def stand_by(self, url: str) -> Standby:
         """Return a standby of the trainer at the url."""
-        return Standby(self._trained.module, url, tracker=self._tracker, recovery=self._recovery)
+        return Standby(self._trained.module, url, tracker=self._tracker, recovery=self._recovery, monitor=self._monitor)
 
     def close(self) -> None:
         publisher, self.publisher, self.has_published = self.publisher, None, False
@@ -268,6 +271,6 @@ class Trainer:
 def _trained(schedule: Schedule) -> Trained:
     if not schedule.has_raw_ids:
         return _TrainedModel()
-    from tests.world.raw_ids import TrainedItems  # noqa: PLC0415  torchrec takes seconds
+    from tests.simulation.raw_ids import TrainedItems  # noqa: PLC0415  torchrec takes seconds
 
     return TrainedItems()

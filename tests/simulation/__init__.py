@@ -7,7 +7,7 @@ collisions that some worlds have instead of the model: each raw id reads what th
 the version. ``disk.py`` lets an operation in the middle of a call fail. ``shrink.py`` removes operations while the
 finding stays, and ``known.py`` keeps the findings that are not fixed yet.
 
-Run it by ``python -m tests.world``. It uses public names only, so that the library can be changed under it.
+Run it by ``python -m tests.simulation``. It uses public names only, so that the library can be changed under it.
 
 To add:
 
@@ -19,5 +19,5 @@ To add:
 - a fault of a store: a method of ``Store`` that changes files, and its end in ``repair()``. A fault in the middle of a
   call: a kind in ``FAULTS``.
 
-Each addition needs a mutation in ``tests/reverts/world.py`` that only it finds.
+Each addition needs a mutation in ``tests/reverts/simulation.py`` that only it finds.
 """

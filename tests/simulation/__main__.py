@@ -1,4 +1,7 @@
-"""Run worlds: ``python -m tests.world --seeds 1000``, ``--known``, or ``--replay FILE`` for one schedule.
+"""Run worlds: ``python -m tests.simulation --seeds 1000``, ``--known``, or ``--replay FILE`` for one schedule.
+
+A seed gives the same run, in any process: the random hashes of Python are switched off, and everything is imported
+before the first run.
 
 The last line of the output is a JSON object with the counts. The exit code is 1 if a rule does not hold that is not
 known, or if a known finding is not found.
@@ -9,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import sys
 import time
 from collections import Counter
@@ -17,22 +21,23 @@ from pathlib import Path
 
 _now = time.monotonic  # before the clock is replaced
 
-from tests.world import clock  # noqa: E402
+from tests.simulation import threads  # noqa: E402
 
-clock.install()
+threads.install()
 
 import torch  # noqa: E402
 
-from tests.world.disk import disk  # noqa: E402
-from tests.world.known import KNOWN, KNOWN_RULES  # noqa: E402
-from tests.world.shrink import shrink  # noqa: E402
-from tests.world.values import Schedule, generate  # noqa: E402
-from tests.world.world import run  # noqa: E402
+import tests.simulation.everything  # noqa: E402, F401  see there
+from tests.simulation.disk import disk  # noqa: E402
+from tests.simulation.known import KNOWN, KNOWN_RULES  # noqa: E402
+from tests.simulation.shrink import shrink  # noqa: E402
+from tests.simulation.values import Schedule, generate  # noqa: E402
+from tests.simulation.world import run  # noqa: E402
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the worlds that the arguments name."""
-    parser = argparse.ArgumentParser(prog="python -m tests.world", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
     parser.add_argument("--seeds", type=int, help="number of schedules; by default any with --minutes, otherwise none")
     parser.add_argument("--first", type=int, default=0, help="seed of the first one")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="end after this time")
@@ -53,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _sweep(arguments: argparse.Namespace) -> dict[str, object]:
     """Run the schedules of many seeds, and return counts."""
-    began, count = _now(), 0
+    began, count, turns = _now(), 0, 0
     rules = Counter[str]()
     unlimited = sys.maxsize if arguments.minutes < float("inf") else 0
     for seed in range(arguments.first, arguments.first + (arguments.seeds or unlimited)):
@@ -63,6 +68,7 @@ def _sweep(arguments: argparse.Namespace) -> dict[str, object]:
         schedule = generate(seed)
         count += 1
         first = {each.rule: each for each in reversed(run(schedule))}
+        turns += threads.SCHEDULER.turns
         for rule, found in first.items():
             rules[rule] += 1
             print(f"seed {seed}, schedule {count}, {_now() - began:.0f} s: {found}", flush=True)
@@ -71,6 +77,7 @@ def _sweep(arguments: argparse.Namespace) -> dict[str, object]:
                 print(f"minimised: {run(small)}\n{small.to_json()}", flush=True)
     return {
         "schedules": count,
+        "turns": turns,
         "minutes": round((_now() - began) / 60, 2),
         "known": {rule: number for rule, number in rules.items() if rule in KNOWN_RULES},
         "findings": {rule: number for rule, number in rules.items() if rule not in KNOWN_RULES},
@@ -84,4 +91,6 @@ def _rules(schedule: Schedule) -> set[str]:
 
 
 if __name__ == "__main__":
+    if os.environ.get("PYTHONHASHSEED") != "0":
+        os.execve(sys.executable, sys.orig_argv, os.environ | {"PYTHONHASHSEED": "0"})
     sys.exit(main())

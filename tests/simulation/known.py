@@ -6,7 +6,7 @@ here: its rule then holds for every schedule.
 
 from __future__ import annotations
 
-from tests.world.values import Schedule
+from tests.simulation.values import Schedule
 
 KNOWN: dict[str, tuple[str, Schedule]] = {}
 """Words for what happens, to the rule that it breaks and a schedule."""

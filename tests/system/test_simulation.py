@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+import textwrap
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,27 +15,27 @@ import pytest
 
 import delta_tracker
 from tests.interpreter import Interpreter, interpreter
+from tests.simulation.disk import FAULTS
+from tests.simulation.shrink import shrink
+from tests.simulation.values import WEIGHTS, Operation, Schedule, generate, operations
 from tests.sweeps import SWEEPS_ARE_WHOLE
-from tests.world.disk import FAULTS
-from tests.world.shrink import shrink
-from tests.world.values import WEIGHTS, Operation, Schedule, generate, operations
 
 _ROOT = Path(__file__).parents[2]
 # One pass of retention: the publisher's own passes come after 16 versions.
 _UNADVERTISED = {"delta_tracker.stream.maintenance.retention.retain"}
+_PACKAGES = ("delta_tracker.errors.", "delta_tracker.monitor.", "delta_tracker.stream.storage.store.")
 
 
 @pytest.fixture(scope="module")
 def worlds() -> Iterator[Interpreter]:
     """Programs with the clock of a world, which must be installed before the library is imported."""
-    late = ["torch._dynamo", "delta_tracker.tracker.row_sets.numba_loops"]  # each program would import them
-    with interpreter("tests.world.__main__", *late) as each:
+    with interpreter("tests.simulation.__main__") as each:
         yield each
 
 
 def run_worlds(worlds: Interpreter, *arguments: str) -> str:
-    """Run ``python -m tests.world`` with arguments, and return the last line of its output."""
-    said = worlds.run(f"from tests.world.__main__ import main\nassert main({[*arguments]}) == 0")
+    """Run ``python -m tests.simulation`` with arguments, and return the last line of its output."""
+    said = worlds.run(f"from tests.simulation.__main__ import main\nassert main({[*arguments]}) == 0")
     return said.splitlines()[-1]
 
 
@@ -47,11 +48,39 @@ def counts_of(worlds: Interpreter, *arguments: str) -> dict[str, Any]:
 @pytest.mark.sweep("short")
 @pytest.mark.timeout(600)
 def test_random_worlds_break_no_rule_but_the_known_ones(worlds: Interpreter) -> None:
-    count = 60 if SWEEPS_ARE_WHOLE else 30  # which find the faults of tests/reverts/world.py
+    count = 60 if SWEEPS_ARE_WHOLE else 30  # which find the faults of tests/reverts/simulation.py
     seen = counts_of(worlds, "--known", "--stop", "--seeds", str(count))
     assert seen["schedules"] == count
     assert seen["known_but_not_found"] == []
     assert seen["faults"], "no operation failed in the middle of a call"
+
+
+def test_a_seed_gives_the_same_run_in_any_process(worlds: Interpreter) -> None:
+    first = [counts_of(worlds, "--first", str(seed), "--seeds", "1")["turns"] for seed in (13, 15)]
+    assert counts_of(worlds, "--first", "12", "--seeds", "4")["turns"] > sum(first)
+    assert [counts_of(worlds, "--first", str(seed), "--seeds", "1")["turns"] for seed in (13, 15)] == first
+
+
+def test_threads_that_wait_for_each_other_are_found(worlds: Interpreter) -> None:
+    program = """
+        import threading
+        from tests.simulation.threads import SCHEDULER, DeadlockError
+        SCHEDULER.restart(0)
+        first, second = threading.Lock(), threading.Lock()
+        def take(one, other):
+            with one:
+                SCHEDULER.sleep(1)
+                with other:
+                    pass
+        both = [threading.Thread(target=take, args=each, daemon=True) for each in ((first, second), (second, first))]
+        for each in both:
+            each.start()
+        try:
+            both[0].join()
+        except DeadlockError as error:
+            print(error)
+    """
+    assert "all threads wait for each other" in worlds.run(textwrap.dedent(program))
 
 
 @pytest.mark.sweep("long", only=True)
@@ -192,13 +221,14 @@ def _imports(tree: ast.AST) -> Iterator[str]:
             yield from (f"{node.module}.{each.name}" for each in node.names)
 
 
-@pytest.mark.parametrize("path", sorted((_ROOT / "tests" / "world").glob("*.py")), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", sorted((_ROOT / "tests" / "simulation").glob("*.py")), ids=lambda path: path.name)
 def test_a_world_uses_public_names_only(path: Path) -> None:
     text = path.read_text()
     tree = ast.parse(text)
-    public = {f"delta_tracker.{name}" for name in delta_tracker.__all__} | _UNADVERTISED
+    public = {"delta_tracker", *(f"delta_tracker.{name}" for name in delta_tracker.__all__), *_UNADVERTISED}
     imported = {name for name in _imports(tree) if name.startswith("delta_tracker")}
-    assert {name for name in imported - public if not name.startswith("delta_tracker.errors.")} == set()
+    assert {name for name in imported - public if not name.startswith(_PACKAGES)} == set()
     own = set(re.findall(r"def (_\w+)|^ +(?:self\.)?(_\w+)(?::.*)? =|self\.(_\w+)", text, re.MULTILINE))
     private = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and re.match("_[^_]", node.attr)}
-    assert private - {name for names in own for name in names} == set()
+    of_python = {"_active"} if path.name == "threads.py" else set()
+    assert private - of_python - {name for names in own for name in names} == set()

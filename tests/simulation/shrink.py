@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tests.world.values import Operation, Schedule
+from tests.simulation.values import Operation, Schedule
 
 
 def shrink(schedule: Schedule, is_found: Callable[[Schedule], bool]) -> Schedule:

@@ -15,9 +15,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from threading import get_ident
 from typing import Any
 
-from tests.world.clock import CLOCK, is_background
+from tests.simulation.threads import SCHEDULER
 
 _CHANGES = {"os.link": os.link, "os.rename": os.replace, "os.remove": os.remove}
 _EVENTS = {"open", "os.scandir", "os.mkdir", *_CHANGES}
@@ -42,7 +43,7 @@ class Fault:
 
 
 class Disk:
-    """Observer of the file operations below a directory. Faults spare the background threads of a publisher.
+    """Observer of the file operations below a directory. A fault may reach any thread that runs during the call.
 
     Attributes:
         folder: the directory, None for no world.
@@ -54,7 +55,8 @@ class Disk:
         self.folder: Path | None = None
         self.fault: Fault | None = None
         self.reached: Counter[str] = Counter()
-        self._is_armed = self._is_inside = False
+        self._is_armed = False
+        self._inside: set[int] = set()  # threads whose operations are not observed
 
     @contextmanager
     def call(self) -> Iterator[None]:
@@ -66,20 +68,21 @@ class Disk:
             self._is_armed = False
 
     def observe(self, event: str, arguments: tuple[Any, ...]) -> None:
-        """Date a file that gets its name, and let the operation fail if it is its turn."""
-        if event not in _EVENTS or self.folder is None or self._is_inside:
+        """Let other threads run, date a file that gets its name, and let the operation fail if it is its turn."""
+        if event not in _EVENTS or self.folder is None or (thread := get_ident()) in self._inside:
             return
         path = arguments[0]
         if not isinstance(path, str | os.PathLike) or not os.fspath(path).startswith(f"{self.folder}{os.sep}"):
             return
-        self._is_inside = True
+        SCHEDULER.pause()
+        self._inside.add(thread)
         try:
             if event in ("os.link", "os.rename"):
-                os.utime(path, (CLOCK.now, CLOCK.now))
-            if self._is_armed and self.fault is not None and not is_background():
+                os.utime(path, (SCHEDULER.now, SCHEDULER.now))
+            if self._is_armed and self.fault is not None:
                 self._fail(self.fault, event, arguments)
         finally:
-            self._is_inside = False
+            self._inside.remove(thread)
 
     def _fail(self, fault: Fault, event: str, arguments: tuple[Any, ...]) -> None:
         if fault.kind == "lost answer" and event not in _CHANGES:
@@ -91,7 +94,7 @@ class Disk:
         self.reached[fault.kind] += not fault.has_begun
         fault.has_begun = True
         if fault.kind == "slow":
-            CLOCK.advance(_SLOW_SECONDS)
+            SCHEDULER.sleep(_SLOW_SECONDS)
             return
         if fault.kind == "lost answer":
             _CHANGES[event](*arguments[: 1 if event == "os.remove" else 2])

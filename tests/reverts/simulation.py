@@ -6,7 +6,7 @@ from tests.reverts.mutation import DoesNothing, Replaces, Returns
 from tests.reverts.revert import Revert
 
 REVERTS = {
-    "tests/system/test_world.py::test_random_worlds_break_no_rule_but_the_known_ones": [
+    "tests/system/test_simulation.py::test_random_worlds_break_no_rule_but_the_known_ones": [
         Revert("a predictor stays at a source that fails", Returns("_asks_others", "False")),
         Revert(
             "a predictor that has a version follows no pin", Returns("decide._ordered", "_forward(log, view, position)")

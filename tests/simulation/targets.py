@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from delta_tracker import Canary
-from tests.world.history import History, Order, Place
-from tests.world.reader import Reader
-from tests.world.stores import Entry
+from tests.simulation.history import History, Order, Place
+from tests.simulation.reader import Reader
+from tests.simulation.stores import Entry
 
 LOOK_SECONDS = 6.5  # more than the time between two looks for a pin
 

@@ -10,12 +10,12 @@
 
 from __future__ import annotations
 
-from tests.world.clock import CLOCK
-from tests.world.history import History, Key, Order, Place, RuleError
-from tests.world.reader import Reader
-from tests.world.served import ServedRows
-from tests.world.targets import LOOK_SECONDS
-from tests.world.trainer import TABLES, Copy
+from tests.simulation.history import History, Key, Order, Place, RuleError
+from tests.simulation.reader import Reader
+from tests.simulation.served import ServedRows
+from tests.simulation.targets import LOOK_SECONDS
+from tests.simulation.threads import SCHEDULER
+from tests.simulation.trainer import TABLES, Copy
 
 
 def check(reader: Reader, history: History, encoding: str | None, *, is_complete: bool) -> None:
@@ -32,7 +32,7 @@ def check(reader: Reader, history: History, encoding: str | None, *, is_complete
         if reader.floor is not None:
             raise RuleError("backwards", f"{reader.describe()} from {reader.floor} to no version")
         if not history.is_shown_by(reader.settings.stores):
-            reader.blind_at = CLOCK.now
+            reader.blind_at = SCHEDULER.now
         return
     key = stream, version
     if key not in history.copies:
@@ -144,7 +144,7 @@ def _check_start(reader: Reader, key: Key, pin: Order | None) -> None:
     if not reader.settings.follows_pins or reader.settings.canary is not None or pin is None:
         return
     since = max(pin.time, reader.blind_at)
-    if pin.counter > reader.excused and since + LOOK_SECONDS < CLOCK.now and _is_after(key, pin):
+    if pin.counter > reader.excused and since + LOOK_SECONDS < SCHEDULER.now and _is_after(key, pin):
         raise RuleError("bad version", f"{reader.describe()} begins with {key[1]} in spite of {pin}")
 
 

@@ -1,0 +1,96 @@
+"""A caching web server in front of all stores of a world, without a network."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from delta_tracker import Storage
+from delta_tracker.stream.storage.store import Span, Store, StoredObject, Transfer
+from tests.simulation import stores
+from tests.simulation.threads import SCHEDULER
+
+_HOST = "http://web.example"
+_CONTROL_SECONDS, _MISSING_SECONDS = 1.0, 5.0  # for which a copy of a control object and a 404 are served
+_OK, _FORBIDDEN, _MISSING = 200, 403, 404
+
+
+@dataclass
+class Web:
+    """The stores as ``{url}/{name of the store}``. Copies of other objects are served for ever.
+
+    Attributes:
+        stores: name of a store to the store.
+    """
+
+    stores: dict[str, stores.Store] = field(default_factory=dict)
+    _copies: dict[str, tuple[int, bytes, float]] = field(default_factory=dict)
+
+    def serve(self, served: list[stores.Store]) -> None:
+        """Serve other stores, without the copies of the former ones."""
+        self.stores = {store.path.name: store for store in served}
+        self._copies.clear()
+
+    def forget(self) -> None:
+        """Delete all copies, as an operator does after damage at the origin was repaired."""
+        self._copies.clear()
+
+    def store_of(self, store: stores.Store) -> Storage:
+        """Return a store as this server shows it."""
+        return Storage(_WebStore(self, store.path.name))
+
+    def answer(self, path: str, *, is_uncached: bool) -> tuple[int, bytes]:
+        """Return the status and the bytes for a request."""
+        SCHEDULER.pause()
+        copy = self._copies.get(path)
+        if copy is not None and not is_uncached and copy[2] > SCHEDULER.now:
+            return copy[:2]
+        code, data = self._fetch(path)
+        if code != _FORBIDDEN:
+            seconds = _MISSING_SECONDS if code == _MISSING else math.inf
+            seconds = min(seconds, _CONTROL_SECONDS) if "/control/" in path else seconds
+            self._copies[path] = code, data, SCHEDULER.now + seconds
+        return code, data
+
+    def _fetch(self, path: str) -> tuple[int, bytes]:
+        first, _, name = path.partition("/")
+        store = self.stores.get(first)
+        if store is None or store.is_failing:
+            return _FORBIDDEN, b""
+        file = store.path / name
+        try:
+            return (_OK, file.read_bytes()) if file.is_file() else (_MISSING, b"")
+        except OSError:  # a fault in the middle of a call
+            return _FORBIDDEN, b""
+
+
+class _WebStore(Store):
+    """Store of a reader over http."""
+
+    is_read_only = True
+    lists_from = False
+
+    def __init__(self, web: Web, name: str, *, is_uncached: bool = False) -> None:
+        self.url = f"{_HOST}/{name}"
+        self._web, self._name, self._is_uncached = web, name, is_uncached
+
+    def read(self, span: Span, transfer: Transfer) -> NDArray[np.uint8] | None:
+        data = self._fetch(span.name)
+        transfer.modified = float(int(SCHEDULER.now))
+        return None if data is None else span.of(data)
+
+    def stat(self, name: str) -> StoredObject | None:
+        data = self._fetch(name)
+        return None if data is None else StoredObject(name, len(data), float(int(SCHEDULER.now)))
+
+    def past_caches(self) -> Store:
+        return self if self._is_uncached else _WebStore(self._web, self._name, is_uncached=True)
+
+    def _fetch(self, name: str) -> bytes | None:
+        code, data = self._web.answer(f"{self._name}/{name}", is_uncached=self._is_uncached)
+        if code == _FORBIDDEN:
+            raise OSError(f"403 for {name}")
+        return None if code == _MISSING else data
