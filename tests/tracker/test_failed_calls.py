@@ -414,6 +414,7 @@ def test_an_exception_at_each_line_of_a_call_loses_no_row(call: str, kind: str) 
 
 
 @pytest.mark.sweep("long")
+@pytest.mark.timeout(1800)
 @pytest.mark.promise("lossless")
 @pytest.mark.parametrize("mode", ["ID_ONLY", "EMBEDDING"])
 def test_an_exception_at_each_line_of_a_call_loses_no_row_of_a_sharded_table(one_rank: RankPool, mode: str) -> None:
