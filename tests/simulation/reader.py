@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from torch import Tensor
 
 from delta_tracker import Canary, Gate, ModelTarget, Predictor, Rollout
+from delta_tracker.errors import DeltaTrackerError
 from delta_tracker.monitor import Monitor
 from tests.simulation.history import Order, Place
 from tests.simulation.served import Served, ServedRows, served
 from tests.simulation.stores import Store
+from tests.simulation.threads import SCHEDULER, Process
 from tests.simulation.values import options_of
 from tests.simulation.web import Web
 
 _ORDERS = ((0,), (0, 1), (1, 0), (0, 2), (2, 0), (1,), (0, 1, 2), (2, 1), (1, 2))
 _CANARIES = (None, None, None, None, Canary(versions=1), Canary(versions=2), Canary(seconds=10.0))
 _GATES = (None, None, None, Gate(), Gate(max_drift=99.0, min_rows=1))
+_POLL_SECONDS = 2.0
 _KINDS = ("", "", "tables", "follows", "row store", "cache")
 
 
@@ -100,6 +104,7 @@ class Reader:
         held: place of the version that its gate holds, None without one.
         baselines: kind of version and tensor of which its gate has a baseline without large values.
         is_interrupted: True from an error of what it writes to until a call succeeds.
+        is_following: True while a thread of its own follows.
     """
 
     name: str
@@ -119,9 +124,11 @@ class Reader:
     held: Place | None = None
     baselines: set[tuple[str, str]] = field(default_factory=set)
     is_interrupted: bool = False
+    is_following: bool = False
 
     def __post_init__(self) -> None:
         settings = self.settings
+        self._process = Process(self.name)
         self.predictor = Predictor(
             self.served.target
             if self.has_row_store
@@ -136,6 +143,23 @@ class Reader:
     def new(cls, name: str, settings: Settings) -> Reader:
         """Return a predictor that has no version."""
         return cls(name, settings, served(settings.kind, has_raw_ids=settings.has_raw_ids))
+
+    def follow(self) -> None:
+        """Start the thread that follows."""
+        with SCHEDULER.inside(self._process):
+            self.predictor.follow(_POLL_SECONDS)
+        self.is_following = True
+
+    def stop(self) -> None:
+        """End that thread, if there is one."""
+        self.is_following = False
+        with suppress(DeltaTrackerError):  # the error of its last attempt
+            self.predictor.stop()
+
+    def kill(self) -> None:
+        """End its process."""
+        self.is_following = False
+        SCHEDULER.kill(self._process)
 
     @property
     def has_row_store(self) -> bool:

@@ -18,7 +18,8 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -81,6 +82,7 @@ class Scheduler:
         self._ids = random.Random(0)
         self._deadlock = ""
         self._is_choosing = False  # while it asks what threads wait for, which may read files
+        self._is_alone = False
 
     def restart(self, seed: int) -> None:
         """Begin a run. All threads of the previous one must have ended."""
@@ -102,9 +104,24 @@ class Scheduler:
         """Process of the running thread. A new thread is in the process of the one that starts it."""
         return self._current.process
 
-    @process.setter
-    def process(self, process: Process) -> None:
-        self._current.process = process
+    @contextmanager
+    def inside(self, process: Process) -> Iterator[None]:
+        """Context manager in which the running thread belongs to a process."""
+        task = self._current
+        before, task.process = task.process, process
+        try:
+            yield
+        finally:
+            task.process = before
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Context manager in which other threads run only while this one waits for them."""
+        self._is_alone = True
+        try:
+            yield
+        finally:
+            self._is_alone = False
 
     def kill(self, process: Process) -> None:
         """End all threads of a process, and wait until they have ended. Call it from another process."""
@@ -115,7 +132,7 @@ class Scheduler:
         """Let another thread run, perhaps."""
         if self._is_choosing:
             return
-        if len(self._tasks) > 1 and self._chance.randrange(_PAUSES) == 0:
+        if len(self._tasks) > 1 and not self._is_alone and self._chance.randrange(_PAUSES) == 0:
             self._take_turns()
         elif self._current.process.is_killed:
             raise Killed

@@ -33,6 +33,7 @@ WEIGHTS = {
     "release_pin": 2,
     "join": 4,
     "sync": 18,
+    "follow": 5,
     "restart": 5,
     "roll_back": 2,
     "release": 2,

@@ -39,6 +39,7 @@ _ROUNDS, _ROUND_SECONDS = 90, 15.0  # longer than all pauses of a reader togethe
 _NUM_STAYS = 2  # rounds at the end of which a predictor is at its target
 _SINGLE_ROUNDS = 3  # in which one version is applied, so that the rules see it
 _FOLLOW_ROUNDS, _FOLLOW_SECONDS = 200, 10.0
+_FOLLOWED_SECONDS = 8.0  # more than two polls and a look for a pin
 _POINTER_SECONDS = 2000.0  # in which a pointer names a version, also after failures
 _SECONDS = (1.0, 6.0, 12.0, 35.0, 120.0, 700.0)
 _FOLDER = "/dev/shm" if Path("/dev/shm").is_dir() else None
@@ -105,6 +106,7 @@ class World:
             self._web.serve(self._stores)
         self._history = History()
         self._readers: list[Reader] = []
+        self._followers: list[Reader] = []  # that have followed
         self._former: list[Trainer] = []  # replaced, with a publisher
         self._standby: tuple[Standby, Trainer] | None = None
         self._num_joined = self._num_done = 0
@@ -120,6 +122,8 @@ class World:
     def close(self) -> None:
         """Close all publishers."""
         self._disk.fault = None
+        for reader in self._followers:
+            reader.stop()
         for trainer in (*self._former, self.trainer):
             trainer.discard()
         self._group.close()
@@ -138,6 +142,10 @@ class World:
             self._disk.fault = None
             said = f"{said} ({fault.kind}{'' if fault.has_begun else ' not reached'})"
         self._say(f"{self._num_done} {' '.join(map(str, operation))}: {said or 'nothing'}")
+        for reader in [reader for reader in self._readers if reader.is_following]:
+            self._check(reader, is_complete=False)
+        if SCHEDULER.failures:
+            raise RuleError("thread", f"a thread has died: {SCHEDULER.failures!r}")
         for store in self._stores:
             store.date()
             if store.is_healthy and not store.is_whole():
@@ -480,6 +488,9 @@ class World:
         reader = self._reader(who)
         if reader is None:
             return None
+        if choice % 3 == 0:
+            reader.kill()
+        reader.stop()
         return self._restarted(reader, reader.save() if choice % 3 else None, turns=choice % 2 == 0)
 
     def _restarted(self, reader: Reader, saved: Saved | None, *, turns: bool) -> str:
@@ -488,11 +499,25 @@ class World:
             self._readers[index] = reader.restarted(saved, turns=turns)
         return f"{self._readers[index].describe()} {'without' if saved is None else 'with'} its state {errors or ''}"
 
+    def _follow(self, who: int, choice: int) -> str | None:
+        """Let a predictor follow in a thread of its own, while other operations run."""
+        reader = self._reader(who)
+        if reader is None or reader.is_following:
+            return None
+        with self._call() as errors:
+            reader.follow()
+            self._followers.append(reader)
+        return f"{reader.name} {errors or ''}"
+
     def _sync(self, who: int, choice: int) -> str | None:
         reader = self._reader(who)
         return None if reader is None else self._synced(reader, (None, None, 1, 2)[choice % 4])
 
     def _synced(self, reader: Reader, limit: int | None = None) -> str:
+        if reader.is_following:
+            SCHEDULER.sleep(_FOLLOWED_SECONDS)
+            self._check(reader, is_complete=False)
+            return f"{reader.name} followed to {reader.floor}"
         saved = reader.save() if self._disk.fault is not None else None
         with self._call() as errors:
             if reader.floor is None and limit is None and saved is None:
@@ -517,6 +542,7 @@ class World:
         reader = self._reader(who)
         if reader is None or not isinstance(reader.served, ServedRows | ServedTables):
             return None
+        reader.stop()
         reader.served.fail_after(choice % 60)
         said = self._synced(reader)
         reader.served.fail_after(None)
@@ -563,6 +589,7 @@ class World:
         if not readers:
             return None
         reader = readers[who % len(readers)]
+        reader.stop()
         said = self._synced(reader)
         held = self._held(reader)
         if held is None or reader not in self._readers:
@@ -586,6 +613,10 @@ class World:
 
     def _check(self, reader: Reader, *, is_complete: bool) -> None:
         """Check a predictor after a call, and remove it if a rule does not hold."""
+        with SCHEDULER.alone():
+            self._check_alone(reader, is_complete=is_complete)
+
+    def _check_alone(self, reader: Reader, *, is_complete: bool) -> None:
         is_partial = reader.is_interrupted or reader.applying is not None
         try:
             if is_partial and not self._has_rows_of_one_version(reader):
@@ -716,7 +747,7 @@ class World:
     def _wait(self, reader: Reader) -> None:
         goals = targets(reader, self._history)
         said = ""
-        if goals is not None and reader.settings.kind == "follows":
+        if goals is not None and reader.settings.kind == "follows" and not reader.is_following:
             said = self._followed(reader, goals)
         num_there = 0
         for number in range(_ROUNDS):
@@ -747,13 +778,14 @@ class World:
         """Let the thread of ``follow()`` reach the target, while the clock advances."""
         history, predictor = self._history, reader.predictor
         with self._call() as errors:
-            predictor.follow(0.005)
+            reader.follow()
+            self._followers.append(reader)
             for _ in range(_FOLLOW_ROUNDS):
                 stream, version = predictor.status().stream, predictor.version
                 if stream and version is not None and history.without_claims(history.place(stream, version)) in goals:
                     break
                 SCHEDULER.sleep(_FOLLOW_SECONDS)
-            predictor.stop()
+        reader.stop()
         self._check(reader, is_complete=False)
         return f"followed to {reader.floor} {errors or ''}"
 
