@@ -153,8 +153,9 @@ class Reader:
     def stop(self) -> None:
         """End that thread, if there is one."""
         self.is_following = False
-        with suppress(DeltaTrackerError):  # the error of its last attempt
-            self.predictor.stop()
+        if not self._process.is_killed:
+            with suppress(DeltaTrackerError):  # the error of its last attempt
+                self.predictor.stop()
 
     def kill(self) -> None:
         """End its process."""

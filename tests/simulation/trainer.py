@@ -188,7 +188,6 @@ class Trainer:
         self._trained = _trained(schedule)
         self._tracker = ModelDeltaTracker(self._trained.module, monitor=monitor)
         self.publisher: Publisher | None = None
-        self.has_published = False  # since the publisher was built
 
     def copy(self) -> Copy:
         return Copy(self._trained.copy(), self._trained.states())
@@ -256,7 +255,7 @@ class Trainer:
         return Standby(self._trained.module, url, tracker=self._tracker, recovery=self._recovery, monitor=self._monitor)
 
     def close(self) -> None:
-        publisher, self.publisher, self.has_published = self.publisher, None, False
+        publisher, self.publisher = self.publisher, None
         if publisher is not None:
             publisher.close()
 

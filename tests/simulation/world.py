@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import io
 import tempfile
-import threading
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -209,16 +208,10 @@ class World:
         if self._primary.is_unmounted and trainer.publisher is None:
             return "unmounted"  # a publisher that starts would create the directory
         copy = trainer.copy()
-        if self._web is not None and trainer.publisher is not None:
-            self._disk.fault = None  # a thread of the publisher writes the pointer meanwhile
-        threads = set(threading.enumerate())
         manifest = None
         with self._call() as errors:
             trainer.open(self._primary.url)
             manifest = getattr(trainer.publisher, call)()
-        if trainer.has_published:  # the first version starts a thread that stays
-            for thread in set(threading.enumerate()) - threads:
-                thread.join(10.0)
         if not self._primary.is_failing:
             history.absorb(self._primary, copy)
         if self._dies():
@@ -231,7 +224,6 @@ class World:
             return errors[0]
         if (manifest.stream, manifest.version) != history.head:
             raise RuleError("publisher", f"published version {manifest.version}, and the log ends at {history.head}")
-        trainer.has_published = self._schedule.has_upkeep
         self._wait_for_pointer(manifest.version)
         return f"{manifest.kind} {manifest.version}"
 
