@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from delta_tracker.stream.storage import directory as files
-from delta_tracker.stream.storage.directory import make_directory, write_file
+from delta_tracker.stream.storage.directory import make_directory
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.stream.store_clock import StoreClock
 
@@ -31,9 +31,7 @@ def test_writeback_starts_early_for_synced_files_only(
 
     monkeypatch.setattr(os, "posix_fadvise", advise)
     data = os.urandom(100)
-    for folder in ("a", "drafts"):
-        (tmp_path / folder).mkdir()
-    assert write_file(tmp_path, "a/b", [memoryview(data)[:33], memoryview(data)[33:]], overwrite=True, fsync=fsync)
+    Storage(tmp_path, fsync=fsync).put("a/b", [memoryview(data)[:33], memoryview(data)[33:]])
     assert (tmp_path / "a" / "b").read_bytes() == data
     edges = [0, *(end for _, end in told)]
     assert told == list(itertools.pairwise(edges)), "gaps, or bytes told of twice"
@@ -63,7 +61,10 @@ def test_a_slow_sync_does_not_date_a_file_before_its_name(
 
     monkeypatch.setattr(os, "fsync", slow)
     os.utime(tmp_path / "log" / "0", (time.time() - 140, time.time() - 140))
-    assert write_file(tmp_path, "log/1", [memoryview(b"x")], overwrite=overwrite, fsync=True)
+    if overwrite:
+        store.replace("log/1", b"x")
+    else:
+        assert store.create("log/1", b"x")
     look()
     assert clock.offset == 0.0
 

@@ -140,6 +140,11 @@ class DirectoryStore(Store):
         return [each for each in found if PLAIN_NAME.fullmatch(each[0]) or is_name(each[0])]
 
     def _write(self, name: str, buffers: Iterable[memoryview], *, overwrite: bool) -> bool:
+        """Write a file under a temporary name and rename it once it is complete, so that no partial file is visible.
+
+        With ``overwrite=False``, returns False if a file of this name exists. A process that is killed may leave its
+        temporary file in ``drafts``, see :func:`delete_draft`.
+        """
         if self._found is None and not self._find():
             raise StorageError(self.url, "the directory does not exist")
         self._check()
@@ -147,11 +152,48 @@ class DirectoryStore(Store):
         for each in ("drafts", folder):
             if not self._has_folder(each, writes=True):
                 make_folder(self.directory, each)
-        is_new = write_file(self.directory, name, buffers, overwrite=overwrite, fsync=self._fsync, check=self._check)
-        self._has_written = True
-        if is_new:
-            self._sync(folder, name)
-        return is_new
+        target, draft = self.directory / name, self.directory / "drafts" / secrets.token_hex(8)
+        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            try:
+                lock(descriptor)
+                self._fill(descriptor, buffers)
+            finally:
+                os.close(descriptor)
+            self._check()
+            self._has_written = True
+            if overwrite:
+                draft.replace(target)
+            else:
+                target.hardlink_to(draft)
+        except FileExistsError:
+            if overwrite or target.is_dir():
+                raise
+            return False
+        finally:
+            draft.unlink(missing_ok=True)
+        self._sync(folder, name)
+        return True
+
+    def _fill(self, descriptor: int, buffers: Iterable[memoryview]) -> None:
+        """Write a new file; with ``fsync``, its bytes are on disk then. :func:`sync_names` flushes its name."""
+        begin = end = 0
+        for buffer in buffers:
+            rest = memoryview(buffer).cast("B")
+            while rest:
+                # Writes that end at multiples of this size let a file system use large pages.
+                written = os.write(descriptor, rest[: CHUNK_BYTES - end % CHUNK_BYTES])
+                rest = rest[written:]
+                end += written
+                if self._fsync and end - begin >= _EARLY_BYTES:
+                    # Linux then starts to write the dirty pages without waiting. It drops only clean pages.
+                    os.posix_fadvise(descriptor, begin, end - begin, os.POSIX_FADV_DONTNEED)
+                    begin = end
+        if self._fsync:
+            os.fsync(descriptor)
+            # Date the file after a long flush: a reader that saw no such file looked before its modification time. If a
+            # power loss undoes the date, which is not flushed, only ages are wrong.
+            os.utime(descriptor)
 
     def _at(self, name: str, call: Callable[[str], T]) -> T | None:
         folder = name.rpartition("/")[0]
@@ -238,67 +280,6 @@ def _no_directory(name: str, path: str, status: os.stat_result) -> tuple[str, st
 # Files of a store
 
 
-def write_file(
-    directory: Path,
-    name: str,
-    buffers: Iterable[memoryview],
-    *,
-    overwrite: bool,
-    fsync: bool,
-    check: Callable[[], None] = lambda: None,
-) -> bool:
-    """Write a file under a temporary name and rename it once it is complete, so that no partial file is visible.
-
-    A process that is killed may leave its temporary file in the subdirectory ``drafts``, see :func:`delete_draft`.
-
-    Args:
-        directory: directory of the store, with a subdirectory ``drafts``.
-        name: path of the file, relative to ``directory``; its folder must exist.
-        buffers: contents of the file.
-        overwrite: True to replace an existing file of this name; if False and it exists, the result is False.
-        fsync: True to flush the bytes to disk before the file is renamed. :func:`sync_names` flushes the new name.
-        check: called before the file is renamed; raises an error if ``directory`` was replaced.
-    """
-    target = directory / name
-    draft = directory / "drafts" / secrets.token_hex(8)
-    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    try:
-        try:
-            lock(descriptor)
-            begin = end = 0
-            for buffer in buffers:
-                rest = memoryview(buffer).cast("B")
-                while rest:
-                    # Writes that end at multiples of this size let a file system use large pages.
-                    written = os.write(descriptor, rest[: CHUNK_BYTES - end % CHUNK_BYTES])
-                    rest = rest[written:]
-                    end += written
-                    if fsync and end - begin >= _EARLY_BYTES:
-                        # Linux then starts to write the dirty pages without waiting. It drops only clean pages.
-                        os.posix_fadvise(descriptor, begin, end - begin, os.POSIX_FADV_DONTNEED)
-                        begin = end
-            if fsync:
-                os.fsync(descriptor)
-                # Date the file after a long flush: a reader that saw no such file looked before its modification time.
-                # If a power loss undoes the date, which is not flushed, only ages are wrong.
-                os.utime(descriptor)
-        finally:
-            os.close(descriptor)
-        check()
-        if overwrite:
-            draft.replace(target)
-            return True
-        try:
-            target.hardlink_to(draft)
-        except FileExistsError:
-            if target.is_dir():
-                raise
-            return False
-        return True
-    finally:
-        draft.unlink(missing_ok=True)
-
-
 def sync_names(directory: Path, name: str) -> None:
     """Flush the names in the directory ``name`` of the store, and those above it, to disk; also deletions."""
     for path in (Path(name), *Path(name).parents):
@@ -313,7 +294,7 @@ def sync_names(directory: Path, name: str) -> None:
 
 
 def delete_draft(draft: Path) -> bool:
-    """Delete a temporary file of :func:`write_file`, unless a running process of any host is writing it.
+    """Delete a temporary file of a write, unless a running process of any host is writing it.
 
     On a file system without locks, the file is deleted even if it is being written; the write then fails. Returns False
     if it is being written, does not exist or cannot be opened for reading.
