@@ -537,7 +537,7 @@ class MalformedError(StreamError, ValueError):
 class NewerFormatError(MalformedError):
     """The object ``path`` of a stream has the format ``found``, which only newer releases of the library can read.
 
-    ``known`` describes the formats that this release reads. No release reads drafts of a format that is final now.
+    ``known`` describes the formats that this release reads.
     """
 
     _remedy = "Upgrade delta_tracker on this host"

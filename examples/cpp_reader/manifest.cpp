@@ -263,7 +263,6 @@ void check_blocks(const Manifest& manifest) {
 }
 
 void check_format_2(const Fields& fields, const Manifest& manifest) {
-    require(!fields.has("draft"), "the entry is a draft of format 2");
     if (!fields.get("event_time").is_null()) fields.seconds("event_time");
     for (auto& each : fields.array("training")) check_object(Fields(each, fields.path("training")), 2);
     for (auto& [name, each] : fields.object("owners")) {

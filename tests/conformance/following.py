@@ -334,7 +334,6 @@ _REFUSED: dict[str, tuple[Callable[[], Maker], Callable[[Stream], object]]] = {
     "overlapping blocks": (plain_maker, _entry(_second_block)),
     "a format that is a string": (plain_maker, _edit(format="1")),
     "format 2 without its fields": (plain_maker, _edit(format=2)),
-    "a draft of format 2": (owned_maker, _edit(draft=1)),
     "a flipped bit in its object": (owned_maker, _part(lambda data: data[:-20] + bytes([data[-20] ^ 1]) + data[-19:])),
     "an owner in another bucket": (owned_maker, _tensors(_1_owners=[3, 60])),
     "a raw id with two rows": (owned_maker, _tensors(_1_owners=[3, 3])),

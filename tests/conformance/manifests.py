@@ -298,7 +298,7 @@ _GOOD_TEXTS: dict[str, tuple[str, Callable[[str], str | bytes]]] = {
     "with escaped slashes": ("one JSON object", lambda text: text.replace("parts/", "parts\\/")),
     "with an unknown field": (_UNKNOWN, _first('"x":[1,{"y":null,"z":-1.5e-3}]')),
     "with unknown fields everywhere": (_UNKNOWN, _with_unknown),
-    "with unknown fields of format 2": (_UNKNOWN, _first('"draft":7,"event_time":-1,"training":"x","owners":[]')),
+    "with unknown fields of format 2": (_UNKNOWN, _first('"event_time":-1,"training":"x","owners":[]')),
     "with forked_from": (
         "In all other entries, `forked_from` is an unknown field",
         _first('"forked_from":{"stream":1}'),
@@ -342,11 +342,6 @@ def _others() -> Iterator[Case]:
         for make in (plain, owned):
             name = f"manifest format {str(value)[:30]} in a stream of format {1 if make is plain else 2}"
             yield Run(name, _NEWER, partial(_trial, make, _set("format", value), Outcome.NEWER))
-    for draft in (1, None, "1"):
-        rule = "Entries of `format` 2 with a field `draft`"
-        yield Run(
-            f"manifest of the draft {draft!r}", rule, partial(_trial, owned, _set("draft", draft), Outcome.REFUSED)
-        )
 
 
 def cases() -> Iterator[Case]:

@@ -115,7 +115,7 @@ def _follow(reader: _Reader, output: Path, ids: Path | None, stdin: IO[str], std
 
 
 def _status_of(error: Exception) -> int:
-    return 3 if isinstance(error, NewerFormatError) and ", draft " not in error.found else 2
+    return 3 if isinstance(error, NewerFormatError) else 2
 
 
 def main(

@@ -132,7 +132,6 @@ _RULES = {
         "stream/test_parse.py::test_an_entry_of_a_newer_format_needs_a_newer_release",
         "stream/test_parse.py::test_a_format_that_is_no_number_is_malformed",
     ],
-    "Entries of `format` 2 with a field `draft`": ["stream/test_parse.py::test_a_draft_of_format_2_needs_a_new_stream"],
     "The first version that is not a claim after a change": ["publisher/test_states.py::test_case"],  # resumed
     "Versions that differ in one of these MUST NOT be merged": [
         f"{_STATES}::test_versions_with_other_states_are_not_merged",

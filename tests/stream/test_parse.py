@@ -243,13 +243,6 @@ def test_an_entry_of_a_newer_format_needs_a_newer_release(path: str, value: obje
     assert len(str(caught.value)) < 1300
 
 
-@pytest.mark.parametrize(("value", "found"), [(1, "2, draft 1"), (None, "2, draft null"), ("1", '2, draft "1"')])
-def test_a_draft_of_format_2_needs_a_new_stream(value: object, found: str) -> None:
-    with pytest.raises(NewerFormatError, match="Start a new stream") as caught:
-        parsed(_changed("draft", value))
-    assert caught.value.found == found
-
-
 @pytest.mark.parametrize("value", [0, -1, 1.0, 2.0, True, "2", None, [], {}])
 def test_a_format_that_is_no_number_is_malformed(value: object) -> None:
     with pytest.raises(MalformedError) as caught:
@@ -260,7 +253,7 @@ def test_a_format_that_is_no_number_is_malformed(value: object) -> None:
 def test_the_fields_of_format_2_are_unknown_fields_in_format_1() -> None:
     entry = some_entry()
     entry["parts"][0]["body"] = entry["training"] = entry["tables"]["t"]["states"] = "anything"
-    assert parsed(entry | {"draft": 7, "event_time": -1}) == some_manifest()
+    assert parsed(entry | {"event_time": -1}) == some_manifest()
 
 
 def test_very_many_column_ranges_are_refused_early() -> None:

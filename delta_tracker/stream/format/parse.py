@@ -50,7 +50,6 @@ _T = TypeVar("_T")
 
 class _Format(Struct):
     format: Raw
-    draft: Raw = Raw()
 
 
 class _Table(Struct):
@@ -239,22 +238,14 @@ def _tables(entry: _Entry) -> tuple[dict[str, TableSpec], dict[str, TableStates]
 
 
 def _format_of(name: str, data: bytes) -> int:
-    fields = _FORMATS.decode(data)
-    found, draft = bytes(fields.format), bytes(fields.draft)
-    if not _POSITIVE.fullmatch(found):
-        raise ValueError(f"its format is {_quoted(found)}; this library reads {_KNOWN}")
-    if found == str(FORMAT).encode():
-        return FORMAT
-    if found != str(STATES_FORMAT).encode():
-        raise NewerFormatError(name, _quoted(found), _KNOWN)
-    if draft:
-        found_draft = f"{STATES_FORMAT}, draft {_quoted(draft)}"
-        raise NewerFormatError(name, found_draft, _KNOWN).advising("Start a new stream at another url")
-    return STATES_FORMAT
-
-
-def _quoted(raw: bytes) -> str:
-    return raw[:_MAX_REASON].decode(errors="replace")
+    found = bytes(_FORMATS.decode(data).format)
+    number = next((each for each in _ENTRIES if found == str(each).encode()), None)
+    if number is not None:
+        return number
+    quoted = found[:_MAX_REASON].decode(errors="replace")
+    if _POSITIVE.fullmatch(found):  # not as an int, which may have any number of digits
+        raise NewerFormatError(name, quoted, _KNOWN)
+    raise ValueError(f"its format is {quoted}; this library reads {_KNOWN}")
 
 
 def _columns_and_states(
