@@ -110,15 +110,12 @@ class HostCache:
         seen: tuple[int, float] | None = None  # modification time of the draft, and when it was seen first
         while True:
             check()
-            descriptor = self._hit(part)
-            draft = self._lock_draft(part) if descriptor is None else None
-            progress = self._progress(part)
-            if descriptor is not None:
+            if (descriptor := self._hit(part)) is not None:
                 self.counts["hits"] += 1
                 return descriptor
-            if draft is not None:
+            if (draft := self._lock_draft(part)) is not None:
                 return self._fetch(storage, part, draft)
-            now = time.monotonic()
+            progress, now = self._progress(part), time.monotonic()
             if seen is None or seen[0] != progress:
                 seen = progress, now
             elif now - seen[1] > self._patience_seconds:
@@ -283,7 +280,8 @@ class CachedStore(Store):
         self._cache = cache
         self._parts = {part.name: part for part in parts}
         self._opened: dict[str, int | None] = {}
-        finalize(self, _close, self._opened)
+        self._files = ExitStack()
+        finalize(self, self._files.close)
 
     def read(self, span: Span, transfer: Transfer) -> NDArray[np.uint8] | None:
         """See :meth:`Store.read`."""
@@ -306,7 +304,9 @@ class CachedStore(Store):
         if name not in self._parts:
             return None
         if name not in self._opened:
-            self._opened[name] = self._cache.open(self._origin, self._parts[name])
+            self._opened[name] = descriptor = self._cache.open(self._origin, self._parts[name])
+            if descriptor is not None:
+                self._files.callback(os.close, descriptor)
         return self._opened[name]
 
 
@@ -337,12 +337,6 @@ def _read(descriptor: int, memory: NDArray[np.uint8], begin: int) -> NDArray[np.
     if (filled := read_into(descriptor, memory.data, begin)) < len(memory):
         raise OSError(f"the file ended after {begin + filled} bytes")
     return memory
-
-
-def _close(opened: dict[str, int | None]) -> None:
-    for descriptor in opened.values():
-        if descriptor is not None:
-            os.close(descriptor)
 
 
 def _is_right(descriptor: int, part: Part) -> bool:

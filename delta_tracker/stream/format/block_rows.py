@@ -232,9 +232,10 @@ class WholeBlocks:
 
 def newest(rows: Iterable[BlockRows]) -> tuple[list[BlockRows], list[BlockRows]]:
     """Merge rows: return the whole blocks, with their listed rows applied, and the listed rows outside of them."""
-    every = list(rows)
-    whole = [each for each in every if each.ids is None]
-    listed = [each for each in every if each.ids is not None]
+    whole: list[BlockRows] = []
+    listed: list[BlockRows] = []
+    for each in rows:
+        (whole if each.ids is None else listed).append(each)
     if whole and listed:
         overlay, blocks = Overlay(listed), WholeBlocks(each.block for each in whole)
         whole = [overlay.over(each) for each in whole]

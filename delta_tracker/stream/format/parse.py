@@ -195,9 +195,7 @@ def _manifest(name: str, data: bytes) -> Manifest:
     tables, states, identities = _tables(entry)
     dense = {name: _dense(spec) for name, spec in entry.dense.items()}
     columns_of = {fqn: frozenset(each.columns) for fqn, each in states.items() if each.states}
-    names = _dense_names(entry)
-    found_parts = enumerate(zip(entry.parts, names, strict=True))
-    parts = tuple([_part(part, held, f"$.parts[{i}]", tables, columns_of) for i, (part, held) in found_parts])
+    parts = _parts(entry, tables, columns_of)
     fields = structs.asdict(entry) | {"tables": tables, "dense": dense, "parts": parts, "states": states}
     if entry.kind == "claim":
         fields["forked_from"] = _CLAIMS.decode(data).forked_from
@@ -261,21 +259,25 @@ def _columns_and_states(
     return found.columns, states
 
 
-def _dense_names(entry: _Entry) -> list[tuple[str, ...]]:
-    most_quotes = sum(2 + name.count('"') for name in entry.dense)
+def _parts(entry: _Entry, tables: Mapping[str, TableSpec], columns: Mapping[str, frozenset[Range]]) -> tuple[Part, ...]:
+    most_quotes = 2 * len(entry.dense) + "".join(entry.dense).count('"')
     unheld = set(entry.dense)
     found = []
     for i, part in enumerate(entry.parts):
+        path = f"$.parts[{i}]"
         if bytes(part.dense).count(b'"') > most_quotes:  # before they are decoded: short names take much memory
             raise ValueError(f"a part has more than the {len(entry.dense)} dense tensors of the entry")
-        found.append(_decoded(_NAMES, part.dense, f"$.parts[{i}].dense"))
-        for name in found[-1]:
+        dense = _decoded(_NAMES, part.dense, f"{path}.dense")
+        for name in dense:
             if name not in unheld:
                 raise ValueError(f"the dense tensor {name!r} is unknown, or two parts hold it")
             unheld.remove(name)
+        blocks = _decoded(_BLOCKS, part.blocks, f"{path}.blocks")
+        _check_part(part, blocks, path, tables, columns)
+        found.append(Part(**structs.asdict(part) | {"blocks": blocks, "dense": dense}))
     if unheld:
         raise ValueError(f"no part holds {len(unheld)} of its {len(entry.dense)} dense tensors")
-    return found
+    return tuple(found)
 
 
 def _decoded(decoder: Decoder[_T], value: Raw, path: str) -> _T:
@@ -313,14 +315,13 @@ def _check_names(data: str) -> None:
             names = outer.pop()
 
 
-def _part(
+def _check_part(
     part: _Part,
-    dense: tuple[str, ...],
+    blocks: Sequence[Block],
     path: str,
     tables: Mapping[str, TableSpec],
     columns: Mapping[str, frozenset[Range]],
-) -> Part:
-    blocks = _decoded(_BLOCKS, part.blocks, f"{path}.blocks")
+) -> None:
     for block in blocks:
         table = tables[block.table]
         _check_block(block, table)
@@ -334,7 +335,6 @@ def _part(
             _check_size(part.states, f"{path}.states")
         if (part.states is not None) != any(block.table in columns for block in blocks):
             raise ValueError(f"an object with states must be there exactly if a block has states - at `{path}`")
-    return Part(**structs.asdict(part) | {"blocks": blocks, "dense": dense})
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

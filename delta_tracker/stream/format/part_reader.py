@@ -340,8 +340,11 @@ def read_parts(
 
 def dense_of(readers: Iterable[PartReader]) -> dict[str, Tensor]:
     """Return the dense tensors of all parts in ``readers``, by name."""
-    holders = (reader for reader in readers if reader.part.dense)
-    return {name: tensor for reader in holders for name, tensor in reader.dense().items()}
+    found: dict[str, Tensor] = {}
+    for reader in readers:
+        if reader.part.dense:
+            found |= reader.dense()
+    return found
 
 
 class Contents:
