@@ -383,7 +383,7 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
         return self._destination.state_dict()
 
     def load_state_dict(self, state: Mapping[str, str | int]) -> None:
-        """Restore the stream position of tables that were saved together with ``state``, also by an older release.
+        """Restore the stream position of tables that were saved together with ``state``.
 
         The next :meth:`sync` or :meth:`follow` continues with the version after this position, or resyncs. A
         :meth:`rollback` is not part of the state. Load the mapping of raw ids before: the model's state, or that of

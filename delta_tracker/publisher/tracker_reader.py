@@ -281,7 +281,7 @@ class TrackerReader:
 
     def _note(self, head: Manifest) -> None:
         """Save the stream position of ``head`` in the tracker's state; None if the next version must be a snapshot."""
-        position = Position(head.stream, head.link).to_dict() if self._has_snapshot else None
+        position = Position.after(head).to_dict() if self._has_snapshot else None
         self.handle.annotate(position)
 
 

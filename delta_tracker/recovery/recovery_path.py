@@ -117,7 +117,7 @@ def pending_rows(
     saved = [states.consumers(rank) for rank in range(states.world_size)] if others else []
     unrestored: dict[str, Tensor | None] = dict.fromkeys(fqn for fqn in tracker.shards if fqn not in shards)
     pending = {name: dict(unrestored) for name in tracker.consumers}
-    notes: dict[str, object] = {publisher: Position(last.stream, last.link).to_dict()} if publisher in pending else {}
+    notes: dict[str, object] = {publisher: Position.after(last).to_dict()} if publisher in pending else {}
     for name in others:
         held = [each[name] for each in saved if name in each]
         versions = [each.version for each in held if each.version is not None]

@@ -35,18 +35,18 @@ class _StoredState(msgspec.Struct, forbid_unknown_fields=True):
     stream: Hex
     version: Count | None
     xxh3: Hex | None
+    generation: Count | None
+    created: Count | None
     applying: Count | None
     applying_xxh3: Hex | None
+    applying_generation: Count | None
+    pin: Count
+    release: Count
     is_mixed: bool
     is_settling: bool
     tables: dict[str, _StoredTable]
     identities: dict[str, Identity]
     default_slots: dict[str, tuple[Count, ...]]
-    generation: Count | None = None  # absent in states of earlier releases, as are the others with a default
-    created: Count | None = None
-    applying_generation: Count | None = None
-    pin: Count = 0
-    release: Count = 0
 
     def __post_init__(self) -> None:
         if self.format != _FORMAT:

@@ -142,17 +142,6 @@ def test_follow_reports_a_mirror_that_lags_until_it_has_caught_up(kind: Kind) ->
     reader.check()
 
 
-def test_a_position_of_an_older_release_does_not_lead_back() -> None:
-    """It has no generation."""
-    behind = Behind("model")
-    reader = behind.reader.restarted([behind.mirror, behind.source])
-    state = behind.reader.predictor.state_dict()
-    reader.predictor.load_state_dict({name: state[name] for name in ("stream", "version", "xxh3")})
-    assert set(reader.syncs(4)) == {5}
-    behind.log.deltas(1)
-    reader.assert_reaches(behind.log)
-
-
 @_BOTH
 def test_an_old_view_right_after_a_restart_is_waited_out(kind: Kind) -> None:
     """A replica, or a file system that caches names, shows the entries of a minute ago."""

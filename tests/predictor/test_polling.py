@@ -168,24 +168,6 @@ def test_a_resting_follower_sends_few_requests_and_lists_nothing(
     assert sum(found.values()) <= bound
 
 
-def test_a_poll_costs_the_same_with_a_position_of_an_older_release() -> None:
-    """It has no generation, which is read once."""
-    writer = Writer(WrappedStorage(Storage("memory://")))
-    writer.snapshot()
-    first = Predictor(writer.model(), writer.storage)
-    first.sync()
-    state = first.state_dict()
-    requests = []
-    for loaded in (state, {key: value for key, value in state.items() if key != "generation"}):
-        predictor = Predictor(writer.model(), writer.storage)
-        predictor.load_state_dict(loaded)
-        predictor.sync()
-        writer.storage.take()
-        predictor.sync()
-        requests.append([(each.kind, each.name) for each in writer.storage.take()])
-    assert requests[0] == requests[1]
-
-
 def test_a_url_that_lags_is_not_asked_at_each_poll() -> None:
     source, lagging = Storage("memory://"), WrappedStorage(Storage("memory://"))
     writer = Writer(source)

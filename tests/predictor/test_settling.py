@@ -364,7 +364,7 @@ def test_random_faults_of_a_cache_cause_no_resync_and_no_storm(served: Served, s
 def test_a_doubt_lasts_for_its_time_and_belongs_to_one_position() -> None:
     now = [0.0]
     settling, storage = Settling(10.0, clock=lambda: now[0]), Storage("http://127.0.0.1:1")
-    place = Position("0" * 32, Link(4, "0" * 32))
+    place = Position("0" * 32, Link(4, "0" * 32), 1, 0)
     part, entry = CorruptPartError("parts/x", "short"), MissingVersionError(5, 6)
     assert settling.doubt(part, place, storage, print) is not None
     assert settling.doubt(part, place, storage, print) is None, "once per doubt"
@@ -373,7 +373,7 @@ def test_a_doubt_lasts_for_its_time_and_belongs_to_one_position() -> None:
     assert not settling.is_over
     now[0] = 10.0
     assert settling.is_over, "another kind of fault does not begin another doubt"
-    assert settling.doubt(part, Position("0" * 32, Link(5, "0" * 32)), storage, print) is not None
+    assert settling.doubt(part, Position("0" * 32, Link(5, "0" * 32), 1, 0), storage, print) is not None
     assert not settling.is_over
     settling.clear()
     assert settling.doubt(part, place, storage, print) is not None

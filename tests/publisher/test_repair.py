@@ -25,7 +25,7 @@ def _repair(writer: Writer, note: object, shard: ShardSpec | None = None) -> dic
 
 
 def _position(writer: Writer) -> dict[str, str | int]:
-    return Position(writer.claim.head.stream, writer.claim.head.link).to_dict()
+    return Position.after(writer.claim.head).to_dict()
 
 
 @pytest.fixture

@@ -84,7 +84,6 @@ _RESYNC = {
         Revert("any snapshot is newer", Returns("decide._is_forward", "True")),
         Revert("an older generation is newer", Returns("Position.precedes", "True")),
         Revert("the version counts first", Returns("Position.precedes", "entry.version > self.link.version")),
-        Revert("an unknown generation is the lowest", Returns("decide._generation", "0")),
         Revert("a snapshot of any stream is newer", Loses("decide._is_forward", "_check_may_follow(...)")),
     ],
     "gates": [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import pytest
 import torch
@@ -66,10 +65,3 @@ def test_bytes_that_are_no_state_are_refused() -> None:
 def test_a_table_of_integers_is_refused() -> None:
     with pytest.raises(InvalidArgumentError, match="Give table 'user' one of"):
         SinkState(stream="0" * 32, tables={"user": TableSpec("user", 10, 4, torch.int64)})
-
-
-def test_a_state_of_an_earlier_release_is_read() -> None:
-    fields = json.loads(_STATE.to_json())
-    later = {"generation", "created", "applying_generation", "pin", "release"}
-    earlier = {name: value for name, value in fields.items() if name not in later}
-    assert SinkState.from_json(json.dumps(earlier).encode()) == replace(_STATE, applying_generation=None)

@@ -77,7 +77,7 @@ def test_a_promotion_is_a_claim_of_a_new_stream(writer: Writer) -> None:
     publisher = StreamLog(destination).claim().head
     assert (publisher.stream, publisher.generation, publisher.forked_from) == (fork.stream, fork.generation + 1, None)
     assert publisher.snapshot is None
-    note = Position(head.stream, head.link).to_dict()
+    note = Position.after(head).to_dict()
     shards = {FQN: ShardSpec(writer.spec, 0, 20, ((0, 4),))}
     rows = rows_to_repair(StreamLog(destination), note, publisher, (1, {FQN: writer.spec}, {}, {}), shards)
     assert rows is None, "a trainer that was restored from the mirror sends a snapshot"

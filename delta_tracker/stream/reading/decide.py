@@ -231,8 +231,6 @@ def _at(log: SeenLog, view: View) -> Apply | Stay | Doubt:
     try:
         if position is None or position.rows is Rows.MIXED:
             return _begin(log, view, order)
-        if position.generation is None:
-            position = replace(position, generation=_generation(log, view, position))
         if order is None:
             return _forward(log, view, position)
         if order.stream == position.stream:
@@ -256,15 +254,6 @@ def _beside(log: SeenLog, view: View, position: Position, order: Order) -> Apply
     if own is not None and own.stream == position.stream and not view.policy.has_released(own):
         return _ordered(log, view, position, own)
     return _forward(log, view, position)
-
-
-def _generation(log: SeenLog, view: View, position: Position) -> int | None:
-    """Return the generation of a position by the first log that has its entry; None if there is none."""
-    for each in (log, *view.logs):
-        with suppress(StorageError):
-            if (found := each.generation(position)) is not None:
-                return found
-    return None
 
 
 # Orders

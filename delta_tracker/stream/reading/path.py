@@ -149,7 +149,7 @@ def merged_deltas(
 def is_next(merged: Manifest, position: Position) -> bool:
     """Return True if a reader at a position can apply a merged delta."""
     parent = merged.parent
-    if merged.stream != position.stream or merged.generation < (position.generation or 0) or parent is None:
+    if merged.stream != position.stream or merged.generation < position.generation or parent is None:
         return False
     return parent == position.link if parent.version == position.version else parent.version < position.version
 
@@ -245,7 +245,7 @@ def _path(
         if entry.parent is None:
             raise NoSnapshotError(log.url, target.version)
         link = entry.parent
-    if position is not None and path and path[-1].generation < (position.generation or 0):
+    if position is not None and path and path[-1].generation < position.generation:
         raise MissingVersionError(path[-1].version, newest)
     return path[::-1]
 

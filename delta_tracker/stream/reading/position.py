@@ -25,12 +25,12 @@ class Rows(Enum):
     """Rows of unrelated versions. Only a snapshot may be applied next."""
 
 
-class _SavedPosition(Struct, forbid_unknown_fields=True, omit_defaults=True):
+class _SavedPosition(Struct, forbid_unknown_fields=True):
     stream: str
     version: Count
     xxh3: str
-    generation: Count | None = None
-    created: Count | None = None
+    generation: Count
+    created: Count
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,16 +39,16 @@ class Position:
 
     Args:
         stream: id of the stream, 32 hex digits.
-        generation: generation of the entry; None if it was saved without it.
+        generation: generation of the entry.
+        created: Unix time at which the entry was committed, in whole seconds.
         rows: what else the tables may hold.
-        created: Unix time at which the entry was committed, in whole seconds; None if it was saved without it.
     """
 
     stream: str
     link: Link
-    generation: int | None = None
+    generation: int
+    created: int
     rows: Rows = Rows.WHOLE
-    created: int | None = None
 
     @property
     def version(self) -> int:
@@ -58,7 +58,7 @@ class Position:
     @classmethod
     def after(cls, entry: Manifest) -> Position:
         """Return the position of a reader that has applied an entry completely."""
-        return cls(entry.stream, entry.link, entry.generation, created=int(entry.created))
+        return cls(entry.stream, entry.link, entry.generation, int(entry.created))
 
     def names(self, entry: Manifest | None) -> bool:
         """Return True if an entry that was read is the one of this position."""
@@ -67,20 +67,18 @@ class Position:
     def leads_to(self, entry: Manifest) -> bool:
         """Return True if an entry that was read is the next one after this position."""
         follows = entry.stream == self.stream and entry.parent == self.link
-        return follows and entry.generation >= (self.generation or 0)
+        return follows and entry.generation >= self.generation
 
     def precedes(self, entry: Manifest) -> bool:
         """Return True if an entry of the same stream is newer.
 
-        Publishers fence each other by generations, so that the generation counts first. If that of the position is
-        unknown, it is taken as that of the entry.
+        Publishers fence each other by generations, so that the generation counts first.
         """
-        generation = entry.generation if self.generation is None else self.generation
-        return (entry.generation, entry.version) > (generation, self.version)
+        return (entry.generation, entry.version) > (self.generation, self.version)
 
     def is_long_before(self, entry: Manifest) -> bool:
         """Return True if an entry was committed so much later that no difference of two clocks explains it."""
-        return self.created is not None and entry.created > self.created + SKEW_SECONDS
+        return entry.created > self.created + SKEW_SECONDS
 
     def to_dict(self) -> dict[str, str | int]:
         """Return the position as plain values, for JSON."""
@@ -94,7 +92,7 @@ class Position:
             saved = convert(state, _SavedPosition)
         except ValueError as error:
             raise InvalidArgumentError("state", state, "Pass what state_dict() returned") from error
-        return cls(saved.stream, Link(saved.version, saved.xxh3), saved.generation, created=saved.created)
+        return cls(saved.stream, Link(saved.version, saved.xxh3), saved.generation, saved.created)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,13 +114,13 @@ class Written:
         stream: id of the stream, 32 hex digits; empty if nothing was written.
         version: version that no row is older than; None until the first snapshot is complete.
         xxh3: 128-bit xxh3 of the entry of ``version``, in hex; None if ``version`` is.
-        generation: generation of that entry; None if it is unknown.
-        created: Unix time at which that entry was committed, in whole seconds; None if it is unknown.
+        generation: generation of that entry; None if ``version`` is.
+        created: Unix time at which that entry was committed, in whole seconds; None if ``version`` is.
         pin: counter of the pin that led to ``version``; 0 without one.
         release: counter of the last release that was followed; 0 without one, or if ``pin`` is above 0.
         applying: newest version that may be partly written; None if there is no such version.
         applying_xxh3: 128-bit xxh3 of the entry of ``applying``, in hex; None if ``applying`` is.
-        applying_generation: generation of that entry; None if it is unknown.
+        applying_generation: generation of that entry; None if ``applying`` is.
         is_mixed: True if the rows may be of unrelated versions, so that only a snapshot may be applied next.
     """
 
@@ -141,10 +139,10 @@ class Written:
     @property
     def position(self) -> Position | None:
         """Position after :attr:`version`; None before the first one."""
-        if self.version is None or self.xxh3 is None:
+        if self.version is None or self.xxh3 is None or self.generation is None or self.created is None:
             return None
         rows = Rows.MIXED if self.is_mixed else Rows.WHOLE if self.applying is None else Rows.AHEAD
-        return Position(self.stream, Link(self.version, self.xxh3), self.generation, rows, self.created)
+        return Position(self.stream, Link(self.version, self.xxh3), self.generation, self.created, rows)
 
     @property
     def followed(self) -> SavedOrder | None:
@@ -162,8 +160,7 @@ class Written:
             return False
         if self.applying == entry.version:
             return self.applying_xxh3 != entry.link.xxh3
-        generation = entry.generation if self.applying_generation is None else self.applying_generation
-        return self.applying > entry.version and generation < entry.generation
+        return self.applying > entry.version and (self.applying_generation or 0) < entry.generation
 
     def begun(self, entry: Manifest, *, is_elsewhere: bool) -> Self:
         """Return the state while rows of an entry of this stream are written.

@@ -63,9 +63,6 @@ class SeenLog:
         head = self.head()
         return () if head is None else self._once(("former_streams", head.stream), self.source.former_streams, head)
 
-    def generation(self, position: Position) -> int | None:
-        return self._once("generation", self.source.generation, position)
-
     def read(self, version: int) -> Manifest | None:
         return self._once(("read", version), self.source.log.read, version)
 

@@ -18,7 +18,7 @@ from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.pin import PinReader
 from delta_tracker.stream.reading.canary import Canary, CanaryBound
 from delta_tracker.stream.reading.catch_up import CatchUp
-from delta_tracker.stream.reading.path import former_streams, readable
+from delta_tracker.stream.reading.path import former_streams
 from delta_tracker.stream.reading.position import Position
 from delta_tracker.stream.reading.runtime import REAL, Runtime
 from delta_tracker.stream.reading.settling import Settling
@@ -62,7 +62,6 @@ class Source:
         self.settling = Settling(clock=runtime.monotonic)
         self.has_listed = False
         self._runtime = runtime
-        self._held: Manifest | None = None  # entry of a position that was saved without its generation
         self._lineage: tuple[str, float, tuple[str, ...]] | None = None  # stream, time of the search, former streams
         self._listed_at = runtime.monotonic()  # of the last listing by a check for a gap, or of the construction
         self._skewed = ""  # last publisher whose skew was logged
@@ -119,12 +118,6 @@ class Source:
                 if (head := self.log.head()) is not None:
                     self.former_streams(head)
         return () if self._lineage is None else self._lineage[2]
-
-    def generation(self, position: Position) -> int | None:
-        """Return the generation of a position's entry; None if the log does not have it."""
-        if self._held is None or not position.names(self._held):
-            self._held = readable(self.log.read, position.version)
-        return self._held.generation if self._held is not None and position.names(self._held) else None
 
     def _check_gap(self, position: Position) -> None:
         """Raise an error if the entry after a position was deleted, or if the log was replaced.

@@ -38,13 +38,13 @@ def readers(word: str, *, is_short: bool = False) -> Iterator[Reader]:
     yield Reader()
     for prefix in _prefixes(word):
         yield at(prefix)
-        yield at(prefix, knows_generation=False, is_loaded=True)
+        yield at(prefix, is_loaded=True)
         yield mixed_at(prefix)
         later = [each for each in _prefixes(word) if len(each) > len(prefix) and _is_one_writer(prefix, each)]
         for ahead in later[-1:] if is_short else later:
             yield ahead_of(prefix, ahead)
             if not is_short:
-                yield ahead_of(prefix, ahead, knows_generation=False, is_loaded=True)
+                yield ahead_of(prefix, ahead, is_loaded=True)
 
 
 def _is_one_writer(word: str, later: str) -> bool:

@@ -85,7 +85,6 @@ class Reader:
     Args:
         word: word of the last applied entry; None before the first.
         rows: the rows.
-        knows_generation: False if the position was saved without its generation and time.
         ahead: newest word of which rows may have been written, empty if it is ``word``.
         is_loaded: True after a restart, until a snapshot is applied.
         is_mixed: True if the rows are unrelated.
@@ -101,7 +100,6 @@ class Reader:
 
     word: str | None = None
     rows: Rows = ("",) * NUM_ROWS
-    knows_generation: bool = True
     ahead: str = ""
     is_loaded: bool = False
     is_mixed: bool = False
@@ -120,9 +118,8 @@ class Reader:
             return None
         rows = positions.Rows.AHEAD if self.ahead or self.is_loaded else positions.Rows.WHOLE
         rows = positions.Rows.MIXED if self.is_mixed else rows
-        generation = generation_of(self.word) if self.knows_generation else None
-        link, time = Link(len(self.word) - 1, self.word), created(self.word) if self.knows_generation else None
-        return positions.Position(stream_of(self.word), link, generation, rows, time)
+        link = Link(len(self.word) - 1, self.word)
+        return positions.Position(stream_of(self.word), link, generation_of(self.word), int(created(self.word)), rows)
 
 
 def at(word: str, **fields: object) -> Reader:
@@ -313,7 +310,6 @@ def _written(reader: Reader, decision: Apply, cut: int | None) -> Reader:
             reader,
             word=word,
             rows=tuple(rows),
-            knows_generation=True,
             ahead="" if is_whole else reader.ahead,
             is_loaded=reader.is_loaded and entry.kind != "snapshot",
             is_mixed=False,

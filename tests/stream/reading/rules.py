@@ -115,14 +115,11 @@ def may_follow(world: World, log: Log, reader: Reader, entry: Manifest) -> bool:
     if entry.kind != "snapshot":
         return False
     if stream_of(word) == stream_of(position):
-        is_known, is_elsewhere = reader.knows_generation or _has(world, position), not _has(world, position)
         newer = generation_of(word) - generation_of(position)
-        if len(word) > len(position) and len(position) - 1 not in log.entries and (newer >= 0 or not is_known):
+        if len(word) > len(position) and len(position) - 1 not in log.entries and newer >= 0:
             return True  # nothing shows that it is another history
-        if not is_known and len(word) > len(position) and all(each.is_up for each in world.logs):
-            return True  # the version is all that can be compared
         is_restored = created(word) > created(position) + 60 and generation_of(word) == generation_of(log.word)
-        return reader.knows_generation and is_elsewhere and (newer > 0 or is_restored)
+        return not _has(world, position) and (newer > 0 or is_restored)
     if stream_of(position) in lineage(word):
         return True
     return _is_replaced(world, position)
@@ -235,9 +232,7 @@ def _newer(world: World, log: Log, reader: Reader) -> str:
         if each.merges is not None and world.bad:
             continue
         if may_follow(world, log, reader, each):
-            is_other = stream == stream_of(reader.word) and not word_of(each).startswith(reader.word)
-            if not is_other or reader.knows_generation:
-                return f"{word_of(each)} is newer"
+            return f"{word_of(each)} is newer"
     return ""
 
 
