@@ -22,6 +22,7 @@ from delta_tracker.errors import (
     kind_of,
     unraised,
 )
+from delta_tracker.live_objects import Forkable, protect
 from delta_tracker.predictor.polling import GapChecks, PollSchedule, jittered
 from delta_tracker.predictor.predictor_heartbeats import Heartbeats
 from delta_tracker.predictor.reader import Reader
@@ -72,20 +73,20 @@ class _Run:
         )
 
 
-class Follower:
+class Follower(Forkable):
     """Thread that calls :meth:`Reader.advance` repeatedly, and retries after an ``Exception`` or a panic of Rust code.
 
-    The thread ends only if :meth:`stop` is called or any other exception is raised, such as ``SystemExit``. ``lock`` is
-    held while the reader advances.
+    The thread ends only if :meth:`stop` is called or any other exception is raised, such as ``SystemExit``.
 
     Attributes:
         error: error, without a traceback, that ended the thread or that of the last attempt; None if there is none.
+        lock: held by any thread while the version changes.
     """
 
-    def __init__(self, reader: Reader, lock: threading.Lock, heartbeats: Heartbeats | None) -> None:
+    def __init__(self, reader: Reader, heartbeats: Heartbeats | None) -> None:
         self.error: Exception | None = None
+        self.lock = threading.Lock()
         self._reader = reader
-        self._lock = lock
         self._heartbeats = heartbeats
         self._runtime = reader.runtime
         # Held while the thread is started or stopped. Reentrant, because a signal handler may then call stop().
@@ -94,6 +95,7 @@ class Follower:
         # One queue for each call of wait(), which gets an item when a version was applied, and when the thread ends. No
         # lock, because a signal handler that calls stop() waits for the thread while the main thread is in wait().
         self._waiters: list[SimpleQueue[None]] = []
+        protect(self)
 
     @property
     def is_running(self) -> bool:
@@ -190,11 +192,11 @@ class Follower:
             self.error = None
         self._beat()
 
-    def after_fork_in_child(self, lock: threading.Lock) -> None:
+    def after_fork_in_child(self) -> None:
         """Drop the thread, which does not exist in the child process, and replace the locks that it may have held."""
         if self._is_own_thread:
             return  # this thread forked, in a method of a RowTarget, and continues in the child
-        self._lock, self._control, self._waiters = lock, threading.RLock(), []
+        self.lock, self._control, self._waiters = threading.Lock(), threading.RLock(), []
         if self._active is not None and not isinstance(self.error, FollowEndedError):
             self.error = FollowEndedError("no thread applies versions here", "Call follow() or sync() in this process")
         self._active = None
@@ -276,12 +278,12 @@ class Follower:
 
     @contextmanager
     def _held_lock(self) -> Iterator[None]:
-        while not self._lock.acquire(timeout=_LOCK_SECONDS):
+        while not self.lock.acquire(timeout=_LOCK_SECONDS):
             check()
         try:
             yield
         finally:
-            self._lock.release()
+            self.lock.release()
 
     def _turn(self, run: _Run) -> None:
         """Poll once, and write a heartbeat if one is due. If no version was applied, wait for the next poll or hint."""

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from delta_tracker.live_objects import Forkable, protect
 from delta_tracker.stream.interruption import check
 
 _FORK_SECONDS = 1.0
@@ -24,7 +25,7 @@ _NUM_QUEUED = 4
 _ON_CPU = nullcontext()
 
 
-class TableLock:
+class TableLock(Forkable):
     """Phase-fair reader-writer lock: readers and writers alternate, so that neither starves.
 
     A waiting writer precedes readers that arrive later. Readers that are waiting when a write ends precede the next
@@ -32,12 +33,17 @@ class TableLock:
     "Spin-Based Reader-Writer Synchronization for Multiprocessor Real-Time Systems", 2010.
 
     :meth:`reading` is reentrant. A thread that enters :meth:`writing` inside :meth:`reading` deadlocks.
+
+    Attributes:
+        is_torn: True if a fork interrupted a write in another thread, whose rows may be torn in this process.
     """
 
     def __init__(self) -> None:
         self._readers: Counter[int] = Counter()  # thread id to depth of reading()
         self._writer: int | None = None  # id of the thread inside writing()
+        self.is_torn = False
         self._reset()
+        protect(self)
 
     def _reset(self) -> None:
         self._mutex = threading.Lock()
@@ -120,16 +126,14 @@ class TableLock:
                 self._forking.discard(threading.get_ident())
                 self._may_write.notify()
 
-    def after_fork_in_child(self) -> bool:
-        """Release the lock for all threads that exist only in the parent. Return True if one of them was writing."""
+    def after_fork_in_child(self) -> None:
+        """Release the lock for all threads that exist only in the parent, and record if one of them was writing."""
         thread = threading.get_ident()
-        is_torn = self._writer not in (None, thread)
-        if is_torn:
-            self._writer = None
+        if self._writer not in (None, thread):
+            self._writer, self.is_torn = None, True
         for other in self._readers.keys() - {thread}:
             del self._readers[other]
         self._reset()
-        return is_torn
 
     def _await_turn(self) -> None:
         """Wait until a write ends, or until no writer is active or waiting. The caller must hold the mutex."""

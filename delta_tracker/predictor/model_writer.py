@@ -9,7 +9,6 @@ from dataclasses import replace
 import msgspec
 
 from delta_tracker.errors import FollowEndedError, InvalidArgumentError
-from delta_tracker.live_objects import Forkable, protect
 from delta_tracker.predictor.identities import (
     OwnerChange,
     adopt_saved,
@@ -23,13 +22,31 @@ from delta_tracker.predictor.placement import Chunk, Placement
 from delta_tracker.predictor.predictor_gauges import PredictorGauges
 from delta_tracker.predictor.served_model import ModelTarget, Receiver, ServedModel
 from delta_tracker.predictor.status import Served
+from delta_tracker.stream.format.field_types import Count
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.format.part_reader import Contents
 from delta_tracker.stream.reading.position import Position, Rows, SavedOrder, Written
 from delta_tracker.types import Identity
 
 
-class ModelWriter(Forkable):
+class _Saved(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """Fields of :class:`Written` that are saved."""
+
+    stream: str = ""
+    version: Count | None = None
+    xxh3: str | None = None
+    generation: Count | None = None
+    created: Count | None = None
+    pin: Count = 0
+    release: Count = 0
+
+    def __post_init__(self) -> None:
+        num_missing = (self.stream or None, self.version, self.xxh3, self.generation, self.created).count(None)
+        if num_missing not in (0, 5) or bool(self.pin) + bool(self.release) > (num_missing == 0):
+            raise ValueError("not the fields of one position")
+
+
+class ModelWriter:
     """Writer of versions to one model.
 
     The methods are called in one thread at a time, except :meth:`reading`. Any thread may read the attributes.
@@ -51,8 +68,6 @@ class ModelWriter(Forkable):
         self.position: Position | None = None
         self._has_newer_rows = False  # rows that were saved after the position, until a snapshot replaces them
         self._applying: int | None = None  # last version of which rows were written, until it is complete
-        self._is_torn = False
-        protect(self)
 
     @property
     def is_reading(self) -> bool:
@@ -63,7 +78,7 @@ class ModelWriter(Forkable):
     def reading(self) -> Iterator[Served]:
         """Context manager that blocks writes during lookups, and yields the versions that the tables hold."""
         with self.lock.reading():
-            if self._is_torn:
+            if self.lock.is_torn:
                 raise FollowEndedError("rows were being written and may be torn", "Call sync() in this process first")
             served = Served(self.written.version, self._applying)
             if not self.fence.devices:  # all tables are on the CPU
@@ -129,10 +144,10 @@ class ModelWriter(Forkable):
     def state_dict(self) -> dict[str, str | int]:
         """Return the stream position of the tables."""
         written = self.written
-        held = None if written.is_mixed else written.position
-        position = {} if held is None else held.to_dict()
-        if position and written.followed is not None:
-            position[written.followed.kind] = written.followed.counter
+        position: dict[str, str | int] = {}
+        if written.version is not None and not written.is_mixed:
+            fields = {name: getattr(written, name) for name in _Saved.__struct_fields__}
+            position = msgspec.to_builtins(_Saved(**fields))
         # Without a position too: until the snapshot is applied, unknown raw ids read the default rows of these buckets.
         if self.identities:
             position["identities"] = msgspec.json.encode(self.identities).decode()
@@ -140,31 +155,20 @@ class ModelWriter(Forkable):
 
     def load_state_dict(self, state: Mapping[str, str | int]) -> None:
         """Restore the stream position of tables that were saved together with ``state``."""
-        if not isinstance(state, Mapping):
-            raise InvalidArgumentError("state", state, "Pass what state_dict() returned")
-        fields = dict(state)
-        identities = _identities(fields)
-        written = _written(fields)
+        try:
+            fields = dict(state)
+            identities = msgspec.json.decode(str(fields.pop("identities", "{}")), type=dict[str, Identity])
+            written = Written(**msgspec.structs.asdict(msgspec.convert(fields, _Saved)))
+        except (TypeError, ValueError) as error:
+            raise InvalidArgumentError("state", state, "Pass what state_dict() returned") from error
         with self.lock.writing():
             if identities:
                 with self.fence.writing():
                     adopt_saved(identities, self.model.raw_ids())
             self.identities = identities
             self.manifest = None
-            self._has_newer_rows, self._applying, self._is_torn = True, None, False
+            self._has_newer_rows, self._applying, self.lock.is_torn = True, None, False
             self._hold(written)
-
-    def before_fork(self) -> None:
-        """Wait up to one second until no row is being written, and block new writes until the fork is done."""
-        self.lock.before_fork()
-
-    def after_fork_in_parent(self) -> None:
-        """Allow writes again after :meth:`before_fork`."""
-        self.lock.after_fork_in_parent()
-
-    def after_fork_in_child(self) -> None:
-        """Release the lock for the threads of the parent, and record whether one of them was writing."""
-        self._is_torn = self.lock.after_fork_in_child() or self._is_torn
 
     def _unmap(self, changes: Sequence[OwnerChange], default_rows: Iterable[Chunk]) -> None:
         """Unmap the raw ids of all rows whose owner changes. The caller must hold the lock for writing."""
@@ -205,37 +209,10 @@ class ModelWriter(Forkable):
         self._has_newer_rows = self._has_newer_rows and manifest.kind != "snapshot"
         self._hold(begun.finished(manifest))
         self._applying = self.written.applying
-        self._is_torn = self._is_torn and self._applying is not None
+        self.lock.is_torn = self.lock.is_torn and self._applying is not None
 
     def _hold(self, written: Written) -> None:
         position = written.position
         if position is not None and position.rows is Rows.WHOLE and self._has_newer_rows:
             position = replace(position, rows=Rows.AHEAD)
         self.written, self.position = written, position
-
-
-def _identities(state: dict[str, str | int]) -> dict[str, Identity]:
-    """Take the buckets of tables out of a saved state. Raise InvalidArgumentError if they are invalid."""
-    text = state.pop("identities", "{}")
-    try:
-        return msgspec.json.decode(str(text), type=dict[str, Identity])
-    except ValueError as error:
-        raise InvalidArgumentError("state", text, "Pass what state_dict() returned") from error
-
-
-def _written(state: dict[str, str | int]) -> Written:
-    """Parse a saved state. Raise InvalidArgumentError if it is invalid."""
-    found = [SavedOrder(kind, state.pop(kind)) for kind in ("pin", "release") if kind in state]  # type: ignore[arg-type]
-    if any(type(each.counter) is not int or each.counter < 1 for each in found) or len(found) > 1:
-        raise InvalidArgumentError("state", state, "Pass what state_dict() returned")
-    if not state:
-        return Written(stream="")
-    held = Position.from_dict(state)
-    written = Written(
-        stream=held.stream,
-        version=held.version,
-        xxh3=held.link.xxh3,
-        generation=held.generation,
-        created=held.created,
-    )
-    return written.with_order(found[0]) if found else written

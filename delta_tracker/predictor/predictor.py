@@ -12,7 +12,7 @@ from typing import Never, Self
 
 from delta_tracker.arguments import check_count, check_switch, check_type, is_number, refuse_unknown
 from delta_tracker.errors import InvalidArgumentError, WaitTimeoutError
-from delta_tracker.live_objects import Forkable, Uncopied, protect
+from delta_tracker.live_objects import Uncopied
 from delta_tracker.monitor.monitor import Monitor
 from delta_tracker.monitor.recorder import Recorder
 from delta_tracker.predictor.follower import Follower
@@ -70,7 +70,7 @@ class Rollout:
         check_switch("follows_pins", self.follows_pins)
 
 
-class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
+class Predictor(Uncopied, remedy="Save or copy its state_dict()"):
     """Reader of a stream that applies each version once, in order, to the tables of a model.
 
     A predictor starts from the newest snapshot and applies every later version. A version is validated completely
@@ -157,11 +157,8 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
             skips_versions=rollout.gate is None or rollout.gate.max_drift is None,
             runtime=runtime,
         )
-        self._syncing = threading.Lock()  # held while the version changes
-        self._follower = Follower(
-            self._reader, self._syncing, None if name is None else Heartbeats(self._reader, name, heartbeats)
-        )
-        protect(self)
+        beats = None if name is None else Heartbeats(self._reader, name, heartbeats)
+        self._follower = Follower(self._reader, beats)
         self._gauges.begin(self._reader.storage.url, FAULTS)
 
     @property
@@ -245,7 +242,7 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
             check_count("limit", limit)
         self._refuse_inside_reading("sync()")
         try:
-            with self._syncing:
+            with self._follower.lock:
                 num_applied = 0
                 while (limit is None or num_applied < limit) and self._reader.advance(looks_for_gap=True):
                     num_applied += 1
@@ -321,13 +318,6 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._follower.stop(raises=kind is None)
 
-    # Forks; see Forkable
-
-    def after_fork_in_child(self) -> None:
-        """Drop the threads that exist only in the parent, and replace the locks that they may have held."""
-        self._syncing = threading.Lock()
-        self._follower.after_fork_in_child(self._syncing)
-
     # Gate and rollback
 
     def accept(self, version: int) -> None:
@@ -350,7 +340,7 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
                 rollback.
         """
         self._refuse_inside_reading("rollback()")
-        with self._syncing:
+        with self._follower.lock:
             self._reader.rollback(version)
         self._follower.moved()
 
@@ -390,7 +380,7 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
         each ``RawIdIndex``. Raises InvalidArgumentError if ``state`` is invalid or does not fit this mapping.
         """
         self._refuse_inside_reading("load_state_dict()")
-        with self._syncing:
+        with self._follower.lock:
             self._destination.load_state_dict(state)
             self._gauges.loaded()
             self._reader.loaded()

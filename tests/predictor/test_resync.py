@@ -229,15 +229,17 @@ def test_tables_may_be_newer_than_the_saved_position() -> None:
 
 
 @pytest.mark.parametrize(
-    "state", [{"version": 1}, {"stream": "0" * 32, "version": "1", "xxh3": ""}, {"stream": 1, "version": 1, "xxh3": ""},
-              {"stream": "", "version": True, "xxh3": ""}, {"stream": "", "version": 1, "xxh3": "", "more": 1}],
+    "change", [{"version": "1"}, {"version": True}, {"version": None}, {"stream": 1}, {"stream": ""}, {"xxh3": None},
+               {"generation": -1}, {"created": None}, {"pin": -1}, {"pin": 1, "release": 2}, {"more": 1}],
 )  # fmt: skip
-def test_an_invalid_state_is_refused(state: dict) -> None:
+def test_an_invalid_state_is_refused(change: dict) -> None:
     history = a_history(8, 2)
     follower = Follower(history)
     follower.sync()
-    with pytest.raises(InvalidArgumentError, match="state_dict"):
-        follower.predictor.load_state_dict(state)
+    states = follower.predictor.state_dict() | change, {"version": 1}, {"pin": 1}, [1]
+    for state in states:
+        with pytest.raises(InvalidArgumentError, match="state_dict"):
+            follower.predictor.load_state_dict(state)
     with follower.predictor.reading(), pytest.raises(InvalidArgumentError, match="reading"):
         follower.predictor.load_state_dict({})
     assert follower.predictor.version == history.version
