@@ -41,13 +41,7 @@ class LaunchHook(Watcher):
         super().__init__(tables, reports)
         launched = untraced(self._report, lambda: None)  # without it, the next read compacts the log
         self._dists: tuple[Any, ...] = tuple(module._output_dists)  # noqa: SLF001
-        self._handles: list[RemovableHandle] = [dist.register_forward_hook(launched) for dist in self._dists]
-
-    def remove(self) -> None:
-        """Stop reporting."""
-        for handle in self._handles:
-            handle.remove()
-        super().remove()
+        self._removals = [dist.register_forward_hook(launched).remove for dist in self._dists]
 
     def _report(self, dist: object, *_: object) -> None:
         self._contained(lambda: self._output_launched(dist), otherwise=None)
@@ -68,14 +62,10 @@ class LoadHook(Watcher):
         super().__init__(tables, reports)
         self._module = module
         # A deep copy of the module shares a function, and would copy a bound method with the listener.
-        self._handle: RemovableHandle = module.register_load_state_dict_post_hook(  # type: ignore[no-untyped-call]
+        handle: RemovableHandle = module.register_load_state_dict_post_hook(  # type: ignore[no-untyped-call]
             lambda module, keys: self._after_load(module, keys)  # noqa: PLW0108
         )
-
-    def remove(self) -> None:
-        """Remove the hook."""
-        self._handle.remove()
-        super().remove()
+        self._removals.append(handle.remove)
 
     def _after_load(self, module: nn.Module, keys: object) -> None:
         del keys
@@ -101,14 +91,7 @@ class EvictionHook(Watcher):
 
     def __init__(self, module: nn.Module, tables: Sequence[str], reports: Reports) -> None:
         super().__init__(tables, reports)
-        self._module = module
-        self._evictions = WrappedMethod.of(module, "_evict")
-        self._evictions.hooks.append(self.before)
-
-    def remove(self) -> None:
-        """Remove the hook. Removing the last hook of a module restores the module's ``_evict``."""
-        super().remove()
-        self._evictions.remove(self.before, self._module, "_evict")
+        self._removals.append(WrappedMethod.add(self.before, module, "_evict"))
 
     def before(self, evicted: _Evicted) -> Callable[[bool], object]:
         """Report rows that are about to be reset, and return a function that the caller must call after the reset.

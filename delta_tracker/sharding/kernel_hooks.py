@@ -86,12 +86,8 @@ class PostLookupHook(Watcher):
         self._index_type = getattr(kernel.module, "_embedding_table_index_type", torch.int64)
         self._before_write = untraced(self._write_begins, self._omitted)
         self._after_write = untraced(self._write_ends, self._omitted)
-        self._handle: RemovableHandle = kernel.module.register_forward_hook(untraced(self._post_lookup, self._omitted))
-
-    def remove(self) -> None:
-        """Remove the hook. Later backward passes of earlier lookups are not reported."""
-        self._handle.remove()
-        super().remove()
+        handle: RemovableHandle = kernel.module.register_forward_hook(untraced(self._post_lookup, self._omitted))
+        self._removals.append(handle.remove)
 
     def _post_lookup(self, module: object, args: tuple[Any, ...], output: Tensor) -> None:
         original = self._kernel.module

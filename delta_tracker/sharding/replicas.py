@@ -137,13 +137,7 @@ class SyncHook(Watcher):
         self._left_out_states = False  # the optimizer states of the replicas may differ
         self._unstable: dict[str, Tensor] = {}  # FQN to the rows that the next average changes even if they are equal
         self._listener.diverged(self._tables)
-        self._syncs = WrappedMethod.of(wrapper, "sync")
-        self._syncs.hooks.append(self.before)
-
-    def remove(self) -> None:
-        """Remove the hook. Removing the last hook of a ``DMPCollection`` restores its ``sync``."""
-        super().remove()
-        self._syncs.remove(self.before, self._wrapper, "sync")
+        self._removals.append(WrappedMethod.add(self.before, wrapper, "sync"))
 
     def before(self, include_optimizer_state: bool = True) -> Callable[[bool], object]:  # noqa: FBT001, FBT002
         """Report the rows that are about to be averaged, and return a function to call after the ``sync``.

@@ -90,11 +90,7 @@ class StepHook(Watcher):
         self.num_updates = 0
         self.others = OtherUpdates(lambda: [*map(_weight_version, self._modules.values()), num_named_writes()])
         _STEPS.add(self)
-
-    def remove(self) -> None:
-        """Remove the hook."""
-        _STEPS.remove(self)
-        super().remove()
+        self._removals.append(partial(_STEPS.remove, self))
 
     def omitted(self) -> None:
         """Record that a compiled graph runs steps without this hook."""

@@ -122,11 +122,15 @@ class Watcher:
         self._keys = reports.keys
         self._faults = [reports.recorder.hook_errors.cell(table=fqn) for fqn in dict.fromkeys(tables)]
         self._timer = reports.recorder.record_seconds.timer()
+        self._removals: list[Callable[[], object]] = []
         self.has_unseen = False
         self.num_errors = 0
 
     def remove(self) -> None:
-        """Stop reporting. The remaining reports of a lookup or write in progress are dropped."""
+        """Remove the hook. The remaining reports of a lookup or write in progress are dropped."""
+        for remove in self._removals:
+            remove()
+        self._removals.clear()  # some refer to this object
         self._listener = cast("HookListener", _NoListener())
 
     def _begin_write(self, key: int, ids: Mapping[str, Tensor | None]) -> None:
@@ -225,15 +229,16 @@ class WrappedMethod:
         self.hooks: list[Callable[..., Callable[[bool], object]]] = []
 
     @classmethod
-    def of(cls, module: nn.Module, name: str) -> WrappedMethod:
-        """Return the wrapper of a method, which is wrapped at the first call, once for all trackers."""
+    def add(cls, hook: Callable[..., Callable[[bool], object]], module: nn.Module, name: str) -> Callable[[], None]:
+        """Add a hook to a method, which is wrapped once for all trackers. Return a function that removes the hook."""
         held: Any = getattr(module, name)
         if not isinstance(held, cls):
             held = cls(held)
             setattr(module, name, held)
-        return held
+        held.hooks.append(hook)
+        return partial(held._remove, hook, module, name)
 
-    def remove(self, hook: Callable[..., Callable[[bool], object]], module: nn.Module, name: str) -> None:
+    def _remove(self, hook: Callable[..., Callable[[bool], object]], module: nn.Module, name: str) -> None:
         """Remove a hook. Removing the last one restores the method ``name`` of ``module``."""
         if hook in self.hooks:
             self.hooks.remove(hook)
