@@ -22,8 +22,9 @@ from delta_tracker.sharding.collisions import LocalOwners, local_owners
 from delta_tracker.sharding.dense import dense_tensors
 from delta_tracker.sharding.discover import Discovery, discover
 from delta_tracker.sharding.local_shard import LocalShard
-from delta_tracker.sharding.optimizer_rows import Scalars, check_scalars, state_views, write_scalars
+from delta_tracker.sharding.optimizer_rows import Scalars, check_scalars, write_scalars
 from delta_tracker.sharding.refusals import refuse_unrecoverable
+from delta_tracker.sharding.weights import state_views
 from delta_tracker.stream.format.manifest import Manifest, Part, Stored
 from delta_tracker.stream.format.object_reader import Ranged, check_size
 from delta_tracker.stream.format.part_reader import PartReader

@@ -42,25 +42,17 @@ def table_states(shard: LocalShard) -> TableStates | None:
         UnsupportedModelError: if a state has another dtype than float32, float16 or bfloat16, or the column ranges have
             different states.
     """
-    found = {(_optimizer(kernel), _specs(shard, kernel, slot)) for kernel, slot in shard.holders if kernel.is_fused}
+    found = {
+        (str(tbe_of(kernel.module).optimizer.name), _specs(shard, kernel, slot))
+        for kernel, slot in shard.holders
+        if kernel.is_fused
+    }
     if len(found) > 1:
         reason = "its column ranges have different optimizers"
         raise UnsupportedModelError({shard.spec.table.fqn: reason}, _REMEDY, problem=_PROBLEM)
     for optimizer, states in found:
         return TableStates(optimizer, shard.spec.columns, states)
     return None
-
-
-def state_views(shard: LocalShard) -> list[list[Tensor]]:
-    """Return live views of the optimizer's states, for each column range of the shard in order, and each state.
-
-    A view is ``[R, columns]``, or ``[R, 1]`` for a state that is one number per row. Training overwrites it. The lists
-    of the column ranges are empty without states; there is no list if the rank has no rows of the table.
-    """
-    return [
-        [state if state.dim() > 1 else state.unsqueeze(1) for state in kernel.optimizer_states(slot)]
-        for kernel, slot in shard.holders
-    ]
 
 
 class StateWatch:
@@ -192,10 +184,6 @@ def _group(kernel: ShardHolder) -> dict[str, Any]:
     """Return the settings in the optimizer object of a kernel, which it copies to the kernel."""
     groups: list[dict[str, Any]] = kernel.module.fused_optimizer.param_groups
     return groups[0]
-
-
-def _optimizer(kernel: ShardHolder) -> str:
-    return str(tbe_of(kernel.module).optimizer.name)
 
 
 def _specs(shard: LocalShard, kernel: ShardHolder, slot: int) -> tuple[StateSpec, ...]:

@@ -75,7 +75,7 @@ class WriteWatch:
         named, self._named = self._named, num_named_writes()
         is_written = named != self._named
         for owner, name, tensor, version, address, storage in self._held:
-            is_moved = storage is not None and (tensor.data_ptr() != address or _is_freed(storage))
+            is_moved = storage is not None and (tensor.data_ptr() != address or bool(storage.expired()))  # type: ignore[no-untyped-call]
             if is_moved or tensor._version != version or owner.get(name) is not tensor:  # noqa: SLF001
                 is_written = True
         if is_written or shard is not self._of:
@@ -122,10 +122,6 @@ def _held(shard: LocalShard) -> list[_Weight]:
     ]
 
 
-def _is_freed(storage: StorageWeakRef) -> bool:
-    return bool(storage.expired())  # type: ignore[no-untyped-call]
-
-
 def row_chunks(shard: LocalShard, ids: Tensor, num_rows: int) -> Iterator[tuple[slice, Tensor]]:
     """Yield rows of a shard in chunks. The chunks share one buffer: use each chunk before requesting the next.
 
@@ -145,35 +141,27 @@ def row_chunks(shard: LocalShard, ids: Tensor, num_rows: int) -> Iterator[tuple[
         yield slice(begin, begin + len(chunk)), _side_by_side(taken)
 
 
-def num_optimizer_states(shard: LocalShard) -> int:
-    """Return the fused optimizer's number of states per row: 0 for SGD, unfused kernels, and without rows here."""
-    return min(map(len, _optimizer_states(shard)), default=0)
-
-
-def has_rowwise_state(shard: LocalShard) -> bool:
-    """Return True if the first optimizer state is one number per row and column range, or without rows here.
-
-    If the rank has rows of the table, the optimizer must have at least one state.
-    """
-    return all(states[0].dim() == 1 for states in _optimizer_states(shard))
-
-
 def read_optimizer(shard: LocalShard, ids: Tensor) -> tuple[Tensor, ...]:
     """Return a copy of the optimizer states of some rows of a shard.
 
     Returns:
         Each state in the optimizer's order: ``[N, D]``, or ``[N, S]`` if it is one number per row and column range.
-        Empty if :func:`num_optimizer_states` is 0.
+        Empty for SGD, unfused kernels, and without rows here.
     """
-    return tuple(
-        _side_by_side([(state if state.dim() > 1 else state.unsqueeze(1)).index_select(0, ids) for state in states])
-        for states in zip(*_optimizer_states(shard), strict=True)
-    )
+    every = zip(*state_views(shard), strict=True)
+    return tuple(_side_by_side([view.index_select(0, ids) for view in views]) for views in every)
 
 
-def _optimizer_states(shard: LocalShard) -> list[list[Tensor]]:
-    """Return the live states of each column range, in order, each ``[R]`` or ``[R, columns]``."""
-    return [kernel.optimizer_states(slot) for kernel, slot in shard.holders]
+def state_views(shard: LocalShard) -> list[list[Tensor]]:
+    """Return live views of the optimizer's states, for each column range of the shard in order, and each state.
+
+    A view is ``[R, columns]``, or ``[R, 1]`` for a state that is one number per row. Training overwrites it. The lists
+    of the column ranges are empty without states; there is no list if the rank has no rows of the table.
+    """
+    return [
+        [state if state.dim() > 1 else state.unsqueeze(1) for state in kernel.optimizer_states(slot)]
+        for kernel, slot in shard.holders
+    ]
 
 
 def _side_by_side(pieces: Sequence[Tensor]) -> Tensor:

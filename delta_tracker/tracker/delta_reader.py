@@ -16,7 +16,7 @@ from delta_tracker.raw_ids import NO_OWNER
 from delta_tracker.rows import ChangedRows, split_by_mask
 from delta_tracker.sharding.kernel_memory import one_cut
 from delta_tracker.sharding.local_shard import LocalShard
-from delta_tracker.sharding.weights import num_optimizer_states, read_optimizer, read_rows, row_chunks
+from delta_tracker.sharding.weights import read_optimizer, read_rows, row_chunks
 from delta_tracker.tracker.change_log import ChangeLog
 from delta_tracker.tracker.log_segments import profiler_range
 from delta_tracker.tracker.modes import Capture
@@ -138,7 +138,7 @@ class DeltaReader:
             read_rows(shard, changed.ids) if with_values else None,
             shard=shard.spec,
             known=changed.known,
-            optimizer=read_optimizer(shard, changed.ids) if with_optimizer and num_optimizer_states(shard) else (),
+            optimizer=read_optimizer(shard, changed.ids) if with_optimizer else (),
             raw_ids=owned,
             admitted=admitted,
             evicted=evicted,

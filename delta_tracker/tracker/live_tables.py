@@ -8,15 +8,9 @@ from types import MappingProxyType
 from torch import Tensor, nn
 
 from delta_tracker.rows import memory_span
-from delta_tracker.sharding.optimizer_rows import (
-    StateWatch,
-    kernel_scalars,
-    state_views,
-    table_states,
-    unfused_storages,
-)
+from delta_tracker.sharding.optimizer_rows import StateWatch, kernel_scalars, table_states, unfused_storages
 from delta_tracker.sharding.refusals import refuse_unrecoverable
-from delta_tracker.sharding.weights import column_views
+from delta_tracker.sharding.weights import column_views, state_views
 from delta_tracker.tracker.change_log import ChangeLog
 from delta_tracker.tracker.tracked_model import TrackedModel
 from delta_tracker.types import Identity, ShardSpec, TableSpec, TableStates

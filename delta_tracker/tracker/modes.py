@@ -14,7 +14,7 @@ from torch import Tensor
 from delta_tracker.errors import UnsupportedModelError
 from delta_tracker.rows import ChangedRows
 from delta_tracker.sharding.local_shard import LocalShard
-from delta_tracker.sharding.weights import has_rowwise_state, num_optimizer_states, read_optimizer, read_rows
+from delta_tracker.sharding.weights import read_optimizer, read_rows
 from delta_tracker.types import EmbdUpdateMode, TableSpec, TrackingMode
 
 
@@ -111,7 +111,7 @@ class MomentumLastCapture(Capture):
 
     def check(self, shard: LocalShard) -> None:
         """Reject a shard whose optimizer is not fused or keeps no state per row."""
-        if not shard.is_fused or (shard.holders and num_optimizer_states(shard) == 0):
+        if not shard.is_fused or not all(kernel.optimizer_states(slot) for kernel, slot in shard.holders):
             reason = "its optimizer keeps no state per row inside the kernel"
             raise UnsupportedModelError({shard.spec.table.fqn: reason}, _remedy("Adam or row-wise Adagrad"))
 
@@ -137,7 +137,7 @@ class MomentumDiffCapture(MomentumLastCapture):
     def check(self, shard: LocalShard) -> None:
         """Reject a shard whose optimizer is not fused, or whose first optimizer state is not one number per row."""
         super().check(shard)
-        if shard.holders and not has_rowwise_state(shard):
+        if any(kernel.optimizer_states(slot)[0].dim() > 1 for kernel, slot in shard.holders):
             reason = "its optimizer keeps no sum of squared gradients per row"
             raise UnsupportedModelError({shard.spec.table.fqn: reason}, _remedy("row-wise Adagrad"))
 
