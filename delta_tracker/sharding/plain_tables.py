@@ -48,6 +48,7 @@ class PlainTable:
         self.module = module
         self._fqn = fqn
         self._path = tuple((parent, key, parent._modules[key]) for parent, key in path)  # noqa: SLF001
+        self._modules = [module, *(parent for parent, _, _ in self._path)]
         self._kind = _kind(module.weight)
         self._weight = ref(module.weight)
 
@@ -61,7 +62,7 @@ class PlainTable:
         remedy = "Call tracker.reattach(), or build the tracker after the model is wrapped, sharded or converted"
         if any(parent._modules.get(key) is not child for parent, key, child in self._path):  # noqa: SLF001
             reason = "its module was replaced in the model"
-        elif isinstance(weight, DTensor) or (weight is not self._weight() and self._is_in_fsdp()):
+        elif isinstance(weight, DTensor) or (weight is not self._weight() and any(map(is_fsdp2, self._modules))):
             reason = "its weight is now sharded by fully_shard or as another DTensor"
             remedy = "Detach the tracker. To track the table, pass its weight to fully_shard in ignored_params"
         elif now != self._kind:
@@ -69,11 +70,6 @@ class PlainTable:
         else:
             return
         raise UnsupportedModelError({self._fqn: reason}, remedy, problem=_LOST)
-
-    def _is_in_fsdp(self) -> bool:
-        """Return True if ``fully_shard`` was applied to the module or to one above it."""
-        above = [parent for parent, _, _ in self._path]
-        return any(map(is_fsdp2, (*above, self.module)))
 
     def weight(self, slot: int) -> Tensor:
         """Return the module's weight, ``[rows, columns]``, as a detached tensor that shares its memory."""

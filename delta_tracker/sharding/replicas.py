@@ -162,8 +162,8 @@ class SyncHook(Watcher):
             if is_synced:
                 self._left_out_states = not includes_states
                 for group in self._groups:
-                    if group.is_exchanged:
-                        self._find_unstable(group, ids)
+                    for fqn, shard in group.shards.items() if group.is_exchanged else ():
+                        self._unstable[fqn] = unstable_rows(shard, ids[fqn], group.num_replicas)
                 self._listener.synced(self._tables)
 
         return lambda is_synced: self._contained(partial(after, is_synced), otherwise=None)
@@ -196,11 +196,6 @@ class SyncHook(Watcher):
                 for fqn, shard in group.shards.items():
                     for chunk in _every_chunk(shard) if ids[fqn] is None else ():
                         self._listener.mark(fqn, chunk, is_written=False)
-
-    def _find_unstable(self, group: ReplicaGroup, ids: Mapping[str, Tensor | None]) -> None:
-        """Find the averaged rows that the next average changes although they are equal on all replicas."""
-        for fqn, shard in group.shards.items():
-            self._unstable[fqn] = unstable_rows(shard, ids[fqn], group.num_replicas)
 
 
 def watch_syncs(model: nn.Module, found: Discovery, reports: Reports, *, keeps_states: bool) -> Iterator[Watcher]:

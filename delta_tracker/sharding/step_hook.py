@@ -192,9 +192,11 @@ class StepHook(Watcher):
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 fqns = tables.get(id(parameter))
-                if fqns is None and (group.get("fused") or _is_sparse(parameter.grad)):
+                if parameter.grad is None:
+                    continue
+                if fqns is None and (group.get("fused") or parameter.grad.layout == torch.sparse_coo):
                     fqns = self._aliased(parameter)  # for example a parameter that was built from weight.data
-                if not fqns or parameter.grad is None:
+                if not fqns:
                     continue
                 has_update = True
                 stepped = [fqn for fqn in fqns if fqn in self._tables]
@@ -268,10 +270,6 @@ class StepHook(Watcher):
 def _weight_version(module: PlainModule) -> int | None:
     weight: Tensor | None = module._parameters.get("weight")  # noqa: SLF001  a parametrized module has none
     return None if weight is None else weight._version  # noqa: SLF001
-
-
-def _is_sparse(gradient: Tensor | None) -> bool:
-    return gradient is not None and gradient.layout == torch.sparse_coo
 
 
 def _is_skipped(optimizer: torch.optim.Optimizer, gradient: Tensor) -> bool:

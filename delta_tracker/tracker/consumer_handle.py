@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import time
 import weakref
-from collections import deque
 from typing import NamedTuple, Self, Unpack
 
 from torch import Tensor
@@ -65,7 +64,7 @@ class ConsumerHandle(Uncopied, remedy="Save or copy the tracker's state_dict(), 
         self._is_transient = is_transient
         self.is_released = False
         # Without the log: the finalizer would keep it, and the model, which may refer to this handle.
-        self._deleted = weakref.finalize(self, _abandon, name, self._log.consumers.abandoned)
+        self._deleted = weakref.finalize(self, self._log.consumers.abandoned.append, name)
         self._deleted.atexit = False
 
     @property
@@ -250,8 +249,3 @@ class ConsumerHandle(Uncopied, remedy="Save or copy the tracker's state_dict(), 
     def _check_own(self, delta: Delta) -> None:
         if delta.consumer != self._held():
             raise InvalidArgumentError("delta", delta, f"Pass a delta of consumer {self.name!r}")
-
-
-def _abandon(name: str, abandoned: deque[str]) -> None:
-    """Queue the end of a reservation. Takes no lock, because the garbage collector may call it in any thread."""
-    abandoned.append(name)

@@ -473,7 +473,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
 
     def trigger_compaction(self) -> None:
         """Compact the whole log. Equivalent to :meth:`compact` without arguments."""
-        self._log.compact()
+        self.compact()
 
     # Reading
 

@@ -34,7 +34,9 @@ def mark_in_each(stores: Mapping[str, SegmentStore], ids: Mapping[str, Tensor | 
 
     ``ids`` has the argument ``ids`` of :meth:`SegmentStore.mark` for each name. ``key`` is that of the write, or None.
     """
-    together = _for_devices(stores, ids)
+    together = {
+        name: own for name, own in ids.items() if own is not None and stores[name].pads and stores[name].num_rows
+    }
     for name, own in ids.items():
         if key is None:
             if name not in together:
@@ -84,11 +86,6 @@ def num_changed_in_each(stores: Mapping[str, SegmentStore], start: int, extra: M
         name: counted.get(name, 0) if name in marked else store.num_changed(start, extra.get(name))
         for name, store in stores.items()
     }
-
-
-def _for_devices(stores: Mapping[str, SegmentStore], ids: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
-    """Return those ids whose stores are on a device and have rows."""
-    return {name: own for name, own in ids.items() if own is not None and stores[name].pads and stores[name].num_rows}
 
 
 @retried(_replaced)
