@@ -43,6 +43,10 @@ class NumbaRows(RowSet):
     repeats included. All loops release the GIL. :meth:`mark_new` returns ids in the order of their first occurrence.
     The first set in a process loads the loops from numba's cache, or compiles them, which takes seconds.
 
+    The bits of the blocks are the *summary*. Some calls of :meth:`mark` do not update it. It is rebuilt before it is
+    needed, and if Ctrl-C interrupts a call: the count must never be too low, because :meth:`scan` allocates memory for
+    this number of rows.
+
     Raises:
         MissingExtraError: if numba is not installed or does not support the installed numpy.
 
@@ -63,10 +67,13 @@ class NumbaRows(RowSet):
 
     def __init__(self, num_rows: int, device: torch.device) -> None:
         super().__init__(num_rows, device)
-        load_loops()
-        self._lists: list[NDArray[np.int64]] = []  # empty once _bits is allocated
+        self._loops = load_loops()
+        self._lists: list[NDArray[np.int64]] = []  # ids without bits
         self._num_listed = 0
-        self._bits: _Bits | None = None
+        self._words = self._summary = np.empty(0, dtype=np.int64)  # empty until the bits are allocated
+        self._octets = self._words.view(np.uint8)
+        self._count = 0  # number of rows whose bits are set, or an upper bound if not settled
+        self._is_settled = True  # summary and count match the words
 
     @classmethod
     def warm_up(cls, device: torch.device) -> None:
@@ -82,28 +89,41 @@ class NumbaRows(RowSet):
     @property
     def num_bytes(self) -> int:
         """Size in bytes of the bits and their summary, or of the listed ids if no bits are allocated."""
-        return 8 * self._num_listed if self._bits is None else self._bits.num_bytes
+        return self._words.nbytes + self._summary.nbytes if self._words.size else 8 * self._num_listed
 
     def mark(self, ids: Tensor) -> None:
         """See :meth:`RowSet.mark`."""
         array = _array(ids)
         if not array.size:
             return
-        if self._bits is None and len(self._lists) < _MAX_LISTS:
+        if not self._words.size and len(self._lists) < _MAX_LISTS:
             num_listed = self._num_listed + array.size
             if num_listed * self._rows_per_listed_id <= self.num_rows:
                 self._lists.append(array.copy())
                 self._num_listed = num_listed
                 return
-        self._unlisted().mark(array)
+        self._unlist()
+        self._mark_bits(array)
 
-    def _unlisted(self) -> _Bits:
-        if self._bits is None:
-            bits = _Bits(self.num_rows, self._max_cached_words)
-            for ids in self._lists:
-                bits.mark(ids)
-            self._bits, self._lists = bits, []
-        return self._bits
+    def _mark_bits(self, ids: NDArray[np.int64]) -> None:
+        num_words = len(self._words)
+        if num_words <= self._max_cached_words and (not self._is_settled or ids.size * _WORDS_PER_ID >= num_words):
+            self._is_settled = False
+            self._count += ids.size
+            self._loops.mark_octets(self._octets, self.num_rows, ids)
+        else:
+            self._add(ids.size, self._loops.mark, self._octets, self._summary, self.num_rows, ids)
+
+    def _unlist(self) -> None:
+        """Allocate the bits, and set those of the listed ids."""
+        if not self._words.size:
+            num_blocks = -(-self.num_rows // _ROWS_PER_BLOCK)
+            self._summary = np.zeros(-(-num_blocks // 64), dtype=np.int64)
+            words = np.zeros(num_blocks * _WORDS_PER_BLOCK, dtype=np.int64)
+            self._octets, self._words = words.view(np.uint8), words
+        while self._lists:
+            self._mark_bits(self._lists[-1])
+            self._lists.pop()  # last: an interrupted call is repeated
 
     def _sorted(self) -> NDArray[np.int64]:
         """Replace the lists with their ids, ascending and unique, and return these."""
@@ -121,146 +141,92 @@ class NumbaRows(RowSet):
 
     def mark_all(self) -> None:
         """See :meth:`RowSet.mark_all`."""
-        self._unlisted().mark_all()
+        self._unlist()
+        self._count, self._is_settled = self.num_rows, False
+        _set_first(self._words, self.num_rows)
+        _set_first(self._summary, -(-self.num_rows // _ROWS_PER_BLOCK))
+        self._is_settled = True
 
     def clear(self) -> None:
         """See :meth:`RowSet.clear`."""
         self._lists, self._num_listed = [], 0
-        if self._bits is not None:
-            self._bits.clear()
-
-    def mark_new(self, ids: Tensor) -> Tensor:
-        """See :meth:`RowSet.mark_new`."""
-        fresh, count = self._unlisted().mark_new(_array(ids))
-        fresh.resize(count, refcheck=False)  # frees the rest without a copy
-        return torch.from_numpy(fresh)
-
-    def mark_new_padded(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """See :meth:`RowSet.mark_new_padded`."""
-        fresh, count = self._unlisted().mark_new(_array(ids))
-        fresh[count:] = -1
-        return torch.from_numpy(fresh), torch.tensor([count])
-
-    def contains(self, ids: Tensor) -> Tensor:
-        """See :meth:`RowSet.contains`."""
-        return torch.from_numpy(self._unlisted().contains(_array(ids)))
-
-    def absorb(self, other: Self) -> None:
-        """See :meth:`RowSet.absorb`."""
-        if other._bits is not None:
-            self._unlisted().absorb(other._bits)
-        for ids in other._lists:
-            self.mark(torch.from_numpy(ids))
-
-    def scan(self) -> Tensor:
-        """See :meth:`RowSet.scan`."""
-        return torch.from_numpy(self._sorted().copy() if self._bits is None else self._bits.scan())
-
-    def count(self) -> int:
-        """See :meth:`RowSet.count`."""
-        return len(self._sorted()) if self._bits is None else self._bits.count
-
-    def rank(self, ids: Tensor) -> Tensor:
-        """See :meth:`RowSet.rank`."""
-        return torch.from_numpy(self._unlisted().rank(_array(ids)))
-
-
-class _Bits:
-    """Bit set with one bit per row, and a summary with one bit per block of 128 rows.
-
-    The bit of a block is set if any row of the block is marked.
-
-    Some calls of :meth:`mark` do not update the summary. Before it is needed, :meth:`_settle` or :meth:`scan` rebuilds
-    it. If Ctrl-C interrupts a call, it is rebuilt, too: the count must never be too low, because :meth:`scan` allocates
-    memory for this number of rows. The methods take ``ids`` as ``[N]`` int64. Ids out of range count as row 0. Methods
-    of a :class:`RowSet` do what they do there.
-
-    Args:
-        num_rows: ``R``.
-        max_cached_words: number of 64-bit words that fit into a core's cache. With more words, :meth:`mark` always
-            updates the summary.
-    """
-
-    __slots__ = ("_count", "_is_settled", "_loops", "_max_cached_words", "_num_rows", "_octets", "_summary", "_words")
-
-    def __init__(self, num_rows: int, max_cached_words: int) -> None:
-        self._loops = load_loops()
-        self._num_rows = num_rows
-        self._max_cached_words = max_cached_words
-        num_blocks = -(-num_rows // _ROWS_PER_BLOCK)
-        self._words = np.zeros(num_blocks * _WORDS_PER_BLOCK, dtype=np.int64)
-        self._octets = self._words.view(np.uint8)
-        self._summary = np.zeros(-(-num_blocks // 64), dtype=np.int64)
-        self._count = 0  # number of marked rows, or an upper bound if not settled
-        self._is_settled = True  # summary and count match the words
-
-    @property
-    def num_bytes(self) -> int:
-        return self._words.nbytes + self._summary.nbytes
-
-    @property
-    def count(self) -> int:
-        self._settle()
-        return self._count
-
-    def mark(self, ids: NDArray[np.int64]) -> None:
-        num_words = len(self._words)
-        if num_words <= self._max_cached_words and (not self._is_settled or ids.size * _WORDS_PER_ID >= num_words):
-            self._is_settled = False
-            self._count += ids.size
-            self._loops.mark_octets(self._octets, self._num_rows, ids)
-        else:
-            self._add(ids.size, self._loops.mark, self._octets, self._summary, self._num_rows, ids)
-
-    def mark_new(self, ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], int]:
-        """Set the bit of each id. Return the ``M`` distinct ids whose bit was clear, and ``M``.
-
-        The returned array is ``[N]``; its elements after the first ``M`` are undefined.
-        """
-        fresh = np.empty(ids.size, dtype=np.int64)
-        count = self._add(ids.size, self._loops.mark_new, self._octets, self._summary, self._num_rows, ids, fresh)
-        return fresh, count
-
-    def mark_all(self) -> None:
-        self._count, self._is_settled = self._num_rows, False
-        _set_first(self._words, self._num_rows)
-        _set_first(self._summary, -(-self._num_rows // _ROWS_PER_BLOCK))
-        self._is_settled = True
-
-    def clear(self) -> None:
         self._settle()
         self._is_settled = False
         self._loops.clear(self._words, self._summary)
         self._count, self._is_settled = 0, True
 
-    def contains(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
-        found = np.empty(ids.size, dtype=np.bool_)
-        self._loops.contains(self._words, self._num_rows, ids, found)
-        return found
+    def mark_new(self, ids: Tensor) -> Tensor:
+        """See :meth:`RowSet.mark_new`."""
+        fresh, count = self._mark_new(ids)
+        fresh.resize(count, refcheck=False)  # frees the rest without a copy
+        return torch.from_numpy(fresh)
 
-    def absorb(self, other: _Bits) -> None:
-        other._settle()  # self is settled later, when needed
-        self._add(other._count, self._loops.absorb, self._words, self._summary, other._words, other._summary)
+    def mark_new_padded(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """See :meth:`RowSet.mark_new_padded`."""
+        fresh, count = self._mark_new(ids)
+        fresh[count:] = -1
+        return torch.from_numpy(fresh), torch.tensor([count])
 
-    def scan(self) -> NDArray[np.int64]:
+    def _mark_new(self, ids: Tensor) -> tuple[NDArray[np.int64], int]:
+        """Return the ``M`` ids that were added, in an array ``[N]`` with undefined elements after them, and ``M``."""
+        self._unlist()
+        array = _array(ids)
+        fresh = np.empty(array.size, dtype=np.int64)
+        count = self._add(array.size, self._loops.mark_new, self._octets, self._summary, self.num_rows, array, fresh)
+        return fresh, count
+
+    def contains(self, ids: Tensor) -> Tensor:
+        """See :meth:`RowSet.contains`."""
+        self._unlist()
+        array = _array(ids)
+        found = np.empty(array.size, dtype=np.bool_)
+        self._loops.contains(self._words, self.num_rows, array, found)
+        return torch.from_numpy(found)
+
+    def absorb(self, other: Self) -> None:
+        """See :meth:`RowSet.absorb`."""
+        if other._words.size:
+            self._unlist()
+            other._settle()  # self is settled later, when needed
+            self._add(other._count, self._loops.absorb, self._words, self._summary, other._words, other._summary)
+        for ids in other._lists:
+            self.mark(torch.from_numpy(ids))
+
+    def scan(self) -> Tensor:
+        """See :meth:`RowSet.scan`."""
+        if not self._words.size:
+            return torch.from_numpy(self._sorted().copy())
+        if self._lists:  # an interrupt left them
+            self._unlist()
         if self._count > _MOST_IN_ONE_PASS:
             self._settle()
-        rows = np.empty(min(self._count, self._num_rows) + self._loops.SPARE, dtype=np.int64)
+        rows = np.empty(min(self._count, self.num_rows) + self._loops.SPARE, dtype=np.int64)
         if self._is_settled:
             self._loops.unpack(self._words, self._summary, rows)
         else:
             self._count = self._loops.summarize_and_unpack(self._words, self._summary, rows)
             self._is_settled = True
             rows.resize(self._count, refcheck=False)  # frees the rest without a copy
-        return rows[: self._count]
+        return torch.from_numpy(rows[: self._count])
 
-    def rank(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+    def count(self) -> int:
+        """See :meth:`RowSet.count`."""
+        if not self._words.size:
+            return len(self._sorted())
+        self._unlist()
         self._settle()
-        before = np.empty(-(-self._num_rows // _ROWS_PER_SPAN), dtype=np.int64)
+        return self._count
+
+    def rank(self, ids: Tensor) -> Tensor:
+        """See :meth:`RowSet.rank`."""
+        self._unlist()
+        self._settle()
+        array = _array(ids)
+        before = np.empty(-(-self.num_rows // _ROWS_PER_SPAN), dtype=np.int64)
         self._loops.count_before(self._words, self._summary, before)
-        ranks = np.empty(ids.size, dtype=np.int64)
-        self._loops.rank(self._words, before, self._num_rows, ids, ranks)
-        return ranks
+        ranks = np.empty(array.size, dtype=np.int64)
+        self._loops.rank(self._words, before, self.num_rows, array, ranks)
+        return torch.from_numpy(ranks)
 
     def _add(self, most: int, loop: Callable[..., int], *args: object) -> int:
         """Call a loop that sets bits and updates the summary. Return the number of bits set, at most ``most``."""
