@@ -126,29 +126,23 @@ class LogSegments:
     def compact(self) -> None:
         """Merge neighboring segments, unless a cursor or the end of a read lies between them.
 
-        If :attr:`delete_on_read` is True, first drop the rows that every consumer has committed.
+        If :attr:`delete_on_read` is True, first drop the rows that every consumer has committed. The rows marked since
+        :attr:`synced` are kept, without the old states that no consumer needs.
         """
         with profiler_range("delta_tracker: compact"):
             self.fence.enter()
             pinned = self.cursors.pinned
-            if self.delete_on_read:  # before the stores are compacted, so that dropped segments are not merged
-                self._delete(min(pinned, default=None))
             for fqn, store in self._every:
+                kept = {*pinned, self.synced[fqn]} if fqn in self.synced else pinned
+                if self.delete_on_read:  # first, so that dropped segments are not merged
+                    store.delete(min(kept, default=None))
+                    if fqn in self.synced:
+                        store.drop_states(min(pinned, default=None))
                 if store.num_segments > 1:
-                    store.compact({*pinned, self.synced[fqn]} if fqn in self.synced else pinned)
+                    store.compact(kept)
             self.cursors.merge_times(pinned if self.delete_on_read else {0, *pinned})
             self.num_compacted = self.cursors.num_batches
             self.is_compact = True
-
-    def _delete(self, oldest: int | None) -> None:
-        """Drop the rows marked before ``oldest``, except those marked at or after :attr:`synced`. None drops all."""
-        for fqn, store in self._every:
-            synced = self.synced.get(fqn)
-            if synced is None:
-                store.delete(oldest)
-            else:
-                store.drop_states(oldest)
-                store.delete(synced if oldest is None else min(oldest, synced))
 
     # Reading
 
