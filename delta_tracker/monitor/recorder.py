@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from delta_tracker.errors import InvalidArgumentError
-from delta_tracker.monitor.clock import Timer
 from delta_tracker.monitor.library import PREFIX
 from delta_tracker.monitor.monitor import MONITOR, Monitor
 from delta_tracker.monitor.polled_stats import MetricSource
-from delta_tracker.monitor.series import Cell
 from delta_tracker.monitor.stat import Gauge, Kind, Stat
 
 _MAX_LENGTH = 200
@@ -109,35 +108,12 @@ class Recorder(MetricSource):
 
 
 class BoundStat:
-    """View of a metric in which the value of one label is fixed."""
-
-    __slots__ = ("_label", "_stat")
+    """View of a metric in which the value of one label is fixed. The functions are those of the metric."""
 
     def __init__(self, stat: Stat, label: dict[str, str]) -> None:
-        self._stat = stat
-        self._label = label
-
-    def cell(self, **labels: object) -> Cell:
-        """Return the cell with the fixed label and ``labels``, see :meth:`~delta_tracker.monitor.stat.Stat.cell`."""
-        return self._stat.cell(**self._label, **labels)
-
-    def timer(self, **labels: object) -> Callable[[], Timer]:
-        """Return a function that creates timers, see :meth:`~delta_tracker.monitor.stat.Stat.timer`."""
-        return self._stat.timer(**self._label, **labels)
-
-    def set(self, value: float, **labels: object) -> None:
-        """Record ``value`` in the cell with the fixed label and ``labels``. The metric must be a gauge."""
-        assert isinstance(self._stat, Gauge), "only gauges have set()"
-        self._stat.set(value, **self._label, **labels)
-
-    def set_function(self, function: Callable[[], float | None], **labels: object) -> None:
-        """Read the cell with the fixed label and ``labels`` from a function. The metric must be a gauge.
-
-        See :meth:`~delta_tracker.monitor.stat.Gauge.set_function`.
-        """
-        assert isinstance(self._stat, Gauge), "only gauges have set_function()"
-        self._stat.set_function(function, **self._label, **labels)
-
-    def remove(self, **labels: object) -> None:
-        """Remove the cells whose labels match the fixed label and ``labels``. An omitted label matches any value."""
-        self._stat.remove(**self._label, **labels)
+        self.cell = partial(stat.cell, **label)
+        self.timer = partial(stat.timer, **label)
+        self.remove = partial(stat.remove, **label)
+        if isinstance(stat, Gauge):
+            self.set: Callable[..., None] = partial(stat.set, **label)  # type: ignore[arg-type]  # no label is ``value``
+            self.set_function: Callable[..., None] = partial(stat.set_function, **label)
