@@ -18,7 +18,7 @@ from pathlib import Path
 from threading import get_ident
 from typing import Any
 
-from tests.simulation.threads import SCHEDULER
+from tests.simulation.threads import SCHEDULER, Killed
 
 _CHANGES = {"os.link": os.link, "os.rename": os.replace, "os.remove": os.remove}
 _EVENTS = {"open", "os.scandir", "os.mkdir", *_CHANGES}
@@ -35,11 +35,13 @@ class Fault:
             the process of the call is discarded. With a ``lost answer``, a change is made and raises nevertheless.
         number: number of operations, or of changes for a lost answer, that succeed before it.
         has_begun: True once it has happened.
+        has_killed: True if it has killed a process of a job, instead of letting the call fail.
     """
 
     kind: str
     number: int
     has_begun: bool = False
+    has_killed: bool = False
 
 
 class Disk:
@@ -88,11 +90,14 @@ class Disk:
         if fault.kind == "lost answer" and event not in _CHANGES:
             return
         fault.number -= 1
-        is_over = fault.has_begun and fault.kind not in ("outage", "death")
+        is_over = fault.has_killed or (fault.has_begun and fault.kind not in ("outage", "death"))
         if fault.number >= 0 or is_over:
             return
         self.reached[fault.kind] += not fault.has_begun
         fault.has_begun = True
+        if fault.kind == "death" and SCHEDULER.process.is_mortal:
+            fault.has_killed = SCHEDULER.process.is_killed = True
+            raise Killed
         if fault.kind == "slow":
             SCHEDULER.sleep(_SLOW_SECONDS)
             return

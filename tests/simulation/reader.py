@@ -15,7 +15,7 @@ from tests.simulation.history import Order, Place
 from tests.simulation.served import Served, ServedRows, served
 from tests.simulation.stores import Store
 from tests.simulation.threads import SCHEDULER, Process
-from tests.simulation.values import options_of
+from tests.simulation.values import Schedule, options_of
 from tests.simulation.web import Web
 
 _ORDERS = ((0,), (0, 1), (1, 0), (0, 2), (2, 0), (1,), (0, 1, 2), (2, 1), (1, 2))
@@ -39,6 +39,7 @@ class Settings:
         cache: directory of the host cache.
         web: server to read through, None for none.
         has_raw_ids: True for a table of raw ids.
+        is_sharded: True for tables that several ranks train.
         monitor: monitor of the predictor.
     """
 
@@ -50,11 +51,12 @@ class Settings:
     cache: Path
     web: Web | None
     has_raw_ids: bool
+    is_sharded: bool
     monitor: Monitor
 
     @classmethod
     def of(
-        cls, choice: int, stores: list[Store], cache: Path, web: Web | None, *, has_raw_ids: bool, monitor: Monitor
+        cls, choice: int, stores: list[Store], cache: Path, web: Web | None, schedule: Schedule, monitor: Monitor
     ) -> Settings:
         """Return the settings of a number: one below 9 has none, and one url or several."""
         options, rest = options_of(choice)
@@ -66,7 +68,8 @@ class Settings:
             kind=_KINDS[options["kind"]],
             cache=cache,
             web=None if rest % 5 == 4 else web,
-            has_raw_ids=has_raw_ids,
+            has_raw_ids=schedule.has_raw_ids,
+            is_sharded=schedule.ranks > 1,
             monitor=monitor,
         )
 
@@ -142,7 +145,8 @@ class Reader:
     @classmethod
     def new(cls, name: str, settings: Settings) -> Reader:
         """Return a predictor that has no version."""
-        return cls(name, settings, served(settings.kind, has_raw_ids=settings.has_raw_ids))
+        kind = settings.kind
+        return cls(name, settings, served(kind, has_raw_ids=settings.has_raw_ids, is_sharded=settings.is_sharded))
 
     def follow(self) -> None:
         """Start the thread that follows."""

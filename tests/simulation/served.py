@@ -10,7 +10,7 @@ from torch import Tensor
 
 from delta_tracker import RawIdIndex, RowTarget
 from tests.predictor.memory_sink import MemorySink, Stored
-from tests.simulation.trainer import NUM_BAGS, NUM_PLAIN, Model
+from tests.simulation.trainer import NUM_BAGS, NUM_PLAIN, SHARDED, Model
 
 
 class Served(Protocol):
@@ -85,10 +85,10 @@ class ServedTables:
 
     raw_ids = None
 
-    def __init__(self) -> None:
+    def __init__(self, tables: Mapping[str, int], *, has_dense: bool) -> None:
         self._left: list[int] = []
-        self._tables = {"bag": _Table(NUM_BAGS, self._left), "plain": _Table(NUM_PLAIN, self._left)}
-        dense = {name: each for name, each in _ServedModel().copy().items() if name.startswith("over")}
+        self._tables = {name: _Table(num_rows, self._left) for name, num_rows in tables.items()}
+        dense = {name: each for name, each in _ServedModel().copy().items() if has_dense and name.startswith("over")}
         self.target = {**self._tables, **dense}
         self._tensors = {f"{name}.weight": each.tensor for name, each in self._tables.items()} | dense
 
@@ -145,13 +145,22 @@ class ServedRows:
         pass
 
 
-def served(kind: str, *, has_raw_ids: bool) -> Served:
+def served(kind: str, *, has_raw_ids: bool, is_sharded: bool) -> Served:
     """Return the destination of a kind of predictor, see :class:`~tests.simulation.reader.Settings`."""
     if not has_raw_ids:
-        keys = {"bag.weight": ("bag", [*range(NUM_BAGS)]), "plain.weight": ("plain", [*range(NUM_PLAIN)])}
+        names = SHARDED if is_sharded else ("bag.weight", "plain.weight")
+        tables = {
+            name.removesuffix(".weight"): num_rows for name, num_rows in zip(names, (NUM_BAGS, NUM_PLAIN), strict=True)
+        }
         if kind == "row store":
-            return ServedRows(Stored(), keys)
-        return ServedTables() if kind == "tables" else _ServedModel()
+            return ServedRows(Stored(), {f"{name}.weight": (name, [*range(size)]) for name, size in tables.items()})
+        if kind == "tables":
+            return ServedTables(tables, has_dense=not is_sharded)
+        if not is_sharded:
+            return _ServedModel()
+        from tests.simulation.shards import ServedShards  # noqa: PLC0415  torchrec takes seconds
+
+        return ServedShards()
     from tests.simulation.raw_ids import RAW_IDS, TABLE, IndexedItems, ServedItems  # noqa: PLC0415  torchrec takes seconds
 
     if kind == "row store":

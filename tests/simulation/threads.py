@@ -43,10 +43,12 @@ class Process:
 
     Attributes:
         name: name for messages.
+        is_mortal: True if a fault may kill it.
         is_killed: True if each of its threads ends at its next turn.
     """
 
     name: str
+    is_mortal: bool = False
     is_killed: bool = False
 
 
@@ -100,6 +102,11 @@ class Scheduler:
         return [task.name for task in self._tasks if task is not self._main]
 
     @property
+    def thread(self) -> object:
+        """Running thread."""
+        return self._current
+
+    @property
     def process(self) -> Process:
         """Process of the running thread. A new thread is in the process of the one that starts it."""
         return self._current.process
@@ -126,7 +133,10 @@ class Scheduler:
     def kill(self, process: Process) -> None:
         """End all threads of a process, and wait until they have ended. Call it from another process."""
         process.is_killed = True
-        self.wait(lambda: all(task.process is not process for task in self._tasks), None)
+        self.wait(lambda: not self.has_threads(process), None)
+
+    def has_threads(self, process: Process) -> bool:
+        return any(task.process is process for task in self._tasks)
 
     def pause(self) -> None:
         """Let another thread run, perhaps."""
@@ -233,15 +243,18 @@ class Lock:
 
     def __init__(self) -> None:
         self._is_locked = False
+        self._holder: object = None
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         SCHEDULER.pause()
         if self._is_locked and not (blocking and SCHEDULER.wait(self._is_free, None if timeout < 0 else timeout)):
             return False
-        self._is_locked = True
+        self._is_locked, self._holder = True, SCHEDULER.thread
         return True
 
     def release(self) -> None:
+        if SCHEDULER.process.is_killed and self._holder is not SCHEDULER.thread:
+            return  # it was killed while it took the lock again, as a condition does after a wait
         if not self._is_locked:
             raise RuntimeError("release unlocked lock")
         self._is_locked = False

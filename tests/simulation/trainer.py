@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
 
 from delta_tracker import Encoding, ModelDeltaTracker, Publisher, Recovery, Retention, Standby, Upkeep, restore
 from delta_tracker.errors import DeltaTrackerError
@@ -15,7 +16,8 @@ from delta_tracker.monitor import Monitor
 from tests.simulation.values import Schedule
 
 NUM_BAGS, NUM_PLAIN = 12, 10
-TABLES = ("bag.weight", "plain.weight", "item")
+SHARDED = ("tables.embedding_bags.bag.weight", "tables.embedding_bags.plain.weight")
+TABLES = ("bag.weight", "plain.weight", "item", *SHARDED)
 _LARGE = 1e4
 
 
@@ -185,18 +187,19 @@ class Trainer:
     def __init__(self, schedule: Schedule, seed: int, monitor: Monitor) -> None:
         torch.manual_seed(seed)
         self._schedule, self._monitor = schedule, monitor
-        self._trained = _trained(schedule)
-        self._tracker = ModelDeltaTracker(self._trained.module, monitor=monitor)
+        self.trained = _trained(schedule)
+        self.standby: Any = None
+        self._tracker = ModelDeltaTracker(self.trained.module, monitor=monitor)
         self.publisher: Publisher | None = None
 
     def copy(self) -> Copy:
-        return Copy(self._trained.copy(), self._trained.states())
+        return Copy(self.trained.copy(), self.trained.states())
 
     def train(self, choice: int, *, scale: float = 1.0) -> None:
         """Train one to three batches of random ids."""
-        source, optimizer = torch.Generator().manual_seed(choice), self._trained.optimizer
+        source, optimizer = torch.Generator().manual_seed(choice), self.trained.optimizer
         for _ in range(1 + choice % 3):
-            output = self._trained.predict(source)
+            output = self.trained.predict(source)
             loss = (scale * (output - torch.randn(output.shape, generator=source)).tanh()).sum()
             if optimizer is not None:
                 optimizer.zero_grad()
@@ -207,18 +210,35 @@ class Trainer:
 
     def spoil(self, choice: int, value: float, *, is_dense: bool) -> None:
         """Train, and get rows or a dense tensor of a bad value. They keep it until :meth:`heal`."""
-        if not isinstance(self._trained, _TrainedModel):
+        if not isinstance(self.trained, _TrainedModel):
             self.train(choice, scale=float("nan"))
             return
         self.train(choice)
-        self._trained.spoil(value, is_dense=is_dense)
+        self.trained.spoil(value, is_dense=is_dense)
         self._tracker.step()
 
     def heal(self) -> bool:
         """Write the values before the last :meth:`spoil`. Return False if there are none."""
-        is_healed = isinstance(self._trained, _TrainedModel) and self._trained.heal()
+        is_healed = isinstance(self.trained, _TrainedModel) and self.trained.heal()
         self._tracker.step()
         return is_healed
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank() if dist.is_initialized() else 0
+
+    @property
+    def has_publisher(self) -> bool:
+        return self.publisher is not None
+
+    @property
+    def is_whole(self) -> bool:
+        """True unless a rank was killed."""
+        return True
+
+    def publish(self, call: str) -> Any:
+        """Call a method of the publisher. Return the version."""
+        return getattr(self.publisher, call)()
 
     def open(self, url: Any) -> None:
         """Build a publisher if there is none."""
@@ -227,7 +247,7 @@ class Trainer:
             self.publisher = Publisher(
                 self._tracker,
                 url,
-                dense=None if schedule.has_raw_ids else self._trained.module,
+                dense=None if schedule.has_raw_ids or schedule.ranks > 1 else self.trained.module,
                 monitor=self._monitor,
                 encoding=None if schedule.encoding is None else Encoding[schedule.encoding],
                 recovery=self._recovery if schedule.states else None,
@@ -240,24 +260,30 @@ class Trainer:
 
     @property
     def _recovery(self) -> Recovery:
-        optimizer = self._trained.optimizer
+        optimizer = self.trained.optimizer
         states = {} if optimizer is None else {"optimizer": optimizer}
         return Recovery(training_state=states, heartbeat_seconds=None)
 
     def restore(self, url: str) -> tuple[str, int]:
         """Restore the newest version; return its stream and version."""
-        module = self._trained.module
+        module = self.trained.module
         restored = restore(module, url, tracker=self._tracker, recovery=self._recovery)
         return restored.stream, restored.version
 
     def stand_by(self, url: str) -> Standby:
         """Return a standby of the trainer at the url."""
-        return Standby(self._trained.module, url, tracker=self._tracker, recovery=self._recovery, monitor=self._monitor)
+        self.standby = Standby(
+            self.trained.module, url, tracker=self._tracker, recovery=self._recovery, monitor=self._monitor
+        )
+        return self.standby
 
     def close(self) -> None:
         publisher, self.publisher = self.publisher, None
         if publisher is not None:
             publisher.close()
+
+    def end(self) -> None:
+        """End the processes."""
 
     def discard(self) -> None:
         """Close what a failed constructor or a fence has left."""
@@ -268,6 +294,10 @@ class Trainer:
 
 
 def _trained(schedule: Schedule) -> Trained:
+    if schedule.ranks > 1:
+        from tests.simulation.shards import TrainedShards  # noqa: PLC0415  torchrec takes seconds
+
+        return TrainedShards()
     if not schedule.has_raw_ids:
         return _TrainedModel()
     from tests.simulation.raw_ids import TrainedItems  # noqa: PLC0415  torchrec takes seconds

@@ -200,6 +200,7 @@ class Schedule:
         has_web: True for predictors that read through a caching web server.
         has_upkeep: True for publishers that compact and delete versions.
         has_raw_ids: True for a table with managed collisions instead of the model.
+        ranks: number of ranks of each trainer. Several have sharded tables instead of the model.
     """
 
     seed: int
@@ -209,6 +210,7 @@ class Schedule:
     has_web: bool = False
     has_upkeep: bool = False
     has_raw_ids: bool = False
+    ranks: int = 1
 
     def with_operations(self, operations: Sequence[Operation]) -> Schedule:
         return replace(self, operations=tuple(operations))
@@ -267,6 +269,7 @@ def generate(seed: int) -> Schedule:
     choices = [_join(chance, theme.readers) if kind == "join" else chance.randrange(20000) for kind, _ in steps]
     states = theme.settings.get("states", chance.random() < 0.5)
     has_web = chance.random() < 0.25
+    has_raw_ids = theme.settings.get("has_raw_ids", chance.random() < 0.15)
     return Schedule(
         seed=seed,
         states=states,
@@ -274,5 +277,6 @@ def generate(seed: int) -> Schedule:
         operations=tuple(Operation(kind, who, choice) for (kind, who), choice in zip(steps, choices, strict=True)),
         has_web=has_web,
         has_upkeep=not has_web and chance.random() < 0.3,
-        has_raw_ids=theme.settings.get("has_raw_ids", chance.random() < 0.15),
+        has_raw_ids=has_raw_ids,
+        ranks=1 if has_raw_ids else chance.choice([1, 1, 1, 2, 3, 4]),
     )

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from delta_tracker import Retention, Standby, Storage
+from delta_tracker import Retention, Storage
 from delta_tracker.errors import DeltaTrackerError, FencedError, HeldVersionError, SinkError, StorageError
 from delta_tracker.monitor import Monitor
 from delta_tracker.stream.maintenance.retention import retain
@@ -32,6 +32,9 @@ from tests.simulation.threads import SCHEDULER
 from tests.simulation.trainer import Trainer
 from tests.simulation.values import Operation, Schedule
 from tests.simulation.web import Web
+
+if TYPE_CHECKING:
+    from tests.simulation.job import JobTrainer
 
 _MOST_READERS = 5
 _ROUNDS, _ROUND_SECONDS = 90, 15.0  # longer than all pauses of a reader together
@@ -106,8 +109,8 @@ class World:
         self._history = History()
         self._readers: list[Reader] = []
         self._followers: list[Reader] = []  # that have followed
-        self._former: list[Trainer] = []  # replaced, with a publisher
-        self._standby: tuple[Standby, Trainer] | None = None
+        self._former: list[Trainer | JobTrainer] = []  # replaced, with a publisher
+        self._standby: tuple[Any, Trainer | JobTrainer] | None = None
         self._num_joined = self._num_done = 0
         self._has_large_values = False  # a gate may have begun with them
         self.findings: list[Finding] = []
@@ -116,15 +119,17 @@ class World:
             from tests.simulation.raw_ids import process_group  # noqa: PLC0415  torchrec takes seconds
 
             self._group.enter_context(process_group())
-        self.trainer = Trainer(schedule, schedule.seed, self._monitor)
+        self._trainers: list[Trainer | JobTrainer] = []  # all so far
+        self.trainer = self._trainer(schedule.seed)
 
     def close(self) -> None:
         """Close all publishers."""
         self._disk.fault = None
         for reader in self._followers:
             reader.stop()
-        for trainer in (*self._former, self.trainer):
+        for trainer in self._trainers:
             trainer.discard()
+            trainer.end()
         self._group.close()
         self._disk.folder = None
 
@@ -162,18 +167,24 @@ class World:
         with self._disk.call():
             try:
                 yield errors
-            except (DeltaTrackerError, InterruptionError) as error:
+            except (DeltaTrackerError, InterruptionError, ChildProcessError) as error:
                 errors.append(error)
 
     def _dies(self) -> bool:
         """Return True if the process of the last call has died in it. It is discarded with its requests failing."""
         fault = self._disk.fault
-        return fault is not None and fault.kind == "death" and fault.has_begun
+        return fault is not None and fault.kind == "death" and fault.has_begun and not fault.has_killed
 
     # The trainer
 
-    def _trainer(self, seed: int) -> Trainer:
-        return Trainer(self._schedule, seed, self._monitor)
+    def _trainer(self, seed: int) -> Trainer | JobTrainer:
+        if self._schedule.ranks == 1:
+            self._trainers.append(Trainer(self._schedule, seed, self._monitor))
+        else:
+            from tests.simulation.job import JobTrainer  # noqa: PLC0415  torchrec takes seconds
+
+            self._trainers.append(JobTrainer(self._schedule, seed))
+        return self._trainers[-1]
 
     def _train(self, who: int, choice: int) -> str:
         self.trainer.train(choice)
@@ -205,16 +216,16 @@ class World:
     def _commit(self, call: str) -> Exception | str:
         """Publish a version. Return the error, or what was published."""
         trainer, history = self.trainer, self._history
-        if self._primary.is_unmounted and trainer.publisher is None:
+        if self._primary.is_unmounted and not trainer.has_publisher:
             return "unmounted"  # a publisher that starts would create the directory
         copy = trainer.copy()
         manifest = None
         with self._call() as errors:
             trainer.open(self._primary.url)
-            manifest = getattr(trainer.publisher, call)()
+            manifest = trainer.publish(call)
         if not self._primary.is_failing:
             history.absorb(self._primary, copy)
-        if self._dies():
+        if self._dies() or not trainer.is_whole:
             trainer.discard()
             self.trainer = self._trainer(self._schedule.seed + self._num_done)
             return ChildProcessError("the trainer has died")
@@ -247,7 +258,7 @@ class World:
     def _succeed_alive(self, choice: int) -> str | None:
         """Start another trainer while the publisher of this one lives, as if it had been taken for dead."""
         former, head = self.trainer, self._history.head
-        if former.publisher is None:
+        if not former.has_publisher:
             return None
         self.trainer = self._trainer(self._schedule.seed + choice)
         answer = self._commit("publish")
@@ -269,7 +280,7 @@ class World:
         former.train(choice)
         manifest = None
         with self._call() as errors:
-            manifest = former.publisher.publish() if former.publisher is not None else None
+            manifest = former.publish("publish")
         if manifest is not None:
             raise RuleError("fence", f"a replaced publisher has published {manifest}")
         return f"refused: {errors}"
@@ -320,12 +331,12 @@ class World:
             # A model that follows cannot be called. Without a takeover, there are only claims.
             self._history.absorb(self._primary, (former if taken is None else trainer).copy())
         if taken is None or self._dies():
-            if former.publisher is not None and errors:
+            if former.has_publisher and errors:
                 former.discard()  # it may be fenced
             return f"not taken over: {errors}"
         self.trainer = trainer
         self._check_restored((taken.restored.stream, taken.restored.version))
-        if former.publisher is not None:
+        if former.has_publisher:
             self._former.append(former)
         with self._call() as errors:
             trainer.open(taken.recovery)
@@ -467,10 +478,7 @@ class World:
     def _join(self, who: int, choice: int) -> str | None:
         if len(self._readers) == _MOST_READERS:
             return None
-        has_raw_ids = self._schedule.has_raw_ids
-        settings = Settings.of(
-            choice, self._stores, self._cache, self._web, has_raw_ids=has_raw_ids, monitor=self._monitor
-        )
+        settings = Settings.of(choice, self._stores, self._cache, self._web, self._schedule, self._monitor)
         with self._call() as errors:
             self._readers.append(Reader.new(f"r{self._num_joined}", settings))
             self._num_joined += 1

@@ -1,0 +1,123 @@
+"""Two tables that are sharded to the ranks of a job. Only worlds with several ranks import this."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise, table_wise
+from torchrec.distributed.types import ShardedTensor, ShardingEnv, ShardingPlan
+from torchrec.optim import Adagrad
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+
+from tests.models import with_kernel
+
+_DIM = 4
+_CPU = torch.device("cpu")
+SIZES = {"bag": 12, "plain": 10}
+
+
+class Bags(nn.Module):
+    """Model with one collection of tables."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        configs = [
+            EmbeddingBagConfig(name=name, num_embeddings=size, embedding_dim=_DIM, feature_names=[name])
+            for name, size in SIZES.items()
+        ]
+        self.tables = EmbeddingBagCollection(tables=configs, device=device)
+
+    def forward(self, features: KeyedJaggedTensor) -> Tensor:
+        values: Tensor = self.tables(features).values()
+        return values
+
+
+class TrainedShards:
+    """The tables on one rank: one is sharded by rows. The optimizer runs in the backward pass."""
+
+    optimizer = None
+
+    def __init__(self) -> None:
+        bags = Bags(torch.device("meta"))
+        apply_optimizer_in_backward(Adagrad, bags.parameters(), {"lr": 0.1})
+        sharder, size = EmbeddingBagCollectionSharder(), dist.get_world_size()
+        plan = construct_module_sharding_plan(
+            bags.tables,
+            {"bag": with_kernel(row_wise(), "fused"), "plain": with_kernel(table_wise(rank=size - 1), "fused")},
+            sharder=sharder,
+            local_size=size,
+            world_size=size,
+            device_type="cpu",
+        )
+        self.module = DistributedModelParallel(
+            bags,
+            env=ShardingEnv.from_process_group(dist.group.WORLD),
+            device=_CPU,
+            plan=ShardingPlan({"tables": plan}),
+            sharders=[sharder],
+            init_data_parallel=False,
+        )
+
+    def predict(self, source: torch.Generator) -> Tensor:
+        """Return one value for each of two bags, of other ids on each rank."""
+        for _ in range(dist.get_rank() + 1):
+            ids = torch.cat([torch.randint(size, (4,), generator=source) for size in SIZES.values()])
+        features = KeyedJaggedTensor(list(SIZES), ids, lengths=torch.full((4,), 2))
+        return self.module(features).sum(1, keepdim=True)  # type: ignore[no-any-return]
+
+    def shards(self) -> dict[str, ShardedTensor]:
+        """Return the tables."""
+        return dict(self.module.state_dict())
+
+    def states(self) -> dict[str, ShardedTensor]:
+        """Return the optimizer's states of the tables."""
+        states = self.module.fused_optimizer.state_dict()["state"]
+        return {f"{fqn} {name}": each for fqn, held in states.items() for name, each in held.items()}
+
+
+Piece = tuple[tuple[int, ...], Tensor]
+"""Offsets of a shard, and a copy of its values."""
+
+
+def pieces(tensors: dict[str, ShardedTensor]) -> dict[str, list[Piece]]:
+    """Return copies of the shards of this rank."""
+    return {
+        name: [(tuple(shard.metadata.shard_offsets), shard.tensor.detach().clone()) for shard in each.local_shards()]
+        for name, each in tensors.items()
+    }
+
+
+def joined(of_ranks: Sequence[dict[str, list[Piece]]]) -> dict[str, Tensor]:
+    """Return the whole tensors, from the pieces of all ranks."""
+    found = {}
+    for name in {name: None for of in of_ranks for name in of}:
+        held = [piece for of in of_ranks for piece in of.get(name, [])]
+        sizes = [max(at[axis] + each.shape[axis] for at, each in held) for axis in range(held[0][1].dim())]
+        found[name] = whole = torch.zeros(sizes)
+        for at, each in held:
+            whole[tuple(slice(begin, begin + size) for begin, size in zip(at, each.shape, strict=True))] = each
+    return found
+
+
+class ServedShards:
+    """The tables in service, on one host."""
+
+    raw_ids = None
+
+    def __init__(self) -> None:
+        self.target = Bags(_CPU)
+        self.load({name: torch.zeros_like(each) for name, each in self.copy().items()})
+
+    def copy(self) -> dict[str, Tensor]:
+        return {name: each.clone() for name, each in self.target.state_dict().items()}
+
+    state = copy
+
+    def load(self, state: dict[str, Tensor]) -> None:
+        self.target.load_state_dict(state)
