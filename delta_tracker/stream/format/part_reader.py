@@ -6,7 +6,6 @@ is checked before it is returned.
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -15,9 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeAlias
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from delta_tracker.buffers import BufferPool
@@ -35,7 +32,6 @@ from delta_tracker.stream.interruption import Interrupted
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import dtype_name
 
-_BUFFER_ALIGNMENT = 64
 _MAX_FREE_BYTES = 320 << 20
 _MAX_HEADER_BYTES = 64 << 20  # a header has some 200 bytes per table
 _FAULTS = (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OverflowError)
@@ -289,12 +285,7 @@ class PartBuffer:
 
     def __init__(self) -> None:
         self._begun: tuple[tuple[Part, ...], list[PartSource]] | None = None
-        self._pool = BufferPool(_MAX_FREE_BYTES, min_bytes=1)
-
-    @property
-    def free_bytes(self) -> int:
-        """Size in bytes of the free memory that is kept for the next version."""
-        return self._pool.free_bytes
+        self.pool = BufferPool(_MAX_FREE_BYTES, min_bytes=1)
 
     def keep(self, parts: Sequence[Part], sources: list[PartSource]) -> None:
         """Store the partly read sources of ``parts``, so that the next attempt to read these parts can resume."""
@@ -304,12 +295,6 @@ class PartBuffer:
         """Return the sources that :meth:`keep` stored for ``parts``, or None. Drops all stored sources."""
         kept, self._begun = self._begun, None
         return kept[1] if kept is not None and kept[0] == tuple(parts) else None
-
-    def lend(self, sizes: Sequence[int]) -> list[NDArray[np.uint8]]:
-        """Return one uninitialized uint8 array per size in ``sizes``. Each array is aligned for every dtype."""
-        ends = [0, *itertools.accumulate([size + -size % _BUFFER_ALIGNMENT for size in sizes])]
-        memory = self._pool.lend(ends[-1])
-        return [memory[begin : begin + size] for begin, size in zip(ends, sizes, strict=False)]
 
 
 def read_parts(
@@ -324,12 +309,11 @@ def read_parts(
     parts = manifest.parts
     sources = None if buffer is None else buffer.begun(parts)
     if sources is None:
-        held: list[int] = []  # bytes of each part that is held in memory
+        sources = []
         for part in parts:
-            held.append(part.num_bytes if part.num_bytes <= memory_bytes else 0)
-            memory_bytes -= held[-1]
-        outs = [None] * len(held) if buffer is None else buffer.lend(held)
-        sources = [source_of(storage, part, size, out) for part, size, out in zip(parts, held, outs, strict=True)]
+            held = part.num_bytes if part.num_bytes <= memory_bytes else 0
+            memory_bytes -= held
+            sources.append(source_of(storage, part, held, None if buffer is None else buffer.pool.lend(held)))
     try:
         return [PartReader(storage, each, manifest, source=source) for each, source in zip(parts, sources, strict=True)]
     except (StorageError, Interrupted):
