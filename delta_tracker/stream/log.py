@@ -659,7 +659,7 @@ class ClaimedStream:
 
 
 def _has(storage: Storage, version: int) -> bool:
-    return storage.size(entry_name(version)) is not None
+    return storage.stat(entry_name(version)) is not None
 
 
 def _follows_deletable(log: StreamLog, entry: Manifest) -> bool:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import numpy as np
 import xxhash
-from numpy.typing import NDArray
 
 PIECE_BYTES = 8 << 20
 DIGEST_BYTES = 16
@@ -29,11 +27,6 @@ def piece_at(position: int) -> tuple[int, int]:
 def piece_range(number: int, body: int) -> tuple[int, int]:
     """Return the half-open byte range of a piece of an object whose body has ``body`` bytes."""
     return number * PIECE_BYTES, min((number + 1) * PIECE_BYTES, body)
-
-
-def is_piece(piece: NDArray[np.uint8], number: int, digests: bytes | bytearray) -> bool:
-    """Return True if the digest of ``piece`` is the one at index ``number`` of ``digests``."""
-    return xxhash.xxh3_128_digest(piece.data) == digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
 
 
 class PieceHasher:

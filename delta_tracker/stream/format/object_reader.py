@@ -10,7 +10,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from delta_tracker.errors import CorruptPartError, MalformedError
-from delta_tracker.stream.format.digests import PieceHasher, is_piece, num_digests, piece_at, piece_range
+from delta_tracker.stream.format.digests import DIGEST_BYTES, PieceHasher, num_digests, piece_at, piece_range
 from delta_tracker.stream.format.manifest import Part, Stored
 from delta_tracker.stream.interruption import check
 from delta_tracker.stream.storage.storage import Storage
@@ -19,7 +19,6 @@ from delta_tracker.stream.storage.store import Transfer
 # Parts up to this size are held in memory while they are applied. Larger ones are read twice, piece by piece.
 MEMORY_BYTES = 256 << 20
 _READ_BYTES = 8 << 20  # of an object that is checked while it is copied
-ReadRange = Callable[[int, int], NDArray[np.uint8] | None]
 PartSource: TypeAlias = "InMemory | Ranged"
 
 
@@ -135,7 +134,7 @@ def _check_hash(part: Part | Stored, digest: str) -> None:
 
 
 def _check_piece(stored: Part | Stored, piece: NDArray[np.uint8], number: int, digests: bytes | bytearray) -> None:
-    if not is_piece(piece, number, digests):
+    if xxhash.xxh3_128_digest(piece.data) != digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]:
         found = f"the bytes of its piece {number} do not match their digest"
         raise CorruptPartError(stored.name, found if stored.body else "it changed while it was read")
 

@@ -24,7 +24,6 @@ from delta_tracker.stream.storage.store import Span, Store, StoredObject, Transf
 from delta_tracker.stream.storage.url import (
     PLAIN_NAME,
     check_name,
-    connection,
     is_http,
     is_remote,
     local_directory,
@@ -356,9 +355,8 @@ def _opened(url: str, options: Mapping[str, str] | None, *, create: bool, fsync:
     directory = local_directory(url)
     if not fsync and directory is None:
         raise InvalidArgumentError("fsync", fsync, "Omit it: only a local directory is synced")
-    connection(url, options)  # checks them
-    if directory is not None:
-        return DirectoryStore(url, directory, create=create, fsync=fsync)
     if is_remote(url):
         return HttpStore(url, options) if is_http(url) else BucketStore(url, options)
-    return MemoryStore(url)
+    if options is not None:
+        raise InvalidArgumentError("options", type(options), "Omit them: only a remote store has options")
+    return MemoryStore(url) if directory is None else DirectoryStore(url, directory, create=create, fsync=fsync)

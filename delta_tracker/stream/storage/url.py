@@ -127,20 +127,18 @@ def default_poll_seconds(url: str) -> float:
     return REMOTE_POLL_SECONDS if is_remote(url) else 0.01
 
 
-def connection(url: str, options: Mapping[Any, Any] | None, *, past_cache: bool = False) -> dict[str, Any]:
-    """Return the keyword arguments for obstore's ``from_url``. ``past_cache`` asks caches for the origin's object.
+def connection(url: str, options: object, *, past_cache: bool = False) -> dict[str, Any]:
+    """Return obstore's arguments for the url of a remote store. ``past_cache`` asks caches for the origin's object.
 
     An error never shows the value of an option, which may be secret.
     """
-    scheme = _split(url).scheme
-    _check_mapping(options)
-    if scheme in ("file", "memory"):
-        if options is not None:
-            raise InvalidArgumentError("options", sorted(options), f"Omit them: a {scheme}:// store has no options")
-        return {}
+    options = {} if options is None else options
+    if not isinstance(options, Mapping):
+        remedy = "Pass a mapping of names to values, both strings, such as {'region': 'us-east-1'}"
+        raise InvalidArgumentError("options", type(options), remedy)
     client: dict[str, str] = dict(_CLIENT_DEFAULTS)
     store: dict[str, str] = {}
-    for key, value in (options or {}).items():
+    for key, value in options.items():
         if not (isinstance(key, str) and isinstance(value, str)):
             raise InvalidArgumentError("options", key, "Pass names and values as strings, also true and false")
         plain = _OPTION_PREFIX.sub("", key.lower())
@@ -153,7 +151,7 @@ def connection(url: str, options: Mapping[Any, Any] | None, *, past_cache: bool 
             near = suggestion(url, min(store))
             remedy = f"Use only {', '.join(sorted(_CLIENT_OPTIONS))}{near}"
             raise InvalidArgumentError("options", sorted(store), remedy)
-        if scheme == "http":
+        if _split(url).scheme == "http":
             client["allow_http"] = "true"
     endpoint = next((value for key, value in store.items() if _OPTION_PREFIX.sub("", key.lower()) in _ENDPOINTS), "")
     if endpoint.startswith("http://") and client.get("allow_http") != "true":
@@ -161,12 +159,6 @@ def connection(url: str, options: Mapping[Any, Any] | None, *, past_cache: bool 
     headers = {"default_headers": _NO_CACHE} if past_cache else {}
     retry = {"max_retries": _MAX_RETRIES, "retry_timeout": _RETRY_TIMEOUT}
     return {"client_options": client | headers, "config": store, "retry_config": retry}
-
-
-def _check_mapping(options: object) -> None:
-    if options is not None and not isinstance(options, Mapping):
-        remedy = "Pass a mapping of names to values, both strings, such as {'region': 'us-east-1'}"
-        raise InvalidArgumentError("options", type(options), remedy)
 
 
 def suggestion(url: str, option: str) -> str:
