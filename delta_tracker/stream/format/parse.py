@@ -185,7 +185,7 @@ def reason_of(error: Exception) -> str:
 def parse_states(table: TableSpec, record: object) -> TableStates:
     """Return the states of a table, parsed from a ``states_record``. Raises ValueError if it is invalid."""
     found = convert(record, _TableStates)
-    return TableStates(found.optimizer, *_columns_and_states(table, found))
+    return TableStates(found.optimizer, found.columns, _states(table, found))
 
 
 def _manifest(name: str, data: bytes) -> Manifest:
@@ -223,14 +223,14 @@ def _tables(entry: _Entry) -> tuple[dict[str, TableSpec], dict[str, TableStates]
     for fqn, table in entry.tables.items():
         tables[fqn] = spec = TableSpec(fqn, table.num_rows, table.dim, _TABLE_DTYPES[table.dtype])
         if isinstance(table, _StatesTable):
-            columns, found = _columns_and_states(spec, table)
+            found = _states(spec, table)
             if table.optimizer is not None:
-                states[fqn] = TableStates(table.optimizer, columns, found)
-            elif found or len(columns) > 1:
+                states[fqn] = TableStates(table.optimizer, table.columns, found)
+            elif found or len(table.columns) > 1:
                 raise ValueError(f"table {fqn!r} has states or several column ranges, but no optimizer")
             if table.identity is not None:
                 identities[fqn] = identity = Identity(table.identity.hash_size, table.identity.buckets)
-                if identity.num_rows != table.num_rows or len(columns) > 1:
+                if identity.num_rows != table.num_rows or len(table.columns) > 1:
                     raise ValueError(f"table {fqn!r} has raw ids and several column ranges, or buckets of other rows")
     return tables, states, identities
 
@@ -246,9 +246,7 @@ def _format_of(name: str, data: bytes) -> int:
     raise ValueError(f"its format is {quoted}; this library reads {_KNOWN}")
 
 
-def _columns_and_states(
-    table: TableSpec, found: _StatesTable | _TableStates
-) -> tuple[tuple[Range, ...], tuple[StateSpec, ...]]:
+def _states(table: TableSpec, found: _StatesTable | _TableStates) -> tuple[StateSpec, ...]:
     ends = [0, *(end for _, end in found.columns)]
     is_right = ends[-1] == table.dim and all(first < end for first, end in found.columns)
     if not is_right or found.columns != tuple(pairwise(ends)):
@@ -256,7 +254,7 @@ def _columns_and_states(
     states = tuple([StateSpec(each.name, _TABLE_DTYPES[each.dtype], each.width) for each in found.states])
     if len({each.name for each in states}) < len(states):
         raise ValueError(f"table {table.fqn!r} has a state twice")
-    return found.columns, states
+    return states
 
 
 def _parts(entry: _Entry, tables: Mapping[str, TableSpec], columns: Mapping[str, frozenset[Range]]) -> tuple[Part, ...]:
