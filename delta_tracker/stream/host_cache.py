@@ -148,10 +148,9 @@ class HostCache:
                 check_size(part, storage.size(part.name))
                 raise
 
-        position = 0
-        for piece in checked_pieces(read, part):
-            _write(draft, piece.data, position)
-            position += len(piece)
+        with os.fdopen(draft, "wb", closefd=False) as file:
+            for piece in checked_pieces(read, part):
+                file.write(piece.data)
 
     def _drop(self, part: Part, draft: int) -> None:
         with suppress(OSError):
@@ -324,13 +323,6 @@ def _is_allocated(descriptor: int, num_bytes: int) -> bool:
             raise
         return False
     return True
-
-
-def _write(descriptor: int, data: memoryview, position: int) -> None:
-    while data:
-        count = os.pwrite(descriptor, data, position)
-        position += count
-        data = data[count:]
 
 
 def _read(descriptor: int, memory: NDArray[np.uint8], begin: int) -> NDArray[np.uint8]:

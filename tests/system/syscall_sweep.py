@@ -49,7 +49,6 @@ _CALLS = {
     "mkdir": ("EIO", "ENOSPC", "EACCES"),
     "openat": ("EIO", "ENOSPC", "EACCES"),
     "fallocate": ("EIO", "ENOSPC"),
-    "pwrite64": ("EIO", "ENOSPC"),
 }
 _SECONDS = 60.0
 _ATTEMPTS = 5  # a fault ends after one attempt, but each thread that lists a directory counts its calls separately
