@@ -31,7 +31,7 @@ from typing import Any
 import torch
 
 from delta_tracker import Predictor
-from delta_tracker.errors import NoSnapshotError, StreamError
+from delta_tracker.errors import DeltaTrackerError, NoSnapshotError
 from delta_tracker.stream.heartbeat import Heartbeat, read_heartbeats, write_heartbeat
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.maintenance.compaction import compact
@@ -186,7 +186,7 @@ def _act(root: Path, scenario: str, wait: Callable[[], None]) -> None:
     for _ in range(_ATTEMPTS):
         try:
             stage.action()
-        except StreamError as error:
+        except DeltaTrackerError as error:  # a host cache that cannot be used is an InvalidArgumentError
             outcome = type(error).__name__
         else:
             (root / "outcome").write_text(outcome)
