@@ -132,18 +132,15 @@ class Region:
         """
         # Creating a view takes as long as writing several rows. no_grad() is not needed for detached tensors.
         memory = self.memory if columns is None else self.memory[:, slice(*columns)]
-        if self.copies is None:
-            write_rows(memory, self.rows, ids, values)
-            return
         indices, values = _within(self.rows, ids, values)
-        if len(values):
-            device = memory.device
-            values = to_device(values, device)
-            if isinstance(indices, slice):
-                indices = torch.arange(indices.start, indices.stop, device=device)
-            indices = to_device(indices, device)
+        if isinstance(indices, slice):
+            copy_from_host(memory[indices], values)
+        elif len(indices):
             put_rows(memory, indices, values)
-            self.copies.write(indices, values, columns or (0, memory.shape[1]))
+        if self.copies is not None and len(values):
+            held = torch.arange(indices.start, indices.stop) if isinstance(indices, slice) else indices
+            device = memory.device
+            self.copies.write(to_device(held, device), to_device(values, device), columns or (0, memory.shape[1]))
 
 
 WRITABLE = (
@@ -215,19 +212,6 @@ class TensorTarget(RowTarget):
             start, stop = region.columns
             if start <= first and end <= stop:
                 region.write(ids, values, None if columns == region.columns else (first - start, end - start))
-
-
-def write_rows(memory: Tensor, rows: tuple[int, int], ids: Tensor | slice, values: Tensor) -> None:
-    """Write those rows whose ids are in the range ``rows``; ignore the others.
-
-    ``memory`` is ``[R, C]`` and holds the global ids in ``rows``. ``ids`` are as in :meth:`RowTarget.write`, and
-    ``values`` are ``[N, C]`` in the dtype of ``memory``.
-    """
-    indices, values = _within(rows, ids, values)
-    if isinstance(indices, slice):
-        copy_from_host(memory[indices], values)
-    elif len(indices):
-        put_rows(memory, indices, values)
 
 
 def _within(rows: tuple[int, int], ids: Tensor | slice, values: Tensor) -> tuple[Tensor | slice, Tensor]:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from delta_tracker.row_target import write_rows
+from delta_tracker.row_target import Region
 
 
 @settings(deadline=None)
@@ -39,7 +39,8 @@ def test_rows_are_written_bit_for_bit_whatever_the_layout(data: Any) -> None:
         memory = memory.t().contiguous().t()
     expected = [[memory[row, column].clone() for column in range(dim + margin)] for row in range(num_rows + 2)]
     rows = (first, first + num_rows)
-    write_rows(memory[1 : num_rows + 1, :dim], rows, torch.tensor(ids, dtype=torch.int64), values)
+    region = Region(rows, (0, dim), memory[1 : num_rows + 1, :dim])
+    region.write(torch.tensor(ids, dtype=torch.int64), values)
     for number, row in enumerate(ids):
         if rows[0] <= row < rows[1]:
             for column in range(dim):
@@ -55,7 +56,7 @@ def test_slices_are_cut_to_the_region(start: int, length: int, first: int) -> No
     memory = torch.zeros(6, 2)
     ids = slice(start, start + length)
     values = torch.arange(start, start + length).view(-1, 1).expand(-1, 2) + 1.0
-    write_rows(memory, (first, first + 6), ids, values)
+    Region((first, first + 6), (0, 2), memory).write(ids, values)
     expected = [row + 1 if start <= row < start + length else 0 for row in range(first, first + 6)]
     assert memory[:, 0].tolist() == expected
 
@@ -66,7 +67,7 @@ def test_a_write_copies_no_table(dim: int) -> None:
     ids = torch.tensor([3, 9_999])
     tracemalloc.start()  # numpy reports its arrays to it
     try:
-        write_rows(memory[:, :dim], (0, len(memory)), ids, torch.ones(2, dim))
+        Region((0, len(memory)), (0, dim), memory[:, :dim]).write(ids, torch.ones(2, dim))
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
