@@ -17,7 +17,7 @@ from delta_tracker.predictor.identities import owner_changes
 from delta_tracker.raw_ids.raw_id_map import NO_OWNER, defaults_of
 from delta_tracker.types import Bucket, Identity
 
-_APPLIED_BYTES = 95  # per row, while a version is applied that changes the owners of all rows
+_APPLIED_BYTES = 60
 _IDS = st.one_of(st.integers(-3, 12), st.sampled_from([-(2**63), -(2**63) + 1, 2**63 - 2]))
 
 
