@@ -194,8 +194,6 @@ class PinReader:
         self._drop: tuple[Pin, int] | None = None  # until take_drop()
         self._next: float | None = None  # monotonic time of the next look; None before the first one succeeded
         self._failing_since: float | None = None  # monotonic time of the first failed look; None after a success
-        self._quiet_seconds = 0.0  # between two warnings of an outage; 0 without one
-        self._quiet_until = 0.0
 
     def order(self, storage: Storage, *, stream: str = "", at_once: bool = False) -> Pin | None:
         """Return the newest pin that is known, None before the first.
@@ -213,9 +211,9 @@ class PinReader:
                 raise
             self._fail(error, now)
         else:
-            if self._quiet_seconds:
+            if self._failing_since is not None:
                 _logger.warning("pins can be read again: url=%s", storage.url)
-            self._quiet_seconds, self._failing_since = 0.0, None
+            self._failing_since = None
         self._next = now + self._seconds * self._runtime.uniform(0.75, 1.25)
         return self._newest
 
@@ -258,13 +256,9 @@ class PinReader:
         return found
 
     def _fail(self, error: StorageError, now: float) -> None:
-        # Log the first of consecutive failures, and then one after each pause, which doubles up to an hour.
-        if not self._quiet_seconds or now >= self._quiet_until:
-            self._quiet_seconds = min(max(_RECHECK_SECONDS, 2 * self._quiet_seconds), 3600.0)
-            self._quiet_until = now + self._quiet_seconds
-            _logger.warning("pins cannot be read, and the last one that was read applies: error=%s", error)
         if self._failing_since is None:
             self._failing_since = now
+            _logger.warning("pins cannot be read, and the last one that was read applies: error=%s", error)
         newest = self._newest
         if newest is not None and newest != self._confirmed and now - self._failing_since >= _RECHECK_SECONDS:
             text = "ignored an unconfirmed pin of a store that fails: counter=%d version=%d"

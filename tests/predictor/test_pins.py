@@ -290,7 +290,7 @@ def test_a_damaged_version_on_the_way_to_a_pin_is_passed_over(fleet: Fleet, fold
     assert predictor.status().error is None
 
 
-def test_an_outage_of_the_pins_is_logged_less_and_less_often(fleet: Fleet, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_outage_of_the_pins_is_logged_once(fleet: Fleet, caplog: pytest.LogCaptureFixture) -> None:
     now = [1000.0]
     runtime = Runtime(monotonic=lambda: now[0], uniform=lambda low, high: (low + high) / 2)
     storage = WrappedStorage(fleet.storage)
@@ -306,11 +306,7 @@ def test_an_outage_of_the_pins_is_logged_less_and_less_often(fleet: Fleet, caplo
             predictor.sync()
             said += [now[0] for each in caplog.records if "pin" in each.getMessage()]
             now[0] += 5.0
-    assert said[0] == 1000.0 + 5.0, "at the first look that fails"
-    pauses = [later - earlier for earlier, later in itertools.pairwise(said[:-1])]
-    assert len(pauses) <= 8
-    assert pauses == sorted(pauses)
-    assert said[-1] == 4600.0, "and once when the pins can be read again"
+    assert said == [1005.0, 4600.0], "at the first look that fails, and at the first one that succeeds"
 
 
 def test_a_rollback_that_fails_leaves_the_pin(fleet: Fleet) -> None:
