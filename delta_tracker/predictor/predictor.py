@@ -196,7 +196,7 @@ class Predictor(Uncopied, remedy="Save or copy its state_dict()"):
         lag_versions, lag_seconds = lag(reader) or (None, None)
         position = reader.position  # after the lag, so that an old version does not seem to be the newest
         requests: Counter[str] = Counter()
-        for source in reader.sources:
+        for source in reader.sources.all:
             requests.update(source.storage.requests)
         return Status(
             stream=None if position is None else position.stream,
@@ -382,7 +382,7 @@ class Predictor(Uncopied, remedy="Save or copy its state_dict()"):
         self._refuse_inside_reading("load_state_dict()")
         with self._follower.lock:
             self._destination.load_state_dict(state)
-            self._gauges.loaded()
+            self._gauges.served = None
             self._reader.loaded()
         self._follower.moved()
 

@@ -79,10 +79,6 @@ class PredictorGauges:
         if manifest.stream != self._stream:
             self.reads(manifest.stream)
 
-    def loaded(self) -> None:
-        """Record that a position was loaded, whose entry is not known."""
-        self.served = None
-
     def admitted(self, fqn: str, num_ids: int) -> None:
         """Count raw ids of a table that were mapped to rows."""
         self.num_admitted += num_ids

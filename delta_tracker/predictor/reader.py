@@ -64,7 +64,7 @@ class Reader:
     ) -> None:
         self.sources = sources
         self.runtime = runtime
-        self.orders = Orders(policy, sources)
+        self.orders = Orders(policy, sources.all)
         self.resyncs = Resyncs()
         self.ignored = IgnoredPins(runtime.monotonic)
         self.pinned: int | None = None
@@ -184,7 +184,7 @@ class Reader:
             num_failures=self._num_failures,
             looks_for_gap=looks_for_gap,
             catches_up=self._skips_versions and is_usable and self._in_a_row >= _CATCH_UP,
-            is_partial=len(sources) < len(self.sources),
+            is_partial=len(sources) < len(self.sources.all),
             surveys=len(sources) > 1 and self.runtime.monotonic() - self._surveyed_at >= _SURVEY_SECONDS,
         )
         if view.catches_up:

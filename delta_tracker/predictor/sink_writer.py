@@ -236,13 +236,11 @@ class SinkWriter(Forkable):
         """Delete those of ``raw_ids`` (``[N]`` int64, ascending) that own no row in the stored map."""
         if not len(raw_ids):
             return
-        is_owned = torch.zeros(len(raw_ids), dtype=torch.bool)
-        num_rows = state.tables[fqn].num_rows
+        owned, num_rows = [], state.tables[fqn].num_rows
         for begin in checked(range(0, num_rows, _SLOTS)):
             owners = self._sink.owners(state.stream, fqn, torch.arange(begin, min(begin + _SLOTS, num_rows)))
-            indices = torch.searchsorted(raw_ids, owners).clamp_(max=len(raw_ids) - 1)
-            is_owned[indices[raw_ids[indices] == owners]] = True
-        for some in _pieces(raw_ids[~is_owned]):
+            owned.append(owners[_is_in(owners, raw_ids)])
+        for some in _pieces(raw_ids[~torch.isin(raw_ids, torch.cat(owned))]):
             self._sink.delete(state.stream, fqn, some)
 
     def _settled(self, state: SinkState) -> SinkState:

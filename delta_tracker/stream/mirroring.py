@@ -261,7 +261,7 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
         if not is_checked:
             self._head = self._newest(self._to.versions())
         is_due = self._checked_at is None or now - self._checked_at >= _CHECK_SECONDS
-        log = _Seen(self._source, self._to.url, self._diverged)
+        log = _Seen(self._source, self._diverged)
         decision = decide(log, self._head, is_checked=is_checked, is_due=is_due)
         if self._head is None:
             self._checked_at = _NEVER
@@ -428,9 +428,9 @@ class Copy:
 class _Seen:
     """Answers of the source in one step of a mirror. Each is requested only once."""
 
-    def __init__(self, log: StreamLog, destination: str, diverged: Callable[[int, str], MirrorDivergedError]) -> None:
+    def __init__(self, log: StreamLog, diverged: Callable[[int, str], MirrorDivergedError]) -> None:
         self.source = log
-        self.url, self.destination, self.diverged = log.url, destination, diverged
+        self.url, self.diverged = log.url, diverged
         self.entry = cache(partial(_read, log))
         self.read, self.read_merged = cache(log.read), cache(log.read_merged)
         self.merged, self.versions = cache(log.merged), cache(log.versions)

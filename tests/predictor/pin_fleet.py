@@ -93,7 +93,7 @@ class Fleet:
             rollout=Rollout(follows_pins=follows_pins, canary=canary),
         )
         if follows_pins:
-            for source in predictor._reader.sources:
+            for source in predictor._reader.sources.all:
                 source.pins = PinReader(seconds=0.0)
         self.models.append(model)
         self.tables[predictor] = tables[FQN]

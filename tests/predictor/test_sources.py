@@ -403,7 +403,7 @@ def test_a_source_without_the_applied_version_is_not_used(
 def test_a_failed_source_is_asked_again_after_a_growing_pause() -> None:
     clock = Clock()
     sources = Sources([Storage("memory://"), Storage("memory://")], runtime=Runtime(monotonic=clock))
-    first, other = sources
+    first, other = sources.all
     asked = []
     for second in range(1500):
         if other in sources.due():

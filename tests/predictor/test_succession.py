@@ -344,7 +344,7 @@ def test_a_pin_of_the_next_stream_counts_if_former_ones_have_higher_counters(
         lose(urls[0])
     else:
         reader = reader.restarted(urls)  # it looks at all urls at once
-    for source in reader.predictor._reader.sources:
+    for source in reader.predictor._reader.sources.all:
         source.pins = PinReader(seconds=0.0)
     reader.assert_reaches(after)
     if restarts:
@@ -410,7 +410,7 @@ def test_the_first_pin_of_the_next_stream_ends_an_own_rollback(
     for version in (log.newest, log.newest - 1):
         pin_version(urls[0].inner, version, replaces=True)
     reader = Reader(kind, urls, log.rows, rollout=Rollout(follows_pins=True))
-    for source in reader.predictor._reader.sources:
+    for source in reader.predictor._reader.sources.all:
         source.pins = PinReader(seconds=0.0)
     reader.syncs(2)
     if stream == "former":
@@ -442,7 +442,7 @@ def test_a_rollback_overrules_an_order_that_was_just_written(kind: Kind, shows: 
     reader.assert_reaches(log)
     pin_version(urls[shows].inner, log.newest)
     reader.predictor.rollback(good)
-    for source in reader.predictor._reader.sources:
+    for source in reader.predictor._reader.sources.all:
         source.pins = PinReader(seconds=0.0)
     reader.syncs(3)
     assert reader.predictor.version == good

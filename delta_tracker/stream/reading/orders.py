@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from delta_tracker.stream.format.manifest import Link, Manifest
@@ -82,9 +82,9 @@ class Orders:
         policy: choices of the process, without the calls of :meth:`release` since :meth:`begin`.
     """
 
-    def __init__(self, policy: Policy, sources: Iterable[Source]) -> None:
+    def __init__(self, policy: Policy, sources: Sequence[Source]) -> None:
         self.policy = policy
-        self._sources = {each.number: each for each in sources}
+        self._sources = sources  # by number
         self._releases: deque[Order | None] = deque()  # calls of release(), with the order that was followed then
         self._last: Order | None = None  # that was followed
         self._begun: Order | None = None  # pin on the way to which versions may be written
@@ -147,7 +147,7 @@ class Orders:
 
     def _confirm(self, order: Order) -> None:
         if order.pin is not None:
-            for each in self._sources.values():
+            for each in self._sources:
                 each.pins.confirm(order.pin)
 
     def start(self, order: Order) -> None:

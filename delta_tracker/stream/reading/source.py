@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
 from delta_tracker.errors import (
@@ -169,23 +169,17 @@ class Sources:
         names = [id(each) if each.url == "memory://" else each.url.rstrip("/") for each in stores]
         if len(set(names)) < len(names):
             raise InvalidArgumentError("url", [each.url for each in stores], "Pass each store once")
-        self._all = [Source(number, each, canary, runtime=runtime) for number, each in enumerate(stores)]
+        self.all = [Source(number, each, canary, runtime=runtime) for number, each in enumerate(stores)]
         self._pauses = [_FIRST_PAUSE_SECONDS] * len(stores)  # of each source, after its next failure
         self._due_at = [float("-inf")] * len(stores)  # monotonic time from which a source may be asked
         self._monotonic = runtime.monotonic
         self._since = runtime.monotonic()  # time at which the current source became it
-        self.current = self._all[0]
-
-    def __iter__(self) -> Iterator[Source]:
-        return iter(self._all)
-
-    def __len__(self) -> int:
-        return len(self._all)
+        self.current = self.all[0]
 
     def due(self) -> list[Source]:
         """Return the current source, and then the others that may be asked, in the order of preference."""
         now = self._monotonic()
-        others = [each for each in self._all if each is not self.current and now >= self._due_at[each.number]]
+        others = [each for each in self.all if each is not self.current and now >= self._due_at[each.number]]
         return [self.current, *others]
 
     def use(self, source: Source) -> None:
@@ -203,7 +197,7 @@ class Sources:
 
     def writable(self) -> Storage | None:
         """Return the first store that can be written to; None if there is none."""
-        return next((each.storage for each in self._all if not each.storage.is_read_only), None)
+        return next((each.storage for each in self.all if not each.storage.is_read_only), None)
 
 
 class Lag:
