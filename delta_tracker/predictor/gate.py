@@ -66,8 +66,7 @@ class GateKeeper:
 
     def accept(self, version: int) -> None:
         """Mark a version as accepted, so that it is not rejected. The mark is removed when the version is applied."""
-        if type(version) is not int or version < 0:
-            raise InvalidArgumentError("version", version, "Pass the number of the version that is held")
+        check_count("version", version, 0)
         self._accepted.add(version)
 
     def recall(self, manifest: Manifest) -> None:

@@ -12,6 +12,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from delta_tracker.arguments import check_count
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.raw_ids.raw_id_map import NO_OWNER, RawIdMap, check_owners, default_rows, defaults_of
 from delta_tracker.rows import copy_from_host, to_device
@@ -139,8 +140,7 @@ class RawIdIndex(SortedMap):
     """
 
     def __init__(self, num_rows: int) -> None:
-        if type(num_rows) is not int or num_rows < 1:
-            raise InvalidArgumentError("num_rows", num_rows, "Pass the number of rows of the table, 1 or more")
+        check_count("num_rows", num_rows)
         self.rows = (0, num_rows)
         self._raw_ids, self._slots = torch.full((num_rows,), NO_OWNER), torch.arange(num_rows)
         self._identity: Identity | None

@@ -641,7 +641,6 @@ def test_two_concurrent_passes_remove_what_one_removes(history: History, clock: 
         ("seconds", float("nan")),
         ("grace_seconds", None),
         ("grace_seconds", float("inf")),
-        ("orphan_seconds", 3599),
     ],
 )
 def test_invalid_bounds_are_refused(name: str, value: object) -> None:

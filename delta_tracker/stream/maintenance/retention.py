@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import TypeVar
 
+from delta_tracker.arguments import check_count, is_number
 from delta_tracker.errors import InvalidArgumentError, MissingVersionError, NoSnapshotError
 from delta_tracker.stream.format.manifest import Manifest, Merged, entry_name
 from delta_tracker.stream.log import StreamLog
@@ -77,9 +78,12 @@ class Retention:
         seconds: maximum age of a version; None for no bound.
         num_bytes: maximum size in bytes of all objects, summed from the newest version down; None for no bound.
         grace_seconds: time for which a superseded snapshot and the versions after it are kept.
-        orphan_seconds: time for which a part that no entry names, a draft and the object of a probe are kept; at least
-            3600, because a compaction writes parts before their entry. The draft of a running write is always kept.
-        heartbeat_seconds: time for which a heartbeat that is not replaced is kept; at least 3600.
+
+    A heartbeat that is not replaced for a day is deleted, and after an hour a part that no entry names, a draft and the
+    object of a probe. The draft of a running write is always kept.
+
+    Raises:
+        InvalidArgumentError: if a bound is invalid.
 
     Example:
         >>> Retention(versions=500).versions  # for Upkeep(retention=Retention(versions=500))
@@ -90,19 +94,14 @@ class Retention:
     seconds: float | None = None
     num_bytes: int | None = None
     grace_seconds: float = GRACE_SECONDS
-    orphan_seconds: float = ORPHAN_SECONDS
-    heartbeat_seconds: float = HEARTBEAT_SECONDS
 
     def __post_init__(self) -> None:
-        for name in ("versions", "num_bytes"):
-            value = getattr(self, name)
-            if value is not None and (type(value) is not int or value < 1):
-                raise InvalidArgumentError(name, value, "Pass an integer of 1 or more, or None for no bound")
-        least = {"grace_seconds": 0.0, "orphan_seconds": ORPHAN_SECONDS, "heartbeat_seconds": ORPHAN_SECONDS}
-        for name, seconds in (least if self.seconds is None else {"seconds": 0.0, **least}).items():
-            value = getattr(self, name)
-            if type(value) not in (int, float) or not seconds <= value < float("inf"):
-                raise InvalidArgumentError(name, value, f"Pass {seconds:.0f} seconds or more")
+        for name, bound in (("versions", self.versions), ("num_bytes", self.num_bytes)):
+            if bound is not None:
+                check_count(name, bound)
+        for name, seconds in (("seconds", self.seconds or 0.0), ("grace_seconds", self.grace_seconds)):
+            if not (is_number(seconds) and seconds >= 0):
+                raise InvalidArgumentError(name, seconds, "Pass 0 seconds or more")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -266,15 +265,14 @@ def _pinned_path(log: StreamLog, entries: Mapping[int, Manifest], pin: Pin | Non
 # Rules: pure functions of what was read
 
 
-def _orphans(held: _Held, named: Collection[str], retention: Retention) -> dict[str, int]:
-    ages = {"predictors": retention.heartbeat_seconds, "publishers": retention.heartbeat_seconds}
-    ages["control/retention"] = DELETIONS_SECONDS
+def _orphans(held: _Held, named: Collection[str]) -> dict[str, int]:
+    ages = {"predictors": HEARTBEAT_SECONDS, "publishers": HEARTBEAT_SECONDS, "control/retention": DELETIONS_SECONDS}
     found = {}
     for each in held.own:
         part = _PART_NAME.fullmatch(each.name)
         # A part above the head may get its entry yet.
         is_needed = part is not None and (int(part[1]) > held.head.version or each.name in named)
-        age = ages.get(each.name.rpartition("/")[0], retention.orphan_seconds)
+        age = ages.get(each.name.rpartition("/")[0], ORPHAN_SECONDS)
         if not is_needed and held.newest - each.modified > age:
             found[each.name] = each.num_bytes
     return found
@@ -385,7 +383,7 @@ class _Plan:
             first=old[-1] + 1 if old else min(held.entries),
             merged=stale,
             unused=unused,
-            orphans=_orphans(held, kept | unused.keys(), retention),
+            orphans=_orphans(held, kept | unused.keys()),
             before=1 + max([*gone, *(each.last for each in stale)], default=-1),
         )
 
