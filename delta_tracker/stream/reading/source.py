@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -23,9 +22,6 @@ from delta_tracker.stream.reading.position import Position
 from delta_tracker.stream.reading.runtime import REAL, Runtime
 from delta_tracker.stream.reading.settling import Settling
 from delta_tracker.stream.storage.storage import Location, Storage, open_storage
-from delta_tracker.stream.store_clock import skew_problem
-
-_logger = logging.getLogger(__name__)
 
 _LIST_SECONDS = 60.0  # after which a log that seems to have no newer version, or its former streams, are listed
 _LEAST_SECONDS = 1e-6  # a lag of 0 means that all versions are applied
@@ -64,7 +60,6 @@ class Source:
         self._runtime = runtime
         self._lineage: tuple[str, float, tuple[str, ...]] | None = None  # stream, time of the search, former streams
         self._listed_at = runtime.monotonic()  # of the last listing by a check for a gap, or of the construction
-        self._skewed = ""  # last publisher whose skew was logged
 
     def through(self, storage: Storage) -> Source:
         """Return the same source, read through another view of its store."""
@@ -90,18 +85,13 @@ class Source:
         """Return the entry after a position; None if the poll does not find it.
 
         With ``looks_for_gap``, raises MissingVersionError or StreamReplacedError if it was deleted, or if the log lacks
-        the position's entry. Logs once per publisher that its clock differs from the store's.
+        the position's entry.
         """
         version, began = position.link.version + 1, self._runtime.monotonic()
         entry = self.log.read(version) if self.log.is_listed or self.log.may_have(version) else None
         self.lag.looked(version, is_there=entry is not None, began=began)
         if entry is None and looks_for_gap:
             self._check_gap(position)
-        if entry is not None and entry.writer != self._skewed:
-            problem = skew_problem(f"the publisher of generation {entry.generation}", entry.skew)
-            if problem is not None:
-                self._skewed = entry.writer
-                _logger.warning("%s: url=%s", problem, self.storage.url)
         return entry
 
     def former_streams(self, head: Manifest) -> tuple[str, ...]:
