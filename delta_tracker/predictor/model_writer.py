@@ -25,7 +25,8 @@ from delta_tracker.predictor.status import Served
 from delta_tracker.stream.format.field_types import Count
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.format.part_reader import Contents
-from delta_tracker.stream.reading.position import Position, Rows, SavedOrder, Written
+from delta_tracker.stream.reading.orders import Order
+from delta_tracker.stream.reading.position import Position, Rows, Written
 from delta_tracker.types import Identity
 
 
@@ -90,9 +91,9 @@ class ModelWriter:
             finally:
                 self.fence.leave_reading(streams)
 
-    def save_order(self, followed: SavedOrder) -> None:
+    def save_order(self, followed: Order) -> None:
         """Record an order that was followed, which :meth:`state_dict` then contains."""
-        self._hold(self.written.with_order(followed))
+        self._hold(self.written.with_order(followed.kind, followed.counter))
 
     def restore(self) -> None:
         """No-op: the position is known."""

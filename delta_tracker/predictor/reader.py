@@ -75,7 +75,7 @@ class Reader:
         self._in_a_row = _CATCH_UP  # versions applied since the end of the log was seen
         self._num_failures = 0  # consecutive rounds that failed
         self._surveyed_at = float("-inf")  # monotonic time of the last look at all sources
-        self.orders.load(writer.destination.written.followed, self.position)
+        self.orders.load(writer.destination.written)
 
     @property
     def source(self) -> Source:
@@ -150,7 +150,7 @@ class Reader:
 
     def loaded(self) -> None:
         """Reset the reader after the position of the rows was replaced."""
-        self.orders.load(self.writer.destination.written.followed, self.position)
+        self.orders.load(self.writer.destination.written)
         self._in_a_row = _CATCH_UP
         self.source.settling.clear()
 

@@ -36,7 +36,8 @@ from delta_tracker.sinks.row_sink import RowSink, SinkState
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.format.part_reader import Contents
 from delta_tracker.stream.interruption import check, checked
-from delta_tracker.stream.reading.position import Position, SavedOrder
+from delta_tracker.stream.reading.orders import Order
+from delta_tracker.stream.reading.position import Position
 from delta_tracker.types import Identity, TableSpec
 
 _logger = logging.getLogger(__name__)
@@ -71,12 +72,11 @@ class SinkWriter(Forkable):
         self.restore()
         protect(self)
 
-    def save_order(self, followed: SavedOrder) -> None:
+    def save_order(self, followed: Order) -> None:
         """Store with the position which order was followed."""
-        held = self.written
-        if held.version is None or held.applying is not None or held.is_settling or followed == held.followed:
+        held, state = self.written, self.written.with_order(followed.kind, followed.counter)
+        if held.version is None or held.applying is not None or held.is_settling or state == held:
             return  # the log of owners of an interrupted version must not be cleared
-        state = held.with_order(followed)
         self._is_known = False
         self._sink.settle(state)
         self._hold(state)

@@ -8,8 +8,8 @@ from typing import Any
 from delta_tracker.predictor.reader import Reader
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.log import StreamLog
-from delta_tracker.stream.reading.orders import Policy
-from delta_tracker.stream.reading.position import Position, SavedOrder
+from delta_tracker.stream.reading.orders import Order, Policy
+from delta_tracker.stream.reading.position import Position, Written
 from delta_tracker.stream.reading.source import Sources
 from delta_tracker.stream.storage.storage import Storage
 
@@ -19,11 +19,10 @@ class Nothing:
 
     def __init__(self, position: Position | None) -> None:
         self.position = position
-        self.followed: SavedOrder | None = None
-        self.destination = self.written = self.age = self
+        self.written = Written(stream="")
+        self.destination = self.age = self
 
-    def save_order(self, followed: SavedOrder) -> None:
-        self.followed = followed
+    def save_order(self, followed: Order) -> None: ...
 
     def restore(self) -> None: ...
 

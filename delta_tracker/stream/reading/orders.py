@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from delta_tracker.stream.format.manifest import Link, Manifest
 from delta_tracker.stream.pin import Pin
-from delta_tracker.stream.reading.position import Position, Rows, SavedOrder
+from delta_tracker.stream.reading.position import Position, Rows, Written
 from delta_tracker.stream.reading.source import Source
 
 
@@ -155,7 +155,7 @@ class Orders:
         if order.kind == "pin":
             self._begun = replace(order, is_new=False)
 
-    def record(self, position: Position | None) -> SavedOrder | None:
+    def record(self, position: Position | None) -> Order | None:
         """Record the newest order at the end of a round. Return it if a reader at a position has followed it."""
         order, self._stream = self._newest, "" if position is None else position.stream
         self._known = None if order is None else replace(order, is_new=False)
@@ -164,15 +164,16 @@ class Orders:
         if order.kind == "pin":
             self._confirm(order)  # its entry is that of the position
         self._last, self._begun = self._known, None
-        return SavedOrder(order.kind, order.counter)
+        return order
 
-    def load(self, followed: SavedOrder | None, position: Position | None) -> None:
+    def load(self, written: Written) -> None:
         """Start from a saved position, and from the order that was followed there."""
+        position, counter = written.position, written.pin or written.release
         self._last = self._begun = None
         self._stream = "" if position is None else position.stream
-        if followed is not None and position is not None:
-            link = position.link
-            self._last = Order(followed.counter, followed.kind, position.stream, link.version, link, link.version)
+        if counter and position is not None:
+            kind, link = "pin" if written.pin else "release", position.link
+            self._last = Order(counter, kind, position.stream, link.version, link, link.version)
 
     def roll_back(self, entry: Manifest) -> None:
         """Order this process to apply an entry and stay there. The orders that are known do not apply meanwhile."""

@@ -95,14 +95,6 @@ class Position:
         return cls(saved.stream, Link(saved.version, saved.xxh3), saved.generation, saved.created)
 
 
-@dataclass(frozen=True, slots=True)
-class SavedOrder:
-    """Last ``pin`` or ``release`` that a reader has followed, as it is saved with the position."""
-
-    kind: str
-    counter: int
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
     """Versions of one stream that were written.
@@ -144,13 +136,6 @@ class Written:
         rows = Rows.MIXED if self.is_mixed else Rows.WHOLE if self.applying is None else Rows.AHEAD
         return Position(self.stream, Link(self.version, self.xxh3), self.generation, self.created, rows)
 
-    @property
-    def followed(self) -> SavedOrder | None:
-        """Last order that was followed; None before the first."""
-        if self.pin:
-            return SavedOrder("pin", self.pin)
-        return SavedOrder("release", self.release) if self.release else None
-
     def leaves_rows(self, entry: Manifest) -> bool:
         """Return True if rows of a version that is partly written would remain after an entry of another history.
 
@@ -189,7 +174,6 @@ class Written:
         link, created = entry.link, int(entry.created)
         return replace(self, version=link.version, xxh3=link.xxh3, generation=entry.generation, created=created)
 
-    def with_order(self, order: SavedOrder) -> Self:
-        """Return a copy with an order as the last one that was followed."""
-        is_pin = order.kind == "pin"
-        return replace(self, pin=order.counter if is_pin else 0, release=0 if is_pin else order.counter)
+    def with_order(self, kind: str, counter: int) -> Self:
+        """Return a copy with a pin or a release as the last order that was followed."""
+        return replace(self, pin=counter, release=0) if kind == "pin" else replace(self, pin=0, release=counter)
