@@ -38,7 +38,7 @@ from delta_tracker.errors import InvalidArgumentError, UnfinishedStepError, Unsu
 from delta_tracker.publisher.host_copies import SelectedRows
 from delta_tracker.sharding.collision_states import collision_state
 from delta_tracker.sharding.dense import dense_tensors
-from delta_tracker.sharding.torchrec_api import known_torchrec
+from delta_tracker.sharding.torchrec_api import Torchrec
 from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.format.state_tree import StateTree, flatten
 from delta_tracker.stream.heartbeat import BEAT_SECONDS
@@ -355,7 +355,7 @@ def _warn_of_unoptimized(
 
 
 def _storages(objects: Mapping[str, Stateful]) -> Iterator[int]:
-    sharded = known_torchrec().sharded_tensors
+    sharded = Torchrec().sharded_tensors
     for value in objects.values():
         for group in getattr(value, "param_groups", ()):
             for parameter in group["params"]:

@@ -24,7 +24,7 @@ from delta_tracker.errors import UnsupportedModelError
 from delta_tracker.raw_ids import NO_OWNER
 from delta_tracker.sharding.discover import Discovery
 from delta_tracker.sharding.local_shard import LocalShard
-from delta_tracker.sharding.torchrec_api import Torchrec, known_torchrec, planned_blocks
+from delta_tracker.sharding.torchrec_api import Torchrec, planned_blocks
 from delta_tracker.types import Bucket, Identity
 
 _HASH_EMPTY = -1  # value of an empty slot in hash-ZCH
@@ -161,7 +161,7 @@ def local_owners(model: nn.Module, found: Discovery) -> dict[str, LocalOwners]:
             ``input_hash_func`` that is not called, unlike in an unsharded module, or is apart from its table's module;
             or if the ranges of slots do not fit the table's sharding plan.
     """
-    torchrec = known_torchrec()
+    torchrec = Torchrec()
     fqns = {id(module): fqn for fqn, module in found.modules.items()}
     sources: dict[str, LocalOwners] = {}
     unknown: dict[str, str] = {}

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.sharding.discover import has_unknown_rows, walk
-from delta_tracker.sharding.torchrec_api import known_torchrec, managed_by_fsdp
+from delta_tracker.sharding.torchrec_api import Torchrec, managed_by_fsdp
 
 _PARTS = "Leave it out, because each rank has a part of it: pass the names of whole tensors"
 
@@ -120,7 +120,7 @@ def _tensors(model: nn.Module, root: nn.Module, prefix: str = "") -> dict[str, T
     exist only on the ranks of one host. Names are relative to ``model`` if ``root`` is part of it, otherwise to
     ``root``, after ``prefix`` and a dot.
     """
-    torchrec = known_torchrec()
+    torchrec = Torchrec()
     inside = {id(module) for _, module in walk(root, torchrec)}
     top, modules = model, list(walk(model, torchrec))
     if not any(id(module) in inside for _, module in modules):

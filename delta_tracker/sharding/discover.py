@@ -21,7 +21,6 @@ from delta_tracker.sharding.plain_tables import PlainModule, PlainTable, plain_s
 from delta_tracker.sharding.torchrec_api import (
     Torchrec,
     kernels_of,
-    known_torchrec,
     planned_blocks,
     planned_kernel,
     replica_of,
@@ -79,7 +78,7 @@ def discover(model: nn.Module, fqns_to_skip: Sequence[str] = ()) -> Discovery:
         UnsupportedModelError: if the model has no table, and nothing is skipped; if an unsupported sharded module or
             tensor is not skipped; or if the kernel, data type or geometry of a table is not supported.
     """
-    torchrec = known_torchrec()
+    torchrec = Torchrec()
     found = Discovery()
     plain: dict[str, PlainModule] = {}
     others: dict[str, str] = {}

@@ -26,7 +26,7 @@ from delta_tracker.errors import InvalidArgumentError, UnsupportedModelError
 from delta_tracker.row_target import Region, RowTarget, TensorTarget
 from delta_tracker.sharding.discover import discover
 from delta_tracker.sharding.row_cache import cached_table
-from delta_tracker.sharding.torchrec_api import Torchrec, holder_of, known_torchrec, tbe_of
+from delta_tracker.sharding.torchrec_api import Torchrec, holder_of, tbe_of
 
 QUANTIZED: dict[type[nn.Module], str] = {EmbeddingCollection: "embeddings", EmbeddingBagCollection: "embedding_bags"}
 """Quantized collection to the name of the attribute that holds its tables."""
@@ -51,7 +51,7 @@ def model_tables(model: nn.Module) -> Iterator[tuple[str, RowTarget | Tensor]]:
     end with ``.weight``. Raises InvalidArgumentError if the kernel, data type or geometry of a sharded table is not
     supported.
     """
-    torchrec = known_torchrec()
+    torchrec = Torchrec()
     for fqn, module in walk(model, torchrec):
         prefix = f"{fqn}." if fqn else ""
         if torchrec.holder(module):

@@ -32,7 +32,7 @@ from delta_tracker.raw_ids.index import SortedMap
 from delta_tracker.rows import copy_from_host, to_device
 from delta_tracker.sharding.inference_tables import QUANTIZED, QUANTIZED_SHARDS, walk
 from delta_tracker.sharding.presence import has_fbgemm_tables
-from delta_tracker.sharding.torchrec_api import holder_of, known_torchrec
+from delta_tracker.sharding.torchrec_api import Torchrec, holder_of
 from delta_tracker.types import Bucket, Identity
 
 _EMPTY = -1  # raw id of a row without one in a hash module
@@ -44,7 +44,7 @@ def raw_id_maps(model: nn.Module) -> dict[str, tuple[RawIdMap, ...]]:
 
     Modules that were scripted, or traced by ``torch.fx``, are not found.
     """
-    torchrec = known_torchrec()
+    torchrec = Torchrec()
     modules = walk(model, torchrec) if has_fbgemm_tables(model) else _plain_modules(model)
     found: defaultdict[str, list[RawIdMap]] = defaultdict(list)
     for fqn, module in modules:

@@ -19,7 +19,6 @@ from delta_tracker.sharding.torchrec_api import (
     Torchrec,
     is_fully_sharded,
     kernel_arguments,
-    known_torchrec,
     planned_kernel,
     tbe_of,
     unwrapped,
@@ -51,7 +50,7 @@ def refuse_unseen_writes(model: nn.Module, found: Discovery) -> None:
     """
     if not found.modules:  # tables of plain modules
         return
-    torchrec = known_torchrec()
+    torchrec = Torchrec()
     _refuse_replicas(model, found, torchrec)
     _refuse_pruning(model, found, torchrec)
     _refuse_optimizers(found)

@@ -31,7 +31,7 @@ from delta_tracker.rows import bits_of
 from delta_tracker.sharding.discover import Discovery
 from delta_tracker.sharding.kernel_memory import one_cut
 from delta_tracker.sharding.local_shard import LocalShard
-from delta_tracker.sharding.torchrec_api import averages_itself, known_torchrec, sync_groups, tbe_of
+from delta_tracker.sharding.torchrec_api import Torchrec, averages_itself, sync_groups, tbe_of
 from delta_tracker.sharding.watcher import Reports, Watcher, WrappedMethod
 from delta_tracker.sharding.weights import row_chunks
 
@@ -200,7 +200,7 @@ class SyncHook(Watcher):
 
 def watch_syncs(model: nn.Module, found: Discovery, reports: Reports, *, keeps_states: bool) -> Iterator[Watcher]:
     """Register a hook on each ``DMPCollection`` of a model, and yield the hook; see :class:`SyncHook`."""
-    kinds = known_torchrec().replicas
+    kinds = Torchrec().replicas
     for wrapper in model.modules():
         if not isinstance(wrapper, kinds):
             continue

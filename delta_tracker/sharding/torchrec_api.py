@@ -9,7 +9,8 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -21,11 +22,43 @@ from torch.nn.parallel import DistributedDataParallel
 from delta_tracker.errors import MissingExtraError
 
 
+def _classes(module: str, *names: str) -> Any:  # noqa: ANN401  the field has its own type
+    """Return a field with those of the named classes that a module has. The module is not imported."""
+    return field(default_factory=partial(_imported, module, *names))
+
+
+def _imported(module: str, *names: str) -> tuple[type, ...]:
+    return tuple(found for name in names if (found := getattr(sys.modules.get(module), name, None)) is not None)
+
+
+def _fsdp() -> tuple[type, ...]:
+    return _imported("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel")
+
+
+def _collections() -> dict[type[nn.Module], str]:
+    bags = _imported("torchrec.distributed.embeddingbag", "ShardedEmbeddingBagCollection")
+    sequences = _imported("torchrec.distributed.embedding", "ShardedEmbeddingCollection")
+    return {**dict.fromkeys(sequences, "embeddings"), **dict.fromkeys(bags, "embedding_bags")}
+
+
+def _wrappers() -> dict[type[nn.Module], str]:
+    compiled = _imported("torch._dynamo.eval_frame", "OptimizedModule")
+    activations = _imported("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "ActivationWrapper")
+    parallel = _imported("torchrec.distributed.model_parallel", "DistributedModelParallel")
+    return {
+        **dict.fromkeys(parallel, "_dmp_wrapped_module"),
+        DistributedDataParallel: "module",
+        **dict.fromkeys(activations, "_checkpoint_wrapped_module"),
+        **dict.fromkeys(_fsdp(), "_fsdp_wrapped_module"),
+        **dict.fromkeys(compiled, "_orig_mod"),
+    }
+
+
 @dataclass(frozen=True, slots=True)
 class Torchrec:
-    """Container for the classes of the installed torchrec that discovery looks for.
+    """Classes of torch and torchrec that discovery looks for, without those whose module is not imported.
 
-    Classes that it does not have, or whose module has not been imported, are omitted.
+    No model has a class whose module is not imported.
 
     Args:
         collections: sharded module class to the name of the attribute that holds its tables; also used for subclasses.
@@ -45,18 +78,28 @@ class Torchrec:
         dense_kernels: names of the compute kernels whose rows are ordinary parameters.
     """
 
-    collections: dict[type[nn.Module], str]
-    wrappers: dict[type[nn.Module], str]
-    fsdp: tuple[type[nn.Module], ...]
-    sharded: tuple[type[nn.Module], ...]
-    towers: tuple[type[nn.Module], ...]
-    without_rows: tuple[type[nn.Module], ...]
-    sharded_tensors: tuple[type[Tensor], ...]
-    replicas: tuple[type[nn.Module], ...]
-    replica_env: tuple[type, ...]
-    pruning: tuple[type[nn.Module], ...]
-    sorted_collisions: tuple[type[nn.Module], ...]
-    hashed_collisions: tuple[type[nn.Module], ...]
+    collections: dict[type[nn.Module], str] = field(default_factory=_collections)
+    wrappers: dict[type[nn.Module], str] = field(default_factory=_wrappers)
+    fsdp: tuple[type[nn.Module], ...] = field(default_factory=_fsdp)
+    sharded: tuple[type[nn.Module], ...] = _classes("torchrec.distributed.types", "ShardedModule")
+    towers: tuple[type[nn.Module], ...] = _classes(
+        "torchrec.distributed.embedding_tower_sharding", "ShardedEmbeddingTower", "ShardedEmbeddingTowerCollection"
+    )
+    without_rows: tuple[type[nn.Module], ...] = _classes(
+        "torchrec.distributed.mc_modules", "ShardedManagedCollisionCollection"
+    )
+    sharded_tensors: tuple[type[Tensor], ...] = field(
+        default_factory=lambda: (*_imported("torchrec.distributed.types", "ShardedTensor"), DTensor)
+    )
+    replicas: tuple[type[nn.Module], ...] = _classes("torchrec.distributed.model_parallel", "DMPCollection")
+    replica_env: tuple[type, ...] = _classes("torchrec.distributed.types", "ShardingEnv2D")
+    pruning: tuple[type[nn.Module], ...] = _classes("torchrec.modules.itep_modules", "GenericITEPModule")
+    sorted_collisions: tuple[type[nn.Module], ...] = _classes(
+        "torchrec.modules.mc_modules", "MCHManagedCollisionModule"
+    )
+    hashed_collisions: tuple[type[nn.Module], ...] = _classes(
+        "torchrec.modules.hash_mc_modules", "HashZchManagedCollisionModule"
+    )
     fused_kernels: frozenset[str] = frozenset({"fused", "fused_uvm", "fused_uvm_caching"})
     dense_kernels: frozenset[str] = frozenset({"dense"})
 
@@ -102,50 +145,7 @@ def load_torchrec() -> Torchrec:
             import_module(f"torchrec.distributed.{name}")
     except ModuleNotFoundError as missing:
         raise MissingExtraError(missing.name or "torchrec", "torchrec") from missing
-    return known_torchrec()
-
-
-def known_torchrec() -> Torchrec:
-    """Return the classes that discovery looks for, without those whose module is not imported: no model has them."""
-    collections = {
-        **dict.fromkeys(_imported("torchrec.distributed.embedding", "ShardedEmbeddingCollection"), "embeddings"),
-        **dict.fromkeys(
-            _imported("torchrec.distributed.embeddingbag", "ShardedEmbeddingBagCollection"), "embedding_bags"
-        ),
-    }
-    parallel = _imported("torchrec.distributed.model_parallel", "DistributedModelParallel")
-    return Torchrec(
-        collections=collections,
-        wrappers={**dict.fromkeys(parallel, "_dmp_wrapped_module"), **_torch_wrappers()},
-        fsdp=_fsdp(),
-        sharded=_imported("torchrec.distributed.types", "ShardedModule"),
-        towers=_imported(
-            "torchrec.distributed.embedding_tower_sharding", "ShardedEmbeddingTower", "ShardedEmbeddingTowerCollection"
-        ),
-        without_rows=_imported("torchrec.distributed.mc_modules", "ShardedManagedCollisionCollection"),
-        sharded_tensors=(*_imported("torchrec.distributed.types", "ShardedTensor"), DTensor),
-        replicas=_imported("torchrec.distributed.model_parallel", "DMPCollection"),
-        replica_env=_imported("torchrec.distributed.types", "ShardingEnv2D"),
-        pruning=_imported("torchrec.modules.itep_modules", "GenericITEPModule"),
-        sorted_collisions=_imported("torchrec.modules.mc_modules", "MCHManagedCollisionModule"),
-        hashed_collisions=_imported("torchrec.modules.hash_mc_modules", "HashZchManagedCollisionModule"),
-    )
-
-
-def _torch_wrappers() -> dict[type[nn.Module], str]:
-    """Return torch's wrappers that have no component in FQNs, with the attribute that holds the wrapped module."""
-    compiled = _imported("torch._dynamo.eval_frame", "OptimizedModule")
-    activations = _imported("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "ActivationWrapper")
-    return {
-        DistributedDataParallel: "module",
-        **dict.fromkeys(activations, "_checkpoint_wrapped_module"),
-        **dict.fromkeys(_fsdp(), "_fsdp_wrapped_module"),
-        **dict.fromkeys(compiled, "_orig_mod"),
-    }
-
-
-def _fsdp() -> tuple[type, ...]:
-    return _imported("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel")
+    return Torchrec()
 
 
 def is_fsdp2(module: nn.Module) -> bool:
@@ -162,11 +162,6 @@ def managed_by_fsdp(model: nn.Module, torchrec: Torchrec) -> set[int]:
         for parameter in module.parameters()
         if parameter not in module._ignored_params  # type: ignore[operator]  # noqa: SLF001  no public equivalent
     }
-
-
-def _imported(module: str, *names: str) -> tuple[type, ...]:
-    """Return those of the named classes that a module has. The module is not imported."""
-    return tuple(found for name in names if (found := getattr(sys.modules.get(module), name, None)) is not None)
 
 
 def table_configs(module: nn.Module) -> dict[str, Any]:

@@ -49,8 +49,9 @@ class Capture:
 
     def old_state_bytes(self, table: TableSpec) -> int:
         """Return the size of the old state of one row of a table whose shards have all columns, in bytes."""
-        del table
-        return 0
+        if self.states_are_columns:
+            return table.dim * table.dtype.itemsize
+        return torch.float32.itemsize if self.keeps_old else 0
 
     def states(self, shard: LocalShard, rows: ChangedRows) -> Tensor | None:
         """Return the states of changed rows, as a delta contains them.
@@ -83,10 +84,6 @@ class EmbeddingCapture(Capture):
     def old_states(self, shard: LocalShard, ids: Tensor) -> Tensor:
         """Return the current values of the rows ``ids``, ``[N, D]``."""
         return read_rows(shard, ids)
-
-    def old_state_bytes(self, table: TableSpec) -> int:
-        """Return the size of a row."""
-        return table.dim * table.dtype.itemsize
 
     def states(self, shard: LocalShard, rows: ChangedRows) -> Tensor | None:
         """Return the values of each row as the consumer last received them, ``[N, D]``; NaN where unknown."""
@@ -144,11 +141,6 @@ class MomentumDiffCapture(MomentumLastCapture):
     def old_states(self, shard: LocalShard, ids: Tensor) -> Tensor:
         """Return the current sums of squared gradients of the rows ``ids``, ``[N, S]``."""
         return read_optimizer(shard, ids)[0] if shard.holders else torch.empty(len(ids), 0, device=shard.device)
-
-    def old_state_bytes(self, table: TableSpec) -> int:
-        """Return the size of one float32 number."""
-        del table
-        return torch.float32.itemsize
 
     def states(self, shard: LocalShard, rows: ChangedRows) -> Tensor | None:
         """Return the growth of each row's sums of squared gradients since the consumer last received the row, ``[N]``.
