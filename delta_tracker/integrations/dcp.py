@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 
 from delta_tracker.errors import CheckpointError, InvalidArgumentError
 from delta_tracker.tracker.checkpoint.collectives import dcp_load_frame
-from delta_tracker.tracker.checkpoint.part import HEADER, Layout, RankHeader, counter_layouts, parse, saved_digests
+from delta_tracker.tracker.checkpoint.part import HEADER, Layout, RankHeader, counter_layouts, parse
 from delta_tracker.tracker.checkpoint.rank_counters import MODE, RankCounters
 from delta_tracker.tracker.tracker import ModelDeltaTracker
 
@@ -253,11 +253,7 @@ class _SavedParts:
         return _Wanted({first: torch.zeros_like(self._headers[first]), **tensors})
 
     def loaded(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the headers and the loaded tensors. Raise CheckpointError if DCP has not loaded this state.
-
-        A load of the result checks the digest of each tensor. Tensors without a digest, which an earlier release saved,
-        are read here again.
-        """
+        """Return the headers and the loaded tensors. Raise CheckpointError if DCP has not loaded this state."""
         if not self._headers:
             return dict(state)
         first, parts = min(self._headers), _parsed(self._headers)
@@ -269,8 +265,7 @@ class _SavedParts:
             )
             reason = f"dcp.load has skipped {self._prefix + first!r}, or loaded another checkpoint"
             raise CheckpointError(None, reason, sorted(part.rank for part in parts)).advising(remedy)
-        proven = saved_digests(parts).keys() | self._headers.keys()
-        return {**state, **self._headers, **self._read(self._prefix, [name for name in state if name not in proven])}
+        return {**state, **self._headers}
 
     def _read_headers(self, prefix: str, names: list[str]) -> dict[str, Tensor]:
         """Return headers by name. Raise CheckpointError if a header is not a tensor, or is too large."""

@@ -25,6 +25,7 @@ from delta_tracker import ModelDeltaTracker, Publisher, TopK, TrackingMode
 from delta_tracker.integrations.dcp import SavedTracker
 from delta_tracker.monitor.monitor import MONITOR, Monitor
 from delta_tracker.monitor.state import LogicalCounters
+from delta_tracker.tracker.checkpoint.part import digest
 from delta_tracker.tracker.checkpoint.tracker_checkpoint import Restored
 from delta_tracker.tracker.cursors import LogState
 from tests.models import Spec, Table, batch, ordinary_optimizer, shard
@@ -252,6 +253,7 @@ def damaged(rank: int, world_size: int, path: str) -> dict[str, str]:
     mine = tracker.state_dict()
     other = {key: tensor for key, tensor in whole.items() if key not in mine}
     rows = next(key for key in mine if "/rows/" in key)
+    head = {key: tensor for key, tensor in mine.items() if key.endswith("/header")}
     train(made, model, torch.Generator().manual_seed(9 + rank), 1)
     with tracker.reserve("a") as handle:
         handle.annotate("before")
@@ -270,7 +272,7 @@ def damaged(rank: int, world_size: int, path: str) -> dict[str, str]:
         "a tensor": {key: tensor for key, tensor in whole.items() if key != rows},
         "a length": {**whole, rows: mine[rows][:-1]},
         "a value": {**whole, rows: mine[rows] + 1},
-        "an id": {**renamed(whole, '"digests"', '"unknown"'), rows: mine[rows] + 1},
+        "an id": {**whole, **renamed(head, digest(mine[rows]), digest(mine[rows] + 1)), rows: mine[rows] + 1},
         "not JSON": {**whole, f"rank{rank}of{world_size}/header": torch.zeros(3, dtype=torch.uint8)},
         "another rank": renamed(whole, '"world_size": 2', '"world_size": 3'),
         "a negative count": renamed(whole, '"num_batches": 1', '"num_batches": -1'),

@@ -5,8 +5,7 @@ The loader is DCP with a planner that skips tensors, or a function of this file 
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from itertools import product
 from typing import Any
 
@@ -125,17 +124,6 @@ def planners(rank: int, world_size: int, path: str, kind: str) -> dict[str, str]
     }
 
 
-def _without_digests(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a state as a release without digests has saved it."""
-    found = dict(state)
-    for key, tensor in state.items():
-        if key.endswith("/header"):
-            header = json.loads(bytes(tensor.numpy()))
-            del header["digests"]
-            found[key] = torch.frombuffer(bytearray(json.dumps(header).encode()), dtype=torch.uint8)
-    return found
-
-
 def _fill(tensors: Iterable[tuple[Tensor, Tensor, float]], pattern: int) -> None:
     """Fill the bytes of the first tensors with a pattern, then a fraction of them with those of the second tensors."""
     for target, source, fraction in tensors:
@@ -148,7 +136,7 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
-def patterns(rank: int, world_size: int, path: str, kind: str, has_digests: bool) -> dict[str, int]:
+def patterns(rank: int, world_size: int, path: str, kind: str) -> dict[str, int]:
     """Load tensors of which one has a pattern in all or half of its bytes, and the others the saved values.
 
     Returns the number of loads that were exact, and of those that were refused. If the values are those that were
@@ -157,7 +145,6 @@ def patterns(rank: int, world_size: int, path: str, kind: str, has_digests: bool
     trainer = Trainer(rank)
     trainer.train()
     saved, state = trainer.seen(kind), trainer.saved(kind).state_dict()
-    state = state if has_digests else _without_digests(state)
     dcp.save({kind: state}, checkpoint_id=path)
     whole, counts = exchange(state), {"exact": 0, "refused": 0}
     fills = [(0x00, 0), (0x00, 0.5), (0x7F, 0), (0x7F, 0.5), (0x7F, 1)]

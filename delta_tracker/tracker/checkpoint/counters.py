@@ -263,7 +263,7 @@ class CounterSet:
         for part, (name, counter) in itertools.product(parts, self._counters.items()):
             fields = part.counter_fields(name)
             if fields is not None:
-                _check_saved(name, counter, part.counter_kinds.get(name), fields)
+                _check_saved(name, counter, part.counter_kinds.get(name, {}), fields)
         self.check_world_size(parts[0].world_size, world_size)
 
     def check_world_size(self, saved: int, found: int) -> None:
@@ -355,17 +355,12 @@ def _kind_of(counter: Mergeable) -> Kind:
     return counter.kind if isinstance(counter, MetricCounter) else {"class": type(counter).__name__}
 
 
-def _check_saved(name: str, counter: Mergeable, kind: Kind | None, fields: Mapping[str, object]) -> None:
+def _check_saved(name: str, counter: Mergeable, kind: Kind, fields: Mapping[str, object]) -> None:
     """Raise an error if a part's state of a counter, with its kind, cannot be loaded into ``counter``."""
     mine = _kind_of(counter)
-    if kind is not None and ("states" in mine or "states" in kind):
+    if "states" in mine or "states" in kind:
         for key in ("class", "states", "buffers"):
             if kind.get(key) != mine.get(key):
                 raise StateMismatchError(f"counter {name!r}: {key}", repr(kind.get(key)), repr(mine.get(key)))
     if isinstance(counter, MetricCounter):
         counter.check_fields(fields)
-        if kind is None:
-            for field, (_, shape) in mine["states"].items():
-                # A state without dimensions may have grown some.
-                if shape and field in fields and fields[field] != tuple(shape):
-                    raise StateMismatchError(f"counter {name!r}: {field} of shape", fields[field], tuple(shape))

@@ -21,7 +21,7 @@ consists of up to five *pieces*:
 - ``states``: ``[K, S]``, the known old states, in the modes that keep old states;
 - ``ages``: ``[N]`` int32, the number of reads in which top-k left the row out; missing if all are 0;
 - ``former``: ``[N]`` int64, the raw id that owned the row when the consumer last received it, 2^63 - 1 if none did or
-  this is unknown; missing for tables without managed collisions, and in states that an earlier release saved.
+  this is unknown; missing for tables without managed collisions.
 
 The pieces of all row sets are concatenated in the header's order, each padded to a multiple of 8 bytes.
 
@@ -35,7 +35,6 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from types import MappingProxyType
 from typing import Annotated, Any
 
 import torch
@@ -139,11 +138,10 @@ class RankHeader(Struct, kw_only=True, frozen=True, eq=False):
         has_history: True if the row set ``history`` is saved.
         annotations: consumer name to the consumer's note.
         counters: counter name to a mapping from field name to value, without the fields that are tensors.
-        counter_kinds: counter name to the counter's kind; empty if an earlier release saved the state.
+        counter_kinds: counter name to the counter's kind.
         layouts: key of each counter tensor, without the prefix, to the tensor's dtype and shape.
         pieces: table FQN to the pieces of its ``rows/{table}`` tensor, in order.
-        digests: key of each tensor, without the prefix, to its :func:`digest`; empty if an earlier release saved the
-            state.
+        digests: key of each tensor, without the prefix, to its :func:`digest`.
     """
 
     rank: _Count
@@ -155,10 +153,10 @@ class RankHeader(Struct, kw_only=True, frozen=True, eq=False):
     has_history: bool
     annotations: dict[str, object]
     counters: dict[str, dict[str, object]]
-    counter_kinds: dict[str, dict[str, object]] = {}
+    counter_kinds: dict[str, dict[str, object]]
     layouts: dict[str, tuple[torch.dtype, tuple[_Count, ...]]]
     pieces: dict[str, tuple[Piece, ...]]
-    digests: dict[str, str] = {}
+    digests: dict[str, str]
 
     @property
     def prefix(self) -> str:
@@ -249,7 +247,7 @@ def pack(
     shards: Mapping[str, ShardSpec],
     state: LogState,
     counters: Counters,
-    kinds: Mapping[str, Mapping[str, object]] = MappingProxyType({}),
+    kinds: Mapping[str, Mapping[str, object]],
 ) -> dict[str, Tensor]:
     """Encode the state of a rank. Return its part: the CPU tensors to save, by key.
 
@@ -387,7 +385,7 @@ def take(state: Mapping[str, Tensor], needed: Mapping[str, Layout], parts: Seque
 
     Raises CheckpointError if a tensor is missing, or has another dtype, shape or digest.
     """
-    digests = saved_digests(parts)
+    digests = {part.prefix + name: part.digests.get(name) for part in parts for name in part.all_layouts()}
     tensors = {}
     for key, (dtype, shape) in needed.items():
         tensor = state.get(key)
@@ -395,7 +393,7 @@ def take(state: Mapping[str, Tensor], needed: Mapping[str, Layout], parts: Seque
             found = "missing" if tensor is None else f"{tensor.dtype} of shape {tuple(tensor.shape)}"
             raise CheckpointError(key, f"the tensor is {found}, its header says {dtype} of shape {shape}")
         tensors[key] = tensor.detach().cpu()
-        if key in digests and digest(tensors[key]) != digests[key]:
+        if digest(tensors[key]) != digests[key]:
             reason = "its values are not the saved ones: a loader skipped it, it was changed, or its file is damaged"
             raise CheckpointError(key, reason)
     return tensors
@@ -404,11 +402,6 @@ def take(state: Mapping[str, Tensor], needed: Mapping[str, Layout], parts: Seque
 def counter_layouts(parts: Sequence[RankHeader]) -> dict[str, Layout]:
     """Return the dtype and shape of each counter tensor of some parts, by key with prefix."""
     return {part.prefix + name: layout for part in parts for name, layout in part.layouts.items()}
-
-
-def saved_digests(parts: Sequence[RankHeader]) -> dict[str, str | None]:
-    """Return the saved digest of each tensor of the parts that have digests, by key with prefix."""
-    return {part.prefix + name: part.digests.get(name) for part in parts if part.digests for name in part.all_layouts()}
 
 
 def digest(tensor: Tensor) -> str:
