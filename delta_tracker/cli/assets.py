@@ -30,9 +30,8 @@ Examples:
 def command(name: str, out: Path | None, *, is_json: bool) -> int:
     """Write the file, or print it."""
     text = files("delta_tracker.monitor").joinpath(_FILES[name]).read_text(encoding="utf-8")
-    if is_json:
-        Output(is_json=True).json({"name": name, "text": text})
-    elif out is None:
+    Output(is_json=is_json).json({"name": name, "text": text})
+    if out is None and not is_json:
         click.echo(text, nl=False)
     if out is not None:
         with os_errors_of("--out", str(out)):

@@ -47,10 +47,8 @@ def command(stream: Stream, fold: float, max_bytes: int, min_versions: int) -> i
             if merged is None or merged in made:
                 break
             made.append(merged)
-    if stream.out.is_json:
-        merged_as_json = [to_builtins(Entry.of(each)) | {"first": Merged.of(each).first} for each in made]
-        stream.out.json({"url": stream.storage.url, "merged": merged_as_json})
-        return 0
+    merged_as_json = [to_builtins(Entry.of(each)) | {"first": Merged.of(each).first} for each in made]
+    stream.out.json({"url": stream.storage.url, "merged": merged_as_json})
     for each in made:
         first = Merged.of(each).first
         stream.out.line(

@@ -53,8 +53,7 @@ def command(out: Path | None, seconds: float, every: float, *, is_json: bool) ->
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise InvalidArgumentError("--out", str(out), "Pass a new or empty directory")
     url = directory.as_uri()
-    if not is_json:
-        output.line(f"the stream is {directory}; in a second terminal: delta-tracker tail {directory}")
+    output.line(f"the stream is {directory}; in a second terminal: delta-tracker tail {directory}")
     training = _Training()
     tracker = ModelDeltaTracker(training.model)
     served = {fqn: torch.zeros_like(table) for fqn, table in training.tables.items()}
@@ -94,10 +93,8 @@ def command(out: Path | None, seconds: float, every: float, *, is_json: bool) ->
         "loss_first": statistics.fmean(losses[:tenth]),
         "loss_last": statistics.fmean(losses[-tenth:]),
     }
-    if is_json:
-        output.json(found)
-    else:
-        _show(output, directory, found)
+    output.json(found)
+    _show(output, directory, found)
     return 0 if found["equal"] else 1
 
 

@@ -61,10 +61,8 @@ def command(stream: Stream, v1: int, v2: int, *, fqn: str | None, limit: int, sh
     ):
         before, after = _both(stream, paths, spec, Path(scratch), with_ids=shows_ids)
         found = (_compare_ids if shows_ids else _compare_rows)(before, after, limit)
-    if stream.out.is_json:
-        about = {"url": stream.storage.url, "table": spec.fqn, "from": v1, "to": v2, "rows": spec.num_rows}
-        stream.out.json(about | found)
-        return 0
+    about = {"url": stream.storage.url, "table": spec.fqn, "from": v1, "to": v2, "rows": spec.num_rows}
+    stream.out.json(about | found)
     changed = f"{count(found['changed'])} of {count(spec.num_rows)} rows of {spec.fqn}"
     if shows_ids:
         stream.out.line(f"{changed} have another raw id", "bold")

@@ -77,12 +77,10 @@ def command(stream: Stream, version: int | None, out: Path | None, form: str | N
         _refuse_existing(option, out)
         made.rename(out)
     names = [] if form == "torch" else sorted(each.name for each in files)
-    if stream.out.is_json:
-        stream.out.json(
-            {"url": stream.storage.url, "stream": stream_id, "version": version, "format": form}
-            | {"out": str(out), "files": names, "bytes": num_bytes}
-        )
-        return 0
+    stream.out.json(
+        {"url": stream.storage.url, "stream": stream_id, "version": version, "format": form}
+        | {"out": str(out), "files": names, "bytes": num_bytes}
+    )
     stream.out.line(f"wrote version {version} to {out}, {size(num_bytes)}")
     for name in names:
         stream.out.line(f"  {name}")

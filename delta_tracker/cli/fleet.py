@@ -48,41 +48,39 @@ def command(stream: Stream, limit: int, *, removes: bool) -> int:
     hosts = hosts_of(predictors)
     slowest = sorted(predictors, key=lambda each: each.beat.version or 0)[: -(-len(predictors) // 10)]
     shown = [each for each in predictors if each in slowest or each.health in (*_BAD, "silent")]
-    if stream.out.is_json:
-        stream.out.json(
-            {
-                "version": head.version,
-                "states": totals,
-                "hosts": hosts,
-                "shown": [to_builtins(each.beat) | {"state": each.health} for each in shown],
-                "pin": pin,
-                "left_out": num_unread,
-                "removed": num_removed,
-                "requests": num_requests,
-            }
-        )
-    else:
-        counts = ", ".join(f"{number} {state}" for state, number in totals.items()) or "none"
-        age = duration(max(0.0, clock.now() - head.committed))
-        stream.out.line(f"version {head.version}, committed {age} ago; predictors: {counts}; {num_requests} requests")
-        if num_unread:
-            stream.out.line(f"{num_unread} heartbeats are older than an hour or above --limit")
-        if removes:
-            stream.out.line(f"removed {num_removed} heartbeats that are older than a day")
-        if pin is not None:
-            stream.out.line(_described(pin, clock.now()))
-        rows = [
-            [host or "unknown", *("no data" if value is None else value for value in of_host.values())]
-            for host, of_host in hosts.items()
-        ]
-        if rows:
-            stream.out.show(table(["host", "predictors", "silent", "lowest", "median", "highest", "worst lag"], rows))
-        if shown:
-            stream.out.show(table(PREDICTOR_COLUMNS, map(predictor_cells, shown)))
-        for each in shown:
-            style = "" if each.beat.error is None else "red"
-            if remark := _remark(each, clock.now()):  # an error may be long, so it is not in the table
-                stream.out.line(f"{each.beat.name}{remark}", style)
+    stream.out.json(
+        {
+            "version": head.version,
+            "states": totals,
+            "hosts": hosts,
+            "shown": [to_builtins(each.beat) | {"state": each.health} for each in shown],
+            "pin": pin,
+            "left_out": num_unread,
+            "removed": num_removed,
+            "requests": num_requests,
+        }
+    )
+    counts = ", ".join(f"{number} {state}" for state, number in totals.items()) or "none"
+    age = duration(max(0.0, clock.now() - head.committed))
+    stream.out.line(f"version {head.version}, committed {age} ago; predictors: {counts}; {num_requests} requests")
+    if num_unread:
+        stream.out.line(f"{num_unread} heartbeats are older than an hour or above --limit")
+    if removes:
+        stream.out.line(f"removed {num_removed} heartbeats that are older than a day")
+    if pin is not None:
+        stream.out.line(_described(pin, clock.now()))
+    rows = [
+        [host or "unknown", *("no data" if value is None else value for value in of_host.values())]
+        for host, of_host in hosts.items()
+    ]
+    if rows:
+        stream.out.show(table(["host", "predictors", "silent", "lowest", "median", "highest", "worst lag"], rows))
+    if shown:
+        stream.out.show(table(PREDICTOR_COLUMNS, map(predictor_cells, shown)))
+    for each in shown:
+        style = "" if each.beat.error is None else "red"
+        if remark := _remark(each, clock.now()):  # an error may be long, so it is not in the table
+            stream.out.line(f"{each.beat.name}{remark}", style)
     are_silent = bool(predictors) and all(each.is_silent for each in predictors)
     return 1 if are_silent or any(each.health in _BAD for each in predictors) else 0
 

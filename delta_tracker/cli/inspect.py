@@ -48,10 +48,8 @@ def command(stream: Stream, last: int) -> int:
     """Print a summary of the stream as tables or as one JSON object. Return 1 if there are findings, otherwise 0."""
     found, entries, predictors = _survey(stream)
     newest = entries[max(0, len(entries) - last) :]
-    if stream.out.is_json:
-        stream.out.json(found | {"versions": newest})
-    else:
-        _print(stream.out, found, newest, predictors)
+    stream.out.json(found | {"versions": newest})
+    _print(stream.out, found, newest, predictors)
     return 1 if found["findings"] else 0
 
 

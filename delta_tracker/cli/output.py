@@ -30,12 +30,12 @@ class _Console(Console):
 
 
 class Output:
-    """Writer of a command's result.
+    """Writer of a command's result: of JSON objects with the option ``--json``, otherwise of text.
 
     Text is not interpreted as markup, and control characters are escaped.
 
     Args:
-        is_json: option of the command: True to print one JSON object per line instead of text.
+        is_json: option of the command: True to print JSON only, False to print text only.
     """
 
     def __init__(self, *, is_json: bool) -> None:
@@ -47,27 +47,28 @@ class Output:
 
     def answer(self, value: object, text: str, style: str = "") -> None:
         """Print a result: ``value`` with the option ``--json``, otherwise ``text``."""
-        if self.is_json:
-            self.json(value)
-        else:
-            self.line(text, style)
+        self.json(value)
+        self.line(text, style)
 
     def json(self, value: object) -> None:
-        """Print a dict, a dataclass or a msgspec Struct as a JSON object on one line.
+        """Print a dict, a dataclass or a msgspec Struct as a JSON object on one line. No-op without ``--json``.
 
         JSON has no NaN and no infinity: they become null.
         """
-        finite = json.loads(json.dumps(to_builtins(value)), parse_constant=lambda _: None)
-        sys.stdout.write(json.dumps(finite) + "\n")
-        sys.stdout.flush()
+        if self.is_json:
+            finite = json.loads(json.dumps(to_builtins(value)), parse_constant=lambda _: None)
+            sys.stdout.write(json.dumps(finite) + "\n")
+            sys.stdout.flush()
 
     def line(self, text: object = "", style: str = "") -> None:
-        """Print a line of text. ``style`` is a style name of the library ``rich``, such as ``bold``."""
-        self.console.print(cell(text, style), soft_wrap=True)
+        """Print a line of text. ``style`` is a style name of the library ``rich``. No-op with ``--json``."""
+        if not self.is_json:
+            self.console.print(cell(text, style), soft_wrap=True)
 
     def show(self, renderable: RenderableType) -> None:
-        """Print a renderable of the library ``rich``. Escape its text with :func:`cell`."""
-        self.console.print(renderable)
+        """Print a renderable of the library ``rich``, escaped with :func:`cell`. No-op with ``--json``."""
+        if not self.is_json:
+            self.console.print(renderable)
 
     def note(self, text: object) -> None:
         """Print a note on stderr."""

@@ -108,9 +108,7 @@ def command(
         raise click.UsageError("Pass --changed, the fraction of the rows that change in a minute, such as 0.01.")
     found = _values(forecast(load), bandwidth, {"class_a": price_a, "class_b": price_b})
     out = Output(is_json=is_json)
-    if is_json:
-        out.json(found)
-        return 0
+    out.json(found)
     out.show(facts(_facts(found)))
     out.line()
     out.show(_requests(found["requests"]))

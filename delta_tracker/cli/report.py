@@ -75,15 +75,13 @@ def command(stream: Stream, path: Path | None, versions: int, megabytes: int) ->
     if path is not None and not path.absolute().parent.is_dir():  # check before reading, which may take hours
         raise InvalidArgumentError("--out", str(path), "Name a file in a directory that exists")
     figures = read_figures(stream, versions, megabytes * 1_000_000)
-    if stream.out.is_json:
-        stream.out.json(figures)
+    stream.out.json(figures)
     if path is not None or not stream.out.is_json:
         page = (path or Path("report.html")).absolute()
         _write(page, render(figures))
-        if not stream.out.is_json:
-            stream.out.line(f"{page}: {size(page.stat().st_size)}")
-            if num_faults := len(figures["faults"]) + figures["more_faults"]:
-                stream.out.line(f"{several(num_faults, 'finding')}, listed in the page", "bold red")
+        stream.out.line(f"{page}: {size(page.stat().st_size)}")
+        if num_faults := len(figures["faults"]) + figures["more_faults"]:
+            stream.out.line(f"{several(num_faults, 'finding')}, listed in the page", "bold red")
     return 1 if figures["faults"] else 0
 
 

@@ -32,6 +32,5 @@ def command(stream: Stream, version: int, reason: str, *, quick: bool, replaces:
         stream.head()
     pin = pin_version(stream.storage, version, reason=reason, replaces=replaces, is_quick=quick)
     stream.out.answer(pin, f"pinned to version {pin.version} of {pin.bad}, counter {pin.counter}")
-    if not stream.out.is_json:
-        stream.out.line("Predictors without follows_pins=True ignore it: delta-tracker fleet shows them as unpinned")
+    stream.out.line("Predictors without follows_pins=True ignore it: delta-tracker fleet shows them as unpinned")
     return 0

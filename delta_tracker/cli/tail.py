@@ -43,10 +43,7 @@ Examples:
 def command(stream: Stream, lines: int, limit: int | None, every: float) -> int:
     """Print the last ``lines`` versions, then new versions, until Ctrl-C or until ``limit`` versions are printed."""
     head = stream.wait_for_head(every)
-    if not stream.out.is_json:
-        stream.out.line(
-            _COLUMNS.format("committed", "version", "kind", "gen", "rows", "bytes", "took", "pending"), "bold"
-        )
+    stream.out.line(_COLUMNS.format("committed", "version", "kind", "gen", "rows", "bytes", "took", "pending"), "bold")
     num_shown, code = 0, OK
     for version in range(max(0, head.version - lines + 1), head.version + 1):
         manifest = stream.log.read(version)

@@ -54,22 +54,20 @@ def command(stream: Stream, silence: float, wait: float, *, is_forced: bool, can
     if not is_forced and (signs := check_silence(stream.storage, silence)) is not None:
         head, silent = signs.head, signs.silent_seconds
     request_takeover(stream.storage, head, force=is_forced)
-    if not stream.out.is_json:
-        sign = "" if silent is None else f", whose last sign of life was {duration(silent)} ago"
-        stream.out.line(f"requested a takeover from generation {head.generation}{sign}")
+    sign = "" if silent is None else f", whose last sign of life was {duration(silent)} ago"
+    stream.out.line(f"requested a takeover from generation {head.generation}{sign}")
     successor = _successor(stream, head.generation, wait) if wait else None
-    if stream.out.is_json:
-        stream.out.json(
-            {
-                "url": stream.storage.url,
-                "stream": head.stream,
-                "generation": head.generation,
-                "version": head.version,
-                "silent_seconds": silent,
-                "successor": successor,
-            }
-        )
-    elif successor is not None:
+    stream.out.json(
+        {
+            "url": stream.storage.url,
+            "stream": head.stream,
+            "generation": head.generation,
+            "version": head.version,
+            "silent_seconds": silent,
+            "successor": successor,
+        }
+    )
+    if successor is not None:
         stream.out.line(f"generation {successor} has claimed the stream")
     elif wait:
         stream.out.line(f"no standby has claimed the stream within {duration(wait)}; the request stays", "yellow")

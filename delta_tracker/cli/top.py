@@ -52,10 +52,8 @@ def command(stream: Stream, *, every: float, window: float, once: bool) -> int:
     console = stream.out.console
     if once or stream.out.is_json or not console.is_terminal:
         for view in views:
-            if stream.out.is_json:
-                stream.out.json(view.to_dict())
-            else:
-                stream.out.show(screen(view, console.width))
+            stream.out.json(view.to_dict())
+            stream.out.show(screen(view, console.width))
             if once:
                 return 0
             time.sleep(every)

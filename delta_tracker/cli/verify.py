@@ -55,11 +55,9 @@ def command(stream: Stream, *, quick: bool) -> int:
     check = _Check(stream, is_quick=quick)
     check.run()
     counts, skews, findings = check.counts, check.skews.problems(), check.findings
-    if stream.out.is_json:
-        names = ("entries", "merged", "parts", "bytes")
-        found = {"url": stream.storage.url, "ok": not findings} | {name: counts[name] for name in names}
-        stream.out.json(found | {"skews": skews, "findings": findings})
-        return 1 if findings else 0
+    names = ("entries", "merged", "parts", "bytes")
+    found = {"url": stream.storage.url, "ok": not findings} | {name: counts[name] for name in names}
+    stream.out.json(found | {"skews": skews, "findings": findings})
     done = ", ".join(
         (
             several(counts["entries"], "entry", "entries"),
