@@ -13,7 +13,8 @@ from typing import ParamSpec, Protocol, Self, TypeVar, cast
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
-_NS = 1e-9
+NS = 1e-9
+"""Seconds of a nanosecond."""
 
 
 class Clock(Protocol):
@@ -73,7 +74,7 @@ class Timer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.record((self.clock.monotonic_ns() - self._begin_ns) * _NS)
+        self.record((self.clock.monotonic_ns() - self._begin_ns) * NS)
 
     def __call__(self, function: Callable[_P, _T]) -> Callable[_P, _T]:
         """Wrap ``function`` so that the duration of each call is recorded. Coroutine functions are supported."""

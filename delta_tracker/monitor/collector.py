@@ -22,7 +22,6 @@ from delta_tracker.monitor.stat import Kind
 
 _logger = logging.getLogger(__name__)
 
-_NS = 1e-9
 # Delay before events are delivered, so that a burst is delivered together.
 _BURST_SECONDS = 0.05
 
@@ -137,9 +136,7 @@ class Collector:
             handler_seconds: time limit of all event handlers together, by default half the deadline. Remaining events
                 stay queued.
         """
-        with self._lock:
-            clock = self._registry.progress.clock
-            begin_ns = clock.monotonic_ns()
+        with self._lock, self._metrics.collect_seconds.time():
             sources = self._registry.sources
             self._guards = {each.name: self._guards.get(each.name) or Guard(each.name) for each in sources}
             for source in sources:
@@ -151,7 +148,7 @@ class Collector:
             events, self._undelivered = tuple(self._undelivered), []
             windows, totals = self._read(is_last=is_last)
             collection = CollectionReport(
-                time_ns=clock.time_ns(),
+                time_ns=self._registry.progress.clock.time_ns(),
                 begin_ns=self._begin_ns,
                 attributes=self._attributes,
                 windows=tuple(windows),
@@ -162,7 +159,6 @@ class Collector:
             for sink_queue in self._sinks:
                 self._deliver(sink_queue, collection)
             self._registry.forget_ended()
-            self._metrics.collect_seconds.add((clock.monotonic_ns() - begin_ns) * _NS)
             return collection
 
     def _deliver(self, sink_queue: SinkQueue, collection: CollectionReport) -> None:

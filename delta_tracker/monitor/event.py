@@ -18,7 +18,7 @@ from types import MappingProxyType, TracebackType
 from typing import Self
 
 from delta_tracker.errors import InvalidArgumentError
-from delta_tracker.monitor.clock import Clock
+from delta_tracker.monitor.clock import NS, Clock
 from delta_tracker.monitor.names import check_name, encodable
 
 _logger = logging.getLogger(__name__)
@@ -29,7 +29,6 @@ Value = str | int | float | bool
 _RANK_BITS, _COUNT_BITS = 16, 48
 _TRACE_BITS = 128
 _IDS, _TRACES = 2**64, 2**_TRACE_BITS
-_NS = 1e-9
 _NO_RUN_IDS = frozenset({"", "none"})  # "none" is torchrun's default
 
 
@@ -245,7 +244,7 @@ class Span:
         CURRENT_SPAN.reset(self._token)
         self._token = None
         now = self._clock.monotonic_ns()
-        data: dict[str, Value] = {**self._data, "seconds": (now - self._begin_ns) * _NS}
+        data: dict[str, Value] = {**self._data, "seconds": (now - self._begin_ns) * NS}
         severity = self._severity
         if error is not None:
             data["error"] = type(error).__name__

@@ -10,14 +10,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
+from delta_tracker.arguments import check_count
 from delta_tracker.errors import InvalidArgumentError
-from delta_tracker.monitor.clock import Clock
+from delta_tracker.monitor.clock import NS, Clock
 from delta_tracker.monitor.event import Event, Severity
 from delta_tracker.monitor.outlets import Guard
 
 Handler = Callable[[Event], None]
 
-_NS = 1e-9
 # Bounds the memory if a program generates event names, such as names that contain numbers.
 _MAX_GATES = 1024
 
@@ -71,7 +71,7 @@ class _Gate:
             return "severity"
         if self.rule.sample < 1 and random.random() >= self.rule.sample:  # noqa: S311  no secret
             return "sample"
-        age = max(now_ns - self.refilled_ns, 0) * _NS
+        age = max(now_ns - self.refilled_ns, 0) * NS
         self.tokens, self.refilled_ns = min(self._burst, self.tokens + age * self.rule.per_second), now_ns
         if self.tokens < 1:
             return "rate"
@@ -158,8 +158,7 @@ class EventLog:
     def __init__(
         self, clock: Clock, capacity: int, dropped: Callable[[str], None], wake: Callable[[], None] = lambda: None
     ) -> None:
-        if type(capacity) is not int or capacity < 1:
-            raise InvalidArgumentError("capacity", capacity, "Pass a whole number of 1 or more")
+        check_count("capacity", capacity)
         self._clock = clock
         self.capacity = capacity
         self.dropped = dropped

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 
-from delta_tracker.monitor.clock import Clock
+from delta_tracker.monitor.clock import NS, Clock
 from delta_tracker.monitor.collection_report import CollectionReport, WindowReport
 from delta_tracker.monitor.event import Event
 from delta_tracker.monitor.library import LibraryMetrics
@@ -21,7 +21,6 @@ from delta_tracker.monitor.sinks.base_sink import Sink
 
 _logger = logging.getLogger(__name__)
 
-_NS = 1_000_000_000
 _FIRST_MUTE_SECONDS, _LONGEST_MUTE_SECONDS = 10, 600
 _MAX_WINDOWS = 8192  # windows queued for one sink
 
@@ -59,7 +58,7 @@ class Guard:
         """
         seconds = min(_FIRST_MUTE_SECONDS * 2**self.num_in_a_row, _LONGEST_MUTE_SECONDS)
         self.num_in_a_row = min(self.num_in_a_row + 1, 16)
-        self.muted_until_ns = now_ns + seconds * _NS
+        self.muted_until_ns = now_ns + round(seconds / NS)
         if not self.has_failed:
             self.has_failed = True
             _logger.error(

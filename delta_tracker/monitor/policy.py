@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal, get_args
 
+from delta_tracker.arguments import check_count, check_switch
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.monitor.aggregate import check_aggregations
 
@@ -33,8 +34,8 @@ class Window:
     epoch: bool = False
 
     def __post_init__(self) -> None:
-        if self.count is not None and (type(self.count) is not int or self.count < 1):
-            raise InvalidArgumentError("count", self.count, "Pass a whole number of 1 or more, or None")
+        if self.count is not None:
+            check_count("count", self.count)
         if self.every is not None and (type(self.every) is not timedelta or self.every <= timedelta(0)):
             raise InvalidArgumentError("every", self.every, "Pass a timedelta above 0, or None")
 
@@ -72,9 +73,7 @@ class Policy:
         object.__setattr__(self, "aggregations", check_aggregations(self.aggregations))
         if not isinstance(self.window, Window):
             raise InvalidArgumentError("window", self.window, "Pass Window(count=...), Window(every=...) or both")
-        if type(self.enabled) is not bool:
-            raise InvalidArgumentError("enabled", self.enabled, "Pass True or False")
+        check_switch("enabled", self.enabled)
         if self.when_empty not in get_args(WhenEmpty):
             raise InvalidArgumentError("when_empty", self.when_empty, f"Pass one of {get_args(WhenEmpty)}")
-        if type(self.raw) is not int or self.raw < 0:
-            raise InvalidArgumentError("raw", self.raw, "Pass a whole number of 0 or more")
+        check_count("raw", self.raw, least=0)

@@ -11,7 +11,7 @@ from enum import StrEnum
 from functools import partial
 from typing import TYPE_CHECKING, Never
 
-from delta_tracker.arguments import check_function
+from delta_tracker.arguments import check_count, check_function
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.monitor.clock import Progress, Timer
 from delta_tracker.monitor.names import (
@@ -106,8 +106,7 @@ class Definition:
                 "unit", self.unit, "Spell out the base unit in lower case: seconds, bytes, ratio"
             )
         check_text("help", self.help)
-        if type(self.max_cells) is not int or self.max_cells < 1:
-            raise InvalidArgumentError("max_cells", self.max_cells, "Pass a whole number of 1 or more")
+        check_count("max_cells", self.max_cells)
         low, high = self.bounds if _is_pair(self.bounds) else (0, 0)
         if low >= high:
             remedy = "Pass two whole numbers, the lower one first: (-14, 10) is from 2**-14 to 2**10"

@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -36,16 +36,16 @@ class DeviceState(ABC):
     """Base class of metrics that add values to ``K`` sums, which are kept separately on each device.
 
     Args:
-        num_sums: number of sums ``K``.
         reader: reader that copies the sums to the host.
     """
+
+    num_sums: ClassVar[int]
+    """Number of sums ``K``."""
 
     is_deleted = False
     """True if the caller has deleted the state, and only the reader uses it."""
 
-    def __init__(self, name: str, num_sums: int, reader: DeviceReader) -> None:
-        self.name = name
-        self.num_sums = num_sums
+    def __init__(self, reader: DeviceReader) -> None:
         self._reader = reader
         self._vectors: dict[torch.device, Tensor] = {}
         self._fence = StreamFence(self._vectors.values)

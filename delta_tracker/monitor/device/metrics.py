@@ -42,7 +42,7 @@ class _DeviceStat(DeviceState):
 
     definer: ClassVar[Callable[..., Stat]] = Monitor.stat
     is_signed: ClassVar[bool] = True  # False to reject negative values
-    _num_sums: ClassVar[int] = 4
+    num_sums = 4
     _defaults: ClassVar[Mapping[str, Any]] = {}
 
     def __init__(
@@ -58,7 +58,7 @@ class _DeviceStat(DeviceState):
         if not isinstance(labels, Mapping):
             raise InvalidArgumentError("labels", labels, "Pass a mapping of label to value, for one set of labels")
         stat = type(self).definer(monitor, name, help, labels=tuple(labels), **{**self._defaults, **options})
-        super().__init__(stat.name, self._num_sums, reader_of(monitor))
+        super().__init__(reader_of(monitor))
         self._cell = stat.cell(**labels)
         self._cell.is_remote = True
 
@@ -213,7 +213,7 @@ class DeviceHistogram(_DeviceStat):
     """
 
     definer: ClassVar[Callable[..., Stat]] = Monitor.histogram
-    _num_sums = _REJECTED + 1
+    num_sums = _REJECTED + 1
     _defaults: ClassVar[Mapping[str, Any]] = {"aggregations": ("count", "mean", "p50", "p95", "p99", "histogram")}
 
     def update(self, value: Tensor | float, **labels: object) -> None:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from delta_tracker.monitor.clock import NS
 from delta_tracker.monitor.collection_report import CollectionReport, WindowReport
 from delta_tracker.monitor.event import Event, json_value
 from delta_tracker.monitor.sinks.base_sink import FileSink
-
-_S = 1e-9
 
 
 class JsonlSink(FileSink):
@@ -33,11 +32,11 @@ def window_line(report: WindowReport, attributes: Mapping[str, str]) -> dict[str
     window = report.window
     line: dict[str, object] = {
         "kind": "window",
-        "time": window.time_ns * _S,
+        "time": window.time_ns * NS,
         "name": report.definition.name,
         "unit": report.definition.unit,
         "labels": dict(report.labels),
-        "seconds": (window.end_ns - window.begin_ns) * _S,
+        "seconds": (window.end_ns - window.begin_ns) * NS,
         "count": report.count,
         "values": {name: json_value(value) for name, value in report.values.items()},
     }
@@ -56,8 +55,8 @@ def event_line(event: Event, attributes: Mapping[str, str]) -> dict[str, object]
     """Return an event as a JSON object. Ids are hexadecimal, because many readers round large numbers."""
     return {
         "kind": "event",
-        "time": event.time_ns * _S,
-        "monotonic": event.monotonic_ns * _S,
+        "time": event.time_ns * NS,
+        "monotonic": event.monotonic_ns * NS,
         "name": event.name,
         "severity": event.severity.name,
         "message": event.message,

@@ -19,6 +19,7 @@ from typing import Any, assert_never
 from delta_tracker.errors import import_optional
 from delta_tracker.monitor.aggregate import Aggregate
 from delta_tracker.monitor.buckets import LOWEST, SCALE
+from delta_tracker.monitor.clock import NS
 from delta_tracker.monitor.collection_report import CollectionReport, TotalReport
 from delta_tracker.monitor.event import Event, Phase, Severity
 from delta_tracker.monitor.sinks.base_sink import Sink
@@ -26,7 +27,6 @@ from delta_tracker.monitor.stat import Definition, Kind
 
 _SCOPE = "delta_tracker"
 _EXPORTERS = "opentelemetry.exporter.otlp.proto.http"
-_NS_PER_S = 1_000_000_000
 _INT64 = 2**63
 # OpenTelemetry uses UCUM units: https://opentelemetry.io/docs/specs/semconv/general/metrics/#instrument-units
 _UNITS = {"seconds": "s", "bytes": "By", "ratio": "1", "joules": "J", "watts": "W"}
@@ -247,4 +247,4 @@ def _duration_ns(event: Event) -> int:
     seconds = event.data.get("seconds", 0.0)
     if not isinstance(seconds, float) or not 0 < seconds < math.inf:
         return 0
-    return round(seconds * _NS_PER_S)
+    return round(seconds / NS)

@@ -7,12 +7,11 @@ from typing import Any
 
 from delta_tracker.errors import import_optional
 from delta_tracker.monitor.buckets import LogBuckets
+from delta_tracker.monitor.clock import NS
 from delta_tracker.monitor.collection_report import CollectionReport, WindowReport
 from delta_tracker.monitor.event import Event
 from delta_tracker.monitor.names import Labels, label_pairs
 from delta_tracker.monitor.sinks.base_sink import Sink
-
-_S = 1e-9
 
 
 class TensorBoardSink(Sink):
@@ -46,7 +45,7 @@ class TensorBoardSink(Sink):
 
     def _write_window(self, report: WindowReport) -> None:
         series = tag(report.definition.name, report.labels)
-        time = report.window.time_ns * _S
+        time = report.window.time_ns * NS
         for name, value in report.values.items():
             self._writer.add_scalar(f"{series}/{name}", value, report.window.axis_position, walltime=time)
         if report.buckets is not None and report.buckets.count:
@@ -65,13 +64,13 @@ class TensorBoardSink(Sink):
             bucket_limits=[limit for limit, _ in counts],
             bucket_counts=[count for _, count in counts],
             global_step=report.window.axis_position,
-            walltime=report.window.time_ns * _S,
+            walltime=report.window.time_ns * NS,
         )
 
     def _write_event(self, event: Event) -> None:
         data = ", ".join(f"{key}={value}" for key, value in event.data.items())
         text = f"{event.severity.name} {event.phase}: {event.message} {data}"
-        self._writer.add_text(event.name, text, walltime=event.time_ns * _S)
+        self._writer.add_text(event.name, text, walltime=event.time_ns * NS)
 
 
 def limits(buckets: LogBuckets) -> list[tuple[float, int]]:

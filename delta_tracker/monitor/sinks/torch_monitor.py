@@ -5,11 +5,10 @@ from __future__ import annotations
 import datetime as dt
 
 from delta_tracker.errors import import_optional
+from delta_tracker.monitor.clock import NS
 from delta_tracker.monitor.collection_report import CollectionReport
 from delta_tracker.monitor.event import Value
 from delta_tracker.monitor.sinks.base_sink import Sink
-
-_S = 1e-9
 
 
 class TorchMonitorSink(Sink):
@@ -36,5 +35,5 @@ class TorchMonitorSink(Sink):
             self._log(event.name, event.time_ns, {"message": event.message, **event.data})
 
     def _log(self, name: str, time_ns: int, data: dict[str, Value]) -> None:
-        time = dt.datetime.fromtimestamp(time_ns * _S)  # noqa: DTZ006  torch takes local times
+        time = dt.datetime.fromtimestamp(time_ns * NS)  # noqa: DTZ006  torch takes local times
         self._torch.log_event(self._torch.Event(name, time, data))
