@@ -16,7 +16,6 @@ from delta_tracker.stream.format.manifest import Kind, Manifest
 _READS = 16  # concurrent requests to a remote store
 _BATCH = 2 * _READS  # entries that are read ahead, which take memory
 _T = TypeVar("_T")
-_R = TypeVar("_R")
 
 
 class Amount(Struct, frozen=True, rename={"num_bytes": "bytes"}):
@@ -144,26 +143,23 @@ def contiguous(versions: Sequence[int]) -> int:
 
 
 def read_all(
-    names: Sequence[_T], read: Callable[[_T], Manifest | None], keep: Callable[[Manifest], _R]
-) -> Iterator[tuple[_T, _R | MalformedError | None]]:
-    """Read entries concurrently and yield the results in the order of ``names``.
+    names: Sequence[_T], read: Callable[[_T], Manifest | None]
+) -> Iterator[tuple[_T, Manifest | MalformedError | None]]:
+    """Read entries concurrently and yield the results in the order of ``names``. Holds at most 32 of them in memory.
 
     Args:
         names: versions or names of the entries, passed to ``read``.
         read: returns an entry; None if it does not exist.
-        keep: converts an entry to the value to yield. Only this value is held in memory.
 
     Yields:
-        Pairs of a name and a value: the result of ``keep``, the error if the entry is malformed, or None if the entry
-        does not exist.
+        Pairs of a name and the entry, the error if the entry is malformed, or None if it does not exist.
     """
 
-    def one(name: _T) -> _R | MalformedError | None:
+    def one(name: _T) -> Manifest | MalformedError | None:
         try:
-            manifest = read(name)
+            return read(name)
         except MalformedError as error:
             return error
-        return None if manifest is None else keep(manifest)
 
     pool = ThreadPoolExecutor(_READS, thread_name_prefix="read")
     try:

@@ -85,7 +85,8 @@ def _survey(stream: Stream) -> tuple[dict[str, Any], list[Entry], list[SeenPredi
     """
     head = stream.head()
     storage, log = stream.storage, stream.log
-    found = list(stream.entries([version for version in log.versions() if version <= head.version], Entry.of))
+    read = stream.entries([version for version in log.versions() if version <= head.version])
+    found = [(version, Entry.of(each) if isinstance(each, Manifest) else each) for version, each in read]
     first = contiguous([version for version, _ in found])
     entries = [entry for _, entry in found[first:] if isinstance(entry, Entry)]
     findings = [plain(entry.problem) for _, entry in found[first:] if isinstance(entry, MalformedError)]

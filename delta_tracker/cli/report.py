@@ -111,7 +111,7 @@ def read_figures(stream: Stream, max_versions: int, max_bytes: int) -> Figures:
     chosen = listed[-max_versions:]
     history, skews, faulty = History(len(chosen)), Skews(), _gap(stream, listed)
     sizes: list[tuple[int, int]] = []  # version and bytes of each entry
-    for _, entry in stream.entries(chosen, lambda manifest: manifest):
+    for _, entry in stream.entries(chosen):
         if isinstance(entry, MalformedError):
             faulty.append(entry)
         else:

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TypeVar
 
 import click
 
@@ -19,8 +18,6 @@ from delta_tracker.errors import InvalidArgumentError, MalformedError, StorageEr
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.storage.storage import Storage
-
-_R = TypeVar("_R")
 
 _MAX = 1e9  # seconds that each kind of wait accepts
 _ANSWER_TO_TERMINATE = 128 + signal.SIGTERM
@@ -43,15 +40,13 @@ class Stream:
     log: StreamLog
     out: Output
 
-    def entries(
-        self, versions: Sequence[int], keep: Callable[[Manifest], _R]
-    ) -> Iterator[tuple[int, _R | MalformedError]]:
+    def entries(self, versions: Sequence[int]) -> Iterator[tuple[int, Manifest | MalformedError]]:
         """Read entries of the log as :func:`~delta_tracker.cli.entries.read_all` does, and show a progress bar.
 
         Entries that retention deleted meanwhile are left out.
         """
         with self.out.progress("reading the log", len(versions)) as advance:
-            for version, entry in read_all(versions, self.log.read, keep):
+            for version, entry in read_all(versions, self.log.read):
                 advance()
                 if entry is not None:
                     yield version, entry

@@ -198,7 +198,7 @@ class _Check:
     def _check_log(self, versions: Sequence[int], head: Manifest | None) -> None:
         before: Manifest | None = None
         complete = self._start  # up to this version, no entry that readers need is missing
-        for version, manifest in read_all(versions, self.stream.log.read, lambda manifest: manifest):
+        for version, manifest in read_all(versions, self.stream.log.read):
             if self._start >= 0 and complete < version - 1:
                 self._find_missing(complete + 1, version - 1)
             complete = max(complete, version)
@@ -240,7 +240,7 @@ class _Check:
 
     def _check_merged(self) -> None:
         log = self.stream.log
-        for merged, manifest in read_all(log.merged(), log.read_merged, lambda manifest: manifest):
+        for merged, manifest in read_all(log.merged(), log.read_merged):
             if isinstance(manifest, MalformedError):
                 self._find(manifest.path, manifest.reason, merged.last)
             elif manifest is not None:

@@ -200,7 +200,9 @@ class View:
     def to_dict(self) -> dict[str, object]:
         """Return the data as JSON values. Times are Unix seconds. Rates are averages over ``window_seconds``."""
         watch, head, seconds = self.watch, self.head, self.watch.seconds(self.read)
-        versions = [_without_tables(entry) for entry in watch.newest(_NUM_LISTED)]
+        versions: list[dict[str, object]] = [to_builtins(entry) for entry in watch.newest(_NUM_LISTED)]
+        for each in versions:
+            del each["tables"]
         names = ("versions_per_second", "rows_per_second", "bytes_per_second")
         return {
             "time": self.now,
@@ -225,7 +227,3 @@ class View:
             "skews": self.skews,
             "problem": self.problem,
         }
-
-
-def _without_tables(entry: Entry) -> dict[str, object]:
-    return {name: value for name, value in to_builtins(entry).items() if name != "tables"}
