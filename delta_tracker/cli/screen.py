@@ -21,10 +21,9 @@ Section = Literal["all", "predictors", "tables", "versions"]
 
 SECTIONS: dict[str, Section] = {"a": "all", "p": "predictors", "t": "tables", "v": "versions"}
 KEYS = "q quit  space refresh  p predictors  t tables  v versions  a all"
-_FIXED_LINES = 11  # four lines of the head, three headings, three blank lines, one for the keys
+_FIXED_LINES = 10  # three lines of the head, three headings, three blank lines, one for the keys
 _UNLIMITED = 60
 _WIDE = 110  # characters, from which hosts are shown
-_SPARKS = " ▁▂▃▄▅▆▇█"
 
 
 def screen(
@@ -45,7 +44,7 @@ def screen(
         wanted = {section: wanted[section]}
     room = (height or _UNLIMITED) - _FIXED_LINES + 2 * (3 - len(wanted)) - len(notices)
     lines = dict(zip(wanted, _shares(room, list(wanted.values())), strict=True))
-    found: list[RenderableType] = _head(view, width)
+    found: list[RenderableType] = _head(view)
     if "predictors" in lines:
         found += [Text(), _predictors(view, lines["predictors"], width)]
     if "tables" in lines:
@@ -91,7 +90,7 @@ def _shares(room: int, wanted: Sequence[int]) -> list[int]:
     return given
 
 
-def _head(view: View, width: int) -> list[RenderableType]:
+def _head(view: View) -> list[RenderableType]:
     watch, head = view.watch, view.head
     title = one_line("delta-tracker top  ", "bold")
     title.append_text(cell(view.url))
@@ -113,19 +112,7 @@ def _head(view: View, width: int) -> list[RenderableType]:
     rate.append(f"over {duration(watch.seconds(view.read))}")
     if view.now > view.read:
         rate.append(f"  ! no data since {moment(view.read)}", "bold yellow")
-    return [title, state, rate, _pulse(view, width)]
-
-
-def _pulse(view: View, width: int) -> Text:
-    """Return a line of bars: the bytes of deltas in equal intervals, with their length and the largest value."""
-    num_bars = max(8, min(60, width - 44))
-    values = view.watch.pulse(view.read, num_bars)
-    highest = max(values)
-    made = one_line(f"delta bytes per {duration(view.watch.seconds(view.read) / num_bars)}")
-    if not highest:
-        return made.append(": none")
-    sparks = "".join(_SPARKS[-(-value * (len(_SPARKS) - 1) // highest)] for value in values)
-    return made.append(f", 0 to {size(highest)} │{sparks}│ now")
+    return [title, state, rate]
 
 
 def _predictors(view: View, lines: int, width: int) -> Table:

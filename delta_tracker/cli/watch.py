@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import islice
@@ -95,18 +95,6 @@ class Watch:
         """Return the amount of data of each table in the window's deltas, by FQN."""
         found = total(entry.tables for entry in self.recent(now) if entry.kind == "delta")
         return {fqn: Amount() for fqn in self.tables} | found
-
-    def pulse(self, now: float, count: int) -> list[int]:
-        """Return the total size of the deltas in bytes in each of ``count`` equal intervals, oldest interval first.
-
-        The intervals cover the last :meth:`seconds` seconds before ``now``, a Unix time.
-        """
-        found = Counter[int]()
-        for entry in self.recent(now):
-            ago = max(0.0, now - entry.committed) / self.seconds(now)
-            if entry.kind == "delta":  # snapshots are so large that deltas would not be visible
-                found[count - 1 - min(count - 1, int(ago * count))] += entry.num_bytes
-        return [found[index] for index in range(count)]
 
     def _go_on(self, head: Manifest) -> None:
         """Read the entries after ``head``, at most 500.
