@@ -280,7 +280,7 @@ class Monitor(Forkable):
             sinks: destinations of windows, totals and events.
             interval: time between two collections.
             attributes: names and values that identify the process, such as ``{"rank": "0"}``. Sinks export them.
-            system: True to also record CPU, memory, disk and network of the process, and torch's CUDA memory.
+            system: True to also record CPU time and memory of the process, and torch's CUDA memory.
             run_id: identifier of the training run, equal on all ranks and different in each run. With it, spans of all
                 ranks that pass the same number share a trace. None to use ``TORCHELASTIC_RUN_ID`` or ``SLURM_JOB_ID``.
                 Without any, ranks do not share traces.

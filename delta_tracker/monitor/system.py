@@ -1,8 +1,7 @@
-"""Built-in metrics of the process: CPU, memory, disk, network, and memory of CUDA devices.
+"""Built-in metrics of the process: CPU, memory, threads, open files, and memory of CUDA devices.
 
 Most are read from ``/proc`` on Linux, without a third-party package. Unavailable metrics are omitted, not reported as
-0. The network metrics cover the whole network namespace of the process, because Linux does not count the traffic of
-single processes.
+0.
 """
 
 from __future__ import annotations
@@ -19,8 +18,6 @@ from delta_tracker.monitor.registry import Registry
 from delta_tracker.monitor.stat import Definition, Kind
 
 _PROC = Path("/proc/self")
-# The loopback interface is not counted as traffic.
-_NO_TRAFFIC = frozenset({"lo"})
 
 
 def cpu_seconds() -> Readings:
@@ -37,29 +34,6 @@ def memory_bytes() -> Readings:
     virtual, resident = text.split()[:2]
     page = os.sysconf("SC_PAGE_SIZE")
     return {"resident": int(resident) * page, "virtual": int(virtual) * page}
-
-
-def disk_bytes() -> Readings:
-    """Return the bytes that were ``read`` from and ``written`` to storage, by these keys; None if unavailable."""
-    text = _read("io")
-    if text is None:
-        return None
-    counts = dict(line.split(": ") for line in text.splitlines())
-    return {"read": int(counts["read_bytes"]), "written": int(counts["write_bytes"])}
-
-
-def network_bytes() -> Readings:
-    """Return the bytes ``received`` and ``sent`` on all interfaces except the loopback; None if unavailable."""
-    text = _read("net/dev")
-    if text is None:
-        return None
-    received = sent = 0
-    for line in text.splitlines()[2:]:
-        interface, _, counts = line.partition(":")
-        if interface.strip() not in _NO_TRAFFIC:
-            numbers = counts.split()
-            received, sent = received + int(numbers[0]), sent + int(numbers[8])
-    return {"received": received, "sent": sent}
 
 
 def num_threads() -> Readings:
@@ -108,15 +82,6 @@ def cuda_memory_bytes() -> Readings:
 _METRICS: tuple[tuple[str, Kind, str, str, tuple[str, ...], Callable[[], Readings]], ...] = (
     ("process_cpu_seconds", Kind.COUNTER, "CPU time of all threads.", "seconds", ("mode",), cpu_seconds),
     ("process_memory_bytes", Kind.GAUGE, "Memory of the process.", "bytes", ("kind",), memory_bytes),
-    ("process_disk_bytes", Kind.COUNTER, "Storage traffic of the process.", "bytes", ("direction",), disk_bytes),
-    (
-        "process_network_bytes",
-        Kind.COUNTER,
-        "Network traffic, loopback excluded.",
-        "bytes",
-        ("direction",),
-        network_bytes,
-    ),
     ("process_threads", Kind.GAUGE, "Threads of the process.", "", (), num_threads),
     ("process_start_time_seconds", Kind.GAUGE, "Unix time of the start.", "seconds", (), start_time_seconds),
     ("process_open_files", Kind.GAUGE, "Open file descriptors.", "", (), num_open_files),
