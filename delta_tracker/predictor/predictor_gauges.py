@@ -30,6 +30,7 @@ class PredictorGauges:
         self.age = ServedAge(runtime)
         self.served: Manifest | None = None  # of the last applied snapshot or delta, or of the loaded position if known
         self.num_rows = self.num_bytes = self.num_admitted = self.num_evicted = 0
+        self._version: int | None = None  # the newest one that was applied
         self._stream = self._url = ""  # as shown
         self._lag: tuple[int, float] | None = None
         self._asked: float | None = None  # monotonic time since which the store is asked for the lag
@@ -43,6 +44,7 @@ class PredictorGauges:
         def of_served(seconds: Callable[[Manifest], float | None]) -> Callable[[], float | None]:
             return lambda: None if (served := self.served) is None else seconds(served)
 
+        self._recorder.applied_version.set_function(lambda: self._version)
         self._recorder.served_age_seconds.set_function(of_served(self.age.seconds))
         self._recorder.served_event_age_seconds.set_function(of_served(self.age.event_seconds))
         self._recorder.predictor_skew_seconds.set_function(of_served(lambda _: self.age.skew_seconds))
@@ -74,7 +76,7 @@ class PredictorGauges:
         self._recorder.applied_versions.cell(kind=manifest.kind).add(1)
         for fqn, num_rows in manifest.rows_by_table.items():
             self._recorder.applied_rows.cell(table=fqn).add(num_rows)
-        self._recorder.applied_version.set(manifest.version)
+        self._version = manifest.version
         self.age.applied(manifest)
         if manifest.stream != self._stream:
             self.reads(manifest.stream)

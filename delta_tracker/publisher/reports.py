@@ -51,7 +51,7 @@ class Reports:
         self._num_versions = cache(lambda kind: recorder.published_versions.cell(kind=kind))
         self._num_bytes = cache(lambda kind: recorder.published_bytes.cell(kind=kind))
         self._num_rows = cache(lambda fqn: recorder.published_rows.cell(table=fqn))
-        self._version = cache(recorder.published_version.cell)
+        self._version = 0  # the newest one that was published
 
     def open(self) -> None:
         """Create the metrics that alerts use, with the value 0.
@@ -62,7 +62,8 @@ class Reports:
         recorder.publisher_info.set(1, stream=head.stream, url=shown_url(self._writer.storage.url))
         if self._writer.is_first:
             self._num_versions("delta")
-            self._version().add(head.version)
+            self._version = head.version
+            recorder.published_version.set_function(lambda: self._version)
             for step in UPKEEP_STEPS:
                 recorder.upkeep_failures.cell(step=step)
             recorder.watch(lambda _: self._show_skew())
@@ -80,7 +81,7 @@ class Reports:
                 self._num_rows(fqn).add(num_rows)
             if committed.kind == "delta":
                 self._large_deltas.saw(committed)
-            self._version().add(committed.version)
+            self._version = committed.version
         if self.is_over:  # a version before the one that failed
             return
         if self._failure is not None:
