@@ -135,6 +135,7 @@ def decide(flight: Flight | None, votes: int, most: Vote) -> Step:
     return Step.SNAPSHOT if most.wants_snapshot else Step.DELTA
 
 
+@dataclass(slots=True, eq=False)
 class Versions:
     """State of the version that this rank writes. Only the training thread calls the methods.
 
@@ -148,26 +149,17 @@ class Versions:
         beats: heartbeats of the publisher; None without them.
     """
 
-    def __init__(
-        self,
-        reader: TrackerReader,
-        writer: Coordinator,
-        ballots: Ballots,
-        delivery: Delivery,
-        reports: Reports,
-        pace: Pace | None,
-        beats: Heartbeats | None,
-    ) -> None:
-        self._reader = reader
-        self._writer = writer
-        self._ballots = ballots
-        self._delivery = delivery
-        self._reports = reports
-        self._pace = pace
-        self._beats = beats
-        self._flight: Flight | None = None
-        self._call: Call | None = None  # call that has not returned
-        self._begun = 0, Step.REST  # the last beginning of a version, and the number of the votes for it
+    _reader: TrackerReader
+    _writer: Coordinator
+    _ballots: Ballots
+    _delivery: Delivery
+    _reports: Reports
+    _pace: Pace | None
+    _beats: Heartbeats | None
+    _flight: Flight | None = field(default=None, init=False)
+    _call: Call | None = field(default=None, init=False)  # call that has not returned
+    # the last beginning of a version, and the number of the votes for it
+    _begun: tuple[int, Step] = field(default=(0, Step.REST), init=False)
 
     @property
     def has_cadence(self) -> bool:
