@@ -6,9 +6,8 @@ import struct
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
-from enum import IntEnum, auto
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +20,7 @@ from delta_tracker.stream.reading.runtime import Runtime
 from delta_tracker.tracker.rank_group import RankGroup
 from delta_tracker.types import Delta
 
-_HEADER = struct.Struct("<qqq")  # number, sign, and length of the data
+_HEADER = struct.Struct("<qq")  # number, and length of the data
 _FRAME_BYTES = 4096  # what is longer needs a second transfer
 _FIRST_BYTES = _FRAME_BYTES - _HEADER.size
 
@@ -69,7 +68,6 @@ class Delivery:
     ) -> None:
         self._writer = writer
         self._group = group
-        self._rounds = Rounds(group)
         self._seconds = seconds
         self._committed = committed
         self.worker = runtime.executor("publisher")
@@ -106,8 +104,8 @@ class Delivery:
         if self._group.world_size == 1:
             share = self._writer.write(draft)
             return self._ended(share, self._commit(draft, share, {}))
-        job = self.worker.submit(self._writer.write, draft)
-        return self._lead(number, draft, job) if self._group.rank == 0 else self._send(number, job)
+        job, rounds = self.worker.submit(self._writer.write, draft), Rounds(self._group, number)
+        return self._lead(rounds, draft, job) if self._group.rank == 0 else self._send(rounds, job)
 
     def _lost(self, error: BaseException) -> Exception | None:
         """Leave the group, because the other ranks may have sent other letters. Return the error to report."""
@@ -117,42 +115,38 @@ class Delivery:
         self._group.close()  # the other ranks notice it at once
         return self._group.lost
 
-    def _lead(self, number: int, draft: Draft | Exception, job: Future[Message]) -> Outcome:
+    def _lead(self, rounds: Rounds, draft: Draft | Exception, job: Future[Message]) -> Outcome:
         """Collect the shares of all ranks, commit the version, and send the outcome. Only on rank 0."""
         shares: dict[int, bytes] = {}
         commit: Future[Message] | None = None
         try:
-            while commit is None or not commit.done():
+            while True:
                 self._wait(commit or job)
-                letters = self._rounds.collect(number)
-                shares |= {rank: each.data for rank, each in letters.items() if each.sign == Sign.SHARE}
+                letters = rounds.collect()
+                shares |= {rank: data for rank, data in letters.items() if data}
                 if commit is None and job.done() and len(shares) == len(letters):
                     commit = self.worker.submit(self._commit, draft, job.result(), shares)
                     self._wait(commit)
-                if commit is None or not commit.done():
-                    self._rounds.answer(Letter(number, Sign.WORKING))
-            self._rounds.answer(Letter(number, Sign.OUTCOME, commit.result().data))
+                if commit is not None and commit.done():
+                    rounds.answer(commit.result().data)
+                    break
+                rounds.answer()
         except RankLostError:
             if commit is None:
                 raise
         return self._ended(job.result(), commit.result())
 
-    def _send(self, number: int, job: Future[Message]) -> Outcome:
+    def _send(self, rounds: Rounds, job: Future[Message]) -> Outcome:
         """Send this rank's share to rank 0, and wait for the outcome."""
         is_sent = False
         while True:
             if not is_sent:
                 self._wait(job)
-            if is_sent:
-                self._rounds.send(Letter(number, Sign.WAITING))
-            elif job.done():
-                self._rounds.send(Letter(number, Sign.SHARE, job.result().data))
-                is_sent = True
-            else:
-                self._rounds.send(Letter(number, Sign.WORKING))
-            answer = self._rounds.receive(number)
-            if answer.sign == Sign.OUTCOME:
-                return self._ended(job.result(), Message.of(partial(opened, 0, answer.data)))
+            share = b"" if is_sent or not job.done() else job.result().data
+            rounds.send(share)
+            is_sent = is_sent or bool(share)
+            if outcome := rounds.receive():
+                return self._ended(job.result(), Message.of(partial(opened, 0, outcome)))
 
     def _wait(self, job: Future[Any]) -> None:
         wait([job], self._seconds)
@@ -193,64 +187,55 @@ class Delivery:
         return Outcome(error=failure)
 
 
-class Sign(IntEnum):
-    """Content of a letter or an answer."""
-
-    WORKING = auto()  # the rank still writes its share, or rank 0 commits: another round follows
-    SHARE = auto()  # description of the rank's share of the version
-    WAITING = auto()  # the rank has sent its share in an earlier round
-    OUTCOME = auto()  # outcome of the version, with which the exchange ends
-
-
-class Letter(NamedTuple):
-    """Message of a rank, with the number of the votes that decided the cut, and the data of a share or an outcome."""
-
-    number: int
-    sign: Sign
-    data: bytes = b""
-
-
 class Rounds:
-    """Rounds in which each rank sends a letter to rank 0, and rank 0 answers all.
+    """Rounds of a version, in which each rank sends a letter to rank 0, and rank 0 answers all.
+
+    A letter with data has a rank's share of the version, and an answer with data has the outcome. Without data, a rank
+    still writes its share, or waits for the outcome.
 
     All methods raise RankLostError if a rank died, does not take part in time, or is at another version. Rank 0 then
     leaves the group, so that the other ranks notice it at once.
+
+    Args:
+        number: number of the votes that decided the cut.
     """
 
-    def __init__(self, group: RankGroup) -> None:
+    def __init__(self, group: RankGroup, number: int) -> None:
         self._group = group
+        self._number = number
 
-    def collect(self, number: int) -> dict[int, Letter]:
+    def collect(self) -> dict[int, bytes]:
         """Return the letters of all ranks but rank 0, which calls this method."""
         frames = self._group.gather(torch.zeros(_FRAME_BYTES, dtype=torch.uint8))
-        return {rank: self._opened(frames[rank], rank, number) for rank in range(1, len(frames))}
+        return {rank: self._opened(frames[rank], rank) for rank in range(1, len(frames))}
 
-    def send(self, letter: Letter) -> None:
+    def send(self, data: bytes = b"") -> None:
         """Send a letter to rank 0."""
-        frame, rest = _packed(letter)
+        frame, rest = self._packed(data)
         self._group.gather(frame)
         if rest is not None:
             self._group.send(rest, 0)
 
-    def answer(self, letter: Letter) -> None:
+    def answer(self, data: bytes = b"") -> None:
         """Send an answer of rank 0 to all ranks."""
-        frame, rest = _packed(letter)
+        frame, rest = self._packed(data)
         self._group.send_all(frame)
         if rest is not None:
             self._group.send_all(rest)
 
-    def receive(self, number: int) -> Letter:
+    def receive(self) -> bytes:
         """Wait for the answer of rank 0."""
         frame = torch.empty(_FRAME_BYTES, dtype=torch.uint8)
         self._group.receive(frame, 0)
-        return self._opened(frame, 0, number)
+        return self._opened(frame, 0)
 
-    def _opened(self, frame: Tensor, rank: int, number: int) -> Letter:
-        """Return the letter in a frame, after receiving the rest of it."""
+    def _opened(self, frame: Tensor, rank: int) -> bytes:
+        """Return the data of the letter in a frame, after receiving the rest of it."""
         data = frame.numpy().tobytes()
-        other, sign, length = _HEADER.unpack_from(data)
-        if other != number:
-            reason = f"rank {rank} is at cut {other} of this publisher, and rank {self._group.rank} at cut {number}"
+        number, length = _HEADER.unpack_from(data)
+        if number != self._number:
+            own = f"rank {self._group.rank} at cut {self._number}"
+            reason = f"rank {rank} is at cut {number} of this publisher, and {own}"
             self._group.leave(reason)
             raise RankLostError(reason)
         first = data[_HEADER.size : _HEADER.size + length]
@@ -258,12 +243,14 @@ class Rounds:
             rest = torch.empty(length - _FIRST_BYTES, dtype=torch.uint8)
             self._group.receive(rest, rank)
             first += rest.numpy().tobytes()
-        return Letter(number, Sign(sign), first)
+        return first
+
+    def _packed(self, data: bytes) -> tuple[Tensor, Tensor | None]:
+        """Return the frame of a letter, and the rest that does not fit into it."""
+        frame = (_HEADER.pack(self._number, len(data)) + data[:_FIRST_BYTES]).ljust(_FRAME_BYTES)
+        rest = data[_FIRST_BYTES:]
+        return _bytes(frame), _bytes(rest) if rest else None
 
 
-def _packed(letter: Letter) -> tuple[Tensor, Tensor | None]:
-    """Return the frame of a letter, and the rest that does not fit into it."""
-    data = _HEADER.pack(letter.number, letter.sign, len(letter.data)) + letter.data
-    frame = torch.frombuffer(bytearray(data[:_FRAME_BYTES].ljust(_FRAME_BYTES)), dtype=torch.uint8)
-    rest = data[_FRAME_BYTES:]
-    return frame, torch.frombuffer(bytearray(rest), dtype=torch.uint8) if rest else None
+def _bytes(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)

@@ -6,9 +6,11 @@ import os
 import signal
 import threading
 import time
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import distributed as dist
@@ -16,6 +18,7 @@ from torch import distributed as dist
 from delta_tracker import ModelDeltaTracker, ModelTarget, Predictor, Publisher, Storage, TopK, TrackingMode, Upkeep
 from delta_tracker.errors import RankLostError, StreamError
 from delta_tracker.publisher.cadence import Cadence
+from delta_tracker.publisher.delivery import Rounds
 from delta_tracker.publisher.versions import Cut, Ended
 from delta_tracker.stream.log import StreamLog
 from tests.models import Spec, Table, batch, ordinary_optimizer, shard
@@ -141,6 +144,34 @@ def slower_than_the_timeout(rank: int, world_size: int, url: str) -> dict[str, A
                 entry = publisher.publish()
             assert sum(tracker.num_pending().values()) == 0
             return {"version": entry.version, "error": str(publisher.error)}
+
+
+def committed_between_rounds(rank: int, world_size: int, url: str) -> int:
+    """The commit ends while rank 0 answers that it has not ended."""
+    model, commits, goes_on = shard(_SPEC), threading.Event(), threading.Event()
+    answer = Rounds.answer
+
+    def slow_answer(rounds: Rounds, *data: Any) -> None:
+        if commits.is_set() and not goes_on.is_set():
+            goes_on.set()
+            time.sleep(0.5)
+        answer(rounds, *data)
+
+    def wait(*_: object) -> None:
+        commits.set()
+        assert goes_on.wait(60)
+
+    with ModelDeltaTracker(model) as tracker:
+        storage = WrappedStorage(Storage(url, create=True))
+        with (
+            Publisher(tracker, storage, timeout=timedelta(seconds=4), upkeep=Upkeep(pointer_seconds=None)) as publisher,
+            mock.patch.object(Rounds, "answer", slow_answer),
+        ):
+            publisher.publish()
+            slow = calls(nth(1, on("create", name="log/")), before=wait)
+            with storage.under(slow) if rank == 0 else nullcontext():
+                publisher.publish()
+            return publisher.publish().version
 
 
 def lost_while_writing(rank: int, world_size: int, url: str, root: str, how: str, call: str) -> dict[str, Any]:

@@ -50,6 +50,10 @@ def test_a_store_that_is_slower_than_the_timeout_is_no_lost_rank(two_ranks: Rank
         assert answer == {"version": 2, "error": "None"}
 
 
+def test_a_commit_that_ends_between_two_rounds_loses_no_rank(two_ranks: RankPool, url: str) -> None:
+    assert two_ranks.run(f"{_CASES}:committed_between_rounds", url=url) == [3, 3]
+
+
 @pytest.mark.parametrize("call", ["publish", "step"])
 @pytest.mark.parametrize("how", ["killed", "stopped"])
 def test_a_rank_that_is_lost_while_it_writes_is_noticed(url: str, tmp_path: Path, how: str, call: str) -> None:
