@@ -18,12 +18,13 @@ CODE := delta_tracker benchmarks examples tests
 WORKERS := 4
 
 # Not in requirements-cpu.txt, because it takes 691 MB.
+TRITON := 3.7.1
 # The GPU targets use the environment of python3, which needs a torch for CUDA; without a GPU, they use .venv.
 DEVICE := cuda
 PYTHON := $(if $(filter cuda,$(DEVICE)),python3,$(BIN)/python)
 INSTALLED := $(if $(filter cuda,$(DEVICE)),,$(VENV)/.installed)
 
-.PHONY: help demo demo-failover check test test-area test-gpu test-matrix test-no-extras test-reverts test-sweeps test-daily-sweeps test-long-sweeps dist test-dist bench bench-gpu docs lint types format clean
+.PHONY: help demo demo-failover check test test-area test-gpu test-triton test-matrix test-no-extras test-reverts test-sweeps test-daily-sweeps test-long-sweeps dist test-dist bench bench-gpu docs lint types format clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -46,6 +47,10 @@ test: $(VENV)/.installed  ## run the tests
 test-gpu: $(INSTALLED)  ## run the tests on a GPU, or everywhere with DEVICE=simulated; PYTHON is the interpreter
 	@$(PYTHON) -m benchmarks.gpu_needs pytest pytest_timeout hypothesis
 	@DELTA_TRACKER_DEVICE=$(DEVICE) $(PYTHON) -W ignore -m tests.gpu $(ARGS)
+
+test-triton: $(VENV)/triton/.installed  ## run the Triton engine in its interpreter, and compile it for two GPUs
+	@PYTHONPATH="$(CURDIR)/$(VENV)/triton$${PYTHONPATH:+:$$PYTHONPATH}" $(BIN)/python -m pytest -n 2 -k triton \
+	    tests/contract/test_row_sets.py tests/system/test_triton_interpreter.py
 
 test-no-extras: $(VENV)/.installed  ## run tests as if no optional package, or neither torchrec nor fbgemm were installed
 	@DELTA_TRACKER_NO_EXTRAS=1 $(BIN)/python -m pytest -n 2 tests/monitor tests/system/test_monitor_*.py
@@ -121,4 +126,9 @@ $(VENV)/.installed: $(VENV)/.requirements pyproject.toml
 	@echo '[4/4] delta_tracker itself'
 	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip uninstall -qq -y delta_tracker
 	@$(PIP) --no-deps --no-build-isolation -e .
+	@touch $@
+
+$(VENV)/triton/.installed: $(VENV)/.installed
+	@rm -rf $(VENV)/triton
+	@$(PIP) --no-deps --target $(VENV)/triton triton==$(TRITON)
 	@touch $@

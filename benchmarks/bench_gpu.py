@@ -8,7 +8,10 @@ program; their times mean nothing. Every part checks its result. If a part fails
 
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -17,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +64,7 @@ class Bench:
     @property
     def engines(self) -> list[str]:
         """Engines of row sets on the device."""
-        return ["torch"]
+        return ["torch", "triton"] if self.device.type == "cuda" and find_spec("triton") else ["torch"]
 
     def size(self, full: int) -> int:
         """Return a number of rows or ids: ``full``, or a small part of it."""
@@ -295,6 +299,42 @@ def applying(bench: Bench) -> None:
     _add_tail(bench, f"lookup of {len(ids):,} rows during it", seconds[True], seconds[False])
 
 
+def first_step(engine: str) -> float:
+    """Return the seconds from the start of a tracker to the end of the first step, with an empty Triton cache."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    with installed():
+        model = PlainModel({"t": (10_000, _DIM)}, device)
+        ids = {"t": torch.arange(5_000, device=device)}
+        model.train_on(ids)
+        wait(device)
+        begin = time.perf_counter()
+        with ModelDeltaTracker(model, mode=TrackingMode.EMBEDDING, engine=engine) as tracker:
+            model.train_on(ids)
+            tracker.step()
+            wait(device)
+            seconds = time.perf_counter() - begin
+            assert len(tracker.get_delta()[_FQN]) == len(ids["t"])
+    return seconds
+
+
+def first_steps(bench: Bench) -> None:
+    """Seconds of the first step of a process, for which Triton compiles its kernels."""
+    for engine in bench.engines:
+        if bench.is_tiny:
+            bench.add(f"first step, {engine}", Sample((first_step(engine),)))
+            continue
+        with tempfile.TemporaryDirectory() as cache:
+            program = f"from benchmarks.bench_gpu import first_step; print(first_step({engine!r}))"
+            done = subprocess.run(  # noqa: S603  our own program
+                [sys.executable, "-W", "ignore", "-c", program],
+                check=True,
+                stdout=subprocess.PIPE,
+                text=True,
+                env=os.environ | {"TRITON_CACHE_DIR": cache},
+            )
+        bench.add(f"first step, {engine}, cold cache", Sample((float(done.stdout.split()[-1]),)))
+
+
 def fbgemm_steps(bench: Bench) -> None:
     """Training steps of 1, 26 and 200 tables of FBGEMM, with no tracker, with each mode and engine, and TorchRec's."""
     from torchrec.distributed.model_tracker.model_delta_tracker import ModelDeltaTrackerTrec  # noqa: PLC0415
@@ -371,6 +411,7 @@ PARTS: Mapping[str, tuple[Callable[[Bench], None], bool]] = {
     "publishing": (publishing, False),
     "snapshots": (snapshots, False),
     "applying": (applying, False),
+    "first-steps": (first_steps, False),
     "fbgemm-steps": (fbgemm_steps, True),
     "flushes": (flushes, True),
 }
@@ -417,8 +458,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         },
         columns=("work", "ms", "bound, ms", "of the bound"),
     )
-    with suppress(PackageNotFoundError):
-        report.environment["fbgemm-gpu"] = version("fbgemm-gpu")
+    for package in ("triton", "fbgemm-gpu"):
+        with suppress(PackageNotFoundError):
+            report.environment[package] = version(package)
     skipped = [name for name in settings.parts if PARTS[name][1]]
     obstacle = fbgemm_obstacle(settings.device) if skipped else ""
     if obstacle:

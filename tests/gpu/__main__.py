@@ -23,7 +23,7 @@ from tests.gpu.devices import ENGINES, IS_CUDA, KIND, MISSING
 from tests.gpu.parts import PARTS, Part
 
 _ROOT = Path(__file__).parent.parent.parent
-_SHOWN = ("torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "numpy")
+_SHOWN = ("torch", "triton", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "numpy")
 
 
 def probe(*, wants_fbgemm: bool) -> bool:

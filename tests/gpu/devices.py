@@ -2,7 +2,7 @@
 
 The variable ``DELTA_TRACKER_DEVICE`` has its name, by default ``cuda`` on a machine with a GPU and otherwise
 ``simulated``. Tensors of the simulated device are those of :mod:`tests.syncs`. It can hold no module and runs no kernel
-of FBGEMM: cases that need one run on the CPU instead, and cases that need something in :data:`MISSING` are
+of FBGEMM or Triton: cases that need one run on the CPU instead, and cases that need something in :data:`MISSING` are
 skipped. No file outside ``tests/gpu/fbgemm/`` imports torchrec or fbgemm.
 """
 
@@ -12,6 +12,7 @@ import os
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -39,13 +40,14 @@ MISSING = {
     "bfloat16": "FBGEMM's tables of bfloat16 rows: its CPU kernels have no lookup of them",
     "fbgemm": "FBGEMM's kernels on a device; its CPU kernels run instead",
     "nccl": "NCCL; gloo runs instead",
+    "triton": "Triton's compiled kernels; its interpreter runs in tests/system/test_triton_interpreter.py",
 }
 """Name to description of what only a CUDA device has."""
 
 OF_MODULES = torch.device("cuda", 0) if IS_CUDA else torch.device("cpu")
 """Device of modules and kernels."""
 
-ENGINES = ["torch"]
+ENGINES = ["torch", *(["triton"] if IS_CUDA and find_spec("triton") else [])]
 """Engines of row sets on the device."""
 
 

@@ -65,12 +65,12 @@ def test_a_benchmark_runs_tiny(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.sweep("short")
 def test_the_benchmark_for_gpus_runs_tiny_without_one() -> None:
-    parts = ["row-sets", "steps", "publishing", "snapshots", "applying"]
+    parts = ["row-sets", "steps", "publishing", "snapshots", "applying", "first-steps"]
     if SWEEPS_ARE_WHOLE:
         parts += ["fbgemm-steps", "flushes"]
     done = forked.run("benchmarks.bench_gpu", "--device", "simulated", "--parts", *parts, timeout_seconds=240)
     assert done.returncode == 0, done.stderr[-4000:]
-    for line in ("mark: torch", "step of 200 plain tables", "longest stall", "p99"):
+    for line in ("mark: torch", "step of 200 plain tables", "longest stall", "p99", "first step"):
         assert line in done.stdout, line
     assert ("TorchRec's tracker" in done.stdout) == SWEEPS_ARE_WHOLE
 

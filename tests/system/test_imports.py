@@ -151,19 +151,23 @@ assert not [name for name in sys.modules if name.startswith("delta_tracker.shard
 def test_a_missing_package_is_named_when_a_set_is_built(with_torch: Interpreter) -> None:
     program = """
 import sys
-assert "numba" not in sys.modules
-sys.modules["numba"] = None
+assert not {"numba", "triton"} & set(sys.modules)
+sys.modules["numba"] = sys.modules["triton"] = None
 import torch
 import delta_tracker.tracker.row_sets.numba
+import delta_tracker.tracker.row_sets.triton
 from delta_tracker.errors import MissingExtraError
 from delta_tracker.tracker.row_sets.engines import choose_engine
+for name, kind in (("numba", "cpu"), ("triton", "cuda")):
+    device = torch.device(kind)
+    engine = choose_engine(name, device)
+    try:
+        engine(3, device)
+    except MissingExtraError as error:
+        assert (error.package, error.extra) == (name, name)
+    else:
+        raise SystemExit("no error")
 cpu = torch.device("cpu")
-try:
-    choose_engine("numba", cpu)(3, cpu)
-except MissingExtraError as error:
-    assert (error.package, error.extra) == ("numba", "numba")
-else:
-    raise SystemExit("no error")
 assert choose_engine(None, cpu)(3, cpu).mark_new(torch.tensor([2])).tolist() == [2]
 """
     assert issubclass(MissingExtraError, ImportError)

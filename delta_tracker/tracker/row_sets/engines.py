@@ -13,8 +13,9 @@ from delta_tracker.errors import InvalidArgumentError, MissingExtraError
 from delta_tracker.tracker.row_sets.numba import NumbaRows, load_loops
 from delta_tracker.tracker.row_sets.row_set import RowSet
 from delta_tracker.tracker.row_sets.torch import TorchRows
+from delta_tracker.tracker.row_sets.triton import TritonRows
 
-ENGINES: Mapping[str, type[RowSet]] = {"torch": TorchRows, "numba": NumbaRows}
+ENGINES: Mapping[str, type[RowSet]] = {"torch": TorchRows, "numba": NumbaRows, "triton": TritonRows}
 
 _Stores = TypeVar("_Stores")
 _Args = ParamSpec("_Args")
@@ -25,8 +26,8 @@ def choose_engine(name: str | None, device: torch.device) -> type[RowSet]:
     """Return the engine for a device.
 
     Args:
-        name: one of :data:`ENGINES`: ``"torch"`` (any device) or ``"numba"`` (CPU). None chooses numba on the CPU if it
-            is installed, otherwise torch.
+        name: one of :data:`ENGINES`: ``"torch"`` (any device), ``"numba"`` (CPU) or ``"triton"`` (CUDA). None chooses
+            numba on the CPU if it is installed, otherwise torch.
         device: device of the shard.
 
     Returns:

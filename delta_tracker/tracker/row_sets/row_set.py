@@ -1,4 +1,4 @@
-"""Base class of the row sets. An engine is one implementation of it, in torch or numba.
+"""Base class of the row sets. An engine is one implementation of it, for example in torch, numba or Triton.
 
 Notation: ``R`` is the number of rows of the shard, ``N`` the number of ids of a call, ``K`` the number of rows in the
 set, ``M`` the number of rows that a call added.
@@ -24,7 +24,8 @@ class RowSet(ABC):
        row 0 for it.
     2. Results are new tensors on the set's device. Later calls do not change them.
     3. Only :meth:`clear` removes rows.
-    4. The same sequence of calls always returns the same results.
+    4. The same sequence of calls always returns the same results. Only the order of the ids that :meth:`mark_new` and
+       :meth:`mark_new_padded` return may differ, with engines whose docstring says so.
     5. :meth:`scan`, :meth:`mark_new`, :meth:`count`, :meth:`scan_each` and :meth:`count_each` wait for the device,
        because the size or value of their result depends on the set's content. :meth:`rank` may wait. No other method
        waits.
