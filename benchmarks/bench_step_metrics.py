@@ -1,7 +1,7 @@
 """Cost of metrics in a training step: ``python -m benchmarks.bench_step_metrics``.
 
-A small vision model is trained with mean loss and accuracy, once with torchmetrics as in its documentation, and once
-with the monitor's device metrics. The benchmark counts the device syncs
+A small vision model is trained with mean loss, accuracy, precision, recall and F1 over all classes, once with
+torchmetrics as in its documentation, and once with the monitor's device metrics. The benchmark counts the device syncs
 of the metrics per step, on a GPU with ``torch.cuda.set_sync_debug_mode``, otherwise on a simulated device
 (:mod:`tests.syncs`). Both must return the same values. On a GPU the steps are timed, too.
 """
@@ -21,6 +21,7 @@ import torchmetrics
 from torch import Tensor, nn
 
 from delta_tracker.monitor import Monitor
+from delta_tracker.monitor.device.classification import FIGURES, DeviceClassification
 from delta_tracker.monitor.device.metrics import DeviceMean
 from tests.syncs import SIMULATED, find_syncs, held, on_device
 
@@ -40,31 +41,34 @@ def vision_model(num_classes: int) -> nn.Module:
 
 def naive(num_classes: int, device: torch.device) -> tuple[Update, Callable[[], dict[str, float]]]:
     """Return the update of a step and the final figures, with the defaults of torchmetrics."""
-    mean: Any = torchmetrics.MeanMetric().to(device)
-    accuracy: Any = torchmetrics.Accuracy(task="multiclass", num_classes=num_classes).to(device)
+    kinds = ("Accuracy", "Precision", "Recall", "F1Score")
+    made = [getattr(torchmetrics, kind)(task="multiclass", num_classes=num_classes, average="macro") for kind in kinds]
+    metrics: list[Any] = [torchmetrics.MeanMetric().to(device), *(metric.to(device) for metric in made)]
 
     def update(loss: Tensor, scores: Tensor, targets: Tensor) -> None:
-        mean.update(loss)
-        accuracy.update(scores, targets)
+        metrics[0].update(loss)
+        for metric in metrics[1:]:
+            metric.update(scores, targets)
 
     def figures() -> dict[str, float]:
-        return {"loss": float(held(mean.compute())), "accuracy": float(held(accuracy.compute()))}
+        return {name: float(held(metric.compute())) for name, metric in zip(("loss", *FIGURES), metrics, strict=True)}
 
     return update, figures
 
 
-def monitored() -> tuple[Update, Callable[[], dict[str, float]]]:
+def monitored(num_classes: int) -> tuple[Update, Callable[[], dict[str, float]]]:
     """Return the update of a step and the final figures, with the monitor's device metrics."""
     monitor = Monitor()
-    mean, accuracy = DeviceMean("loss", monitor=monitor), DeviceMean("accuracy", monitor=monitor)
+    mean = DeviceMean("loss", monitor=monitor)
+    classes = DeviceClassification("classes", num_classes, monitor=monitor)
 
     def update(loss: Tensor, scores: Tensor, targets: Tensor) -> None:
         mean.update(loss)
-        accuracy.update(scores.argmax(dim=1) == targets)
+        classes.update(scores, targets)
 
     def figures() -> dict[str, float]:
         reports = {each.definition.name: each.values for each in monitor._collector.collect(is_last=True).windows}  # noqa: SLF001
-        return {name: reports[name]["mean"] for name in ("loss", "accuracy")}
+        return {"loss": reports["loss"]["mean"], **classes.figures()}
 
     return update, figures
 
@@ -129,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = torch.device("cuda", 0) if torch.cuda.is_available() else SIMULATED
     with find_syncs():  # enables the simulated device
         theirs = naive(chosen.classes, device)
-    ours = monitored()
+    ours = monitored(chosen.classes)
     without = train(device, chosen.classes, chosen.steps, None)
     rows = {"no metrics": without}
     rows["torchmetrics"] = train(device, chosen.classes, chosen.steps, theirs[0])

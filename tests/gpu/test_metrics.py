@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from delta_tracker.monitor import Monitor, Window
+from delta_tracker.monitor.device.classification import DeviceClassification
 from delta_tracker.monitor.device.metrics import DeviceCounter, DeviceHistogram, DeviceMean, DeviceSum
 from tests.gpu.devices import needs, no_sync, put
 
@@ -15,12 +16,12 @@ pytestmark = pytest.mark.usefixtures("tensors_on_device")
 def test_updates_do_not_wait() -> None:
     monitor = Monitor()
     stats = [kind(kind.__name__, monitor=monitor) for kind in (DeviceMean, DeviceSum, DeviceCounter, DeviceHistogram)]
-    accuracy = DeviceMean("accuracy", monitor=monitor)
+    classes = DeviceClassification("classes", 10, monitor=monitor)
     numbers = torch.rand(100, generator=torch.Generator().manual_seed(0))
     values, scores, targets = put(numbers), put(torch.rand(8, 10)), put(torch.arange(8))
     for stat in stats:
         stat.update(values[:0])  # the first one may allocate
-    accuracy.update(scores[:0].argmax(dim=1) == targets[:0])
+    classes.update(scores[:0], targets[:0])
     with no_sync():
         for _ in range(3):
             for stat in stats:
@@ -28,7 +29,7 @@ def test_updates_do_not_wait() -> None:
                     stat.update(value)
             stats[0].update(values, values)
             stats[0].update(values, torch.tensor(2.0))
-            accuracy.update(scores.argmax(dim=1) == targets)
+            classes.update(scores, targets)
             monitor.end_epoch()
     reports = {each.definition.name: each for each in monitor._collector.collect(is_last=True).windows}
     assert reports["DeviceSum"].values["sum"] == pytest.approx(3 * (float(numbers.sum() + numbers[0]) + 3.5), rel=1e-5)

@@ -13,10 +13,16 @@ import torchmetrics
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
-from torchmetrics.classification import MulticlassAccuracy
+from torchmetrics.classification import (
+    MulticlassAccuracy,
+    MulticlassF1Score,
+    MulticlassPrecision,
+    MulticlassRecall,
+)
 
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.monitor import Monitor, Window
+from delta_tracker.monitor.device.classification import FIGURES, DeviceClassification
 from delta_tracker.monitor.device.metrics import (
     DeviceCounter,
     DeviceHistogram,
@@ -300,17 +306,41 @@ def test_bad_values_are_refused(monitor) -> None:
     assert not _windows(monitor, "s")
 
 
-def test_accuracy_is_that_of_torchmetrics(monitor) -> None:
+# Classification
+
+
+@pytest.mark.parametrize("average", ["macro", "micro"])
+def test_classification_is_that_of_torchmetrics(monitor, average) -> None:
     torch.manual_seed(0)
-    ours, theirs = DeviceMean("accuracy", monitor=monitor), MulticlassAccuracy(7, average="micro")
+    ours = DeviceClassification("c", 7, average=average, monitor=monitor)
+    kinds = (MulticlassAccuracy, MulticlassPrecision, MulticlassRecall, MulticlassF1Score)
+    theirs = [kind(7, average=average) for kind in kinds]
     for _ in range(5):
         targets = torch.randint(0, 5, (16,))
         scores = torch.randn(16, 7) + 2 * torch.nn.functional.one_hot(targets, 7)
         with assert_no_sync():
-            ours.update(on_device(scores).argmax(dim=1) == on_device(targets))
-        theirs.update(scores, targets)
-    (report,) = _windows(monitor, "accuracy")
-    assert report.values["mean"] == pytest.approx(theirs.compute().item(), abs=1e-6)
+            ours.update(on_device(scores), on_device(targets))
+        for metric in theirs:
+            metric.update(scores, targets)
+    monitor.collect()
+    for name, metric in zip(FIGURES, theirs, strict=True):
+        assert ours.figures()[name] == pytest.approx(metric.compute().item(), abs=1e-6)
+
+
+def test_invalid_classes_are_counted(monitor) -> None:
+    stat = DeviceClassification("c", 3, monitor=monitor)
+    stat.update(torch.tensor([0, 1, 9, 2]), torch.tensor([0, 1, 2, -100]))
+    monitor.collect()
+    assert stat.figures()["accuracy"] == 1.0
+    assert {t.definition.name: t.figures.total for t in monitor.collect().totals}["c.rejected"] == 2
+    monitor.end_epoch()
+    monitor.collect()
+    assert stat.figures() == {}
+    with pytest.raises(InvalidArgumentError, match="targets"):
+        stat.update(torch.zeros(3), torch.zeros(2))
+    for bad in ({"num_classes": 1}, {"num_classes": 2, "average": "weighted"}):
+        with pytest.raises(InvalidArgumentError):
+            DeviceClassification("d", monitor=monitor, **bad)
 
 
 # torchmetrics

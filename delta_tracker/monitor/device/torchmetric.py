@@ -33,8 +33,9 @@ class TorchMetric(MetricSource):
 
     Call :meth:`update` and :meth:`reset` of this object, not of the metric, so that the copied states are consistent.
     :meth:`update` detaches the tensors that are passed to it, and copies those that the metric would keep.
-    If the metric's ``update`` waits for the device, :meth:`update` also waits. A
-    :class:`~delta_tracker.monitor.device.metrics.DeviceMean` never does, of losses or of ``predictions == targets``.
+    If the metric's ``update`` waits for the device, :meth:`update` also waits. To avoid the wait, use
+    :class:`~delta_tracker.monitor.device.metrics.DeviceMean` or
+    :class:`~delta_tracker.monitor.device.classification.DeviceClassification`.
 
     The monitor holds only a weak reference to this object. An object that is deleted is read once more and freed.
     Objects of one name record in one gauge.

@@ -1,0 +1,117 @@
+"""Accuracy, precision, recall and F1 of a classifier, from counts accumulated on the device.
+
+Notation: ``B`` is the number of predictions in one call, ``C`` the number of classes.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from delta_tracker.errors import InvalidArgumentError
+from delta_tracker.monitor.device.device_state import DeviceState, EpochEnd, sum_dtype
+from delta_tracker.monitor.device.metrics import reader_of
+from delta_tracker.monitor.monitor import MONITOR, Monitor
+
+Average = Literal["macro", "micro"]
+FIGURES = ("accuracy", "precision", "recall", "f1")
+
+
+class DeviceClassification(DeviceState):
+    """Device metric for accuracy, precision, recall and F1 of single-label classification over an epoch.
+
+    Each collection records the gauges ``<name>.accuracy``, ``<name>.precision``, ``<name>.recall`` and ``<name>.f1``.
+    Their values equal those of torchmetrics' Multiclass metrics. With ``macro``, they are means over the classes that
+    occur in predictions or targets, and the accuracy equals the recall. With ``micro``, all four values are the
+    fraction of correct predictions. The counter ``<name>.rejected`` counts the predictions that were rejected because
+    the predicted or the target class index is invalid.
+
+    Args:
+        name: prefix of the gauges; dots separate namespaces.
+        num_classes: number of classes ``C``.
+        average: ``macro`` to average over classes, ``micro`` to average over predictions.
+        monitor: monitor of the gauges and the counter, by default the program's default monitor.
+
+    Raises:
+        InvalidArgumentError: for fewer than 2 classes or an unknown average.
+    """
+
+    def __init__(self, name: str, num_classes: int, *, average: Average = "macro", monitor: Monitor = MONITOR) -> None:
+        if type(num_classes) is not int or num_classes < 2:  # noqa: PLR2004
+            raise InvalidArgumentError("num_classes", num_classes, "Pass a whole number of 2 or more")
+        if average not in ("macro", "micro"):
+            raise InvalidArgumentError("average", average, "Pass 'macro' or 'micro'")
+        self._average = average
+        self._num_classes = num_classes
+        self._gauges = {each: monitor.gauge(f"{name}.{each}", f"{each.capitalize()}, {average}.") for each in FIGURES}
+        for gauge in self._gauges.values():
+            gauge.cell().is_remote = True
+        self._rejected = monitor.counter(f"{name}.rejected", "Predictions rejected because of an invalid class.")
+        self._sums = [0.0] * (3 * num_classes + 1)
+        super().__init__(name, len(self._sums), reader_of(monitor))
+
+    def update(self, predictions: Tensor, targets: Tensor) -> None:
+        """Count each pair of a prediction and its target. Reject pairs with an invalid class index.
+
+        Args:
+            predictions: ``[B]`` class indices, or ``[B, C]`` scores. The class with the highest score is the
+                predicted class.
+            targets: ``[B]`` class indices.
+
+        Raises:
+            InvalidArgumentError: for arguments of other shapes.
+        """
+        if predictions.dim() == 2:  # noqa: PLR2004
+            predictions = predictions.detach().argmax(dim=1)
+        if predictions.shape != targets.shape or targets.dim() != 1:
+            shapes = (tuple(predictions.shape), tuple(targets.shape))
+            raise InvalidArgumentError("targets", shapes, "Pass [B] or [B, C] predictions and [B] targets")
+        size = self._num_classes
+        is_class = (predictions >= 0) & (predictions < size) & (targets >= 0) & (targets < size)
+        trash = 3 * size
+        right = torch.where(is_class & (predictions == targets), predictions, trash)
+        indices = torch.cat(
+            (
+                right,
+                torch.where(is_class, predictions + size, trash),
+                torch.where(is_class, targets + 2 * size, trash),
+            )
+        )
+        # The last element counts each rejected pair three times. Valid pairs with a wrong prediction add 0 to it.
+        ones = torch.ones(indices.shape, dtype=sum_dtype(indices.device), device=indices.device)
+        ones = torch.where((indices == trash) & is_class.repeat(3), 0, ones)
+        self._add(indices.device, ones, indices)
+
+    def absorb(self, growth: list[float], epoch_end: EpochEnd | None) -> None:
+        """Add the new counts to those of the epoch, and set the gauges; reset them if ``epoch_end`` is given."""
+        self._sums = [old + new for old, new in zip(self._sums, growth, strict=True)]
+        if growth[-1]:
+            self._rejected.add(round(growth[-1]) // 3)
+        for name, value in self.figures().items():
+            self._gauges[name].set(value)
+        if epoch_end is not None:
+            self._sums = [0.0] * len(self._sums)
+            for gauge in self._gauges.values():
+                gauge.cell().end_epoch(epoch_end)
+
+    def figures(self) -> dict[str, float]:
+        """Return accuracy, precision, recall and F1 by name, as read in this epoch; empty without predictions."""
+        size = self._num_classes
+        right, predicted, actual = (self._sums[index * size : (index + 1) * size] for index in range(3))
+        num_seen = sum(actual)
+        if not num_seen:
+            return {}
+        if self._average == "micro":
+            return dict.fromkeys(FIGURES, sum(right) / num_seen)
+        rows = [each for each in zip(right, predicted, actual, strict=True) if each[1] + each[2]]
+        precision = sum(hit / said if said else 0.0 for hit, said, _ in rows) / len(rows)
+        recall = sum(hit / there if there else 0.0 for hit, _, there in rows) / len(rows)
+        f1 = sum(2 * hit / (said + there) for hit, said, there in rows) / len(rows)
+        return {"accuracy": recall, "precision": precision, "recall": recall, "f1": f1}
+
+    def forget(self) -> None:
+        """Reset all counts to 0. Called in a forked child."""
+        super().forget()
+        self._sums = [0.0] * len(self._sums)
