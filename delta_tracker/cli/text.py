@@ -9,7 +9,6 @@ from delta_tracker.errors import DeltaTrackerError
 
 _KILO = 1000
 _MINUTE, _HOUR, _DAY = 60.0, 3600.0, 86_400.0
-_SHORT_MINUTES, _SHORT_HOURS, _SHORT_DAYS = 2 * _MINUTE, 2 * _HOUR, 2 * _DAY
 _FEW = 10
 _MAX_TEXT = 400
 
@@ -75,13 +74,10 @@ def duration(seconds: float) -> str:
     """
     if abs(seconds) < 1:
         return f"{seconds * 1000:.0f} ms"
-    if seconds < _SHORT_MINUTES:
-        return f"{seconds:.1f} s" if seconds < _FEW else f"{seconds:.0f} s"
-    if seconds < _SHORT_HOURS:
-        return f"{seconds / _MINUTE:.0f} min"
-    if seconds < _SHORT_DAYS:
-        return f"{seconds / _HOUR:.0f} h"
-    return f"{seconds / _DAY:.0f} d"
+    for unit, length in (("d", _DAY), ("h", _HOUR), ("min", _MINUTE)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.1f} s" if seconds < _FEW else f"{seconds:.0f} s"
 
 
 def moment(seconds: float, form: str = "%Y-%m-%d %H:%M:%S", zone: tzinfo | None = None) -> str:

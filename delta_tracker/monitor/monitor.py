@@ -59,7 +59,7 @@ class Monitor(Forkable):
         self._progress = Progress(clock)
         self.registry = Registry(self._progress, self._overflowed)
         self.metrics = LibraryMetrics(self.registry)
-        self.events = EventLog(clock, capacity, self._dropped, self._wake)
+        self.events = EventLog(clock, capacity, self._dropped, lambda: self._collector.wake())  # noqa: PLW0108  it is created next
         self._collector = Collector(
             self.registry,
             self.events,
@@ -352,9 +352,6 @@ class Monitor(Forkable):
 
     def _dropped(self, reason: str) -> None:
         self.metrics.dropped_events.cell(reason=reason).add(1)
-
-    def _wake(self) -> None:
-        self._collector.wake()
 
 
 def _check_sinks(sinks: object) -> None:
