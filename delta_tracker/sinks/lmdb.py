@@ -37,7 +37,6 @@ from delta_tracker.sinks.stored_rows import (
 )
 
 _FIRST_MAP_BYTES = 64 << 20
-_LOG_ROWS = 4096  # rows of one entry of the log
 _SLOTS_PER_KEY = 128  # owners of one key, so that it fits into a page
 _KEYS_PER_REMOVAL = 1 << 14
 _OVERHEAD: Final = 192  # bytes of a key, and of the objects of a row, about
@@ -145,9 +144,8 @@ class LmdbSink(RowSink):
         self._change(changes, value_bytes=_SLOTS_PER_KEY * OWNER_BYTES)
 
     def log_owners(self, stream: str, table: str, slots: Tensor, owners: Tensor) -> None:
-        for begin in range(0, len(slots), _LOG_ROWS):
-            entry = encode_log(slots[begin : begin + _LOG_ROWS], owners[begin : begin + _LOG_ROWS])
-            self._change({_log_key(stream, table, self._log_end(stream, table)): entry}, value_bytes=len(entry))
+        entry = encode_log(slots, owners)
+        self._change({_log_key(stream, table, self._log_end(stream, table)): entry}, value_bytes=len(entry))
 
     def logged_owners(self, stream: str, table: str) -> Iterator[tuple[Tensor, Tensor]]:
         for number in count():

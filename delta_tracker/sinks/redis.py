@@ -25,7 +25,7 @@ import secrets
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import Annotated, Any
 
 import msgspec
@@ -53,8 +53,6 @@ from delta_tracker.sinks.stored_rows import (
 )
 
 _SLOTS_PER_KEY = 1 << 16
-_LOG_ROWS = 4096  # rows of one entry of the log
-_LOG_ENTRIES = 16  # entries that are read at once
 _MAX_GAP = 32  # rows between two runs of rows whose owners are read together
 
 # Each script does nothing and returns 0 if the writer is another one. A script is atomic, also in the append-only file.
@@ -213,20 +211,15 @@ class RedisSink(RowSink):
             self._run("write_ranges", keys, ranges)
 
     def log_owners(self, stream: str, table: str, slots: Tensor, owners: Tensor) -> None:
-        for begin in range(0, len(slots), _LOG_ROWS):
-            entry = encode_log(slots[begin : begin + _LOG_ROWS], owners[begin : begin + _LOG_ROWS])
-            self._run("log", [self._key(stream, "l", table)], [entry])
+        self._run("log", [self._key(stream, "l", table)], [encode_log(slots, owners)])
 
     def logged_owners(self, stream: str, table: str) -> Iterator[tuple[Tensor, Tensor]]:
-        first = 0
-        while True:
+        for number in count():
             with self._server.errors():
-                entries = self._client().lrange(self._key(stream, "l", table), first, first + _LOG_ENTRIES - 1)
-            for entry in entries:
-                yield decode_log(entry, table)
-            if len(entries) < _LOG_ENTRIES:
+                entry = self._client().lindex(self._key(stream, "l", table), number)
+            if entry is None:
                 return
-            first += len(entries)
+            yield decode_log(entry, table)
 
     def finish(self, state: SinkState) -> None:
         self._run("set", [self._key(state.stream, "state"), self._key("current")], [state.to_json(), state.stream])
@@ -340,9 +333,9 @@ class RedisSink(RowSink):
 
     def _write(self, keys: list[str], values: Tensor, version: int) -> None:
         row_bytes = values.shape[1] * values.dtype.itemsize + len(keys[0]) if keys else 1
-        count = max(1, min(MAX_BATCH_ROWS, MAX_BATCH_BYTES // row_bytes))
-        for begin in range(0, len(keys), count):
-            self._run("set", keys[begin : begin + count], encode_rows(values[begin : begin + count], version))
+        num_rows = max(1, min(MAX_BATCH_ROWS, MAX_BATCH_BYTES // row_bytes))
+        for begin in range(0, len(keys), num_rows):
+            self._run("set", keys[begin : begin + num_rows], encode_rows(values[begin : begin + num_rows], version))
 
     def _delete(self, keys: list[str]) -> None:
         for begin in range(0, len(keys), MAX_BATCH_ROWS):
