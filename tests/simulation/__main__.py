@@ -32,7 +32,7 @@ from tests.simulation.disk import disk  # noqa: E402
 from tests.simulation.known import KNOWN, KNOWN_RULES  # noqa: E402
 from tests.simulation.shrink import shrink  # noqa: E402
 from tests.simulation.values import Schedule, generate  # noqa: E402
-from tests.simulation.world import run  # noqa: E402
+from tests.simulation.world import CALLS, run  # noqa: E402
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -81,7 +81,9 @@ def _sweep(arguments: argparse.Namespace) -> dict[str, object]:
         "minutes": round((_now() - began) / 60, 2),
         "known": {rule: number for rule, number in rules.items() if rule in KNOWN_RULES},
         "findings": {rule: number for rule, number in rules.items() if rule not in KNOWN_RULES},
+        "calls": CALLS,
         "faults": disk().reached,
+        "operations_per_second": round((CALLS.total() + disk().reached.total()) / max(_now() - began, 1e-9)),
     }
 
 

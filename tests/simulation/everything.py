@@ -5,9 +5,12 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from contextlib import suppress
+from dataclasses import replace
 
 import delta_tracker
 from tests.simulation import ranks
+from tests.simulation.values import generate
+from tests.simulation.world import run
 
 _NAMES = [each.name for each in pkgutil.walk_packages(delta_tracker.__path__, "delta_tracker.")]
 for _name in (*_NAMES, "tests.simulation.raw_ids", "torch._dynamo"):
@@ -15,3 +18,5 @@ for _name in (*_NAMES, "tests.simulation.raw_ids", "torch._dynamo"):
         with suppress(ImportError):  # an extra is not installed
             importlib.import_module(_name)
 ranks.install()
+for _settings in ({"ranks": 2}, {"has_raw_ids": True, "ranks": 1}, {"ranks": 1}):  # torchrec keeps some results
+    run(replace(generate(1), **_settings))

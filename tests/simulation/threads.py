@@ -257,7 +257,7 @@ class Lock:
             return  # it was killed while it took the lock again, as a condition does after a wait
         if not self._is_locked:
             raise RuntimeError("release unlocked lock")
-        self._is_locked = False
+        self._is_locked, self._holder = False, None
 
     def locked(self) -> bool:
         return self._is_locked

@@ -175,6 +175,11 @@ def _is_equal(trained: Tensor, held: Tensor, encoding: str | None) -> Tensor:
     return (expected.view(torch.int32) == held.contiguous().view(torch.int32)) | (expected.isnan() & held.isnan())
 
 
+def num_batches(choice: int) -> int:
+    """Return how many batches :meth:`Trainer.train` trains."""
+    return 1 + choice % 3
+
+
 class Trainer:
     """A model, its optimizer and tracker, and perhaps a publisher.
 
@@ -198,7 +203,7 @@ class Trainer:
     def train(self, choice: int, *, scale: float = 1.0) -> None:
         """Train one to three batches of random ids."""
         source, optimizer = torch.Generator().manual_seed(choice), self.trained.optimizer
-        for _ in range(1 + choice % 3):
+        for _ in range(num_batches(choice)):
             output = self.trained.predict(source)
             loss = (scale * (output - torch.randn(output.shape, generator=source)).tanh()).sum()
             if optimizer is not None:

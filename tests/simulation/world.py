@@ -10,6 +10,7 @@ import contextlib
 import io
 import tempfile
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -29,7 +30,7 @@ from tests.simulation.served import InterruptionError, ServedRows, ServedTables
 from tests.simulation.stores import Entry, Store
 from tests.simulation.targets import reached, targets
 from tests.simulation.threads import SCHEDULER
-from tests.simulation.trainer import Trainer
+from tests.simulation.trainer import Trainer, num_batches
 from tests.simulation.values import Operation, Schedule
 from tests.simulation.web import Web
 
@@ -44,6 +45,8 @@ _FOLLOW_ROUNDS, _FOLLOW_SECONDS = 200, 10.0
 _FOLLOWED_SECONDS = 8.0  # more than two polls and a look for a pin
 _POINTER_SECONDS = 2000.0  # in which a pointer names a version, also after failures
 _SECONDS = (1.0, 6.0, 12.0, 35.0, 120.0, 700.0)
+CALLS: Counter[str] = Counter()
+"""Number of calls of the library in all runs of this process, by kind. Threads that follow poll besides."""
 _FOLDER = "/dev/shm" if Path("/dev/shm").is_dir() else None
 
 
@@ -161,8 +164,9 @@ class World:
         self._disk.fault = Fault(FAULTS[who % len(FAULTS)], choice % 9 if choice % 3 else choice % 40)
 
     @contextlib.contextmanager
-    def _call(self) -> Iterator[list[Exception]]:
+    def _call(self, name: str, ranks: int = 1) -> Iterator[list[Exception]]:
         """Context manager that keeps an error of the library or of a table, which the call may raise."""
+        CALLS[name] += ranks
         errors: list[Exception] = []
         with self._disk.call():
             try:
@@ -186,8 +190,12 @@ class World:
             self._trainers.append(JobTrainer(self._schedule, seed))
         return self._trainers[-1]
 
+    def _step(self, trainer: Trainer | JobTrainer, choice: int) -> None:
+        trainer.train(choice)
+        CALLS["step"] += self._schedule.ranks * num_batches(choice)
+
     def _train(self, who: int, choice: int) -> str:
-        self.trainer.train(choice)
+        self._step(self.trainer, choice)
         return "trained"
 
     def _spoil(self, who: int, choice: int) -> str:
@@ -200,13 +208,13 @@ class World:
         return "healed" if self.trainer.heal() else "nothing"
 
     def _publish(self, who: int, choice: int) -> str:
-        self.trainer.train(choice)
+        self._step(self.trainer, choice)
         return str(self._commit("publish"))
 
     def _burst(self, who: int, choice: int) -> str:
         """Publish several versions, enough for the upkeep of a publisher."""
         for number in range(9 + choice % 9):
-            self.trainer.train(choice + number)
+            self._step(self.trainer, choice + number)
             answer = self._commit("publish")
         return str(answer)
 
@@ -220,7 +228,7 @@ class World:
             return "unmounted"  # a publisher that starts would create the directory
         copy = trainer.copy()
         manifest = None
-        with self._call() as errors:
+        with self._call(call, self._schedule.ranks) as errors:
             trainer.open(self._primary.url)
             manifest = trainer.publish(call)
         if not self._primary.is_failing:
@@ -277,9 +285,9 @@ class World:
         if not self._former:
             return None
         former = self._former[who % len(self._former)]
-        former.train(choice)
+        self._step(former, choice)
         manifest = None
-        with self._call() as errors:
+        with self._call("publish", self._schedule.ranks) as errors:
             manifest = former.publish("publish")
         if manifest is not None:
             raise RuleError("fence", f"a replaced publisher has published {manifest}")
@@ -287,7 +295,7 @@ class World:
 
     def _restore(self, store: Store, choice: int) -> str:
         trainer = self._trainer(self._schedule.seed + choice)
-        with self._call() as errors:
+        with self._call("restore", self._schedule.ranks) as errors:
             key = trainer.restore(store.url)
         if errors:
             return f"not restored: {errors[0]}"
@@ -305,7 +313,7 @@ class World:
         """Start a standby, or let it apply the new versions."""
         if not self._schedule.states or self._primary.is_unmounted:
             return None
-        with self._call() as errors:
+        with self._call("standby sync", self._schedule.ranks) as errors:
             if self._standby is None:
                 trainer = self._trainer(self._schedule.seed + choice)
                 self._standby = trainer.stand_by(self._primary.url), trainer
@@ -320,7 +328,7 @@ class World:
             return None
         (standby, trainer), former = self._standby, self.trainer
         self._standby, taken = None, None
-        with self._call() as errors:
+        with self._call("take over", self._schedule.ranks) as errors:
             # follow() waits for a store, and for a part.
             is_due = self._primary.is_healthy and not self._primary.has_lost_parts
             if choice % 2 or self._disk.fault is not None or not is_due:
@@ -338,7 +346,7 @@ class World:
         self._check_restored((taken.restored.stream, taken.restored.version))
         if former.has_publisher:
             self._former.append(former)
-        with self._call() as errors:
+        with self._call("take over", self._schedule.ranks) as errors:
             trainer.open(taken.recovery)
         return f"took over after version {taken.restored.version} {errors or ''}"
 
@@ -360,7 +368,7 @@ class World:
             return None
         bounds = Retention(versions=1 + choice % 3, grace_seconds=(0.0, 0.0, 10.0, 600.0)[choice // 3 % 4])
         before, entries = self._led_to(), self._primary.entries()
-        with self._call() as errors:
+        with self._call("retain") as errors:
             deleted = retain(Storage(self._primary.url), bounds).versions
         self._check_retained(before)
         self._check_grace(entries, SCHEDULER.now - bounds.grace_seconds)
@@ -430,7 +438,7 @@ class World:
     def _command(self, *words: str) -> tuple[int, str]:
         """Run the command line; return its exit code, and the last line of its output or errors."""
         output, errors = io.StringIO(), io.StringIO()
-        with self._call(), contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
+        with self._call(words[0]), contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
             code = _program()(words)
         lines = (output if code == 0 else errors).getvalue().splitlines()
         return code, lines[-1] if lines else "done"
@@ -479,7 +487,7 @@ class World:
         if len(self._readers) == _MOST_READERS:
             return None
         settings = Settings.of(choice, self._stores, self._cache, self._web, self._schedule, self._monitor)
-        with self._call() as errors:
+        with self._call("predictor") as errors:
             self._readers.append(Reader.new(f"r{self._num_joined}", settings))
             self._num_joined += 1
         return str(errors or self._readers[-1].describe())
@@ -495,7 +503,7 @@ class World:
 
     def _restarted(self, reader: Reader, saved: Saved | None, *, turns: bool) -> str:
         index = self._readers.index(reader)
-        with self._call() as errors:
+        with self._call("predictor") as errors:
             self._readers[index] = reader.restarted(saved, turns=turns)
         return f"{self._readers[index].describe()} {'without' if saved is None else 'with'} its state {errors or ''}"
 
@@ -504,7 +512,7 @@ class World:
         reader = self._reader(who)
         if reader is None or reader.is_following:
             return None
-        with self._call() as errors:
+        with self._call("follow") as errors:
             reader.follow()
             self._followers.append(reader)
         return f"{reader.name} {errors or ''}"
@@ -519,7 +527,7 @@ class World:
             self._check(reader, is_complete=False)
             return f"{reader.name} followed to {reader.floor}"
         saved = reader.save() if self._disk.fault is not None else None
-        with self._call() as errors:
+        with self._call("sync") as errors:
             if reader.floor is None and limit is None and saved is None:
                 reader.predictor.sync(1)  # so that the rules see with which version it begins
                 self._check(reader, is_complete=False)
@@ -556,7 +564,7 @@ class World:
             return None
         before, version = reader.predictor.version, max(0, reader.floor[1] + 1 - choice % 5)
         is_known = not reader.is_interrupted  # otherwise, the call first asks a row store which version it has
-        with self._call() as errors:
+        with self._call("roll back") as errors:
             reader.predictor.rollback(version)
         if self._dies():
             return f"died; {self._restarted(reader, None, turns=False)}"  # no position was saved before the call
@@ -604,7 +612,7 @@ class World:
     def _held(self, reader: Reader) -> int | None:
         """Apply one version; return the one that the gate of a predictor holds instead."""
         self._disk.fault = None
-        with self._call() as errors:
+        with self._call("sync") as errors:
             reader.predictor.sync(1)
         return next((each.version for each in errors if isinstance(each, HeldVersionError)), None)
 
@@ -721,7 +729,7 @@ class World:
     def _commit_last(self, call: str) -> None:
         """Publish a version; a call that fails is repeated."""
         for _ in range(3):
-            self.trainer.train(1)
+            self._step(self.trainer, 1)
             answer = self._commit(call)
             self._say(f"last version: {answer}")
             if isinstance(answer, str):
@@ -777,7 +785,7 @@ class World:
     def _followed(self, reader: Reader, goals: set[tuple[int, int]]) -> str:
         """Let the thread of ``follow()`` reach the target, while the clock advances."""
         history, predictor = self._history, reader.predictor
-        with self._call() as errors:
+        with self._call("follow") as errors:
             reader.follow()
             self._followers.append(reader)
             for _ in range(_FOLLOW_ROUNDS):
