@@ -50,7 +50,8 @@ class DeviceClassification(DeviceState):
             gauge.cell().is_remote = True
         self._rejected = monitor.counter(f"{name}.rejected", "Predictions rejected because of an invalid class.")
         self._sums = [0.0] * (3 * num_classes + 1)
-        super().__init__(name, len(self._sums), reader_of(monitor))
+        self.num_sums = len(self._sums)
+        super().__init__(reader_of(monitor))
 
     def update(self, predictions: Tensor, targets: Tensor) -> None:
         """Count each pair of a prediction and its target. Reject pairs with an invalid class index.

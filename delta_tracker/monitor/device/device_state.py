@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,7 +39,7 @@ class DeviceState(ABC):
         reader: reader that copies the sums to the host.
     """
 
-    num_sums: ClassVar[int]
+    num_sums: int
     """Number of sums ``K``."""
 
     is_deleted = False
