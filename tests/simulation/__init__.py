@@ -6,7 +6,8 @@ one run. A trainer has one rank with a plain model or a table of raw ids (``trai
 ranks with sharded tables (``job.py``, ``shards.py``), which are threads in simulated process groups (``ranks.py``).
 
 ``history.py`` keeps what was committed and ordered, ``rules.py`` checks each call of a predictor against it, and
-``targets.py`` finds by brute force where a predictor must end. ``served.py`` has what predictors write to. ``disk.py``
+``targets.py`` finds by brute force where a predictor must end. ``stores.py`` has the stores, which ``bucket.py`` shows
+as object stores, and ``web.py`` through a caching web server. ``served.py`` has what predictors write to. ``disk.py``
 lets an operation in the middle of a call fail, or kills a rank there. ``shrink.py`` removes operations while the
 finding stays, and ``known.py`` keeps the findings that are not fixed yet.
 

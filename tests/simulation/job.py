@@ -26,7 +26,7 @@ class _Taken:
 class _Standby:
     """Standbys of all ranks."""
 
-    def __init__(self, job: Job[Trainer], url: str) -> None:
+    def __init__(self, job: Job[Trainer], url: Any) -> None:
         self._job = job
         job.call(lambda trainer: trainer.stand_by(url))
 
@@ -73,10 +73,10 @@ class JobTrainer:
     def publish(self, call: str) -> Any:
         return self._job.call(lambda trainer: trainer.publish(call))[0]
 
-    def restore(self, url: str) -> tuple[str, int]:
+    def restore(self, url: Any) -> tuple[str, int]:
         return self._job.call(lambda trainer: trainer.restore(url))[0]
 
-    def stand_by(self, url: str) -> _Standby:
+    def stand_by(self, url: Any) -> _Standby:
         return _Standby(self._job, url)
 
     @property

@@ -136,7 +136,7 @@ class Reader:
             self.served.target
             if self.has_row_store
             else ModelTarget(self.served.target, raw_ids=self.served.raw_ids or {}),
-            [store.url if settings.web is None else settings.web.store_of(store) for store in settings.stores],
+            [store.opened() if settings.web is None else settings.web.store_of(store) for store in settings.stores],
             rollout=Rollout(gate=settings.gate, canary=settings.canary, follows_pins=settings.follows_pins),
             cache=settings.cache if settings.kind == "cache" else None,
             monitor=settings.monitor,
@@ -165,6 +165,11 @@ class Reader:
         """End its process."""
         self.is_following = False
         SCHEDULER.kill(self._process)
+
+    def url_of(self, store: Store) -> str:
+        """Return the url at which it reads a store."""
+        opened = store.opened() if self.settings.web is None else self.settings.web.store_of(store)
+        return opened if isinstance(opened, str) else opened.url
 
     @property
     def has_row_store(self) -> bool:

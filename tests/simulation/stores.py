@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from delta_tracker import Storage
+from tests.simulation.bucket import Bucket
 from tests.simulation.threads import EPOCH, SCHEDULER
 
 _FOLDERS = ("log", "parts", "merged", "control", "drafts", "probe")
@@ -49,6 +51,7 @@ class Store:
         is_lost: True if it fails for ever.
         is_former: True after the promotion of a mirror of it.
         has_lost_parts: True if some parts are damaged for ever.
+        is_bucket: True if trainers and predictors access it as an object store.
     """
 
     path: Path
@@ -57,6 +60,7 @@ class Store:
     is_lost: bool = False
     is_former: bool = False
     has_lost_parts: bool = False
+    is_bucket: bool = False
     _pointer: bytes = b""  # before it was forged
     _wrong: bytes = b""
     _damaged: list[tuple[Path, Path]] = field(default_factory=list)
@@ -67,6 +71,10 @@ class Store:
     @property
     def url(self) -> str:
         return self.path.as_uri()
+
+    def opened(self) -> str | Storage:
+        """Return what trainers and predictors get as the url."""
+        return Storage(Bucket(self.path)) if self.is_bucket else self.url
 
     @property
     def is_healthy(self) -> bool:

@@ -269,13 +269,13 @@ class Trainer:
         states = {} if optimizer is None else {"optimizer": optimizer}
         return Recovery(training_state=states, heartbeat_seconds=None)
 
-    def restore(self, url: str) -> tuple[str, int]:
+    def restore(self, url: Any) -> tuple[str, int]:
         """Restore the newest version; return its stream and version."""
         module = self.trained.module
         restored = restore(module, url, tracker=self._tracker, recovery=self._recovery)
         return restored.stream, restored.version
 
-    def stand_by(self, url: str) -> Standby:
+    def stand_by(self, url: Any) -> Standby:
         """Return a standby of the trainer at the url."""
         self.standby = Standby(
             self.trained.module, url, tracker=self._tracker, recovery=self._recovery, monitor=self._monitor

@@ -200,6 +200,7 @@ class Schedule:
         has_web: True for predictors that read through a caching web server.
         has_upkeep: True for publishers that compact and delete versions.
         has_raw_ids: True for a table with managed collisions instead of the model.
+        has_buckets: True if trainers and predictors access the stores as object stores.
         ranks: number of ranks of each trainer. Several have sharded tables instead of the model.
     """
 
@@ -210,6 +211,7 @@ class Schedule:
     has_web: bool = False
     has_upkeep: bool = False
     has_raw_ids: bool = False
+    has_buckets: bool = False
     ranks: int = 1
 
     def with_operations(self, operations: Sequence[Operation]) -> Schedule:
@@ -278,5 +280,6 @@ def generate(seed: int) -> Schedule:
         has_web=has_web,
         has_upkeep=not has_web and chance.random() < 0.3,
         has_raw_ids=has_raw_ids,
+        has_buckets=chance.random() < 0.3,
         ranks=1 if has_raw_ids else chance.choice([1, 1, 1, 2, 3, 4]),
     )

@@ -103,7 +103,7 @@ class World:
         self._disk = disk()
         self._disk.folder = folder
         self._schedule, self._say = schedule, say
-        self._stores = [Store(folder / name) for name in "abc"]
+        self._stores = [Store(folder / name, is_bucket=schedule.has_buckets) for name in "abc"]
         self._primary = self._stores[0]
         self._cache = folder / "cache"
         self._web = Web() if schedule.has_web else None
@@ -229,7 +229,7 @@ class World:
         copy = trainer.copy()
         manifest = None
         with self._call(call, self._schedule.ranks) as errors:
-            trainer.open(self._primary.url)
+            trainer.open(self._primary.opened())
             manifest = trainer.publish(call)
         if not self._primary.is_failing:
             history.absorb(self._primary, copy)
@@ -296,7 +296,7 @@ class World:
     def _restore(self, store: Store, choice: int) -> str:
         trainer = self._trainer(self._schedule.seed + choice)
         with self._call("restore", self._schedule.ranks) as errors:
-            key = trainer.restore(store.url)
+            key = trainer.restore(store.opened())
         if errors:
             return f"not restored: {errors[0]}"
         self.trainer.discard()
@@ -316,7 +316,7 @@ class World:
         with self._call("standby sync", self._schedule.ranks) as errors:
             if self._standby is None:
                 trainer = self._trainer(self._schedule.seed + choice)
-                self._standby = trainer.stand_by(self._primary.url), trainer
+                self._standby = trainer.stand_by(self._primary.opened()), trainer
             self._standby[0].sync()
         if self._dies():
             self._standby = None
@@ -779,7 +779,7 @@ class World:
             return True
         has_both = first.has_entry(*head) and first.has_entry(self._history.streams[floor[0]], floor[1])
         has_all = not first.is_lost and not first.has_lost_parts and has_both
-        url = first.url if reader.settings.web is None else reader.settings.web.store_of(first).url
+        url = reader.url_of(first)
         return not has_all or repr(reader.predictor).startswith(f"Predictor({url!r}")
 
     def _followed(self, reader: Reader, goals: set[tuple[int, int]]) -> str:
