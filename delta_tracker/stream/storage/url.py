@@ -82,21 +82,16 @@ _MAX_NAME_BYTES = 1024
 
 def store_url(location: object) -> str:
     """Return the URL of a store, given a URL, or a path as an ``os.PathLike`` or a string without a scheme."""
-    if isinstance(location, os.PathLike):
-        return _path_url(Path(location))
-    if not isinstance(location, str) or not location:
+    if isinstance(location, str) and location:
+        if _SCHEME.match(location):
+            return location
+        if found := _NO_COLON.match(location):
+            corrected = f"{found[1].lower()}://{location[found.end() :]}"
+            raise InvalidArgumentError("url", location, f"Write {corrected}, with a colon")
+    elif not isinstance(location, os.PathLike):
         raise InvalidArgumentError("url", location, "Pass a url such as s3://bucket/prefix, or the path of a directory")
-    if _SCHEME.match(location):
-        return location
-    if found := _NO_COLON.match(location):
-        corrected = f"{found[1].lower()}://{location[found.end() :]}"
-        raise InvalidArgumentError("url", location, f"Write {corrected}, with a colon")
-    return _path_url(Path(location))
-
-
-def _path_url(path: Path) -> str:
-    """Return the URL of a directory. Rejects a leading ~, which only a shell expands."""
-    check_home("url", path)
+    path = Path(location)
+    check_home("url", path)  # only a shell expands a leading ~
     return path.absolute().as_uri()
 
 
