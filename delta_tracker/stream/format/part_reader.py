@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -284,17 +284,9 @@ class PartBuffer:
     """
 
     def __init__(self) -> None:
-        self._begun: tuple[tuple[Part, ...], list[PartSource]] | None = None
         self.pool = BufferPool(_MAX_FREE_BYTES, min_bytes=1)
-
-    def keep(self, parts: Sequence[Part], sources: list[PartSource]) -> None:
-        """Store the partly read sources of ``parts``, so that the next attempt to read these parts can resume."""
-        self._begun = tuple(parts), sources
-
-    def begun(self, parts: Sequence[Part]) -> list[PartSource] | None:
-        """Return the sources that :meth:`keep` stored for ``parts``, or None. Drops all stored sources."""
-        kept, self._begun = self._begun, None
-        return kept[1] if kept is not None and kept[0] == tuple(parts) else None
+        # parts that could not all be read, and their partly read sources, with which the next attempt resumes
+        self.begun: tuple[tuple[Part, ...], list[PartSource]] | None = None
 
 
 def read_parts(
@@ -307,9 +299,11 @@ def read_parts(
     continues, except within a local file.
     """
     parts = manifest.parts
-    sources = None if buffer is None else buffer.begun(parts)
-    if sources is None:
-        sources = []
+    begun = None
+    if buffer is not None:
+        begun, buffer.begun = buffer.begun, None
+    sources = [] if begun is None or begun[0] != parts else begun[1]
+    if not sources:
         for part in parts:
             held = part.num_bytes if part.num_bytes <= memory_bytes else 0
             memory_bytes -= held
@@ -318,7 +312,7 @@ def read_parts(
         return [PartReader(storage, each, manifest, source=source) for each, source in zip(parts, sources, strict=True)]
     except (StorageError, Interrupted):
         if buffer is not None:
-            buffer.keep(parts, sources)
+            buffer.begun = parts, sources
         raise
 
 
