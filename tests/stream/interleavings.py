@@ -100,9 +100,9 @@ class TrueStorage(Storage):
         self.before_each()
         self.data.pop(name, None)
 
-    def size(self, name: str) -> int | None:
+    def stat(self, name: str) -> StoredObject | None:
         self.before_each()
-        return len(self.data[name]) if name in self.data else None
+        return StoredObject(name, len(self.data[name]), 0.0) if name in self.data else None
 
     def objects(self, prefix: str, *, after: str | None = None) -> list[StoredObject]:
         self.before_each()
