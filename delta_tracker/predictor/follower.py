@@ -354,7 +354,7 @@ class Follower(Forkable):
         is_new = self.error is None or kind_of(error) != kind_of(self.error)
         if is_new and not isinstance(error, HeldVersionError):
             _logger.warning("predictor failed and retries: %s", _described(error))
-        self._reader.gauges.failed_to_follow(error)
+        self._reader.gauges.recorder.follow_errors.cell(reason=type(error).__name__).add(1)
         self.error = unraised(error)
 
 

@@ -140,7 +140,7 @@ class ModelWriter:
                     with self.lock.writing(), self.fence.writing():
                         chunk.write()
                     self.fence.throttle()
-                    self._gauges.wrote(chunk.num_rows)
+                    self._gauges.num_rows += chunk.num_rows
 
     def state_dict(self) -> dict[str, str | int]:
         """Return the stream position of the tables."""

@@ -21,10 +21,13 @@ _PATIENCE_SECONDS = 10.0
 
 
 class PredictorGauges:
-    """Metrics of one predictor. The attributes ``num_*`` are those of :class:`Status`."""
+    """Metrics of one predictor.
+
+    The attributes ``num_*`` are those of :class:`Status`. Writers count ``num_rows``, also of interrupted versions.
+    """
 
     def __init__(self, recorder: Recorder, runtime: Runtime) -> None:
-        self._recorder = recorder
+        self.recorder = recorder
         self._monotonic = runtime.monotonic
         self.apply_timer = recorder.apply_seconds.timer()
         self.age = ServedAge(runtime)
@@ -44,38 +47,34 @@ class PredictorGauges:
         def of_served(seconds: Callable[[Manifest], float | None]) -> Callable[[], float | None]:
             return lambda: None if (served := self.served) is None else seconds(served)
 
-        self._recorder.applied_version.set_function(lambda: self._version)
-        self._recorder.served_age_seconds.set_function(of_served(self.age.seconds))
-        self._recorder.served_event_age_seconds.set_function(of_served(self.age.event_seconds))
-        self._recorder.predictor_skew_seconds.set_function(of_served(lambda _: self.age.skew_seconds))
-        self._recorder.predictor_lag_versions.set_function(lambda: self._known_lag(0))
-        self._recorder.predictor_lag_seconds.set_function(lambda: self._known_lag(1))
-        self._recorder.refused_parts.cell(reason="corrupt")
-        self._recorder.follow_errors.cell(reason=StorageError.__name__)
+        self.recorder.applied_version.set_function(lambda: self._version)
+        self.recorder.served_age_seconds.set_function(of_served(self.age.seconds))
+        self.recorder.served_event_age_seconds.set_function(of_served(self.age.event_seconds))
+        self.recorder.predictor_skew_seconds.set_function(of_served(lambda _: self.age.skew_seconds))
+        self.recorder.predictor_lag_versions.set_function(lambda: self._known_lag(0))
+        self.recorder.predictor_lag_seconds.set_function(lambda: self._known_lag(1))
+        self.recorder.refused_parts.cell(reason="corrupt")
+        self.recorder.follow_errors.cell(reason=StorageError.__name__)
         for fault in (*faults, StorageError):
-            self._recorder.resyncs.cell(reason=fault.__name__)
-        for counter in (self._recorder.past_cache_reads, self._recorder.merged_catch_ups, self._recorder.failovers):
+            self.recorder.resyncs.cell(reason=fault.__name__)
+        for counter in (self.recorder.past_cache_reads, self.recorder.merged_catch_ups, self.recorder.failovers):
             counter.cell()
-        self._recorder.watch(lambda predictor: self._show(predictor.status))
+        self.recorder.watch(lambda predictor: self._show(predictor.status))
 
     def reads(self, stream: str) -> None:
         """Show the stream that the predictor reads, and the url of its source."""
         self._stream = stream
-        self._recorder.predictor_info.remove()
-        self._recorder.predictor_info.set(1, stream=stream, url=shown_url(self._url))
-
-    def wrote(self, num_rows: int) -> None:
-        """Count rows that were written, also of a version that is interrupted later."""
-        self.num_rows += num_rows
+        self.recorder.predictor_info.remove()
+        self.recorder.predictor_info.set(1, stream=stream, url=shown_url(self._url))
 
     def applied(self, manifest: Manifest) -> None:
         """Count an applied version and its rows."""
         self.num_bytes += manifest.num_bytes
         if manifest.kind != "claim":
             self.served = manifest
-        self._recorder.applied_versions.cell(kind=manifest.kind).add(1)
+        self.recorder.applied_versions.cell(kind=manifest.kind).add(1)
         for fqn, num_rows in manifest.rows_by_table.items():
-            self._recorder.applied_rows.cell(table=fqn).add(num_rows)
+            self.recorder.applied_rows.cell(table=fqn).add(num_rows)
         self._version = manifest.version
         self.age.applied(manifest)
         if manifest.stream != self._stream:
@@ -84,30 +83,18 @@ class PredictorGauges:
     def admitted(self, fqn: str, num_ids: int) -> None:
         """Count raw ids of a table that were mapped to rows."""
         self.num_admitted += num_ids
-        self._recorder.admitted_ids.cell(table=fqn).add(num_ids)
+        self.recorder.admitted_ids.cell(table=fqn).add(num_ids)
 
     def evicted(self, fqn: str, num_ids: int) -> None:
         """Count raw ids of a table that were removed from their rows."""
         self.num_evicted += num_ids
-        self._recorder.evicted_ids.cell(table=fqn).add(num_ids)
+        self.recorder.evicted_ids.cell(table=fqn).add(num_ids)
 
     def resynced(self, fault: Exception) -> None:
         """Count a resync and the fault that caused it."""
-        self._recorder.resyncs.cell(reason=type(fault).__name__).add(1)
+        self.recorder.resyncs.cell(reason=type(fault).__name__).add(1)
         if isinstance(fault, CorruptPartError):
-            self._recorder.refused_parts.cell(reason="corrupt").add(1)
-
-    def failed_to_follow(self, error: Exception) -> None:
-        """Count an error after which ``follow()`` retries."""
-        self._recorder.follow_errors.cell(reason=type(error).__name__).add(1)
-
-    def caught_up(self) -> None:
-        """Count a merged version or a snapshot that was applied to catch up."""
-        self._recorder.merged_catch_ups.cell().add(1)
-
-    def read_past_cache(self, num_objects: int) -> None:
-        """Count objects that were read past an HTTP cache after a fault."""
-        self._recorder.past_cache_reads.cell().add(num_objects)
+            self.recorder.refused_parts.cell(reason="corrupt").add(1)
 
     def rests(self, log: StreamLog, position: Position | None) -> None:
         """Read the entry of a loaded position once, to know the age of the rows. Ignores errors."""
@@ -122,7 +109,7 @@ class PredictorGauges:
 
     def failed_over(self, url: str) -> None:
         """Count a change to the source with the url ``url``."""
-        self._recorder.failovers.cell().add(1)
+        self.recorder.failovers.cell().add(1)
         self._url = url
         self.reads(self._stream)
 
@@ -134,13 +121,13 @@ class PredictorGauges:
         self._asked = None
         for operation, total in status.requests.items():
             if added := self._added(operation, total):
-                self._recorder.store_requests.cell(operation=operation).add(added)
+                self.recorder.store_requests.cell(operation=operation).add(added)
         for result, total in status.cache.items():
-            getattr(self._recorder, f"cache_{result}").cell().add(self._added(result, total))
+            getattr(self.recorder, f"cache_{result}").cell().add(self._added(result, total))
         if status.poll_seconds is None:
-            self._recorder.poll_seconds.remove()
+            self.recorder.poll_seconds.remove()
         else:
-            self._recorder.poll_seconds.set(status.poll_seconds)
+            self.recorder.poll_seconds.set(status.poll_seconds)
 
     def _added(self, name: str, total: int) -> int:
         """Return by how much a count has grown since the last call."""

@@ -96,7 +96,7 @@ class Reader:
     def version(self) -> int | None:
         """Last applied version; None before the first."""
         position = self.position
-        return None if position is None else position.version
+        return None if position is None else position.link.version
 
     def advance(self, *, looks_for_gap: bool) -> bool:
         """Apply the next version, or several at once. Return False if there is nothing to apply.
@@ -189,7 +189,7 @@ class Reader:
         )
         if view.catches_up:
             self._in_a_row = 0
-        self.gauges.age.rested = self.source.lag.rested
+        self.gauges.age.rested = self.sources.current.lag.rested
         return _Round(view, looks_for_gap)
 
     def _unseen(self, sources: Iterable[Source]) -> tuple[SeenLog, ...]:
@@ -267,14 +267,14 @@ class Reader:
                 self._in_a_row = _CATCH_UP
             case Rule.CATCH_UP:
                 self._in_a_row = _CATCH_UP
-                self.gauges.caught_up()
+                self.gauges.recorder.merged_catch_ups.cell().add(1)
                 kind = last.kind if last.merges is None else f"merged {last.kind}"
                 _logger.info("caught up from version %s to %d with a %s", version, last.version, kind)
             case Rule.PIN:
                 _logger.warning("rolled back to version %d of %s", last.version, self.storage.url)
             case Rule.RELEASE | Rule.SUCCESSION:
                 _logger.warning("%s: url=%s former=%s", self.why, self.storage.url, version)
-        self.resyncs.applied()
+        self.resyncs.logged.clear()
         if decision.cause is not None:
             self.resyncs.add(self.storage.url, decision.cause, version, last.version)
             self.gauges.resynced(decision.cause)
@@ -304,7 +304,7 @@ class Reader:
         source, again = self.source, state.retry
         state.retry = None
         if again is None:
-            counts = self.gauges.read_past_cache
+            counts = self.gauges.recorder.past_cache_reads.cell().add
             doubted = source.settling.doubt(doubt.error, state.view.position, source.storage, counts)
             if doubted is None:
                 self._believe(state, doubt.error)
@@ -328,9 +328,10 @@ class Reader:
     def _is_retired(self) -> bool:
         """Return True if the pointer, read past the caches, shows that retention has deleted the next version."""
         position, pointer = self.position, self.source.log.pointer
-        if position is None or not self.source.settling.may_read_pointer():
+        if position is None or self.source.settling.has_read_pointer:
             return False
-        self.gauges.read_past_cache(1)
+        self.source.settling.has_read_pointer = True
+        self.gauges.recorder.past_cache_reads.cell().add(1)
         claimed = pointer.newest(past_cache=True)
         if claimed is None or claimed.may_have(position.version + 1):
             return False
@@ -370,7 +371,7 @@ class Resyncs:
     def __init__(self) -> None:
         self.count = 0
         self.last = ""  # description of the last resync
-        self._logged: set[tuple[object, ...]] = set()
+        self.logged: set[tuple[object, ...]] = set()  # since the last applied version
 
     def add(self, url: str, fault: StreamError, before: int | None, after: int) -> None:
         """Record a resync because of a fault, from version ``before`` to ``after``."""
@@ -382,13 +383,9 @@ class Resyncs:
     def log_once(self, level: int, text: str, error: StreamError, *what: object) -> None:
         """Log a fault unless it was logged since the last applied version."""
         key = text, *what, *kind_of(error)
-        if key not in self._logged:
-            self._logged.add(key)
+        if key not in self.logged:
+            self.logged.add(key)
             _logger.log(level, text, *what, str(error))
-
-    def applied(self) -> None:
-        """Log faults again, because a version was applied."""
-        self._logged.clear()
 
 
 class IgnoredPins:

@@ -179,7 +179,7 @@ class SinkWriter(Forkable):
                     self._write_owned(manifest, fqn, ids, values, *ordered[fqn])
                 else:
                     self._sink.write(manifest.stream, fqn, ids, values, manifest.version)
-                self._gauges.wrote(chunk.num_rows)
+                self._gauges.num_rows += chunk.num_rows
         for fqn, (left, _) in changes.items():
             kept = ordered[fqn][1].sort().values
             for some in checked(_pieces(left)):

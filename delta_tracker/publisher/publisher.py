@@ -212,7 +212,7 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
                 self._closing.append(pointer.close)
                 # The thread of a publisher that is dropped without close() ends, too.
                 weakref.finalize(self, pointer.end).atexit = False
-            if chosen.has_passes:
+            if chosen.retention is not None or chosen.compact_every is not None:
                 on_pass = None if pointer is None else lambda has_changed: pointer.rescan() if has_changed else None
                 on_failure = reports.upkeep_failed
                 self._upkeep = passes = UpkeepThread(writer.storage, chosen, on_pass=on_pass, on_failure=on_failure)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import Any
+from unittest.mock import MagicMock
 
 from delta_tracker.predictor.reader import Reader
 from delta_tracker.stream.format.manifest import Manifest
@@ -21,6 +22,7 @@ class Nothing:
         self.position = position
         self.written = Written(stream="")
         self.destination = self.age = self
+        self.recorder = MagicMock()
 
     def save_order(self, followed: Order) -> None: ...
 
@@ -38,10 +40,6 @@ class Nothing:
         self.position = Position.after(entries[-1])
 
     def resynced(self, fault: Exception) -> None: ...
-
-    def caught_up(self) -> None: ...
-
-    def read_past_cache(self, num_objects: int) -> None: ...
 
     def failed_over(self, url: str) -> None: ...
 

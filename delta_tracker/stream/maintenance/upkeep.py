@@ -62,11 +62,6 @@ class Upkeep:
             check_count("compact_every", self.compact_every, 2)
         check_seconds("pointer_seconds", self.pointer_seconds)
 
-    @property
-    def has_passes(self) -> bool:
-        """True if there is a retention or a compaction."""
-        return self.retention is not None or self.compact_every is not None
-
 
 class _RetentionStep:
     """Passes of a retention, and one log line if they can delete nothing because no new snapshot is published."""

@@ -345,7 +345,7 @@ def _along(log: SeenLog, view: View, order: Order, path: Sequence[Manifest], sta
             log.is_doubted and isinstance(fault, CACHE_FAULTS)
         ):
             raise fault
-        others = _without_faults(log, view)
+        others = log.without(each.entry for each in view.faults if each.concerns(log.number, each.entry))
         with suppress(MalformedError, MissingVersionError, NoSnapshotError):
             last = committed_entry(others, path[-1].version, path[-1], link=path[-1].link)
             path = path_to_entry(others, last, order.newest, position=start)
@@ -356,11 +356,6 @@ def _along(log: SeenLog, view: View, order: Order, path: Sequence[Manifest], sta
 
 def _first_fault(log: SeenLog, view: View, entries: Iterable[Manifest]) -> StreamError | None:
     return next((fault for each in entries if (fault := view.fault_of(log, each)) is not None), None)
-
-
-def _without_faults(log: SeenLog, view: View) -> SeenLog:
-    """Return what was read of a log, without the entries that have a fault."""
-    return log.without(each.entry for each in view.faults if each.concerns(log.number, each.entry))
 
 
 def _named(log: SeenLog, order: Order) -> Manifest:

@@ -24,6 +24,9 @@ class Settling:
     A doubt begins with the first fault at a stream position, and ends when a version is applied. All faults at one
     position belong to the same doubt. During a doubt, each object is read once past the caches. The reader acts on a
     fault after ``seconds``, which must exceed the time for which a cache keeps a 404.
+
+    Attributes:
+        has_read_pointer: True if the reader has read the pointer past the caches, once per doubt.
     """
 
     def __init__(self, seconds: float = 10.0, clock: Callable[[], float] = time.monotonic) -> None:
@@ -32,7 +35,7 @@ class Settling:
         self._position: Position | None = None
         self._began = 0.0
         self._doubted: DoubtedStore | None = None  # None without a doubt
-        self._is_pointer_read = False
+        self.has_read_pointer = False
 
     @property
     def is_over(self) -> bool:
@@ -42,7 +45,7 @@ class Settling:
     def clear(self) -> None:
         """End the delay, because a version was applied."""
         self._doubted = None
-        self._is_pointer_read = False
+        self.has_read_pointer = False
 
     def doubt(
         self, fault: StreamError, position: Position | None, storage: Storage, counts: Callable[[int], object]
@@ -55,11 +58,6 @@ class Settling:
             self.clear()
             self._position, self._began, self._doubted = position, self._clock(), DoubtedStore(storage, counts)
         return self._doubted.view() if self._doubted.doubt(_doubtful(fault, position)) else None
-
-    def may_read_pointer(self) -> bool:
-        """Return True once per fault: the pointer may be read past the caches."""
-        is_first, self._is_pointer_read = not self._is_pointer_read, True
-        return is_first
 
 
 def _doubtful(fault: StreamError, position: Position | None) -> set[str]:
