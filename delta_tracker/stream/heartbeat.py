@@ -110,17 +110,16 @@ class _Target:
 
 
 class HeartbeatWriter:
-    """Writer of one predictor's heartbeats, every ``seconds``. It does not raise errors of the store.
+    """Writer of one predictor's heartbeats, every five seconds. It does not raise errors of the store.
 
     The first of consecutive failures and the recovery are logged, but no failure before the first version. After a
     failure, the time to the next one doubles, up to five minutes, because the caller waits for a store that hangs.
     """
 
-    def __init__(self, storage: Storage, name: str, seconds: float = BEAT_SECONDS) -> None:
+    def __init__(self, storage: Storage, name: str) -> None:
         check_name(name)
         self._target = _Target(storage)
         self._name = name
-        self._seconds = seconds
         self._looks: deque[tuple[float, int | None, int | None]] = deque(maxlen=_WINDOW)  # with monotonic times
         self._is_alone = True  # False once another process with the name was logged
 
@@ -138,7 +137,7 @@ class HeartbeatWriter:
         ``fields`` are the fields of the :class:`Heartbeat` that this object does not set.
         """
         target, now = self._target, time.monotonic()
-        target.due = now + self._seconds
+        target.due = now + BEAT_SECONDS
         self._looks.append((now, fields["version"], fields["lag_versions"]))
         window = tuple((now - then, version, lag) for then, version, lag in self._looks)
         try:
@@ -146,7 +145,7 @@ class HeartbeatWriter:
                 return
             target.storage = target.storage.reopened()
             self._check_alone(target)
-            own: dict[str, Any] = {"host": socket.gethostname()[:_MAX_HOST], "seconds": self._seconds, "window": window}
+            own: dict[str, Any] = {"host": socket.gethostname()[:_MAX_HOST], "window": window}
             beat = Heartbeat(name=self._name, time=time.time(), **(own | fields))
             write_heartbeat(target.storage, beat)
             target.last, target.num_written = beat.time, target.num_written + 1
@@ -155,7 +154,7 @@ class HeartbeatWriter:
                 return  # a predictor may start before the stream's directory exists
             if not target.pause:
                 _logger.warning("could not write the predictor's heartbeat: %s", error)
-            target.pause = min(2 * (target.pause or self._seconds), _MAX_PAUSE_SECONDS)
+            target.pause = min(2 * (target.pause or BEAT_SECONDS), _MAX_PAUSE_SECONDS)
             target.due = time.monotonic() + target.pause
         else:
             if target.pause:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 
-from delta_tracker.errors import MalformedError, kind_of
+from delta_tracker.errors import MalformedError
 from delta_tracker.stream.format.manifest import Manifest, Merged
 from delta_tracker.stream.interruption import Interrupted, interruptible
 from delta_tracker.stream.log import StreamLog
@@ -43,7 +43,6 @@ class PointerWriter:
         self._scan: HeadPointer | None = None  # the last listing, for the head at that time
         self._scanned_at = _NEVER  # monotonic time at which it began; to repeat it, never
         self._written: HeadPointer | None = None  # with a time of 0
-        self._failure: tuple[object, ...] | None = None  # kind of the last failure
         self._num_failures = 0  # consecutive ones
         self._thread: threading.Thread | None = None
         self._wake = threading.Event()
@@ -125,10 +124,9 @@ class PointerWriter:
             self._failed(error)
             self._wake.set()
         else:
-            self._num_failures = 0
-            if self._failure is not None:
-                self._failure = None
+            if self._num_failures:
                 _logger.warning("the pointer is written again: url=%s", self._log.storage.url)
+            self._num_failures = 0
 
     def _scanned(self) -> HeadPointer:
         versions, merged = self._log.versions(), self._log.merged()
@@ -173,12 +171,10 @@ class PointerWriter:
         return PointedSnapshot(version=in_log, merged=False) if in_log >= 0 else None
 
     def _failed(self, error: Exception) -> None:
-        self._num_failures = min(self._num_failures + 1, 10)
-        failure = kind_of(error)
-        if failure != self._failure:
-            self._failure = failure
+        if not self._num_failures:
             url = self._log.storage.url
             _logger.warning("the pointer was not written, which is repeated: url=%s error=%s", url, error)
+        self._num_failures = min(self._num_failures + 1, 10)
 
 
 def _oldest(versions: list[int], head: int) -> int:

@@ -26,7 +26,6 @@ from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.stream.storage.store import Transfer
 
-_MAX_BYTES = 16 << 10
 _REQUEST_NAME = "control/takeover.json"
 
 
@@ -84,11 +83,10 @@ class Liveness:
             error=error,
         )
         write_heartbeat(self._storage, beat)
-        response = Transfer()
-        name = heartbeat_path(self._name)
-        if self._storage.read(name, max_bytes=_MAX_BYTES, transfer=response) is None or response.modified is None:
-            raise StorageError(self._storage.url, f"{name} is missing after it was written")
-        return response.modified
+        stored = self._storage.stat(heartbeat_path(self._name))
+        if stored is None:
+            raise StorageError(self._storage.url, f"{heartbeat_path(self._name)} is missing after it was written")
+        return stored.modified
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

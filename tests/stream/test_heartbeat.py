@@ -136,7 +136,7 @@ def test_an_invalid_name_is_refused(name: object) -> None:
 
 def test_a_pulse_beats_every_few_seconds(clock: _Clock) -> None:
     storage = Storage("memory://")
-    beats = HeartbeatWriter(storage, "p", seconds=5.0)
+    beats = HeartbeatWriter(storage, "p")
     fields = {key: value for key, value in _FIELDS.items() if key not in ("name", "time")}
     assert beats.is_due()
     beats.write(**fields)
@@ -167,7 +167,7 @@ def test_two_processes_of_one_name_are_named_once(clock: _Clock, caplog) -> None
 
 def test_a_heartbeat_has_the_window_of_the_last_ten(clock: _Clock) -> None:
     storage = Storage("memory://")
-    beats = HeartbeatWriter(storage, "p", seconds=5.0)
+    beats = HeartbeatWriter(storage, "p")
     fields = {key: value for key, value in _FIELDS.items() if key in ("stream", "lag_seconds", "resyncs", "error")}
     for version in range(12):
         beats.write(version=version, lag_versions=20 - version, **fields)
