@@ -26,25 +26,19 @@ from delta_tracker.stream.format.field_types import Count
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.format.part_reader import Contents
 from delta_tracker.stream.reading.orders import Order
-from delta_tracker.stream.reading.position import Position, Rows, Written
+from delta_tracker.stream.reading.position import Position, Rows, SavedPosition, Written
 from delta_tracker.types import Identity
 
 
-class _Saved(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """Fields of :class:`Written` that are saved."""
+class _Saved(SavedPosition):
+    """Position and the last order that was followed."""
 
-    stream: str = ""
-    version: Count | None = None
-    xxh3: str | None = None
-    generation: Count | None = None
-    created: Count | None = None
     pin: Count = 0
     release: Count = 0
 
     def __post_init__(self) -> None:
-        num_missing = (self.stream or None, self.version, self.xxh3, self.generation, self.created).count(None)
-        if num_missing not in (0, 5) or bool(self.pin) + bool(self.release) > (num_missing == 0):
-            raise ValueError("not the fields of one position")
+        if self.pin and self.release:
+            raise ValueError("two last orders")
 
 
 class ModelWriter:
@@ -159,7 +153,8 @@ class ModelWriter:
         try:
             fields = dict(state)
             identities = msgspec.json.decode(str(fields.pop("identities", "{}")), type=dict[str, Identity])
-            written = Written(**msgspec.structs.asdict(msgspec.convert(fields, _Saved)))
+            saved = msgspec.convert(fields, _Saved) if fields else None
+            written = Written(stream="") if saved is None else Written(**msgspec.structs.asdict(saved))
         except (TypeError, ValueError) as error:
             raise InvalidArgumentError("state", state, "Pass what state_dict() returned") from error
         with self.lock.writing():

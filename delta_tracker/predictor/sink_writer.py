@@ -319,8 +319,6 @@ def _pieces(values: Tensor) -> tuple[Tensor, ...]:
 
 
 def _by_slot(slots: Tensor, owners: Tensor) -> tuple[Tensor, Tensor]:
-    if bool((slots[1:] > slots[:-1]).all()):
-        return slots, owners
     slots, order = slots.sort()
     return slots, owners[order]
 

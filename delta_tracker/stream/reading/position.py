@@ -9,7 +9,7 @@ from typing import Self, cast
 from msgspec import Struct, convert, to_builtins
 
 from delta_tracker.errors import InvalidArgumentError
-from delta_tracker.stream.format.field_types import Count
+from delta_tracker.stream.format.field_types import Count, Hex
 from delta_tracker.stream.format.manifest import Link, Manifest
 from delta_tracker.stream.store_clock import SKEW_SECONDS
 
@@ -25,10 +25,12 @@ class Rows(Enum):
     """Rows of unrelated versions. Only a snapshot may be applied next."""
 
 
-class _SavedPosition(Struct, forbid_unknown_fields=True):
-    stream: str
+class SavedPosition(Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """Position as plain values."""
+
+    stream: Hex
     version: Count
-    xxh3: str
+    xxh3: Hex
     generation: Count
     created: Count
 
@@ -82,14 +84,14 @@ class Position:
 
     def to_dict(self) -> dict[str, str | int]:
         """Return the position as plain values, for JSON."""
-        saved = _SavedPosition(self.stream, self.link.version, self.link.xxh3, self.generation, self.created)
+        saved = SavedPosition(self.stream, self.link.version, self.link.xxh3, self.generation, self.created)
         return cast("dict[str, str | int]", to_builtins(saved))
 
     @classmethod
     def from_dict(cls, state: object) -> Position:
         """Restore a position from the result of :meth:`to_dict`. Raise InvalidArgumentError if it is invalid."""
         try:
-            saved = convert(state, _SavedPosition)
+            saved = convert(state, SavedPosition)
         except ValueError as error:
             raise InvalidArgumentError("state", state, "Pass what state_dict() returned") from error
         return cls(saved.stream, Link(saved.version, saved.xxh3), saved.generation, saved.created)
