@@ -49,7 +49,6 @@ class TableLock(Forkable):
         self._mutex = threading.Lock()
         self._may_read = threading.Condition(self._mutex)
         self._may_write = threading.Condition(self._mutex)
-        self._may_fork = threading.Condition(self._mutex)
         self._forking: set[int] = set()  # ids of threads that are forking; no write starts until they have forked
         self._num_queued = 0  # readers that wait until a write ends
         self._num_invited = 0  # readers that were woken and have not entered yet
@@ -104,7 +103,6 @@ class TableLock(Forkable):
                 self._num_invited, self._num_queued = self._num_queued, 0
                 self._may_read.notify_all()
                 self._may_write.notify()
-                self._may_fork.notify_all()
 
     # Forks
 
@@ -115,7 +113,7 @@ class TableLock(Forkable):
             return  # a signal handler forks while its own thread holds the mutex
         try:
             self._forking.add(thread)
-            self._may_fork.wait_for(lambda: self._writer in (None, thread), _FORK_SECONDS)
+            self._may_read.wait_for(lambda: self._writer in (None, thread), _FORK_SECONDS)
         finally:
             self._mutex.release()
 

@@ -256,8 +256,9 @@ class PointerReader(Forkable):
         refused = self._refused
         if refused is None or _link(refused[0]) != _link(pointer):
             return None
-        if self._is_later(refused[1]):
-            self._refused = pointer, self._runtime.monotonic(), refused[2]
+        now = self._runtime.monotonic()
+        if now - refused[1] >= _DOUBT_SECONDS:
+            self._refused = pointer, now, refused[2]
             if self._has_entry(pointer):
                 self._refused = None
                 return None
@@ -279,17 +280,15 @@ class PointerReader(Forkable):
             self.confirmed = self._base = pointer
             self._claimed = None
 
-    def _is_later(self, since: float) -> bool:
-        return self._runtime.monotonic() - since >= _DOUBT_SECONDS
-
     def _replacement(self, known: HeadPointer, pointer: HeadPointer, *, is_uncached: bool) -> HeadPointer | None:
         """Return the pointer that has replaced ``known`` in the log, by entries read past all caches, or None."""
         is_other = pointer.stream != known.stream
         base = self._base  # a pointer that was read before entries raised it is not lower than itself
         is_late = not is_other and base is not None and _order(pointer) >= _order(base)
-        if is_late or not self._is_later(self._doubted_at):
+        now = self._runtime.monotonic()
+        if is_late or now - self._doubted_at < _DOUBT_SECONDS:
             return None
-        self._doubted_at = self._runtime.monotonic()
+        self._doubted_at = now
         if is_other and not is_uncached and self._storage.uncached is not self._storage:
             again = read_pointer(self._storage.uncached)
             if again is None or again.stream != pointer.stream:

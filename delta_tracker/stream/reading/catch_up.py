@@ -31,10 +31,6 @@ class CatchUp:
         estimated. Entries that could not be applied or read before are skipped.
         """
         held = position.version
-        if not self._log.is_listed:  # a pointer that is not far ahead need not be confirmed
-            pointer = self._log.pointer.newest()
-            if pointer is None or pointer.version < held + _MIN_MERGED:
-                return None
         if self._bound < held + _MIN_MERGED:  # otherwise, it need not be looked for again
             self._bound = self._log.newest_version(held)
         if self._bound < held + _MIN_MERGED:
