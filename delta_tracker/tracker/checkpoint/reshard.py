@@ -9,7 +9,7 @@ must be restored first.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -153,26 +153,25 @@ class Resharding:
         if not pieces:
             return None
         ids = torch.unique(torch.cat([rows.ids for _, rows in pieces]))
-        where = [torch.searchsorted(ids, rows.ids) for _, rows in pieces]
-        ages = torch.zeros(len(ids), dtype=torch.int32)
-        for at, (_, rows) in zip(where, pieces, strict=True):
+        held = self._capture.old_states(shard, ids.to(shard.device)).cpu().clone() if self._capture.keeps_old else None
+        known, ages = torch.ones(len(ids), dtype=torch.bool), torch.zeros(len(ids), dtype=torch.int32)
+        former: Tensor | None = None
+        for saved, rows in pieces:
+            at = torch.searchsorted(ids, rows.ids)
             if rows.ages is not None:
                 ages[at] = torch.maximum(ages[at], rows.ages)
-        aged = ages.to(shard.device) if bool(ages.any()) else None
-        former = _former(len(ids), zip(where, (rows for _, rows in pieces), strict=True))
-        former = None if former is None else former.to(shard.device)
-        if not self._capture.keeps_old:
-            return ChangedRows(ids.to(shard.device), ages=aged, former=former)
-        held = self._capture.old_states(shard, ids.to(shard.device)).cpu().clone()
-        known = torch.ones(len(ids), dtype=torch.bool)
-        for at, (saved, rows) in zip(where, pieces, strict=True):
-            _check_states(saved.part, fqn, rows, held, saved.saved_indices)
-            assert rows.states is not None, "checked above"
-            assert rows.known is not None, "checked above"
-            held[at.unsqueeze(1), saved.indices] = rows.states[:, saved.saved_indices]
-            known[at] &= rows.known
-        held[~known] = torch.nan
-        return ChangedRows(ids.to(shard.device), held.to(shard.device), known.to(shard.device), aged, former)
+            if rows.former is not None:
+                former = torch.full((len(ids),), NO_OWNER) if former is None else former
+                former[at] = rows.former
+            if held is not None:
+                states, was_known = _checked_states(saved.part, fqn, rows, held, saved.saved_indices)
+                held[at.unsqueeze(1), saved.indices] = states[:, saved.saved_indices]
+                known[at] &= was_known
+        if held is not None:
+            held[~known] = torch.nan
+        columns = held, None if held is None else known, ages if bool(ages.any()) else None, former
+        device = shard.device
+        return ChangedRows(ids.to(device), *(None if each is None else each.to(device) for each in columns))
 
 
 def _local(rows: ChangedRows | None, spec: ShardSpec) -> ChangedRows | None:
@@ -184,23 +183,17 @@ def _local(rows: ChangedRows | None, spec: ShardSpec) -> ChangedRows | None:
     return replace(inside, ids=inside.ids - spec.row_offset)
 
 
-def _former(num_rows: int, pieces: Iterable[tuple[Tensor, ChangedRows]]) -> Tensor | None:
-    """Return the former owners, ``[N]`` int64, or None if no piece has any; ``NO_OWNER`` where they are unknown."""
-    former = None
-    for at, rows in pieces:
-        if rows.former is not None:
-            former = torch.full((num_rows,), NO_OWNER) if former is None else former
-            former[at] = rows.former
-    return former
-
-
-def _check_states(part: RankHeader, fqn: str, rows: ChangedRows, held: Tensor, indices: Tensor) -> None:
+def _checked_states(
+    part: RankHeader, fqn: str, rows: ChangedRows, held: Tensor, indices: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the old states of some rows, and where they are known, after a check that they fit those in ``held``."""
     if rows.states is None or rows.known is None:
         raise CheckpointError(part.prefix, f"old states are missing for rows of {fqn!r}")
     if rows.states.dtype != held.dtype:
         raise StateMismatchError(f"old states of table {fqn!r} of dtype", rows.states.dtype, held.dtype)
     if rows.states.dim() != held.dim() or (len(indices) and int(indices.max()) >= rows.states.shape[1]):
         raise CheckpointError(part.prefix, f"old states of {fqn!r} have shape {tuple(rows.states.shape)}")
+    return rows.states, rows.known
 
 
 def _shared_area(left: ShardSpec, right: ShardSpec) -> int:
