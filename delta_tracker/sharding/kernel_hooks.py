@@ -30,9 +30,8 @@ from torch.utils.hooks import RemovableHandle
 
 from delta_tracker.sharding.kernel_memory import Kernel
 from delta_tracker.sharding.named_writers import num_named_writes
-from delta_tracker.sharding.other_updates import OtherUpdates
 from delta_tracker.sharding.torchrec_api import share_rows, weight_slots
-from delta_tracker.sharding.watcher import HookListener, Reports, Watcher, is_capturing, untraced
+from delta_tracker.sharding.watcher import HookListener, OtherUpdates, Reports, Watcher, is_capturing, untraced
 
 # Names of FBGEMM's autograd nodes: SplitLookupFunction_<optimizer>_Op, SplitNoBagLookupFunction_..., with suffixes.
 _NODE_NAME = "LookupFunction"

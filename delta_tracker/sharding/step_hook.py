@@ -33,9 +33,8 @@ from torch.utils.hooks import RemovableHandle
 
 from delta_tracker.sharding.local_shard import LocalShard
 from delta_tracker.sharding.named_writers import num_named_writes
-from delta_tracker.sharding.other_updates import OtherUpdates
 from delta_tracker.sharding.plain_tables import PlainModule
-from delta_tracker.sharding.watcher import Reports, Watcher, untraced
+from delta_tracker.sharding.watcher import OtherUpdates, Reports, Watcher, untraced
 
 _logger = logging.getLogger(__name__)
 

@@ -6,6 +6,7 @@ import copy
 import itertools
 import logging
 import sys
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -203,6 +204,35 @@ class _NoListener:
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *_, **__: None
+
+
+class OtherUpdates:
+    """Updates of other tensors, such as those of a copy of the model, since the tables were last updated or written.
+
+    Args:
+        versions: function without arguments that returns a value that changes with each in-place write to the tables.
+    """
+
+    def __init__(self, versions: Callable[[], object]) -> None:
+        self.versions = versions
+        self._since: object = None
+        self._counts: Counter[str] = Counter()
+
+    def count(self, fqns: Iterable[str]) -> None:
+        """Count an update of other tensors, which could be taken for the tables ``fqns``."""
+        now = self.versions()
+        if now != self._since:
+            self._counts.clear()
+            self._since = now
+        self._counts.update(fqns)
+
+    def clear(self) -> None:
+        """Forget the updates, because a table was updated."""
+        self._counts.clear()
+
+    def counts(self) -> Counter[str]:
+        """Return the number of such updates by table FQN; empty if a table was written since the first of them."""
+        return self._counts if self._counts and self.versions() == self._since else Counter()
 
 
 def is_capturing() -> bool:
