@@ -9,7 +9,7 @@ from typing import Literal
 
 from delta_tracker.cli.history import History
 from delta_tracker.cli.predictors import SeenPredictor
-from delta_tracker.cli.text import duration, several
+from delta_tracker.cli.text import duration
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.heartbeat import State
 
@@ -17,7 +17,6 @@ Level = Literal["fault", "warning", "note"]
 
 LEVELS: tuple[Level, ...] = ("fault", "warning", "note")
 _MAX_NAMES = 3
-_MAX_ERRORS = 5
 _MAX_PROBLEM = 160  # characters
 _MIN_QUIET_SECONDS = 60.0
 _QUIET_GAPS = 3  # the publisher is quiet after so many times the longest time between versions
@@ -155,22 +154,18 @@ def of_clocks(skews: Iterable[str]) -> list[Notice]:
 
 
 def _errors(predictors: Sequence[SeenPredictor], level: Level) -> list[Notice]:
-    """Return one notice for each kind of error, at most five."""
+    """Return one notice for each kind of error."""
     kinds: dict[str, list[SeenPredictor]] = {}
     for each in predictors:
         kinds.setdefault((each.beat.error or "").partition(":")[0], []).append(each)
     found = []
     state = "failing" if level == "fault" else "has an error"
-    for of_kind in list(kinds.values())[:_MAX_ERRORS]:
+    for of_kind in kinds.values():
         step, error = of_kind[0].beat.next_step, of_kind[0].beat.error or ""
         problem = error.removesuffix(f". {step}.")
         cut = "…" if len(problem) > _MAX_PROBLEM else ""
         what = f"{_names(of_kind)}: {state}, {problem[:_MAX_PROBLEM]}{cut}"
         found.append(Notice(level, what, step or "Correct the cause that its error names; it tries again by itself"))
-    if len(kinds) > _MAX_ERRORS:
-        left = sum(len(of_kind) for of_kind in list(kinds.values())[_MAX_ERRORS:])
-        step = "Read their errors in the table of predictors"
-        found.append(Notice(level, f"{several(left, 'other predictor')}: {state}, other errors", step))
     return found
 
 

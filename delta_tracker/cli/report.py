@@ -35,7 +35,6 @@ from delta_tracker.stream.store_clock import StoreClock
 MAX_TABLES = 40
 _HOT_ROWS = 10
 _MAX_BARS = 48
-_MAX_FAULTS = 20
 _SUMS = ("deltas", "snapshots", "restarts", "delta_bytes", "snapshot_bytes", "full_bytes")
 _BIN_FIELDS = [each.name for each in fields(Bin) if each.name != "tables"]
 
@@ -80,7 +79,7 @@ def command(stream: Stream, path: Path | None, versions: int, megabytes: int) ->
         page = (path or Path("report.html")).absolute()
         _write(page, render(figures))
         stream.out.line(f"{page}: {size(page.stat().st_size)}")
-        if num_faults := len(figures["faults"]) + figures["more_faults"]:
+        if num_faults := len(figures["faults"]):
             stream.out.line(f"{several(num_faults, 'finding')}, listed in the page", "bold red")
     return 1 if figures["faults"] else 0
 
@@ -134,7 +133,7 @@ def read_figures(stream: Stream, max_versions: int, max_bytes: int) -> Figures:
     problems = skews.problems(predictors, clock)
     described = [version for version in history.lost if any(entry_name(version) in each.problem for each in faulty)]
     notices = [
-        *_notices(faulty),
+        *(Notice("fault", each.problem, each.remedy) for each in faulty),
         *of_publishers(history, head, clock.now(), described),
         *of_predictors(predictors),
         *([] if pin is None else [_pinned(pin, clock.now())]),
@@ -167,8 +166,7 @@ def read_figures(stream: Stream, max_versions: int, max_bytes: int) -> Figures:
         "hosts": hosts_of(predictors),
         "pin": to_builtins(pin),
         "skews": problems,
-        "faults": [each.problem for each in faulty[:_MAX_FAULTS]],
-        "more_faults": len(faulty[_MAX_FAULTS:]),
+        "faults": [each.problem for each in faulty],
         "notices": to_builtins(sort_notices(notices)),
     }
 
@@ -183,14 +181,6 @@ def _newest(sizes: Sequence[tuple[int, int]], max_bytes: int) -> list[tuple[int,
         if num_bytes:  # else a claim
             found.append((version, num_bytes))
     return found[::-1]
-
-
-def _notices(faulty: list[StreamError]) -> list[Notice]:
-    found = [Notice("fault", each.problem, each.remedy) for each in faulty[:_MAX_FAULTS]]
-    if len(faulty) > _MAX_FAULTS:
-        what = f"{several(len(faulty) - _MAX_FAULTS, 'other fault')} in objects of the stream"
-        found.append(Notice("fault", what, "Run delta-tracker verify, which lists all of them"))
-    return found
 
 
 def _pinned(pin: Pin, now: float) -> Notice:
