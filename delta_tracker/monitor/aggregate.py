@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import cache
 from typing import Any
@@ -154,9 +154,9 @@ class Aggregate:
         self.weight += weight
 
     def _add_extremes(self, low: float, high: float, last: float) -> None:
-        # NaN means unknown; min() and max() of NaN and a number would depend on the argument order.
-        self.min = _known(min, self.min, low)
-        self.max = _known(max, self.max, high)
+        # NaN means unknown; min() and max() ignore it as the second argument only.
+        self.min = low if math.isnan(self.min) else min(self.min, low)
+        self.max = high if math.isnan(self.max) else max(self.max, high)
         self.last = self.last if math.isnan(last) else last
 
     def _accepted(self, values: list[float]) -> list[float]:
@@ -165,16 +165,10 @@ class Aggregate:
             # A finite sum has finite terms.
             if math.isfinite(sum(values)) and not (self._is_counter and min(values, default=0) < 0):
                 return values
-        kept = [value for value in values if _is_finite(value) and not (self._is_counter and value < 0)]
+        low = 0 if self._is_counter else -sys.float_info.max
+        kept = [value for value in values if low <= value <= sys.float_info.max]
         self.num_rejected += len(values) - len(kept)
         return kept
-
-
-def _known(choose: Callable[[float, float], float], first: float, second: float) -> float:
-    """Return ``choose(first, second)``. If one number is NaN, return the other."""
-    if math.isnan(first):
-        return second
-    return first if math.isnan(second) else choose(first, second)
 
 
 def _sum(numbers: Sequence[float]) -> float:
@@ -184,13 +178,6 @@ def _sum(numbers: Sequence[float]) -> float:
         if math.isfinite(total):
             return total
     return sum(map(float, numbers))
-
-
-def _is_finite(number: float) -> bool:
-    try:
-        return math.isfinite(number)
-    except OverflowError:
-        return False
 
 
 def plain_number(value: Any) -> float:  # noqa: ANN401  users pass anything
