@@ -14,7 +14,7 @@ from torch import Tensor
 from delta_tracker.cli.output import table
 from delta_tracker.cli.stream_command import Stream, os_errors_of, stream_command
 from delta_tracker.cli.text import count, plain, several
-from delta_tracker.cli.version_tables import mapped, num_bytes_of, rows_of, write_versions
+from delta_tracker.cli.version_tables import mapped, rows_of, write_versions
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.raw_ids import NO_OWNER
 from delta_tracker.rows import bits_of
@@ -118,7 +118,7 @@ def _both(
     is_shared = [each.link for each in second[: len(first)]] == [each.link for each in first]
     rest = second[len(first) :] if is_shared else second
     rooms: list[Tensor] = []
-    with stream.out.progress("reading", num_bytes_of([*first, *rest])) as advance:
+    with stream.out.progress("reading", sum(each.num_bytes for each in (*first, *rest))) as advance:
         for name, manifests in (("first", first), ("second", rest)):
             room = mapped(scratch / name, {spec.fqn: held})
             if rooms and is_shared:

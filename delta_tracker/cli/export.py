@@ -14,7 +14,7 @@ from torch import Tensor
 
 from delta_tracker.cli.stream_command import Stream, os_errors_of, stream_command
 from delta_tracker.cli.text import size
-from delta_tracker.cli.version_tables import mapped, num_bytes_of, rows_of, write_versions
+from delta_tracker.cli.version_tables import mapped, rows_of, write_versions
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.stream.format.manifest import DenseSpec
 from delta_tracker.stream.format.part_writer import METADATA_KEY, safetensors_header
@@ -110,7 +110,7 @@ def _write(stream: Stream, version: int, form: str, made: Path, work: Path) -> s
         from delta_tracker.cli.dcp_checkpoint import entries_of, write_checkpoint  # noqa: PLC0415  slow to import
 
         path = entries_of(stream.log, version)
-        with stream.out.progress("reading", num_bytes_of(path)) as advance:
+        with stream.out.progress("reading", sum(each.num_bytes for each in path)) as advance:
             write_checkpoint(stream.storage, path, made, work, advance)
         return path[-1].stream
     path = path_to(stream.log, version, of_any=True)
@@ -129,7 +129,7 @@ def _write(stream: Stream, version: int, form: str, made: Path, work: Path) -> s
             rooms |= mapped(file, specs, safetensors_header(specs.items(), metadata))
     rows = {fqn: rooms[_weight(fqn)] for fqn in snapshot.tables}
     owners = {fqn: rooms[_raw_ids(fqn)] for fqn in snapshot.identities}
-    with stream.out.progress("reading", num_bytes_of(path)) as advance:
+    with stream.out.progress("reading", sum(each.num_bytes for each in path)) as advance:
         dense = write_versions(stream.storage, path, rows, owners, like=snapshot, advance=advance)
     if form == "torch":
         for name in dense.keys() & rooms.keys():

@@ -28,7 +28,8 @@ def plain(text: object) -> str:
 
 def error_text(error: DeltaTrackerError) -> str:
     """Return the problem and the remedy of an error in one paragraph. The problem is truncated to 400 characters."""
-    return plain(f"error: {_cut(error.problem)}. {error.remedy}.")
+    rest = " ..." if len(error.problem) > _MAX_TEXT else ""
+    return plain(f"error: {error.problem[:_MAX_TEXT]}{rest}. {error.remedy}.")
 
 
 def count(number: int) -> str:
@@ -107,7 +108,3 @@ def short(name: str, most: int = 72) -> str:
 
 def _is_harmless(character: str) -> bool:
     return character == " " or unicodedata.category(character)[0] not in "CZ"
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]} ..."

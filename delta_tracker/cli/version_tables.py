@@ -24,11 +24,6 @@ _MEMORY_BYTES = 64 << 20
 _CHUNK_ROWS = 4096
 
 
-def num_bytes_of(manifests: Iterable[Manifest]) -> int:
-    """Return the bytes of the parts of some versions."""
-    return sum(manifest.num_bytes for manifest in manifests)
-
-
 def write_versions(
     storage: Storage,
     manifests: Iterable[Manifest],

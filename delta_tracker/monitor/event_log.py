@@ -129,7 +129,7 @@ class Subscription:
 
     def remove(self) -> None:
         """Unsubscribe the handler. A second call is a no-op."""
-        self._log.unsubscribe(self)
+        self._log.subscriptions = tuple(each for each in self._log.subscriptions if each is not self)
 
     def _next(self) -> Event | None:
         with suppress(IndexError):  # the queue is empty
@@ -201,10 +201,6 @@ class EventLog:
         subscription = Subscription(self, pattern, severity, handler)
         self.subscriptions = (*self.subscriptions, subscription)
         return subscription
-
-    def unsubscribe(self, subscription: Subscription) -> None:
-        """Remove a subscription. No-op if it was already removed."""
-        self.subscriptions = tuple(each for each in self.subscriptions if each is not subscription)
 
     def take(self) -> list[Event]:
         """Remove all queued events and return them, oldest first."""

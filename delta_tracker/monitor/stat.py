@@ -101,14 +101,14 @@ class Definition:
         if self.kind is Kind.COUNTER and _TOTALS.fullmatch(exposed(self.name)):
             raise InvalidArgumentError("name", self.name, "Name what is counted: Prometheus appends _total")
         object.__setattr__(self, "labels", check_label_names(self.labels))
-        if not _is_unit(self.unit):
+        if type(self.unit) is not str or not _UNIT.fullmatch(self.unit):
             raise InvalidArgumentError(
                 "unit", self.unit, "Spell out the base unit in lower case: seconds, bytes, ratio"
             )
         check_text("help", self.help)
         check_count("max_cells", self.max_cells)
-        low, high = self.bounds if _is_pair(self.bounds) else (0, 0)
-        if low >= high:
+        is_pair = type(self.bounds) in (tuple, list) and [type(each) for each in self.bounds] == [int, int]
+        if not is_pair or self.bounds[0] >= self.bounds[1]:
             remedy = "Pass two whole numbers, the lower one first: (-14, 10) is from 2**-14 to 2**10"
             raise InvalidArgumentError("bounds", self.bounds, remedy)
         if self.is_logical and self.kind is not Kind.COUNTER:
@@ -314,14 +314,6 @@ class Gauge(Stat):
         """
         check_function("function", function, "queue.qsize")
         self.cell(**labels).function = partial(_reading, function)
-
-
-def _is_unit(unit: object) -> bool:
-    return isinstance(unit, str) and _UNIT.fullmatch(unit) is not None
-
-
-def _is_pair(bounds: object) -> bool:
-    return isinstance(bounds, tuple | list) and [type(each) for each in bounds] == [int, int]
 
 
 def _reading(function: Callable[[], float | None]) -> float | None:

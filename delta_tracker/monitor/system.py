@@ -11,7 +11,6 @@ import resource
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import ModuleType
 
 from delta_tracker.monitor.polled_stats import MetricSource, Passive, Readings
 from delta_tracker.monitor.registry import Registry
@@ -52,11 +51,11 @@ def num_open_files() -> Readings:
 
 def start_time_seconds() -> Readings:
     """Return the Unix time at which the process started, in seconds; None if unavailable."""
-    text = _read("stat")
-    booted = None if text is None else _boot_seconds()
-    if text is None or booted is None:
+    text, system = _read("stat"), _read("../stat")
+    booted = [float(line.split()[1]) for line in (system or "").splitlines() if line.startswith("btime ")]
+    if text is None or not booted:
         return None
-    return booted + int(text.rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+    return booted[0] + int(text.rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
 
 
 def cuda_memory_bytes() -> Readings:
@@ -64,8 +63,8 @@ def cuda_memory_bytes() -> Readings:
 
     None until the program has initialized CUDA.
     """
-    torch = _initialized_torch()
-    if torch is None:
+    torch = sys.modules.get("torch")  # this module does not import it
+    if torch is None or not torch.cuda.is_initialized():
         return None
     found: dict[str | tuple[str, ...], float] = {}
     for device in range(torch.cuda.device_count()):
@@ -106,23 +105,8 @@ class SystemMetrics(MetricSource):
             passive.read(is_last=is_last)
 
 
-def _boot_seconds() -> float | None:
-    """Return the Unix time at which the system started, in seconds; None if unavailable."""
-    try:
-        lines = Path("/proc/stat").read_text().splitlines()
-    except OSError:
-        return None
-    return next((float(line.split()[1]) for line in lines if line.startswith("btime ")), None)
-
-
 def _read(name: str) -> str | None:
     try:
         return (_PROC / name).read_text()
     except OSError:
         return None
-
-
-def _initialized_torch() -> ModuleType | None:
-    """Return the module ``torch`` if the program has initialized CUDA, else None. Does not import the module."""
-    torch = sys.modules.get("torch")
-    return torch if torch is not None and torch.cuda.is_initialized() else None
