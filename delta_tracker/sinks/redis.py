@@ -25,7 +25,7 @@ import secrets
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from itertools import count, pairwise
+from itertools import chain, count, pairwise
 from typing import Annotated, Any
 
 import msgspec
@@ -55,34 +55,21 @@ from delta_tracker.sinks.stored_rows import (
 _SLOTS_PER_KEY = 1 << 16
 _MAX_GAP = 32  # rows between two runs of rows whose owners are read together
 
-# Each script does nothing and returns 0 if the writer is another one. A script is atomic, also in the append-only file.
-_CHECK = "if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end\n"
-_SCRIPTS = {
-    # KEYS: writer, keys. ARGV: writer, values
-    "set": "local all = {} for i = 2, #KEYS do all[2 * i - 3] = KEYS[i] all[2 * i - 2] = ARGV[i] end "
-    "redis.call('MSET', unpack(all)) return 1",
-    # KEYS: writer, keys
-    "delete": "redis.call('UNLINK', unpack(KEYS, 2)) return 1",
-    # KEYS: writer, keys. ARGV: writer, offset and bytes of each
-    "write_ranges": "for i = 2, #KEYS do redis.call('SETRANGE', KEYS[i], ARGV[2 * i - 2], ARGV[2 * i - 1]) end "
-    "return 1",
-    # KEYS: writer, log. ARGV: writer, entry
-    "log": "redis.call('RPUSH', KEYS[2], ARGV[2]) return 1",
-    # KEYS: writer, streams, state. ARGV: writer, stream, state
-    "begin": "redis.call('SADD', KEYS[2], ARGV[2]) redis.call('SET', KEYS[3], ARGV[3]) return 1",
-    # KEYS: writer, state, logs. ARGV: writer, state
-    "settle": "for i = 3, #KEYS do redis.call('UNLINK', KEYS[i]) end redis.call('SET', KEYS[2], ARGV[2]) return 1",
-    # KEYS: writer, streams, state. ARGV: writer, stream
-    "forget": "redis.call('UNLINK', KEYS[3]) redis.call('SREM', KEYS[2], ARGV[2]) return 1",
-}
-# KEYS: writer. ARGV: former value or '', new value
-_LOST_KEYS = (
-    "Set maxmemory-policy noeviction. The next sync() or follow() completes the version. If rows were evicted too, "
-    "delete the keys of the prefix first: they are then written again from the stream"
+# Runs commands if the writer is this one. A script is atomic, also in the append-only file. The server is no cluster,
+# so the keys of the commands need no declaration. KEYS: writer. ARGV: writer; length and words of each command.
+_RUN = (
+    "if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end "
+    "local i = 2 while i < #ARGV do local last = i + ARGV[i] redis.call(unpack(ARGV, i + 1, last)) i = last + 1 end "
+    "return 1"
 )
+# KEYS: writer. ARGV: former value or '', new value
 _TAKE = (
     "local held = redis.call('GET', KEYS[1]) or '' "
     "if held ~= ARGV[1] then return 0 end redis.call('SET', KEYS[1], ARGV[2]) return 1"
+)
+_LOST_KEYS = (
+    "Set maxmemory-policy noeviction. The next sync() or follow() completes the version. If rows were evicted too, "
+    "delete the keys of the prefix first: they are then written again from the stream"
 )
 
 
@@ -127,7 +114,7 @@ class RedisSink(RowSink):
         self._pid = os.getpid()
         self._redis: Any = None
         self._writer = b""  # value of the writer's key while this object is the writer
-        self._scripts: dict[str, Any] = {}
+        self._script: Any = None
 
     def open(self) -> None:
         """Connect, and become the only writer; see :meth:`RowSink.open`.
@@ -167,8 +154,8 @@ class RedisSink(RowSink):
         return None if data is None else text_of(data, "its current stream")
 
     def begin(self, state: SinkState) -> None:
-        names = [self._key("streams"), self._key(state.stream, "state")]
-        self._run("begin", names, [state.stream, state.to_json()])
+        stream = state.stream
+        self._run(("SADD", self._key("streams"), stream), ("SET", self._key(stream, "state"), state.to_json()))
 
     def write(self, stream: str, table: str, keys: Tensor, values: Tensor, version: int) -> None:
         self._write(self._keys(stream, "r", table, keys.tolist()), values, version)
@@ -202,16 +189,14 @@ class RedisSink(RowSink):
     def set_owners(self, stream: str, table: str, slots: Tensor, owners: Tensor) -> None:
         data, runs = encode_owners(owners), _runs(slots, 0)
         for first in range(0, len(runs), MAX_BATCH_ROWS):
-            keys: list[str] = []
-            ranges: list[bytes | int] = []
+            commands: list[Sequence[object]] = []
             for begin, end in runs[first : first + MAX_BATCH_ROWS]:
                 key, low = self._owners_at(stream, table, int(slots[begin]))
-                keys.append(key)
-                ranges += [low, data[begin * OWNER_BYTES : end * OWNER_BYTES]]
-            self._run("write_ranges", keys, ranges)
+                commands.append(("SETRANGE", key, low, data[begin * OWNER_BYTES : end * OWNER_BYTES]))
+            self._run(*commands)
 
     def log_owners(self, stream: str, table: str, slots: Tensor, owners: Tensor) -> None:
-        self._run("log", [self._key(stream, "l", table)], [encode_log(slots, owners)])
+        self._run(("RPUSH", self._key(stream, "l", table), encode_log(slots, owners)))
 
     def logged_owners(self, stream: str, table: str) -> Iterator[tuple[Tensor, Tensor]]:
         for number in count():
@@ -222,11 +207,12 @@ class RedisSink(RowSink):
             yield decode_log(entry, table)
 
     def finish(self, state: SinkState) -> None:
-        self._run("set", [self._key(state.stream, "state"), self._key("current")], [state.to_json(), state.stream])
+        stream = state.stream
+        self._run(("MSET", self._key(stream, "state"), state.to_json(), self._key("current"), stream))
 
     def settle(self, state: SinkState) -> None:
-        logs = [self._key(state.stream, "l", table) for table in state.identities]
-        self._run("settle", [self._key(state.stream, "state"), *logs], [state.to_json()])
+        logs = [("UNLINK", self._key(state.stream, "l", table)) for table in state.identities]
+        self._run(*logs, ("SET", self._key(state.stream, "state"), state.to_json()))
 
     def remove(self, stream: str) -> None:
         if stream == self.current():
@@ -242,12 +228,12 @@ class RedisSink(RowSink):
             if table in state.identities:
                 parts = range(-(-spec.num_rows // _SLOTS_PER_KEY))
                 self._delete([*self._keys(stream, "o", table, parts), self._key(stream, "l", table)])
-        self._run("forget", [self._key("streams"), self._key(stream, "state")], [stream])
+        self._run(("UNLINK", self._key(stream, "state")), ("SREM", self._key("streams"), stream))
 
     def close(self) -> None:
         if self._redis is not None and os.getpid() == self._pid:
             with suppress(SinkError):  # the end of the connection is enough for the next writer
-                self._run("delete", [self._key("writer")], [])
+                self._run(("UNLINK", self._key("writer")))
         self._disconnect()
 
     def _connect(self) -> None:
@@ -262,7 +248,7 @@ class RedisSink(RowSink):
         value = msgspec.json.encode(writer)
         if not self._redis.eval(_TAKE, 1, self._key("writer"), held or b"", value):
             raise SinkError.busy(self._server.name, "another process, which became it at this moment,")
-        self._scripts = {name: self._redis.register_script(_CHECK + text) for name, text in _SCRIPTS.items()}
+        self._script = self._redis.register_script(_RUN)
         self._writer = value
 
     def _check_server(self) -> None:
@@ -317,11 +303,12 @@ class RedisSink(RowSink):
         if redis is not None and os.getpid() == self._pid:
             redis.close()
 
-    def _run(self, script: str, keys: Sequence[str], arguments: Sequence[str | bytes | int]) -> None:
-        """Run a script as the writer. Raise SinkError, and change nothing, if another process became the writer."""
+    def _run(self, *commands: Sequence[object]) -> None:
+        """Run commands as the writer. Raise SinkError, and change nothing, if another process became the writer."""
         self._client()
         with self._server.errors():
-            is_done = self._scripts[script](keys=[self._key("writer"), *keys], args=[self._writer, *arguments])
+            words = chain.from_iterable((len(each), *each) for each in commands)
+            is_done = self._script(keys=[self._key("writer")], args=[self._writer, *words])
         if is_done:
             return
         with self._server.errors():
@@ -335,11 +322,13 @@ class RedisSink(RowSink):
         row_bytes = values.shape[1] * values.dtype.itemsize + len(keys[0]) if keys else 1
         num_rows = max(1, min(MAX_BATCH_ROWS, MAX_BATCH_BYTES // row_bytes))
         for begin in range(0, len(keys), num_rows):
-            self._run("set", keys[begin : begin + num_rows], encode_rows(values[begin : begin + num_rows], version))
+            rows = encode_rows(values[begin : begin + num_rows], version)
+            pairs = zip(keys[begin : begin + num_rows], rows, strict=True)
+            self._run(("MSET", *chain.from_iterable(pairs)))
 
     def _delete(self, keys: list[str]) -> None:
         for begin in range(0, len(keys), MAX_BATCH_ROWS):
-            self._run("delete", keys[begin : begin + MAX_BATCH_ROWS], [])
+            self._run(("UNLINK", *keys[begin : begin + MAX_BATCH_ROWS]))
 
     def _owners_at(self, stream: str, table: str, slot: int) -> tuple[str, int]:
         """Return the key and the offset of the owner of a row."""
