@@ -90,7 +90,8 @@ def compile_package(
         >>> compile_package(exported, "embedding.pt2")  # doctest: +SKIP
         'embedding.pt2'
     """
-    _check_exported(exported)
+    if not isinstance(exported, ExportedProgram):
+        raise InvalidArgumentError("exported", type(exported), "Pass what torch.export.export(model, inputs) returned")
     target = check_path("path", path)
     if target.suffix != _SUFFIX:
         raise InvalidArgumentError("path", str(path), f"Pass a file name that ends with {_SUFFIX}")
@@ -153,12 +154,6 @@ class CompiledModel:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  those of the exported model
         """Run the compiled model with the inputs of the exported one."""
         return self._compiled(*args, **kwargs)
-
-
-def _check_exported(exported: object) -> None:
-    if not isinstance(exported, ExportedProgram):
-        remedy = "Pass what torch.export.export(model, inputs) returned"
-        raise InvalidArgumentError("exported", type(exported), remedy)
 
 
 def _tensors(exported: ExportedProgram) -> dict[str, Tensor]:

@@ -199,7 +199,9 @@ class Coordinator:
             owner_changes=_owner_changes(shares, schema.identities) if schema.identities else {},
         )
         if draft.training is not None:
-            entry = replace(entry, states=states, **_training_fields(shares))
+            training = tuple([convert(share["training"], Stored) for share in shares])
+            times = [share["event_time"] for share in shares if share["event_time"] is not None]
+            entry = replace(entry, states=states, training=training, event_time=min(times, default=None))
         with self._commit_timer():
             committed = self._claim.commit(entry)
         self.states = states
@@ -275,11 +277,3 @@ def _owner_changes(
         for fqn, (admitted, evicted) in share["owner_changes"].items():
             found[fqn] = found[fqn][0] + admitted, found[fqn][1] + evicted
     return found
-
-
-def _training_fields(shares: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    times = [share["event_time"] for share in shares if share["event_time"] is not None]
-    return {
-        "training": tuple([convert(share["training"], Stored) for share in shares]),
-        "event_time": min(times, default=None),
-    }
