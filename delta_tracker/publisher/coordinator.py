@@ -13,7 +13,7 @@ from torch import Tensor
 
 from delta_tracker.errors import InvalidArgumentError, LostEntryError
 from delta_tracker.monitor.recorder import Recorder
-from delta_tracker.publisher.declared_states import declared_states, states_message
+from delta_tracker.publisher.declared_states import declared_states
 from delta_tracker.publisher.exchange import Exchange, Message, Phase, check_alike
 from delta_tracker.publisher.host_copies import SelectedRows
 from delta_tracker.publisher.rank_tables import CopiedRows, RankSchema
@@ -165,7 +165,7 @@ class Coordinator:
                 training = self._write_training(draft.training)
                 content |= {"training": asdict(training), "event_time": draft.training.event_time}
                 if draft.kind == "snapshot":
-                    content["states"] = states_message(schema.states)
+                    content["states"] = to_builtins(schema.states)
             return content
 
         return Message.of(act)

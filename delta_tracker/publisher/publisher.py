@@ -12,6 +12,8 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Never, Self
 
+from msgspec import to_builtins
+
 from delta_tracker.arguments import check_type, refuse_unknown
 from delta_tracker.errors import (
     FencedError,
@@ -23,7 +25,7 @@ from delta_tracker.monitor.monitor import Monitor
 from delta_tracker.monitor.recorder import Recorder
 from delta_tracker.publisher.cadence import Cadence, Pace
 from delta_tracker.publisher.coordinator import Coordinator
-from delta_tracker.publisher.declared_states import declared_states, states_message
+from delta_tracker.publisher.declared_states import declared_states
 from delta_tracker.publisher.delivery import Delivery
 from delta_tracker.publisher.exchange import Ballots, Join, Message, Phase, check_alike
 from delta_tracker.publisher.publisher_heartbeats import Heartbeats
@@ -182,7 +184,7 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
                 "vote_every": f"vote_every={exchange.vote_every}",
                 "cadence": f"cadence={cadence}",
                 "kind": "recovery=None" if recovery is None else "recovery=Recovery(...)",
-                "states": {} if recovery is None else states_message(reader.tables.latest.states),
+                "states": {} if recovery is None else to_builtins(reader.tables.latest.states),
             }
 
         with ExitStack() as failing:

@@ -6,9 +6,10 @@ import json
 
 import pytest
 import torch
+from msgspec import to_builtins
 
 from delta_tracker.errors import RankFailedError
-from delta_tracker.publisher.declared_states import declared_states, states_message
+from delta_tracker.publisher.declared_states import declared_states
 from delta_tracker.types import StateSpec, TableSpec, TableStates
 
 _MOMENTUM = StateSpec("momentum1", torch.float32, "range")
@@ -16,7 +17,7 @@ _TABLES = {fqn: TableSpec(fqn, 10, 8, torch.float32) for fqn in ("a", "b", "unfu
 
 
 def _declared(*ranks: dict[str, TableStates]) -> dict[str, TableStates]:
-    return declared_states([json.loads(json.dumps(states_message(rank))) for rank in ranks], _TABLES)
+    return declared_states([json.loads(json.dumps(to_builtins(rank))) for rank in ranks], _TABLES)
 
 
 def _states(*columns: tuple[int, int], optimizer: str = "EXACT_ROWWISE_ADAGRAD") -> TableStates:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from msgspec import Meta, to_builtins
 
@@ -260,7 +260,9 @@ class Manifest:
             fqn, table["dtype"] = table.pop("fqn"), DTYPE_NAMES[table.pop("dtype_name")]
             if has_states:
                 table.update(columns=((0, table["dim"]),), optimizer=None, states=())
-                table.update({} if fqn not in states else states_record(self.states[fqn]))
+                table.update(states.get(fqn, {}))
+                for state in table["states"]:
+                    state["dtype"], state["width"] = DTYPE_NAMES[state.pop("dtype_name")], state.pop("width")
                 table["identity"] = {"dtype": "I64", **identities[fqn]} if fqn in identities else None
         if has_states:
             entry["owners"] = {
@@ -302,11 +304,3 @@ class Merged:
 def entry_name(version: int) -> str:
     """Return the name of a version's entry in the store."""
     return f"log/{version:0{_DIGITS}d}.json"
-
-
-def states_record(states: TableStates) -> dict[str, Any]:
-    """Return the fields ``columns``, ``optimizer`` and ``states`` of a table's JSON object."""
-    record: dict[str, Any] = to_builtins(states)
-    for state in record["states"]:
-        state["dtype"], state["width"] = DTYPE_NAMES[state.pop("dtype_name")], state.pop("width")
-    return record

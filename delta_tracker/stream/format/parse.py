@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
 import xxhash
-from msgspec import Meta, Raw, Struct, ValidationError, convert, structs
+from msgspec import Meta, Raw, Struct, ValidationError, structs
 from msgspec.json import Decoder
 
 from delta_tracker.errors import MalformedError, NewerFormatError
@@ -70,24 +70,11 @@ class _Identity(Struct):
     buckets: Annotated[tuple[Bucket, ...], Meta(max_length=65_536)]
 
 
-_Columns = Annotated[tuple[Range, ...], Meta(max_length=65_536)]
-_Optimizer = Annotated[str, Meta(pattern=r"\A[A-Z0-9_]{1,64}\Z")]
-_States = Annotated[tuple[_State, ...], Meta(max_length=16)]
-
-
 class _StatesTable(_Table):
-    columns: _Columns
-    optimizer: _Optimizer | None
-    states: _States
+    columns: Annotated[tuple[Range, ...], Meta(max_length=65_536)]
+    optimizer: Annotated[str, Meta(pattern=r"\A[A-Z0-9_]{1,64}\Z")] | None
+    states: Annotated[tuple[_State, ...], Meta(max_length=16)]
     identity: _Identity | None
-
-
-class _TableStates(Struct):
-    """States of a table in messages between ranks, see :func:`parse_states`."""
-
-    columns: _Columns
-    optimizer: _Optimizer
-    states: _States
 
 
 class _Owners(Struct):
@@ -182,10 +169,12 @@ def reason_of(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"[:_MAX_REASON]
 
 
-def parse_states(table: TableSpec, record: object) -> TableStates:
-    """Return the states of a table, parsed from a ``states_record``. Raises ValueError if it is invalid."""
-    found = convert(record, _TableStates)
-    return TableStates(found.optimizer, found.columns, _states(table, found))
+def check_columns(table: TableSpec, columns: tuple[Range, ...]) -> None:
+    """Raise ValueError unless the column ranges divide a table."""
+    ends = [0, *(end for _, end in columns)]
+    is_right = ends[-1] == table.dim and all(first < end for first, end in columns)
+    if not is_right or columns != tuple(pairwise(ends)):
+        raise ValueError(f"the column ranges of table {table.fqn!r} do not divide its {table.dim} columns")
 
 
 def _manifest(name: str, data: bytes) -> Manifest:
@@ -246,11 +235,8 @@ def _format_of(name: str, data: bytes) -> int:
     raise ValueError(f"its format is {quoted}; this library reads {_KNOWN}")
 
 
-def _states(table: TableSpec, found: _StatesTable | _TableStates) -> tuple[StateSpec, ...]:
-    ends = [0, *(end for _, end in found.columns)]
-    is_right = ends[-1] == table.dim and all(first < end for first, end in found.columns)
-    if not is_right or found.columns != tuple(pairwise(ends)):
-        raise ValueError(f"the column ranges of table {table.fqn!r} do not divide its {table.dim} columns")
+def _states(table: TableSpec, found: _StatesTable) -> tuple[StateSpec, ...]:
+    check_columns(table, found.columns)
     states = tuple([StateSpec(each.name, _TABLE_DTYPES[each.dtype], each.width) for each in found.states])
     if len({each.name for each in states}) < len(states):
         raise ValueError(f"table {table.fqn!r} has a state twice")
