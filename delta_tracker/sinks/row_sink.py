@@ -5,9 +5,9 @@ Notation: ``N`` is the number of rows of a call, ``D`` the number of columns of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Annotated, Protocol, Self, runtime_checkable
+from typing import Annotated, Any, Protocol, Self, TypeVar, runtime_checkable
 
 import msgspec
 from msgspec import Meta
@@ -22,35 +22,13 @@ from delta_tracker.types import Identity, TableSpec
 _FORMAT = 1
 _DTYPES = {name: dtype for name, dtype in TENSOR_DTYPES.items() if dtype.is_floating_point}
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_State = TypeVar("_State", bound="SinkState")
 
 
 class _StoredTable(msgspec.Struct, forbid_unknown_fields=True):
     num_rows: Count
     dim: Annotated[int, Meta(ge=1, lt=1 << 31)]
     dtype: str
-
-
-class _StoredState(msgspec.Struct, forbid_unknown_fields=True):
-    format: int
-    stream: Hex
-    version: Count | None
-    xxh3: Hex | None
-    generation: Count | None
-    created: Count | None
-    applying: Count | None
-    applying_xxh3: Hex | None
-    applying_generation: Count | None
-    pin: Count
-    release: Count
-    is_mixed: bool
-    is_settling: bool
-    tables: dict[str, _StoredTable]
-    identities: dict[str, Identity]
-    default_slots: dict[str, tuple[Count, ...]]
-
-    def __post_init__(self) -> None:
-        if self.format != _FORMAT:
-            raise ValueError(f"format {self.format} is unknown")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,10 +55,11 @@ class SinkState(Written):
         True
     """
 
+    stream: Hex
     is_settling: bool = False
     tables: Mapping[str, TableSpec] = field(default_factory=dict)
     identities: Mapping[str, Identity] = field(default_factory=dict)
-    default_slots: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    default_slots: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if (self.version is None) != (self.xxh3 is None):
@@ -116,15 +95,17 @@ class SinkState(Written):
             MalformedSinkError: if ``data`` is invalid, or was written by a newer version of the library.
         """
         try:
-            values = msgspec.structs.asdict(msgspec.json.decode(data, type=_StoredState))
-            del values["format"]
-            values["tables"] = {
-                fqn: TableSpec(fqn, table.num_rows, table.dim, _DTYPES[table.dtype])
-                for fqn, table in values["tables"].items()
-            }
-            return cls(**values)
+            return _converted(cls, msgspec.json.decode(data, type=dict[str, Any]))
         except (ValueError, KeyError) as error:
             raise MalformedSinkError("its state", str(error)) from error
+
+
+def _converted(kind: type[_State], values: dict[str, Any]) -> _State:
+    if values.pop("format", None) != _FORMAT or values.keys() != {each.name for each in fields(kind)}:
+        raise ValueError("its format or a field is unknown")
+    tables = msgspec.convert(values["tables"], dict[str, _StoredTable]).items()
+    specs = {fqn: TableSpec(fqn, each.num_rows, each.dim, _DTYPES[each.dtype]) for fqn, each in tables}
+    return msgspec.convert({**values, "tables": specs}, kind)
 
 
 @runtime_checkable

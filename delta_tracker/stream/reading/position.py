@@ -119,15 +119,15 @@ class Written:
     """
 
     stream: str
-    version: int | None = None
-    xxh3: str | None = None
-    generation: int | None = None
-    created: int | None = None
-    pin: int = 0
-    release: int = 0
-    applying: int | None = None
-    applying_xxh3: str | None = None
-    applying_generation: int | None = None
+    version: Count | None = None
+    xxh3: Hex | None = None
+    generation: Count | None = None
+    created: Count | None = None
+    pin: Count = 0
+    release: Count = 0
+    applying: Count | None = None
+    applying_xxh3: Hex | None = None
+    applying_generation: Count | None = None
     is_mixed: bool = False
 
     @property
