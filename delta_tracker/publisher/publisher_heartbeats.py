@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
+from concurrent.futures import Future, wait
 from typing import Any
 
 from delta_tracker.stream.format.manifest import Manifest
@@ -39,10 +38,7 @@ class Heartbeats:
         """Wait until a job has ended, and write heartbeats meanwhile."""
         while not job.done():
             self.beat(head)
-            try:
-                job.exception(timeout=self._seconds)
-            except FutureTimeoutError:
-                continue
+            wait([job], self._seconds)
 
     def close(self) -> None:
         """End the thread after the heartbeat in progress."""

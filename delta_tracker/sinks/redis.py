@@ -41,7 +41,7 @@ from delta_tracker.errors import (
     SinkError,
 )
 from delta_tracker.raw_ids import NO_OWNER
-from delta_tracker.sinks.redis_rows import MAX_BATCH_BYTES, MAX_BATCH_ROWS, RedisServer, text_of
+from delta_tracker.sinks.redis_rows import MAX_BATCH_BYTES, MAX_BATCH_ROWS, RedisServer
 from delta_tracker.sinks.row_sink import RowSink, SinkState
 from delta_tracker.sinks.stored_rows import (
     OWNER_BYTES,
@@ -137,7 +137,7 @@ class RedisSink(RowSink):
     def states(self) -> list[SinkState]:
         with self._server.errors():
             names = sorted(self._client().smembers(self._key("streams")))
-            streams = [text_of(name, "its set of streams") for name in names]
+            streams = [name.decode(errors="replace") for name in names]
             stored = self._client().mget([self._key(stream, "state") for stream in streams]) if streams else []
         states = []
         for stream, data in zip(streams, stored, strict=True):
@@ -151,7 +151,7 @@ class RedisSink(RowSink):
     def current(self) -> str | None:
         with self._server.errors():
             data = self._client().get(self._key("current"))
-        return None if data is None else text_of(data, "its current stream")
+        return None if data is None else str(data, errors="replace")
 
     def begin(self, state: SinkState) -> None:
         stream = state.stream

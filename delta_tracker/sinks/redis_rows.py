@@ -61,7 +61,7 @@ class RedisRows:
                 current = self._redis.get(self._key("current"))
                 if current is None:
                     raise SinkError(self._server.name, *NO_VERSION)
-                data = self._redis.get(self._key(text_of(current, "its current stream"), "state"))
+                data = self._redis.get(self._key(current.decode(errors="replace"), "state"))
             if data is not None:
                 self._known = current_state(data)
                 return self._known
@@ -115,7 +115,7 @@ class RedisRows:
         ]
         with self._server.errors():
             current, data, *stored = self._redis.mget(names)
-        if current is None or text_of(current, "its current stream") != state.stream:
+        if current != state.stream.encode():
             return None
         newest = self._known = current_state(data)
         if newest.identities != state.identities or newest.tables != state.tables:
@@ -190,11 +190,3 @@ class RedisServer:
             yield
         except self._redis.RedisError as error:
             raise SinkError(self.name, str(error) or type(error).__name__) from error
-
-
-def text_of(data: bytes, where: str) -> str:
-    """Return stored text. Raise MalformedSinkError if ``where`` has something else."""
-    try:
-        return data.decode()
-    except UnicodeDecodeError as error:
-        raise MalformedSinkError(where, str(error)) from error
