@@ -10,7 +10,6 @@ from delta_tracker.errors import import_optional
 
 # Command name to the summary in the list of commands. The file of a command has the same name.
 _SUMMARIES = {
-    "demo": "Train, publish and follow a small model; creates a stream to try other commands on.",
     "inspect": "Show the contents of a stream, its predictors, and what a new predictor would read.",
     "tail": "Print versions as they are committed.",
     "top": "Show a live screen: rates, rows and bytes per table, lag of each predictor.",
@@ -30,7 +29,7 @@ _SUMMARIES = {
     "report": "Write a self-contained HTML report about a stream.",
 }
 
-_WITH_TORCH = ("compact", "demo", "diff", "export", "plan", "sink", "verify")
+_WITH_TORCH = ("compact", "diff", "export", "plan", "sink", "verify")
 
 _HELP = """Inspect and verify streams of embedding deltas, and export versions.
 

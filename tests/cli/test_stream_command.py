@@ -22,8 +22,6 @@ _PLAN = ("plan", "--table", "1kx4", "--changed", "0.1")
         ("mirror", "URL", "DST", "--once", "--poll"),
         ("sink", "URL", "lmdb:///nowhere", "--poll"),
         ("takeover", "URL", "--wait"),
-        ("demo", "--every"),
-        ("demo", "--seconds"),
         (*_PLAN, "--every"),
         (*_PLAN, "--poll"),
         (*_PLAN, "--json", "--bandwidth"),

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from delta_tracker import Storage
 from tests.simulation.bucket import Bucket
@@ -17,6 +18,7 @@ from tests.simulation.threads import EPOCH, SCHEDULER
 
 _FOLDERS = ("log", "parts", "merged", "control", "drafts", "probe")
 _AWAY = ".away"
+_P, _T = ParamSpec("_P"), TypeVar("_T")
 _DAMAGES = ("missing", "page", "empty", "cut", "folder", "flipped")
 
 
@@ -39,6 +41,17 @@ class Entry:
     kind: str
     is_merged: bool
     created: float
+
+
+def _alone(method: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Decorator of a method that looks at or changes the files at once: no other thread runs meanwhile."""
+
+    @functools.wraps(method)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        with SCHEDULER.alone():
+            return method(*args, **kwargs)
+
+    return call
 
 
 @dataclass
@@ -80,6 +93,7 @@ class Store:
     def is_healthy(self) -> bool:
         return not (self.is_failing or self.is_unmounted or self._damaged)
 
+    @_alone
     def fail(self) -> None:
         """Let every request fail: each folder becomes a link to itself."""
         if self.is_failing or self.is_unmounted:
@@ -88,12 +102,14 @@ class Store:
         for name in _FOLDERS:
             _block(self.path / name)
 
+    @_alone
     def unmount(self) -> None:
         """Remove the directory, as if its volume were not mounted."""
         if not self.is_failing and not self.is_unmounted:
             self.path.rename(self.path.with_name(self.path.name + _AWAY))
             self.is_unmounted = True
 
+    @_alone
     def damage(self, choice: int) -> None:
         """Damage an object, except the two newest entries. Damage of a part may last for ever."""
         if self.is_failing or self.is_unmounted:
@@ -128,6 +144,7 @@ class Store:
         elif how != "missing":
             path.write_bytes({"page": b"<html><body>Please log in</body></html>", "empty": b"", "cut": data[:-7]}[how])
 
+    @_alone
     def forge(self, choice: int) -> bool:
         """Replace the pointer by one of which fields are too high, or by a page. Return False if there is none.
 
@@ -166,6 +183,7 @@ class Store:
             fields |= {"version": version, "oldest": fields["oldest"] if choice % 4 == 0 else version}
             path.write_bytes(json.dumps(fields).encode())
 
+    @_alone
     def pointed(self) -> int | None:
         """Return the version that the pointer names, None without a valid pointer."""
         try:
@@ -174,6 +192,7 @@ class Store:
             return None
         return found
 
+    @_alone
     def repair(self) -> None:
         """End all faults, except a loss."""
         if self.is_lost:
@@ -194,16 +213,19 @@ class Store:
             kept.replace(path)
         self._damaged.clear()
 
+    @_alone
     def lose(self) -> None:
         self.repair()
         self.fail()
         self.is_lost = True
 
+    @_alone
     def clear(self) -> None:
         """Delete everything."""
         for path in list(self.path.iterdir()):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
+    @_alone
     def date(self) -> None:
         """Date the files that the system has dated at the world's time."""
         if self.is_unmounted:
@@ -215,15 +237,18 @@ class Store:
                     if os.lstat(path).st_mtime < EPOCH:  # a time of the system
                         os.utime(path, (SCHEDULER.now, SCHEDULER.now), follow_symlinks=False)
 
+    @_alone
     def entries(self) -> list[Entry]:
         """Return the entries whose objects are there, by their versions."""
         return [each for each in self._entries() if each is not None]
 
+    @_alone
     def newest(self) -> Entry | None:
         """Return the newest entry of the log, also if its objects are not there; None if there is none."""
         path = max((self.path / "log").glob("*.json"), default=None)
         return None if path is None else self._described(json.loads(path.read_bytes()), is_merged=False)
 
+    @_alone
     def listed(self) -> list[Entry]:
         """Return all entries of the log and merged ones, also if their objects are not there."""
         paths = [
@@ -231,6 +256,7 @@ class Store:
         ]
         return [self._described(json.loads(path.read_bytes()), is_merged=is_merged) for path, is_merged in paths]
 
+    @_alone
     def has_log(self) -> bool:
         return any((self.path / "log").glob("*.json"))
 
@@ -251,11 +277,13 @@ class Store:
         first = version if not is_merged else 0 if parent is None else parent["version"] + 1
         return Entry(fields["stream"], first, version, fields["kind"], is_merged, fields["created"])
 
+    @_alone
     def is_whole(self) -> bool:
         """Return True if the newest entry has its objects, or some parts are damaged for ever."""
         newest = max((self.path / "log").glob("*.json"), default=None)
         return self.has_lost_parts or newest is None or self._entry(json.loads(newest.read_bytes())) is not None
 
+    @_alone
     def following(self, version: int) -> list[Entry]:
         """Return the entries of the log after a version, up to the first one that is missing."""
         found: list[Entry] = []
@@ -263,11 +291,13 @@ class Store:
             found.append(self._described(json.loads(path.read_bytes()), is_merged=False))
         return found
 
+    @_alone
     def has_entry(self, stream: str, version: int) -> bool:
         """Return True if the log has the entry of a version."""
         path = self.path / "log" / f"{version:020d}.json"
         return path.is_file() and json.loads(path.read_bytes())["stream"] == stream
 
+    @_alone
     def orders(self) -> list[dict[str, Any]]:
         """Return the pins and releases, the oldest first."""
         return [json.loads(path.read_bytes()) for path in sorted((self.path / "control" / "pins").glob("*.json"))]

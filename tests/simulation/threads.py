@@ -124,11 +124,11 @@ class Scheduler:
     @contextmanager
     def alone(self) -> Iterator[None]:
         """Context manager in which other threads run only while this one waits for them."""
-        self._is_alone = True
+        was_alone, self._is_alone = self._is_alone, True
         try:
             yield
         finally:
-            self._is_alone = False
+            self._is_alone = was_alone
 
     def kill(self, process: Process) -> None:
         """End all threads of a process, and wait until they have ended. Call it from another process."""

@@ -291,4 +291,5 @@ class Dated:
 
     def _dated(self, answer: Any) -> Any:
         """Return an answer with the date of its object."""
-        return replace(answer, modified=self.times[answer.name]) if isinstance(answer, StoredObject) else answer
+        is_dated = isinstance(answer, StoredObject) and answer.name in self.times
+        return replace(answer, modified=self.times[answer.name]) if is_dated else answer

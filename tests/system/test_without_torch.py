@@ -14,7 +14,6 @@ from tests.interpreter import Interpreter, interpreter
 
 _NEEDS_TORCH = {
     "compact": [],
-    "demo": None,
     "diff": ["1", "2"],
     "export": ["--version", "2", "--out", "OUT"],
     "plan": None,
