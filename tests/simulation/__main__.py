@@ -25,7 +25,6 @@ from tests.simulation import threads  # noqa: E402
 
 threads.install()
 
-import torch  # noqa: E402
 
 import tests.simulation.everything  # noqa: E402, F401  see there
 from tests.simulation.disk import disk  # noqa: E402
@@ -47,7 +46,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--replay", type=Path, help="file with one schedule as JSON, whose run is printed")
     arguments = parser.parse_args(argv)
     logging.disable(logging.CRITICAL)
-    torch.set_num_threads(1)  # tensors are small
     if arguments.replay is not None:
         return int(bool(run(Schedule.from_json(arguments.replay.read_text()), print)))
     lost = [name for name, (rule, schedule) in KNOWN.items() if rule not in _rules(schedule)] if arguments.known else []

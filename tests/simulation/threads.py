@@ -84,7 +84,7 @@ class Scheduler:
         self._ids = random.Random(0)
         self._deadlock = ""
         self._is_choosing = False  # while it asks what threads wait for, which may read files
-        self._is_alone = False
+        self._alone: _Task | None = None
 
     def restart(self, seed: int) -> None:
         """Begin a run. All threads of the previous one must have ended."""
@@ -124,11 +124,11 @@ class Scheduler:
     @contextmanager
     def alone(self) -> Iterator[None]:
         """Context manager in which other threads run only while this one waits for them."""
-        was_alone, self._is_alone = self._is_alone, True
+        before, self._alone = self._alone, self._current
         try:
             yield
         finally:
-            self._is_alone = was_alone
+            self._alone = before
 
     def kill(self, process: Process) -> None:
         """End all threads of a process, and wait until they have ended. Call it from another process."""
@@ -142,7 +142,7 @@ class Scheduler:
         """Let another thread run, perhaps."""
         if self._is_choosing:
             return
-        if len(self._tasks) > 1 and not self._is_alone and self._chance.randrange(_PAUSES) == 0:
+        if len(self._tasks) > 1 and self._alone is not self._current and self._chance.randrange(_PAUSES) == 0:
             self._take_turns()
         elif self._current.process.is_killed:
             raise Killed
