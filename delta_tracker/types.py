@@ -266,6 +266,11 @@ class Identity:
         """Number of rows of the table."""
         return self.buckets[-1].rows[1]
 
+    @property
+    def defaults(self) -> tuple[int, ...]:
+        """Default rows of the buckets; empty if they have none."""
+        return tuple(bucket.default for bucket in self.buckets if bucket.default is not None)
+
 
 @dataclass(frozen=True, slots=True)
 class ShardSpec:

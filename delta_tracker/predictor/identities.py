@@ -80,11 +80,9 @@ class OwnerChange:
     final: Tensor  # ``[R]`` owners of the mapping's rows after the version
 
     @property
-    def default_rows(self) -> list[int]:
-        """Default rows to write before :meth:`adopt`, so that they do not contain rows of former owners."""
-        if self.raw_ids.routes_by(self.identity):
-            return []
-        return [bucket.default for bucket in self.identity.buckets if bucket.default is not None]
+    def default_rows(self) -> tuple[int, ...]:
+        """Default rows to write before :meth:`RawIdMap.adopt`, so that they do not contain rows of former owners."""
+        return () if self.raw_ids.routes_by(self.identity) else self.identity.defaults
 
     def num_admitted(self) -> int:
         """Return the number of rows that get a raw id."""
@@ -96,11 +94,6 @@ class OwnerChange:
         if bool(is_owned.any()):
             self.raw_ids.unmap(self.slots[is_owned], self.former[is_owned])
         return int(is_owned.sum())
-
-    def adopt(self) -> None:
-        """Route unknown raw ids by the buckets of the version. The caller must hold the lock for writing."""
-        if not self.raw_ids.routes_by(self.identity):
-            self.raw_ids.adopt(self.identity)
 
 
 def owner_changes(

@@ -176,7 +176,7 @@ class ModelWriter:
             for chunk in default_rows:
                 chunk.write()
             for change in changes:
-                change.adopt()
+                change.raw_ids.adopt(change.identity)
                 self.identities = {**self.identities, change.fqn: change.identity}
 
     def _map(self, change: OwnerChange) -> None:

@@ -307,11 +307,7 @@ def _check_table(fqn: str, manifest: Manifest, held: SinkState) -> None:
 
 
 def _defaults(identities: Mapping[str, Identity]) -> dict[str, tuple[int, ...]]:
-    slots = {
-        fqn: tuple(bucket.default for bucket in identity.buckets if bucket.default is not None)
-        for fqn, identity in identities.items()
-    }
-    return {fqn: each for fqn, each in slots.items() if each}
+    return {fqn: identity.defaults for fqn, identity in identities.items() if identity.defaults}
 
 
 def _pieces(values: Tensor) -> tuple[Tensor, ...]:

@@ -113,10 +113,9 @@ class SortedMap(RawIdMap):
         found = defaults_of(identity, raw_ids)
         return torch.where((found == _NO_ROW) | ((found >= first) & (found < end)), found, end - 1)
 
-    def _defaults(self) -> list[int]:
+    def _defaults(self) -> tuple[int, ...]:
         """Return the default rows by which raw ids are routed now. Some may be outside of :attr:`rows`."""
-        buckets = () if self.identity is None else self.identity.buckets
-        return [each.default for each in buckets if each.default is not None]
+        return () if self.identity is None else self.identity.defaults
 
 
 class RawIdIndex(SortedMap):

@@ -97,8 +97,8 @@ def check_owners(identity: Identity, slots: Tensor, owners: Tensor, *, is_unique
     slots, owners = slots[is_owned], owners[is_owned]
     ends = torch.tensor([bucket.rows[1] for bucket in identity.buckets], device=slots.device)
     buckets = torch.searchsorted(ends, slots, right=True)
-    if identity.buckets[0].default is not None:
-        defaults = torch.tensor([bucket.default for bucket in identity.buckets], device=slots.device)
+    if identity.defaults:
+        defaults = torch.tensor(identity.defaults, device=slots.device)
         wrong = slots == defaults[buckets]
         if wrong.any():
             raise ValueError(f"the default row {int(slots[wrong][0])} has the raw id {int(owners[wrong][0])}")

@@ -176,7 +176,7 @@ def test_the_memory_per_row_is_as_documented() -> None:
         def apply(version: Any = version) -> None:
             for change in owner_changes(version, {"t": identity}, {"t": (index,)}):
                 change.unmap()
-                change.adopt()
+                change.raw_ids.adopt(change.identity)
                 change.raw_ids.map(change.raw_ids.prepare(change.final))
 
         peak = _peak_bytes(apply) / num_rows  # the first call also loads what it needs

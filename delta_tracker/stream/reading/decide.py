@@ -34,13 +34,13 @@ from delta_tracker.stream.reading.path import (
     check_is_newer,
     committed_entry,
     continues,
-    has_entry,
     has_other_entry,
     is_forward,
     merged_deltas,
     next_entry,
     path_to,
     path_to_entry,
+    readable,
     snapshots,
 )
 from delta_tracker.stream.reading.position import Position, Rows
@@ -606,7 +606,7 @@ def _is_unproven(log: SeenLog, view: View, entry: Manifest) -> bool:
     position = view.position
     if position is None or position.stream != entry.stream:
         return True
-    return entry.kind == "snapshot" and _has_others(view) and not has_entry(log, position)
+    return entry.kind == "snapshot" and _has_others(view) and not position.names(readable(log.read, position.version))
 
 
 def _first(

@@ -306,12 +306,6 @@ def _is_other_copy(log: Entries, position: Position) -> bool:
     return (head is not None and head.version < position.version) or has_other_entry(log, position)
 
 
-def has_entry(log: Entries, position: Position) -> bool:
-    """Return True if a log has the position's entry."""
-    held = readable(log.read, position.version)
-    return held is not None and position.names(held)
-
-
 def has_other_entry(log: Entries, position: Position) -> bool:
     """Return True if a log has another entry in the place of the position's."""
     held = readable(log.read, position.version)
