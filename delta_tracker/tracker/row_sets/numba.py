@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from delta_tracker.errors import import_optional
-from delta_tracker.tracker.row_sets.row_set import RowSet
+from delta_tracker.tracker.row_sets.row_set import RowSet, set_first
 
 _ROWS_PER_BLOCK = 128
 _WORDS_PER_BLOCK = _ROWS_PER_BLOCK // 64
@@ -143,8 +143,8 @@ class NumbaRows(RowSet):
         """See :meth:`RowSet.mark_all`."""
         self._unlist()
         self._count, self._is_settled = self.num_rows, False
-        _set_first(self._words, self.num_rows)
-        _set_first(self._summary, -(-self.num_rows // _ROWS_PER_BLOCK))
+        set_first(self._words, self.num_rows, 64)
+        set_first(self._summary, -(-self.num_rows // _ROWS_PER_BLOCK), 64)
         self._is_settled = True
 
     def clear(self) -> None:
@@ -157,23 +157,12 @@ class NumbaRows(RowSet):
 
     def mark_new(self, ids: Tensor) -> Tensor:
         """See :meth:`RowSet.mark_new`."""
-        fresh, count = self._mark_new(ids)
-        fresh.resize(count, refcheck=False)  # frees the rest without a copy
-        return torch.from_numpy(fresh)
-
-    def mark_new_padded(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """See :meth:`RowSet.mark_new_padded`."""
-        fresh, count = self._mark_new(ids)
-        fresh[count:] = -1
-        return torch.from_numpy(fresh), torch.tensor([count])
-
-    def _mark_new(self, ids: Tensor) -> tuple[NDArray[np.int64], int]:
-        """Return the ``M`` ids that were added, in an array ``[N]`` with undefined elements after them, and ``M``."""
         self._unlist()
         array = _array(ids)
         fresh = np.empty(array.size, dtype=np.int64)
         count = self._add(array.size, self._loops.mark_new, self._octets, self._summary, self.num_rows, array, fresh)
-        return fresh, count
+        fresh.resize(count, refcheck=False)  # frees the rest without a copy
+        return torch.from_numpy(fresh)
 
     def contains(self, ids: Tensor) -> Tensor:
         """See :meth:`RowSet.contains`."""
@@ -251,11 +240,3 @@ def load_loops() -> ModuleType:
 def _array(ids: Tensor) -> NDArray[np.int64]:
     """Return ``ids`` as a numpy array, which shares its memory if ``ids`` is contiguous."""
     return ids.contiguous().numpy()
-
-
-def _set_first(words: NDArray[np.int64], num_bits: int) -> None:
-    full, rest = divmod(num_bits, 64)
-    words[:full] = -1
-    words[full:] = 0
-    if rest:
-        words[full] = (1 << rest) - 1

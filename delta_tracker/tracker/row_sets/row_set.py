@@ -10,7 +10,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar, Self
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -80,11 +82,13 @@ class RowSet(ABC):
         """Remove all rows. The set's memory is kept for reuse."""
 
     def mark_new(self, ids: Tensor) -> Tensor:
-        """Add the rows with the given ids. Return the ``[M]`` unique ids that were not in the set, in any order."""
+        """Add the rows with the given ids. Return the ``[M]`` unique ids that were not in the set, in any order.
+
+        An engine implements this method, :meth:`mark_new_padded`, or both.
+        """
         padded, count = self.mark_new_padded(ids)
         return padded[: int(count)].clone()
 
-    @abstractmethod
     def mark_new_padded(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Add the rows with the given ids. Return the result of :meth:`mark_new`, padded to a fixed size.
 
@@ -94,6 +98,10 @@ class RowSet(ABC):
             ``[N]`` int64, the ``M`` ids of the added rows followed by -1 as padding; and ``[1]`` int64, the number
             ``M``.
         """
+        new = self.mark_new(ids)
+        return torch.nn.functional.pad(new, (0, len(ids) - len(new)), value=-1), torch.tensor(
+            [len(new)], device=ids.device
+        )
 
     @abstractmethod
     def contains(self, ids: Tensor) -> Tensor:
@@ -149,3 +157,11 @@ class RowSet(ABC):
     def count_each(cls, sets: Sequence[Self]) -> list[int]:
         """Return :meth:`count` of each set. On a device, an engine may wait less often than once for each set."""
         return [each.count() for each in sets]
+
+
+def set_first(words: NDArray[np.int64] | Tensor, num_bits: int, word_bits: int) -> None:
+    """Set the first ``num_bits`` bits of some words of ``word_bits`` bits, and clear the others."""
+    full, rest = divmod(num_bits, word_bits)
+    words[:full] = -1
+    words[full:] = 0
+    words[full : full + 1] = (1 << rest) - 1

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from delta_tracker.errors import import_optional
 from delta_tracker.rows import to_device
-from delta_tracker.tracker.row_sets.row_set import RowSet
+from delta_tracker.tracker.row_sets.row_set import RowSet, set_first
 from delta_tracker.tracker.row_sets.torch import within
 
 _ROWS_PER_BLOCK = 512
@@ -146,8 +146,8 @@ class TritonRows(RowSet):
 
     def mark_all(self) -> None:
         """See :meth:`RowSet.mark_all`."""
-        _set_first(self._words, self.num_rows)
-        _set_first(self._summary, self._num_blocks)
+        set_first(self._words, self.num_rows, 32)
+        set_first(self._summary, self._num_blocks, 32)
 
     def clear(self) -> None:
         """See :meth:`RowSet.clear`."""
@@ -240,10 +240,3 @@ class TritonRows(RowSet):
 @cache
 def _load_programs() -> ModuleType:
     return import_optional("delta_tracker.tracker.row_sets.triton_programs", "triton", "triton")
-
-
-def _set_first(words: Tensor, num_bits: int) -> None:
-    full, rest = divmod(num_bits, 32)
-    words[:full] = -1
-    words[full:] = 0
-    words[full : full + 1] = (1 << rest) - 1
