@@ -154,7 +154,15 @@ class LogSegments:
         A ``stop`` of None means no upper bound. For rows in both, the old states of ``carried`` are returned.
         """
         end = self.position + 1 if stop is None else stop
-        rows = changed_in_each(self.stores, start, end, with_states=with_states)
+        rows, together = dict[str, ChangedRows](), dict[str, SegmentStore]()
+        for fqn, store in self.stores.items():
+            if store.pads:
+                together[fqn] = store
+            else:
+                rows[fqn] = store.changed(start, end, with_states=with_states)
+        if together:
+            rows |= changed_in_each(together, start, end, with_states=with_states)
+            rows = {fqn: rows[fqn] for fqn in self.stores}
         for fqn, owners in self.owners.items():
             rows[fqn] = replace(rows[fqn], former=owners.former(rows[fqn].ids, start))
         for fqn, older in carried.items():

@@ -629,7 +629,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         Raises:
             InvalidArgumentError: if the counter has another type, or the name is empty, taken or contains a slash.
         """
-        self._checkpoint.register_counter(name, counter)
+        self._checkpoint.counters.register(name, counter)
 
     def state_dict(self, *, strategy: Strategy = "local") -> dict[str, Tensor]:
         """Return the pending rows and the note (a JSON value) of every consumer, and the registered counters.

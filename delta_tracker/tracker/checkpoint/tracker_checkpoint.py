@@ -57,6 +57,7 @@ class TrackerCheckpoint:
         monitor: receives an event if a checkpoint without tracker state is loaded.
 
     Attributes:
+        counters: the registered counters.
         restored: outcome of the last :meth:`load_state_dict` or :meth:`restore_from_stream`; None before the first.
     """
 
@@ -68,13 +69,9 @@ class TrackerCheckpoint:
         self._mode = mode
         self._capture = capture
         self._monitor = monitor
-        self._counters = CounterSet()
+        self.counters = CounterSet()
         self.restored: Restored | None = None
         self._group: RankGroup | None = None  # created at the first gather, in which all ranks participate
-
-    def register_counter(self, name: str, counter: object) -> None:
-        """Register a counter. See :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.register_counter`."""
-        self._counters.register(name, counter)
 
     def description(self) -> dict[str, object]:
         """Return the mode, consumers, tables and counters, which must be the same on every rank. JSON serializable."""
@@ -82,7 +79,7 @@ class TrackerCheckpoint:
             "mode": self._mode.value,
             "consumers": sorted(self._log.consumers.names),
             "tables": {fqn: str(shard.spec.table) for fqn, shard in sorted(self._model.shards.items())},
-            "counters": self._counters.kinds(),
+            "counters": self.counters.kinds(),
         }
 
     def state_dict(self, *, strategy: Strategy = "local") -> dict[str, Tensor]:
@@ -92,7 +89,7 @@ class TrackerCheckpoint:
             raise InvalidArgumentError("strategy", strategy, f"Pass one of {get_args(Strategy)}")
         rank, world_size = rank_and_world_size()
         shards = {fqn: shard.spec for fqn, shard in self._model.shards.items()}
-        counters, kinds = self._counters.states(), self._counters.kinds()
+        counters, kinds = self.counters.states(), self.counters.kinds()
         is_gathered = strategy != "local" and world_size > 1
         if is_gathered and self._group is None:
             self._group = RankGroup("parts", 'state_dict(strategy="gather")', TORCH_TIMEOUT)
@@ -152,9 +149,9 @@ class TrackerCheckpoint:
         parts = parse_all(state)
         plan = self.plan_load(parts)
         tensors = take(state, plan.needs(), parts)
-        counted = self._counters.merged(plan.counted, parts, tensors)
+        counted = self.counters.merged(plan.counted, parts, tensors)
         log_state = plan.state(tensors)
-        self._counters.load(counted)
+        self.counters.load(counted)
         self._log.restore(log_state)
         self.restored = Restored.STATE
 
@@ -215,5 +212,5 @@ class TrackerCheckpoint:
                 raise StateMismatchError(what, saved, found)
         check_tables("", first.shards, {fqn: shard.spec for fqn, shard in self._model.shards.items()})
         rank, world_size = rank_and_world_size()
-        self._counters.check(parts, world_size)
+        self.counters.check(parts, world_size)
         return Resharding(parts, self._model.shards, self._capture, rank, world_size)

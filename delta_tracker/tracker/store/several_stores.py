@@ -53,23 +53,14 @@ def mark_in_each(stores: Mapping[str, SegmentStore], ids: Mapping[str, Tensor | 
 def changed_in_each(
     stores: Mapping[str, SegmentStore], start: int, stop: int, *, with_states: bool
 ) -> dict[str, ChangedRows]:
-    """Return the result of :meth:`SegmentStore.changed` for each store."""
-    found: dict[str, ChangedRows] = {}
-    together: dict[str, SegmentStore] = {}
-    for name, store in stores.items():
-        if store.pads:
-            together[name] = store
-        else:
-            found[name] = store.changed(start, stop, with_states=with_states)
-    if not together:
-        return found
+    """Return the result of :meth:`SegmentStore.changed` for each store, all of them on devices."""
     if with_states:
-        settle(states for store in together.values() for states in store.device_states)
-    marked = {name: store.marked(start, stop) for name, store in together.items()}
+        settle(states for store in stores.values() for states in store.device_states)
+    marked = {name: store.marked(start, stop) for name, store in stores.items()}
     scanned = _together(marked, lambda engine, sets: engine.scan_each(sets))
-    for name, store in together.items():
-        found[name] = store.found(*marked[name], scanned.get(name), with_states=with_states)
-    return {name: found[name] for name in stores}
+    return {
+        name: store.found(*marked[name], scanned.get(name), with_states=with_states) for name, store in stores.items()
+    }
 
 
 @retried(_replaced)
