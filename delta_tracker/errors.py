@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import math
-import pickle
 from collections.abc import Iterable, Mapping
 from functools import cache
 from importlib import import_module
@@ -37,7 +36,7 @@ OR_NOTHING = "A tracker can also load {}, which marks every row as changed"
 class DeltaTrackerError(Exception):
     """Base class of all errors. ``problem`` describes the error, and ``remedy`` what the user can do."""
 
-    keeps_cause: ClassVar[bool] = False  # the cause is part of the error, so that a copy has it
+    keeps_cause: ClassVar[bool] = False  # the cause is part of the error, so that unraised() keeps it
 
     def __init__(self, problem: str, remedy: str) -> None:
         self.problem, self.remedy = problem.removesuffix("."), remedy  # the text of another error may be its end
@@ -52,13 +51,9 @@ class DeltaTrackerError(Exception):
     def __str__(self) -> str:
         return f"{self.problem}. {self.remedy}."
 
-    def __copy__(self) -> Self:
-        return _rebuilt(type(self), self.args, vars(self), self.__cause__ if self.keeps_cause else None)
-
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return the function that rebuilds the error and its arguments, for pickle and deepcopy."""
-        cause = _picklable(self.__cause__) if self.keeps_cause else None
-        return _rebuilt, (type(self), self.args, vars(self), cause)
+        """Return the function that rebuilds the error and its arguments, for pickle and copy."""
+        return _rebuilt, (type(self), self.args, vars(self))
 
 
 class StreamError(DeltaTrackerError):
@@ -693,8 +688,8 @@ class FollowEndedError(StreamError, RuntimeError):
     """The thread of ``Predictor.follow`` ended by the exception ``__cause__``, or is in the parent process only.
 
     If this process was forked while ``follow`` ran, ``__cause__`` is None, and rows that were being written at the time
-    of the fork may be incomplete here. A pickled or deeply copied error has no cause if pickle cannot copy it; the
-    message always names its type and text.
+    of the fork may be incomplete here. A copied or pickled error has no cause, like any exception; the message names
+    its type and text.
     """
 
     keeps_cause = True
@@ -813,22 +808,11 @@ def _held(error: BaseException) -> list[object]:
     return [*error.args, *vars(error).values(), *group]
 
 
-def _rebuilt(kind: type[_Own], args: tuple[Any, ...], fields: Mapping[str, Any], cause: BaseException | None) -> _Own:
+def _rebuilt(kind: type[_Own], args: tuple[Any, ...], fields: Mapping[str, Any]) -> _Own:
     """Return an error with these ``args`` and attributes. The constructors of subclasses take other arguments."""
     error = kind.__new__(kind)
     super(DeltaTrackerError, error).__init__(*args)
     vars(error).update(fields)
-    if cause is not None:
-        error.__cause__ = cause
-    return error
-
-
-def _picklable(error: BaseException | None) -> BaseException | None:
-    """Return ``error``, or None if pickle cannot save and load it."""
-    try:
-        pickle.loads(pickle.dumps(error))  # noqa: S301  the bytes are this process's own
-    except Exception:  # noqa: BLE001  the constructor of any class may run
-        return None
     return error
 
 

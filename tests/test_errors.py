@@ -74,14 +74,9 @@ def _made(kind: type[DeltaTrackerError]) -> DeltaTrackerError:
 def test_errors_can_be_sent_to_another_process(
     error: DeltaTrackerError, send: Callable[[BaseException], BaseException]
 ) -> None:
-    received, sent = send(error), error
+    received = send(error)
     assert received is not error
-    while True:
-        assert (type(received), str(received), vars(received)) == (type(sent), str(sent), vars(sent))
-        if sent.__cause__ is None:
-            break
-        received, sent = received.__cause__, sent.__cause__
-    assert received.__cause__ is None
+    assert (type(received), str(received), vars(received)) == (type(error), str(error), vars(error))
 
 
 def test_a_newer_format_is_handled_like_a_malformed_object_with_another_remedy() -> None:
@@ -116,7 +111,6 @@ def test_an_error_can_be_sent_if_its_cause_cannot(cause: BaseException) -> None:
     error = FollowEndedError(cause)
     received = pickle.loads(pickle.dumps(error))
     assert (type(received), str(received), received.__cause__) == (FollowEndedError, str(error), None)
-    assert copy.copy(error).__cause__ is cause
 
 
 class _Rows:
