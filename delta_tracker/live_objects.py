@@ -18,7 +18,6 @@ class Trained(Protocol):
 
     def spans(self) -> set[tuple[str, int, int]]:
         """Return the device, the first address and the end of each piece of memory; empty once training has ended."""
-        ...
 
 
 _TRAINED: weakref.WeakValueDictionary[int, Trained] = weakref.WeakValueDictionary()

@@ -93,7 +93,6 @@ class RowTarget(Protocol):
             values: result of :meth:`prepare`.
             columns: half-open range of the columns of ``values``, inside one range of ``self.columns``.
         """
-        ...
 
 
 class RowCopies(Protocol):
@@ -105,7 +104,6 @@ class RowCopies(Protocol):
         ``ids`` are ``[N]`` int64 row numbers in the region, unique, at least one; ``values`` are ``[N, C]``. Both are
         on the region's device. ``columns`` is the range of columns in the region's memory.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -148,19 +148,15 @@ class RowSink(Protocol):
         Raises:
             SinkError: if another process is the writer.
         """
-        ...
 
     def states(self) -> list[SinkState]:
         """Return the states of all streams that the store holds. There are several if a change was interrupted."""
-        ...
 
     def current(self) -> str | None:
         """Return the id of the stream that readers read; None before the first :meth:`finish`."""
-        ...
 
     def begin(self, state: SinkState) -> None:
         """Store the state before the first row of ``state.applying``. Readers keep their stream."""
-        ...
 
     def write(self, stream: str, table: str, keys: Tensor, values: Tensor, version: int) -> None:
         """Write rows, each of which is atomic, in batches that the store bounds.
@@ -172,19 +168,15 @@ class RowSink(Protocol):
             values: ``[N, D]`` in the table's dtype, on the CPU. Read-only, and valid until the call returns.
             version: version to store with each row.
         """
-        ...
 
     def write_defaults(self, stream: str, table: str, slots: Tensor, values: Tensor, version: int) -> None:
         """Write default rows, by global row id. Same arguments as :meth:`write`; ``slots`` are inside the table."""
-        ...
 
     def delete(self, stream: str, table: str, keys: Tensor) -> None:
         """Delete rows by ``[N]`` int64 keys, unique; ignore keys that are not stored."""
-        ...
 
     def delete_defaults(self, stream: str, table: str, slots: Tensor) -> None:
         """Delete default rows by ``[N]`` int64 global row ids; ignore rows that are not stored."""
-        ...
 
     def owners(self, stream: str, table: str, slots: Tensor) -> Tensor:
         """Return the raw ids of rows in the stored map.
@@ -197,11 +189,9 @@ class RowSink(Protocol):
         Returns:
             ``[N]`` int64 raw ids, :data:`~delta_tracker.raw_ids.NO_OWNER` for a row without one.
         """
-        ...
 
     def set_owners(self, stream: str, table: str, slots: Tensor, owners: Tensor) -> None:
         """Set the raw ids of rows in the stored map. Same arguments as :meth:`log_owners`."""
-        ...
 
     def log_owners(self, stream: str, table: str, slots: Tensor, owners: Tensor) -> None:
         """Append changes of owners to the log of the version in progress.
@@ -212,22 +202,18 @@ class RowSink(Protocol):
             slots: ``[N]`` int64 global row ids inside the table, ascending and unique, at most 65,536.
             owners: ``[N]`` int64 raw ids, :data:`~delta_tracker.raw_ids.NO_OWNER` for a row without one.
         """
-        ...
 
     def logged_owners(self, stream: str, table: str) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the logged changes, each as the ``slots`` and ``owners`` of a call of :meth:`log_owners`, in order."""
-        ...
 
     def finish(self, state: SinkState) -> None:
         """Store the state after all rows of a version, and make readers read its stream, both at once.
 
         When the call returns, the version is durable, as far as the store's own settings allow.
         """
-        ...
 
     def settle(self, state: SinkState) -> None:
         """Clear the log of owners of all tables of the stream, and then store the state. Readers keep their stream."""
-        ...
 
     def remove(self, stream: str) -> None:
         """Delete all keys of a stream that is not current, in bounded batches, and its state last.
@@ -239,8 +225,6 @@ class RowSink(Protocol):
         Raises:
             InvalidArgumentError: if readers read the stream.
         """
-        ...
 
     def close(self) -> None:
         """Discard the uncommitted transaction, stop being the writer, and disconnect. No-op if closed."""
-        ...
