@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import xxhash
 from msgspec import convert, to_builtins
 from torch import Tensor
 
@@ -61,7 +59,7 @@ class Coordinator:
     """Writer that appends versions to a stream together with the other ranks.
 
     The training thread calls the methods. A worker thread may call only :meth:`write_part`, :meth:`write`,
-    :meth:`commit`, :meth:`answer` and :meth:`describe`.
+    :meth:`commit` and :meth:`answer`.
 
     Attributes:
         is_first: True on rank 0, which commits.
@@ -78,7 +76,6 @@ class Coordinator:
         self._write_timer = recorder.write_seconds.timer()
         self._commit_timer = recorder.commit_seconds.timer()
         self._claim: Claim | None = None
-        self._described: tuple[RankSchema | None, str, int] = None, "", 0
         self.storage: Storage
         self.states: Mapping[str, TableStates] = {}
         self.head: Manifest
@@ -129,7 +126,7 @@ class Coordinator:
 
         A collective.
         """
-        cut = Message.of(lambda: self._cut(batch, schema))
+        cut = Message.of(lambda: _cut(batch, schema))
         check_alike(self._exchange.exchange(Phase.COMPARING, cut), "cut", "tables")
 
     def write_part(
@@ -157,7 +154,7 @@ class Coordinator:
             content: dict[str, Any] = {
                 "parts": [asdict(part) for part in parts] if self.rank else parts,  # rank 0 does not send its share
                 "pending_rows": draft.pending_rows,
-                **self._cut(draft.batches[1], schema),
+                **_cut(draft.batches[1], schema),
             }
             if draft.owner_changes is not None:
                 content["owner_changes"] = {fqn: counts.copied.tolist() for fqn, counts in draft.owner_changes.items()}
@@ -243,27 +240,9 @@ class Coordinator:
         self._claim = claim
         return self.answer()
 
-    def describe(self, schema: RankSchema) -> tuple[str, int]:
-        """Return the tables and identities as text, and the hash of this text as an int64."""
-        known, text, digest = self._described
-        if schema != known:
-            text = f"the tables {sorted(f'{table} {fqn}' for fqn, table in schema.tables.items())}"
-            if schema.identities:
-                text += f" with the raw ids {sorted(map(_shown, schema.identities.items()))}"
-            digest = xxhash.xxh64_intdigest(text.encode()) >> 1
-            self._described = schema, text, digest
-        return text, digest
 
-    def _cut(self, batch: int, schema: RankSchema) -> dict[str, str]:
-        text, _ = self.describe(schema)
-        return {"cut": f"batch {batch}", "tables": text}
-
-
-def _shown(named: tuple[str, Identity]) -> str:
-    """Return a table and its identity as a short text with a hash of the identity, which may have 65,536 buckets."""
-    fqn, identity = named
-    digest = xxhash.xxh3_64_hexdigest(json.dumps(to_builtins(identity)).encode())
-    return f"{fqn}: {len(identity.buckets)} buckets of {identity.hash_size} ids, {digest}"
+def _cut(batch: int, schema: RankSchema) -> dict[str, str]:
+    return {"cut": f"batch {batch}", "tables": schema.text}
 
 
 def _owner_changes(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -9,6 +10,8 @@ from operator import call
 from typing import NamedTuple
 
 import torch
+import xxhash
+from msgspec import to_builtins
 from torch import Tensor
 
 from delta_tracker.buffers.host_copy import HostCopy
@@ -65,13 +68,16 @@ class CopiedRows:
 class RankSchema(NamedTuple):
     """Schema of this rank's versions, by FQN. A version with another schema than the version before must be a snapshot.
 
-    The states are those of this rank's column ranges, and are empty if the versions have no states.
+    The states are those of this rank's column ranges, and are empty if the versions have no states. ``text`` has the
+    tables and identities, to compare them among the ranks, and ``digest`` is its hash as an int64.
     """
 
     format: int
     states: Mapping[str, TableStates]
     identities: Mapping[str, Identity]
     tables: Mapping[str, TableSpec]
+    text: str
+    digest: int
 
 
 class RankTables:
@@ -127,7 +133,11 @@ class RankTables:
         }
         self.unfused = frozenset(tables) - live.fused_tables
         form = STATES_FORMAT if self._with_states or identities else FORMAT
-        self.latest = RankSchema(form, states, identities, tables)
+        text = f"the tables {sorted(f'{table} {fqn}' for fqn, table in tables.items())}"
+        if identities:
+            text += f" with the raw ids {sorted(map(_shown, identities.items()))}"
+        digest = xxhash.xxh64_intdigest(text.encode()) >> 1
+        self.latest = RankSchema(form, states, identities, tables, text, digest)
         self._attached = live.num_attached  # last: an interrupted call is repeated
 
     def copy_rows(
@@ -226,6 +236,13 @@ class RankTables:
     def _block(self, fqn: str, shard: ShardSpec, columns: tuple[int, int], num_rows: int, ids: IdForm) -> Block:
         rows = (shard.row_offset, shard.row_offset + shard.num_rows)
         return Block(fqn, rows, columns, num_rows, ids, self._encodings[fqn])
+
+
+def _shown(named: tuple[str, Identity]) -> str:
+    """Return a table and its identity as a short text with a hash of the identity, which may have 65,536 buckets."""
+    fqn, identity = named
+    digest = xxhash.xxh3_64_hexdigest(json.dumps(to_builtins(identity)).encode())
+    return f"{fqn}: {len(identity.buckets)} buckets of {identity.hash_size} ids, {digest}"
 
 
 def _view(

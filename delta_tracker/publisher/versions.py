@@ -250,9 +250,8 @@ class Versions:
     def _vote(self, phase: Phase, *, is_due: bool, wants_snapshot: bool = False, is_complete: bool = False) -> Vote:
         reader, writer = self._reader, self._writer
         batch, schema = reader.batch_and_schema()
-        _, tables = writer.describe(schema)
         wants_snapshot = wants_snapshot or reader.needs_snapshot or writer.needs_snapshot
-        return Vote(phase, batch, tables, is_due, wants_snapshot, is_complete or reader.is_repairing)
+        return Vote(phase, batch, schema.digest, is_due, wants_snapshot, is_complete or reader.is_repairing)
 
     def _step_vote(self) -> Vote:
         flight = self._flight
