@@ -45,21 +45,23 @@ def rows_to_repair(
         it: one is missing, damaged, a snapshot, or of another schema.
     """
     try:
-        position = Position.from_dict(note) if isinstance(note, Mapping) else None
+        position = Position.from_dict(note)
     except InvalidArgumentError:
-        position = None
-    if position is None or position.stream != claim.stream or not 0 <= position.link.version <= claim.version:
+        return None
+    if position.stream != claim.stream or position.version > claim.version:
         return None
     found: dict[str, list[Tensor]] = {}
     link = position.link
     try:
-        if not _continues(log, link.version, schema) or not _is_complete(log, claim):
+        if not _may_continue(log, claim, schema):
             return None
-        for version in range(position.link.version + 1, claim.version + 1):
+        for version in range(position.version + 1, claim.version + 1):
             entry = log.read(version)
-            if entry is None or entry.parent != link or entry.stream != claim.stream or entry.kind == "snapshot":
-                return None
-            if entry.kind == "delta" and entry.schema != schema:
+            if (
+                entry is None
+                or (entry.parent, entry.stream) != (link, claim.stream)
+                or (entry.kind != "claim" and (entry.kind, entry.schema) != ("delta", schema))
+            ):
                 return None
             link = entry.link
             for fqn, ids in rows_of(log.storage, entry, shards):
@@ -70,27 +72,13 @@ def rows_to_repair(
     return None if link != claim.link else {fqn: torch.unique(torch.cat(ids)) for fqn, ids in found.items()}
 
 
-def _is_complete(log: StreamLog, claim: Manifest) -> bool:
-    """Return True if the log has all entries from the newest snapshot to ``claim``, or no snapshot."""
+def _may_continue(log: StreamLog, claim: Manifest, schema: Schema) -> bool:
+    """Return True if the newest snapshot has ``schema``, and the log has all entries from it to ``claim``.
+
+    The result is True for a stream with claims only.
+    """
     snapshot = log.newest_snapshot()
     if snapshot is None:
         return claim.snapshot is None
     versions = [version for version in log.versions(after=snapshot.version) if version <= claim.version]
-    return len(versions) == claim.version - snapshot.version
-
-
-def _continues(log: StreamLog, version: int, schema: Schema) -> bool:
-    """Return True if the versions up to ``version`` have ``schema``, so that a delta may follow them.
-
-    If retention deleted them, the newest snapshot is checked, which replaces them. The result is True for a stream with
-    claims only.
-    """
-    while version >= 0:
-        entry = log.read(version)
-        if entry is None:
-            entry = log.newest_snapshot()
-            return entry is not None and entry.schema == schema
-        if entry.kind != "claim":
-            return entry.schema == schema
-        version -= 1
-    return True
+    return snapshot.schema == schema and len(versions) == claim.version - snapshot.version
