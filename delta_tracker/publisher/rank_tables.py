@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from operator import call
 from typing import NamedTuple
 
-import torch
 import xxhash
 from msgspec import to_builtins
 from torch import Tensor
@@ -187,19 +186,16 @@ class RankTables:
             owners: FQN to the ``[R]`` raw ids of the shard's rows, for each table with managed collisions.
         """
         blocks = []
-        readers: dict[torch.device, Callable[[Tensor], Tensor]] = {}
+        reader = cache(self._copier.reader)
         for fqn, shard in self._shards.items():
             if fqn not in tables or shard.num_rows == 0:
                 continue
             for columns, view, states in self._columns(fqn, shard):
-                for device in {each.device for each in (view, *states, owners.get(fqn, view))}:
-                    if device not in readers:
-                        readers[device] = self._copier.reader(device)
                 block = self._block(fqn, shard, columns, shard.num_rows, "all")
-                read = partial(_copied, readers[view.device], view, block)
-                kept = tuple(partial(_copied_state, readers[state.device], state) for state in states)
+                read = partial(_copied, reader(view.device), view, block)
+                kept = tuple(partial(_copied_state, reader(state.device), state) for state in states)
                 held = owners.get(fqn)
-                owned_by = None if held is None else partial(_copied_state, readers[held.device], held.unsqueeze(1))
+                owned_by = None if held is None else partial(_copied_state, reader(held.device), held.unsqueeze(1))
                 blocks.append(BlockRows(block, None, read, kept, owned_by))
         return blocks
 
