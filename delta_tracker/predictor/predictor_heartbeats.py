@@ -13,8 +13,9 @@ class Heartbeats:
     """Writer of heartbeats to ``given``, by default to the reader's first writable store, also after a failover."""
 
     def __init__(self, reader: Reader, name: str, given: Location | None) -> None:
-        storage = reader.sources.writable() if given is None else open_storage(given)
-        if storage is None or storage.is_read_only:
+        stores = [each.storage for each in reader.sources.all] if given is None else [open_storage(given)]
+        storage = next((each for each in stores if not each.is_read_only), None)
+        if storage is None:
             text = "Pass the url of a bucket or directory: heartbeats cannot be written over http"
             raise InvalidArgumentError("heartbeats", given, text)
         self._reader = reader

@@ -98,10 +98,10 @@ def release_pin(storage: Storage, *, reason: str = "") -> Pin:
         StorageError: if the store fails. The release may have been written.
     """
     log = _log(storage, "a release", reason)
-    counters, pin, head = free_counters(storage), newest_pin(storage), log.head()
-    if pin is None or head is None or pin.kind != "pin" or pin.stream != head.stream:
+    counters, pin = free_counters(storage), _former(log, replaces=True)
+    if pin is None:
         raise InvalidArgumentError("url", storage.url, "Pin it first: it is not pinned")
-    snapshot = _snapshot(log, head)
+    snapshot = _snapshot(log, log.head())
     if snapshot is None or snapshot.version <= pin.bad:
         reason = f"it has no snapshot above version {pin.bad}, from which predictors could continue"
         step = "Call publisher.snapshot() in the repaired trainer, or wait for its next snapshot, then release again"

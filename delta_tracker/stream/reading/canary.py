@@ -54,7 +54,7 @@ class CanaryBound:
     """Newest version of a log that a canary may apply."""
 
     def __init__(self, canary: Canary, log: StreamLog) -> None:
-        self.canary = canary
+        self._canary = canary
         self._log = log
         self._origin: tuple[str, str] | None = None  # stream and publisher of the entries that were seen
         self._newest = -1  # newest version of the stream that was seen
@@ -66,21 +66,21 @@ class CanaryBound:
         if origin != self._origin:  # a new publisher may have found an older copy of the log
             self._origin, self._newest, self._latest = origin, -1, float("-inf")
         # The newest entry may have been created earlier than one before it, by another clock.
-        if self.canary.seconds is not None or not self._is_below(manifest):
+        if self._canary.seconds is not None or not self._is_below(manifest):
             self._find_newest(manifest)
         return self._is_below(manifest)
 
     def _is_below(self, manifest: Manifest) -> bool:
-        if self.canary.versions is not None:
-            return manifest.version + self.canary.versions <= self._newest
-        assert self.canary.seconds is not None, "one of both"
-        return manifest.created + self.canary.seconds <= self._latest
+        if self._canary.versions is not None:
+            return manifest.version + self._canary.versions <= self._newest
+        assert self._canary.seconds is not None, "one of both"
+        return manifest.created + self._canary.seconds <= self._latest
 
     def _find_newest(self, manifest: Manifest) -> None:
         newest = self._log.newest_version(max(manifest.version, self._newest))
         if newest <= self._newest:
             return
-        if self.canary.seconds is not None:
+        if self._canary.seconds is not None:
             try:
                 head = self._log.read(newest)
             except MalformedError as error:

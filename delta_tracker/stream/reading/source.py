@@ -33,6 +33,7 @@ class Source:
     """Store of a stream, with the state of its log that a reader keeps between two rounds.
 
     Attributes:
+        canary: distance that the reader keeps from the newest version; None if it keeps none.
         bound: newest version that a canary may apply; None without one.
         settling: doubt of faults that a cache can cause, for a store that cannot list.
         lag: how far the reader is behind this log.
@@ -51,6 +52,7 @@ class Source:
         self.number = number
         self.storage = storage
         self.log = StreamLog(storage, runtime) if log is None else log
+        self.canary = canary
         self.bound = None if canary is None else CanaryBound(canary, self.log)
         self.catch_up = CatchUp(self.log, self.allows)
         self.pins = PinReader(runtime=runtime)
@@ -66,11 +68,6 @@ class Source:
         other = Source(self.number, storage, self.canary, runtime=self._runtime)
         other.pins, other.lag = self.pins, self.lag
         return other
-
-    @property
-    def canary(self) -> Canary | None:
-        """Distance that the reader keeps from the newest version; None if it keeps none."""
-        return None if self.bound is None else self.bound.canary
 
     @property
     def url(self) -> str:
@@ -184,10 +181,6 @@ class Sources:
         if now >= self._due_at[number]:
             self._due_at[number] = now + self._pauses[number]
             self._pauses[number] = min(2 * self._pauses[number], _MAX_PAUSE_SECONDS)
-
-    def writable(self) -> Storage | None:
-        """Return the first store that can be written to; None if there is none."""
-        return next((each.storage for each in self.all if not each.storage.is_read_only), None)
 
 
 class Lag:
