@@ -70,11 +70,7 @@ class SeenLog:
         return self._once(("read_merged", merged), self.source.log.read_merged, merged)
 
     def merged(self, *, after: int = -1) -> list[Merged]:
-        listed = [key[1] for key in self.answers if isinstance(key, tuple) and key[0] == "merged" and key[1] <= after]
-        first = max(listed, default=after)
-        return [
-            each for each in self._once(("merged", first), self.source.log.merged, after=first) if each.last > after
-        ]
+        return [each for each in self._once("merged", self.source.log.merged) if each.last > after]
 
     def versions(self, *, after: int = -1) -> list[int]:
         return self._once(("versions", after), self.source.log.versions, after=after)
