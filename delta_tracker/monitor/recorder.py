@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from delta_tracker.errors import InvalidArgumentError
@@ -111,7 +111,7 @@ class BoundStat:
     """View of a metric in which the value of one label is fixed. The functions are those of the metric."""
 
     def __init__(self, stat: Stat, label: dict[str, str]) -> None:
-        self.cell = partial(stat.cell, **label)
+        self.cell = cache(partial(stat.cell, **label))  # a version of few rows has little else to do
         self.timer = partial(stat.timer, **label)
         self.remove = partial(stat.remove, **label)
         if isinstance(stat, Gauge):

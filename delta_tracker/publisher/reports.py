@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from functools import cache
 
 from delta_tracker.errors import (
     FencedError,
@@ -47,10 +46,6 @@ class Reports:
         self._failure: tuple[object, ...] | None = None  # kind of the last failure since the last version
         self._large_deltas = LargeDeltas()
         self._measured: int | None = None  # version at which the clock was compared
-        # Each cell is looked up once: a version of few rows has little else to do.
-        self._num_versions = cache(lambda kind: recorder.published_versions.cell(kind=kind))
-        self._num_bytes = cache(lambda kind: recorder.published_bytes.cell(kind=kind))
-        self._num_rows = cache(lambda fqn: recorder.published_rows.cell(table=fqn))
         self._version = 0  # the newest one that was published
 
     def open(self) -> None:
@@ -61,7 +56,7 @@ class Reports:
         recorder, head = self._recorder, self._writer.head
         recorder.publisher_info.set(1, stream=head.stream, url=shown_url(self._writer.storage.url))
         if self._writer.is_first:
-            self._num_versions("delta")
+            recorder.published_versions.cell(kind="delta")
             self._version = head.version
             recorder.published_version.set_function(lambda: self._version)
             for step in UPKEEP_STEPS:
@@ -74,11 +69,12 @@ class Reports:
     def published(self, committed: Manifest) -> None:
         """Report that a version was published."""
         if self._writer.is_first:
-            self._num_versions(committed.kind).add(1)
-            self._num_bytes(committed.kind).add(committed.total_bytes if committed.training else committed.num_bytes)
-            rows = committed.rows_by_table
-            for fqn, num_rows in rows.items():
-                self._num_rows(fqn).add(num_rows)
+            recorder = self._recorder
+            num_bytes = committed.total_bytes if committed.training else committed.num_bytes
+            recorder.published_versions.cell(kind=committed.kind).add(1)
+            recorder.published_bytes.cell(kind=committed.kind).add(num_bytes)
+            for fqn, num_rows in committed.rows_by_table.items():
+                recorder.published_rows.cell(table=fqn).add(num_rows)
             if committed.kind == "delta":
                 self._large_deltas.saw(committed)
             self._version = committed.version
