@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from delta_tracker.arguments import check_count
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.monitor.device.device_state import DeviceState, EpochEnd, sum_dtype
 from delta_tracker.monitor.device.metrics import reader_of
@@ -39,8 +40,7 @@ class DeviceClassification(DeviceState):
     """
 
     def __init__(self, name: str, num_classes: int, *, average: Average = "macro", monitor: Monitor = MONITOR) -> None:
-        if type(num_classes) is not int or num_classes < 2:  # noqa: PLR2004
-            raise InvalidArgumentError("num_classes", num_classes, "Pass a whole number of 2 or more")
+        check_count("num_classes", num_classes, least=2)
         if average not in ("macro", "micro"):
             raise InvalidArgumentError("average", average, "Pass 'macro' or 'micro'")
         self._average = average
@@ -49,7 +49,7 @@ class DeviceClassification(DeviceState):
         for gauge in self._gauges.values():
             gauge.cell().is_remote = True
         self._rejected = monitor.counter(f"{name}.rejected", "Predictions rejected because of an invalid class.")
-        self._sums = [0.0] * (3 * num_classes + 1)
+        self._sums = [0.0] * (3 * num_classes + 2)
         self.num_sums = len(self._sums)
         super().__init__(reader_of(monitor))
 
@@ -70,20 +70,12 @@ class DeviceClassification(DeviceState):
             shapes = (tuple(predictions.shape), tuple(targets.shape))
             raise InvalidArgumentError("targets", shapes, "Pass [B] or [B, C] predictions and [B] targets")
         size = self._num_classes
+        wrong, rejected = 3 * size, 3 * size + 1  # the latter counts each rejected pair three times
         is_class = (predictions >= 0) & (predictions < size) & (targets >= 0) & (targets < size)
-        trash = 3 * size
-        right = torch.where(is_class & (predictions == targets), predictions, trash)
-        indices = torch.cat(
-            (
-                right,
-                torch.where(is_class, predictions + size, trash),
-                torch.where(is_class, targets + 2 * size, trash),
-            )
-        )
-        # The last element counts each rejected pair three times. Valid pairs with a wrong prediction add 0 to it.
-        ones = torch.ones(indices.shape, dtype=sum_dtype(indices.device), device=indices.device)
-        ones = torch.where((indices == trash) & is_class.repeat(3), 0, ones)
-        self._add(indices.device, ones, indices)
+        right = torch.where(predictions == targets, predictions, wrong)
+        indices = torch.stack((right, predictions + size, targets + 2 * size))
+        indices = torch.where(is_class, indices, rejected).reshape(-1)
+        self._add(indices.device, torch.ones_like(indices, dtype=sum_dtype(indices.device)), indices)
 
     def absorb(self, growth: list[float], epoch_end: EpochEnd | None) -> None:
         """Add the new counts to those of the epoch, and set the gauges; reset them if ``epoch_end`` is given."""
