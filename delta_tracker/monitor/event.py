@@ -10,7 +10,7 @@ import math
 import os
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from functools import cache
@@ -53,31 +53,24 @@ class Phase(StrEnum):
     """End of a span; ``data["seconds"]`` is its duration."""
 
 
-class _Ids:
-    """Generator of 64-bit ids.
+@cache  # not at import, because RANK may be set later
+def _ids() -> Iterator[int]:
+    """Return an iterator of 64-bit ids, never 0. Threads may share it.
 
     The high 16 bits are the rank from the environment variable ``RANK``, or a random number if the variable is not
     set. The low 48 bits are a counter with a random start. Ids of different ranks below 65536 never collide. Ids of two
     processes of the same rank collide with a probability of about (number of ids) / 2**48.
     """
-
-    def __init__(self) -> None:
-        rank = os.environ.get("RANK", "")
-        self._high = int(rank) % 2**_RANK_BITS if rank.isdecimal() else secrets.randbits(_RANK_BITS)
-        self._counts = itertools.count(secrets.randbits(_COUNT_BITS))
-
-    def next(self) -> int:
-        """Return a new id, never 0."""
-        low = next(self._counts) % 2**_COUNT_BITS
-        return (self._high << _COUNT_BITS | low) or self.next()
-
-
-_ids = cache(_Ids)  # not at import, because RANK may be set later
+    rank = os.environ.get("RANK", "")
+    high = int(rank) % 2**_RANK_BITS if rank.isdecimal() else secrets.randbits(_RANK_BITS)
+    counts = itertools.count(secrets.randbits(_COUNT_BITS))
+    # Two threads cannot run one generator.
+    return filter(None, map(lambda count: high << _COUNT_BITS | count % 2**_COUNT_BITS, counts))  # noqa: C417
 
 
 def new_id() -> int:
     """Return a new 64-bit id for an event or span, unique across ranks."""
-    return _ids().next()
+    return next(_ids())
 
 
 def new_trace() -> int:
