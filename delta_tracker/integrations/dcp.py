@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,9 @@ from delta_tracker.tracker.tracker import ModelDeltaTracker
 
 _KEY = re.compile(rf"(?:(?P<prefix>.*)\.)?(?P<header>{HEADER.pattern})")
 _MAX_HEADER_BYTES = 1 << 28
+
+Checkpoint: TypeAlias = str | os.PathLike[str] | StorageReader
+"""Path of a checkpoint, or a storage reader for it."""
 
 
 class _Wanted(dict[str, Tensor]):
@@ -65,9 +68,7 @@ class SavedTracker:
         >>> dcp.load(state, checkpoint_id=path)  # doctest: +SKIP
     """
 
-    def __init__(
-        self, tracker: ModelDeltaTracker, source: str | os.PathLike[str] | StorageReader, key: str | None = None
-    ) -> None:
+    def __init__(self, tracker: ModelDeltaTracker, source: Checkpoint, key: str | None = None) -> None:
         if not isinstance(tracker, ModelDeltaTracker):
             raise InvalidArgumentError("tracker", type(tracker), "Pass a ModelDeltaTracker first, and then the path")
         self._tracker = tracker
@@ -157,9 +158,7 @@ class SavedCounters:
         >>> dcp.load(state, checkpoint_id=path)  # doctest: +SKIP
     """
 
-    def __init__(
-        self, counters: RankCounters, source: str | os.PathLike[str] | StorageReader, key: str | None = None
-    ) -> None:
+    def __init__(self, counters: RankCounters, source: Checkpoint, key: str | None = None) -> None:
         if not isinstance(counters, RankCounters):
             raise InvalidArgumentError("counters", type(counters), "Pass a RankCounters first, and then the path")
         self._counters = counters
@@ -198,13 +197,7 @@ class _SavedParts:
     ``is_wanted`` returns True for the header of a part of such a state; it is used if ``key`` is None.
     """
 
-    def __init__(
-        self,
-        source: str | os.PathLike[str] | StorageReader,
-        key: str | None,
-        what: str,
-        is_wanted: Callable[[RankHeader], bool],
-    ) -> None:
+    def __init__(self, source: Checkpoint, key: str | None, what: str, is_wanted: Callable[[RankHeader], bool]) -> None:
         self._reader = source if isinstance(source, StorageReader) else FileSystemReader(source)
         self._key = key
         self._what = what
