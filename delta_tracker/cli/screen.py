@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Literal
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -17,42 +16,31 @@ from delta_tracker.cli.predictors import SeenPredictor
 from delta_tracker.cli.text import count, duration, moment, short, size
 from delta_tracker.cli.watch import View
 
-Section = Literal["all", "predictors", "tables", "versions"]
-
-SECTIONS: dict[str, Section] = {"a": "all", "p": "predictors", "t": "tables", "v": "versions"}
-KEYS = "q quit  space refresh  p predictors  t tables  v versions  a all"
-_FIXED_LINES = 10  # three lines of the head, three headings, three blank lines, one for the keys
+_FIXED_LINES = 10  # three lines of the head, three headings, three blank lines, the last line
 _UNLIMITED = 60
 _WIDE = 110  # characters, from which hosts are shown
 
 
-def screen(
-    view: View, width: int, height: int | None = None, *, section: Section = "all", hint: str = ""
-) -> RenderableType:
+def screen(view: View, width: int, height: int | None = None) -> RenderableType:
     """Return the screen as a rich renderable.
 
     ``width`` and ``height`` are those of the terminal in characters and lines; a ``height`` of None is no limit.
-    ``section`` is the table to show, or ``all`` to divide the lines among the three tables. ``hint`` is the last line.
+    The three tables share the lines.
     """
     notices, newest = _notices(view, height), view.watch.newest(height or _UNLIMITED)
-    wanted = {
-        "predictors": max(1, len(view.predictors)),
-        "tables": len(view.watch.amounts(view.read)),
-        "versions": len(newest),
-    }
-    if section != "all":
-        wanted = {section: wanted[section]}
-    room = (height or _UNLIMITED) - _FIXED_LINES + 2 * (3 - len(wanted)) - len(notices)
-    lines = dict(zip(wanted, _shares(room, list(wanted.values())), strict=True))
-    found: list[RenderableType] = _head(view)
-    if "predictors" in lines:
-        found += [Text(), _predictors(view, lines["predictors"], width)]
-    if "tables" in lines:
-        found += [Text(), _tables(view, lines["tables"], width)]
-    if "versions" in lines:
-        found += [Text(), version_table(newest[: lines["versions"]], view.now, is_cut=True)]
-    found += [*notices, *([one_line(hint, "dim")] if hint else [])]
-    return Group(*found)
+    wanted = [max(1, len(view.predictors)), len(view.watch.amounts(view.read)), len(newest)]
+    num_predictors, num_tables, num_versions = _shares((height or _UNLIMITED) - _FIXED_LINES - len(notices), wanted)
+    found: list[RenderableType] = [
+        *_head(view),
+        Text(),
+        _predictors(view, num_predictors, width),
+        Text(),
+        _tables(view, num_tables, width),
+        Text(),
+        version_table(newest[:num_versions], view.now, is_cut=True),
+        *notices,
+    ]
+    return Group(*found) if height is None else Group(*found, one_line("Ctrl-C quits", "dim"))
 
 
 def _silence(view: View) -> list[Notice]:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import logging
-import os
-import select
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -15,7 +12,7 @@ import click
 from rich.live import Live
 
 from delta_tracker.cli.predictors import read_predictors
-from delta_tracker.cli.screen import KEYS, SECTIONS, Section, screen
+from delta_tracker.cli.screen import screen
 from delta_tracker.cli.stream_command import Number, Stream, stream_command, terminated
 from delta_tracker.cli.watch import View, Watch
 from delta_tracker.errors import MalformedError, StorageError
@@ -27,8 +24,7 @@ Without --once, it waits for a stream that does not exist yet.
 
 Rates are averages over the last minute (--window). Each refresh reads only the versions committed since the last one.
 Predictors are listed by their heartbeats, with the states that delta-tracker fleet --help describes, and omitted after
-an hour without a heartbeat. The lag of a live predictor is read from its heartbeat. The keys are listed in the last
-line; q or Ctrl-C quits.
+an hour without a heartbeat. The lag of a live predictor is read from its heartbeat.
 
 \b
 Examples:
@@ -44,7 +40,7 @@ Examples:
 @click.option("--once", is_flag=True, help="Show the screen once and exit.")
 @stream_command
 def command(stream: Stream, *, every: float, window: float, once: bool) -> int:
-    """Show the screen and refresh it until ``q`` or Ctrl-C. With ``--json``, print one line per refresh instead."""
+    """Show the screen and refresh it until Ctrl-C. With ``--json``, print one line per refresh instead."""
     if not once:
         with terminated():
             stream.wait_for_head(every)
@@ -57,24 +53,11 @@ def command(stream: Stream, *, every: float, window: float, once: bool) -> int:
             if once:
                 return 0
             time.sleep(every)
-    with (
-        _notes() as notes,
-        terminated(),
-        _reading_keys() as wait_for_key,
-        Live(console=console, screen=True, auto_refresh=False) as live,
-    ):
-        section: Section = "all"
+    with _notes() as notes, terminated(), Live(console=console, screen=True, auto_refresh=False) as live:
         for view in views:
             view.problem = view.problem or notes.last
-            due, key = time.monotonic() + every, ""
-            while key != " ":
-                hint = KEYS if sys.stdin.isatty() else "Ctrl-C quits"
-                live.update(screen(view, console.width, console.height, section=section, hint=hint), refresh=True)
-                if not (key := wait_for_key(due - time.monotonic())):
-                    break
-                if key == "q":
-                    return 0
-                section = SECTIONS.get(key, section)
+            live.update(screen(view, console.width, console.height), refresh=True)
+            time.sleep(every)
     return 0
 
 
@@ -122,37 +105,3 @@ def _notes() -> Iterator[_Notes]:
         yield notes
     finally:
         logger.handlers = before
-
-
-@contextmanager
-def _reading_keys() -> Iterator[Callable[[float], str]]:
-    """Yield a function that waits some seconds for a key, and returns it in lower case, or an empty string.
-
-    During the ``with`` statement, the terminal passes keys on at once and does not show them. Ctrl-C still interrupts.
-    The settings of the terminal are restored at the end. No keys are read if stdin is no terminal.
-    """
-    if not sys.stdin.isatty():
-        yield _sleep
-        return
-    import termios  # noqa: PLC0415  only where there is a terminal
-    import tty  # noqa: PLC0415
-
-    descriptor = sys.stdin.fileno()
-
-    def wait(seconds: float) -> str:
-        if not select.select([descriptor], [], [], max(0.0, seconds))[0]:
-            return ""
-        data = os.read(descriptor, 1)
-        return data.decode("ascii", "replace").lower() if data else _sleep(seconds)  # without data, it was closed
-
-    before = termios.tcgetattr(descriptor)
-    try:
-        tty.setcbreak(descriptor)
-        yield wait
-    finally:
-        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
-
-
-def _sleep(seconds: float) -> str:
-    time.sleep(max(0.0, seconds))
-    return ""

@@ -46,7 +46,7 @@ def test_the_screen_fits(
     stream = Stream(storage, StreamLog(storage), Output(is_json=False))
     view = next(top_command._views(stream, 60.0))
     for each in (view, replace(view, problem="y" * 500)):
-        console.print(screen(each, width, height, hint="keys"))
+        console.print(screen(each, width, height))
         lines = console.export_text().splitlines()
         assert len(lines) <= height
         assert all(len(line) <= width for line in lines)
@@ -56,7 +56,7 @@ def test_the_screen_fits(
         if num_predictors and each.problem is None:
             assert any(line.startswith(("✕ ", "! ")) for line in lines[3:]), "a predictor has an error"
             assert any(line.startswith("  next step: ") for line in lines) is (height >= 24)
-        assert lines[-1] == "keys", "the hint is the last line"
+        assert lines[-1] == "Ctrl-C quits"
 
 
 def test_an_unreadable_store_is_no_standstill(tmp_path: Path) -> None:

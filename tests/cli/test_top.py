@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import sys
-import termios
-import threading
 import time
 from pathlib import Path
 
@@ -115,32 +111,20 @@ def test_a_malformed_entry_below_the_head_is_shown(storage: Storage, capsys) -> 
     assert "Check for other writers" in frames(storage, "--once", capsys)
 
 
-def test_keys_choose_a_table_and_quit(storage: Storage, capsys, monkeypatch) -> None:
+def test_a_terminal_shows_a_screen_that_ctrl_c_ends(storage: Storage, capsys, monkeypatch) -> None:
     writer = Writer(storage)
     writer.snapshot()
     leave(writer, beat(writer, "p-1", version=1))
     for name, value in {"FORCE_COLOR": "1", "COLUMNS": "80", "LINES": "24", "TERM": "xterm"}.items():
         monkeypatch.setenv(name, value)
-    ours, theirs = os.openpty()
-    before = termios.tcgetattr(theirs)
-    with os.fdopen(theirs) as keyboard:
-        monkeypatch.setattr(sys, "stdin", keyboard)
-
-        def press() -> None:
-            while termios.tcgetattr(keyboard)[3] & termios.ICANON:
-                time.sleep(0.01)
-            os.write(ours, b"zPtq")
-
-        pressing = threading.Thread(target=press, daemon=True)
-        pressing.start()
-        assert main(["top", storage.url, "--every", "60"]) == 0
-        assert termios.tcgetattr(keyboard) == before
-    os.close(ours)
-    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().out).split("delta-tracker top")[1:]
-    assert len(shown) == 4, "one for the first look, one for each key but the last"
-    assert all("q quit  space refresh" in each for each in shown)
-    heads = [[word for word in ("heartbeat", "last change", "kind") if word in each] for each in shown]
-    assert heads == [["heartbeat", "last change", "kind"]] * 2 + [["heartbeat"], ["last change"]]
+    sleeps = iter([lambda: writer.delta([1]), interrupted])
+    monkeypatch.setattr(time, "sleep", lambda _: next(sleeps)())
+    assert main(["top", storage.url, "--every", "60"]) == 130
+    output = capsys.readouterr().out
+    assert output.rindex("\x1b[?1049l") > output.index("\x1b[?1049h"), "the terminal shows its former screen"
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", output).split("delta-tracker top")[1:]
+    assert ["version 1 " in shown[0], "version 2 " in shown[1], len(shown)] == [True, True, 2]
+    assert all(word in each for each in shown for word in ("heartbeat", "last change", "kind", "Ctrl-C quits"))
 
 
 def test_a_url_without_a_stream_is_reported_or_waited_for(storage: Storage, capsys, monkeypatch) -> None:
@@ -164,24 +148,3 @@ def test_a_publisher_that_has_stopped_needs_attention(storage: Storage, capsys) 
     shown = frames(storage, "--once", capsys)
     assert "No version for 10 min; before, the longest time between two was 10.0 s" in shown
     assert "next step: If training should go on, read the log of the trainer" in shown
-
-
-def test_a_key_ends_the_wait(monkeypatch) -> None:
-    ours, theirs = os.openpty()
-    with os.fdopen(theirs) as keyboard:
-        monkeypatch.setattr(sys, "stdin", keyboard)
-        with top_command._reading_keys() as wait:
-            assert wait(0.0) == ""
-            os.write(ours, b"Q ")
-            assert [wait(5.0), wait(5.0), wait(-1.0)] == ["q", " ", ""]
-    os.close(ours)
-
-
-def test_without_a_terminal_it_waits(monkeypatch) -> None:
-    with Path(os.devnull).open() as nothing:
-        monkeypatch.setattr(sys, "stdin", nothing)
-        slept: list[float] = []
-        monkeypatch.setattr(time, "sleep", slept.append)
-        with top_command._reading_keys() as wait:
-            assert wait(2.0) == ""
-    assert slept == [2.0]
