@@ -52,7 +52,7 @@ def render(figures: Figures) -> str:
     template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
     return template.render(
         figures=figures,
-        charts=_over_time(figures),
+        sizes=_sizes(figures),
         cards=[_card(table) for table in figures["tables"] if table["histogram"]][:_NUM_CARDS],
         hot=[table for table in figures["tables"] if table["hottest"]][:_NUM_CARDS],
         script=script,
@@ -113,11 +113,6 @@ class Slot:
     width: float
 
     @property
-    def right(self) -> float:
-        """Right edge."""
-        return self.left + self.width
-
-    @property
     def middle(self) -> float:
         """Middle between the edges."""
         return self.left + self.width / 2
@@ -131,8 +126,7 @@ class Chart:
         about: alternative text for screen readers.
         legend: mapping from the CSS class of each series to its label.
         slots: parts of the horizontal axis, from left to right.
-        shapes: CSS classes and SVG path data of each shape, from back to front: the class of its series, which sets the
-            color, and ``line`` for a path that is stroked instead of filled.
+        shapes: CSS class of the series, which sets the color, and SVG path data of each shape, from back to front.
         tips: title and values of the tooltip of each slot: one value per series, in the order of the legend, or none.
         marks: positions of vertical lines in percent from the left, by their CSS class: ``snapshot``, ``restart`` or
             ``median``.
@@ -152,57 +146,33 @@ class Chart:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Linear or logarithmic mapping from values to percent, 0 to 100.
+    """Linear mapping from values to percent: from 0 to 0, and from ``high`` to 100. A tick is at each ``step``."""
 
-    Args:
-        low: value that is mapped to 0.
-        high: value that is mapped to 100; must be above ``low``.
-        is_log: True for a logarithmic scale, which requires that ``low`` is above 0.
-    """
-
-    low: float
     high: float
-    is_log: bool = False
+    step: float
+
+    @classmethod
+    def up_to(cls, highest: float) -> Scale:
+        """Return a scale that ends at the first round value at or above ``highest``, or at 1 if it is not positive.
+
+        Example:
+            >>> Scale.up_to(37.0)
+            Scale(high=40.0, step=10.0)
+        """
+        highest = highest if highest > 0 else 1.0
+        rough = highest / _MAX_TICKS
+        power = 10.0 ** math.floor(math.log10(rough))
+        step = next(power * each for each in _STEPS if power * each >= rough * (1 - 1e-9))
+        return cls(step * math.ceil(highest / step * (1 - 1e-9)), step)
 
     def __call__(self, value: float) -> float:
-        """Return the percentage for ``value``: 0 below ``low``, and 100 above ``high``."""
-        value = min(max(value, self.low), self.high)
-        if self.is_log:
-            return HEIGHT * math.log(value / self.low) / math.log(self.high / self.low)
-        return HEIGHT * (value - self.low) / (self.high - self.low)
+        """Return the percentage for ``value``."""
+        return HEIGHT * value / self.high
 
     def ticks(self, labels: Callable[[float], str]) -> list[Tick]:
-        """Return ticks at a few round values. The function ``labels`` returns the label of a value."""
-        return [Tick(round(self(value), 2), labels(value)) for value in self._round()]
-
-    def _round(self) -> list[float]:
-        if self.is_log:
-            first, last = round(math.log10(self.low)), round(math.log10(self.high))
-            return [10.0**power for power in range(first, last + 1, -(-(last - first) // _MAX_TICKS) or 1)]
-        step = _step(self.high - self.low)
-        return [self.low + step * index for index in range(round((self.high - self.low) / step) + 1)]
-
-
-def linear(highest: float) -> Scale:
-    """Return a linear scale from 0 to the first round value at or above ``highest``.
-
-    If ``highest`` is not positive, the scale ends at 1.
-
-    Example:
-        >>> linear(37.0)
-        Scale(low=0.0, high=40.0, is_log=False)
-    """
-    if highest <= 0:
-        return Scale(0.0, 1.0)
-    step = _step(highest)
-    return Scale(0.0, step * math.ceil(highest / step * (1 - 1e-9)))
-
-
-def logarithmic(values: Sequence[float]) -> Scale:
-    """Return a logarithmic scale that covers all positive ``values``. It starts and ends at a power of ten."""
-    above = [value for value in values if value > 0] or [1.0]
-    low, high = math.floor(math.log10(min(above))), math.ceil(math.log10(max(above)))
-    return Scale(10.0**low, 10.0 ** max(high, low + 1), is_log=True)
+        """Return the ticks. The function ``labels`` returns the label of a value."""
+        values = [self.step * index for index in range(round(self.high / self.step) + 1)]
+        return [Tick(round(self(value), 2), labels(value)) for value in values]
 
 
 def bars(
@@ -222,11 +192,6 @@ def bars(
     return "".join(steps)
 
 
-def line(points: Sequence[tuple[float, float]]) -> str:
-    """Return the SVG path data of a line. Its points, at least one, are in percent from the left and the bottom."""
-    return "M" + "L".join(f"{_svg(x * WIDTH / 100)} {_svg(HEIGHT - y)}" for x, y in points)
-
-
 def slots_of(spans: Sequence[tuple[float, float]], usual: float) -> list[Slot]:
     """Return slots at their positions on an axis, such as times: each ends at the end of its span.
 
@@ -234,8 +199,8 @@ def slots_of(spans: Sequence[tuple[float, float]], usual: float) -> list[Slot]:
     a span thus remains empty. A slot takes at least 0.2 % of the axis. Spans are ascending pairs of begin and end.
 
     Example:
-        >>> [(slot.left, slot.right) for slot in slots_of([(10.0, 10.0), (20.0, 20.0), (50.0, 50.0)], 10.0)]
-        [(0.0, 20.0), (20.0, 40.0), (80.0, 100.0)]
+        >>> [(slot.left, slot.width) for slot in slots_of([(10.0, 10.0), (20.0, 20.0), (50.0, 50.0)], 10.0)]
+        [(0.0, 20.0), (20.0, 20.0), (80.0, 20.0)]
     """
     low = spans[0][0] - usual
     length = (spans[-1][1] - low) or 1.0
@@ -259,60 +224,43 @@ def even_slots(count: int) -> list[Slot]:
     return slots_of([(index, index) for index in range(count)], 1)
 
 
-def _step(span: float) -> float:
-    """Return the smallest number that is 1, 2 or 5 times a power of ten and at least ``span / _MAX_TICKS``."""
-    rough = span / _MAX_TICKS
-    power = 10.0 ** math.floor(math.log10(rough))
-    return next(power * step for step in _STEPS if power * step >= rough * (1 - 1e-9))
-
-
 def _svg(value: float) -> str:
     return f"{round(value, 2):g}"
 
 
-class _Axis:
-    """Horizontal axis of the charts over the life of a stream: time. There must be at least one bin."""
+def _over_time(bins: Sequence[dict[str, Any]], about: str, legend: dict[str, str]) -> Chart:
+    """Return a chart over the life of a stream, to which the caller adds shapes and tips; there are bins.
 
-    def __init__(self, bins: Sequence[dict[str, Any]]) -> None:
-        self.bins = bins
-        pauses = sorted(each["gap_seconds"] / each["gaps"] for each in bins if each["gaps"])
-        usual = pauses[len(pauses) // 2] if pauses else _MINUTE
-        self.slots = slots_of([(each["begin"], each["end"]) for each in bins], usual)
-        self._low, self._high = bins[0]["begin"] - usual, bins[-1]["end"]
-
-    def chart(self, about: str, legend: dict[str, str]) -> Chart:
-        """Return a chart with this axis, to which the caller adds bars or lines.
-
-        Marks show snapshots and publisher restarts. Ticks show the time, and the newest version at this time.
-        """
-        spans = list(zip(self.bins, self.slots, strict=True))
-        marks = {
-            "snapshot": [slot.middle for each, slot in spans if each["snapshots"]],
-            "restart": [slot.left for each, slot in spans if each["restarts"]],
-        }
-        low, seconds = self._low, self._high - self._low
-        form = "%H:%M:%S" if seconds < _NUM_TICKS * _MINUTE else "%H:%M"
-        if _in_utc(low, "%Y-%m-%d") != _in_utc(self._high, "%Y-%m-%d"):
-            form = "%Y-%m-%d" if seconds > _NUM_TICKS * _DAY else f"%m-%d {form}"
-        ticks = []
-        for position in _tick_positions(_NUM_TICKS):
-            time = low + seconds * position / 100
-            past = [each["last"] for each in self.bins if each["end"] <= time]
-            ticks.append(Tick(position, _in_utc(time, form), f"v{past[-1]}" if past else ""))
-        axis = "time (UTC), and the newest version then"
-        return Chart(about=about, legend=legend, slots=self.slots, marks=marks, x_ticks=ticks, axis=axis)
+    Marks show snapshots and publisher restarts. Ticks show the time and the newest version then.
+    """
+    pauses = sorted(each["gap_seconds"] / each["gaps"] for each in bins if each["gaps"])
+    usual = pauses[len(pauses) // 2] if pauses else _MINUTE
+    slots = slots_of([(each["begin"], each["end"]) for each in bins], usual)
+    marks = {
+        "snapshot": [slot.middle for each, slot in zip(bins, slots, strict=True) if each["snapshots"]],
+        "restart": [slot.left for each, slot in zip(bins, slots, strict=True) if each["restarts"]],
+    }
+    low, high = bins[0]["begin"] - usual, bins[-1]["end"]
+    seconds = high - low
+    form = "%H:%M:%S" if seconds < _NUM_TICKS * _MINUTE else "%H:%M"
+    if _in_utc(low, "%Y-%m-%d") != _in_utc(high, "%Y-%m-%d"):
+        form = "%Y-%m-%d" if seconds > _NUM_TICKS * _DAY else f"%m-%d {form}"
+    ticks = []
+    for position in _tick_positions(_NUM_TICKS):
+        time = low + seconds * position / 100
+        past = [each["last"] for each in bins if each["end"] <= time]
+        ticks.append(Tick(position, _in_utc(time, form), f"v{past[-1]}" if past else ""))
+    axis = "time (UTC), and the newest version then"
+    return Chart(about=about, legend=legend, slots=slots, marks=marks, x_ticks=ticks, axis=axis)
 
 
-def _over_time(figures: Figures) -> dict[str, Chart]:
-    """Return the charts over the life of the stream; none for a stream without versions."""
+def _sizes(figures: Figures) -> Chart | None:
+    """Return the bar chart of the mean delta size in each bin, divided into the bytes of each table and the rest.
+
+    None for a stream without versions.
+    """
     if not figures["bins"]:
-        return {}
-    axis = _Axis(figures["bins"])
-    return {"sizes": _sizes(figures, axis), "cadence": _cadence(axis)}
-
-
-def _sizes(figures: Figures, axis: _Axis) -> Chart:
-    """Return the bar chart of the mean delta size in each bin, divided into the bytes of each table and the rest."""
+        return None
     bins, tables = figures["bins"], figures["tables"]
     named = tables[:_NUM_SERIES]
     layers = {f"s{index}": table["bin_bytes"] for index, table in enumerate(named)}
@@ -328,14 +276,14 @@ def _sizes(figures: Figures, axis: _Axis) -> Chart:
         series: [total / (each["deltas"] or 1) for total, each in zip(layer, bins, strict=True)]
         for series, layer in layers.items()
     }
-    scale = linear(max((sum(at) for at in zip(*means.values(), strict=True)), default=0.0))
-    chart = axis.chart("Mean bytes of a delta, by table", legend)
+    scale = Scale.up_to(max((sum(at) for at in zip(*means.values(), strict=True)), default=0.0))
+    chart = _over_time(bins, "Mean bytes of a delta, by table", legend)
     chart.y_ticks = scale.ticks(size)
     below = [0.0] * len(bins)
     gap = 0.15 if len(bins) <= _MAX_GAPS else 0.0
     for series, values in means.items():
         heights = [scale(value) for value in values]
-        chart.shapes.append((series, bars(axis.slots, heights, below, gap)))
+        chart.shapes.append((series, bars(chart.slots, heights, below, gap)))
         below = [start + height for start, height in zip(below, heights, strict=True)]
     for index, each in enumerate(bins):
         values = [size(layer[index]) for layer in means.values()] if each["deltas"] else []
@@ -343,45 +291,18 @@ def _sizes(figures: Figures, axis: _Axis) -> Chart:
     return chart
 
 
-def _cadence(axis: _Axis) -> Chart:
-    """Return the chart of the longest and the mean time between consecutive versions, for each bin of versions."""
-    bins = axis.bins
-    chart = axis.chart("Time between versions", {"s0": "longest", "s1": "mean"})
-    longest = [each["max_gap"] for each in bins]
-    means = [each["gap_seconds"] / (each["gaps"] or 1) for each in bins]
-    scale = logarithmic([*longest, *means])
-    chart.y_ticks = scale.ticks(duration)
-    if any(each["gaps"] > 1 for each in bins):
-        above = [scale(most) - scale(mean) for most, mean in zip(longest, means, strict=True)]
-        chart.shapes.append(("s0", bars(axis.slots, above, [scale(mean) for mean in means])))
-    else:
-        chart.legend = {"s1": "seconds since the previous version"}
-    points: list[tuple[float, float]] = []
-    before = 0.0
-    for slot, each, most, mean in zip(axis.slots, bins, longest, means, strict=True):
-        values: tuple[str, ...] = ()
-        if mean > 0:  # a step as long as the time that it shows
-            points += [(before, scale(mean)), (slot.right, scale(mean))]
-            values = (duration(most), duration(mean))[-len(chart.legend) :]
-        chart.tips.append((_version_title(each), values))
-        before = slot.right
-    if points:
-        chart.shapes.append(("s1 line", line(points)))
-    return chart
-
-
 def _card(table: dict[str, Any]) -> dict[str, Any]:
     """Return the template's variables for one table: ``table`` itself, and ``chart``, the histogram of L2 distances."""
     histogram, moves = table["histogram"], table["moves"]
     slots, shares = even_slots(len(histogram)), [bar["count"] / moves["count"] for bar in histogram]
-    scale = linear(max(shares))
+    scale = Scale.up_to(max(shares))
     chart = Chart(about="L2 distance", legend={"s0": "share of moves", "s1": "rows"}, slots=slots)
     chart.y_ticks = scale.ticks(share)
     chart.shapes.append(("s0", bars(slots, [scale(each) for each in shares], gap=0.1)))
-    across = Scale(histogram[0]["above"], histogram[-1]["to"], is_log=True)
+    low, ratio = histogram[0]["above"], histogram[-1]["to"] / histogram[0]["above"]
     for position in _tick_positions(_NUM_CARD_TICKS):
-        chart.x_ticks.append(Tick(position, number(across.low * (across.high / across.low) ** (position / 100))))
-    chart.marks["median"] = [across(moves["p50"])]
+        chart.x_ticks.append(Tick(position, number(low * ratio ** (position / 100))))
+    chart.marks["median"] = [100 * math.log(moves["p50"] / low, ratio)]
     for bar, each in zip(histogram, shares, strict=True):
         title = f"moved by {number(bar['above'])} to {number(bar['to'])}"
         chart.tips.append((title, (share(each), count(bar["count"]))))
