@@ -1,7 +1,5 @@
 """Checks of arguments that many classes share."""
 
-from __future__ import annotations
-
 import difflib
 import inspect
 import math

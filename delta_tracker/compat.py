@@ -22,8 +22,6 @@ Example:
     [7, 42]
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 

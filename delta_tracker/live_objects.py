@@ -1,7 +1,5 @@
 """Base classes of objects with hooks, locks or threads, which define their behavior on fork, pickle and copy."""
 
-from __future__ import annotations
-
 import os
 import weakref
 from abc import ABC, abstractmethod

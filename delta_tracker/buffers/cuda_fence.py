@@ -4,8 +4,6 @@ Work on one stream runs in the order in which it was queued. Work on different s
 stream waits for the other.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

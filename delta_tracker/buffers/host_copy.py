@@ -1,7 +1,5 @@
 """Copies of device tensors to pinned host memory that do not block the thread that starts them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Pool of CPU buffers for rows and parts. A buffer is reused once no array refers to it."""
 
-from __future__ import annotations
-
 import math
 import threading
 import weakref

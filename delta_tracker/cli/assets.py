@@ -1,7 +1,5 @@
 """``assets``: write the alert rules and the dashboard that the package contains."""
 
-from __future__ import annotations
-
 from importlib.resources import files
 from pathlib import Path
 

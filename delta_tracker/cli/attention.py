@@ -1,7 +1,5 @@
 """Notices about a stream: what needs attention, and what to do next. Shown by ``report`` and ``top``."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Command group that imports the file of a command only when the command or its help is requested."""
 
-from __future__ import annotations
-
 import importlib
 
 import click

@@ -1,7 +1,5 @@
 """``compact``: merge versions into larger ones."""
 
-from __future__ import annotations
-
 import click
 from msgspec import to_builtins
 

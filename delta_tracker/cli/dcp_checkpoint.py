@@ -1,7 +1,5 @@
 """Write a version as a checkpoint of ``torch.distributed.checkpoint`` (DCP) that TorchRec loads by itself."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace

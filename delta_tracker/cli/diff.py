@@ -1,7 +1,5 @@
 """``diff``: show the rows of a table that differ between two versions, and by how much."""
 
-from __future__ import annotations
-
 import math
 import tempfile
 from pathlib import Path

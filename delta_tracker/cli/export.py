@@ -1,7 +1,5 @@
 """``export``: write the tables of one version to files that other programs can read."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Mapping

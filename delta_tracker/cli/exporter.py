@@ -1,7 +1,5 @@
 """``exporter``: serve the ages of a stream and the lags of its predictors to Prometheus."""
 
-from __future__ import annotations
-
 import threading
 from datetime import timedelta
 

@@ -1,7 +1,5 @@
 """``fleet``: show the version, the lag and the state of every predictor."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import click

@@ -1,7 +1,5 @@
 """Statistics of a stream's log in bounded memory: sizes, time between versions, comparison with full snapshots."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from itertools import chain, islice
 

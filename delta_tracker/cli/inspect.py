@@ -1,7 +1,5 @@
 """``inspect``: show a stream's contents, its predictors, and the entries that a new predictor reads."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Tables of predictors and of versions, as several commands print them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from rich.table import Table

@@ -1,7 +1,5 @@
 """Entry point and exit codes of ``delta-tracker``."""
 
-from __future__ import annotations
-
 import errno
 import importlib.util
 import logging

@@ -1,7 +1,5 @@
 """``mirror``: copy a stream to another store and follow it, or promote such a copy."""
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections.abc import Sequence

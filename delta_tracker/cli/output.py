@@ -1,7 +1,5 @@
 """Output of a command: tables or JSON on stdout, progress on stderr."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

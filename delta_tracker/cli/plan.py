@@ -1,7 +1,5 @@
 """``plan``: forecast memory, bytes, requests, disk and start-up time of a stream before it is deployed."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, replace

@@ -1,7 +1,5 @@
 """State of the predictors that follow a stream, read from their heartbeats; and clocks that differ from the store's."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

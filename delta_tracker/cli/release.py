@@ -1,7 +1,5 @@
 """``release``: let the predictors of a rolled back stream continue."""
 
-from __future__ import annotations
-
 import click
 
 from delta_tracker.cli.stream_command import Stream, stream_command

@@ -1,7 +1,5 @@
 """``report``: write one self-contained HTML page about a stream."""
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Sequence
 from dataclasses import fields

@@ -1,7 +1,5 @@
 """``rollback``: pin a stream to a version, so that all predictors with ``follows_pins`` return to it."""
 
-from __future__ import annotations
-
 import click
 
 from delta_tracker.cli.stream_command import Stream, stream_command

@@ -1,7 +1,5 @@
 """Screen of the command ``top``. If the screen does not fit the terminal, it shows only the most important rows."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 

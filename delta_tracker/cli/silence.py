@@ -1,7 +1,5 @@
 """Last sign of life of a stream's publisher, for commands that replace the publisher."""
 
-from __future__ import annotations
-
 import secrets
 
 from delta_tracker.errors import InvalidArgumentError, LivePublisherError

@@ -1,7 +1,5 @@
 """``sink``: write a stream to a row store and follow it."""
 
-from __future__ import annotations
-
 import importlib
 import time
 from typing import Any

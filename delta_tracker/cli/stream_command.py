@@ -1,7 +1,5 @@
 """Shared parts of the commands: the stream argument, options of the store, types of options, and SIGTERM."""
 
-from __future__ import annotations
-
 import functools
 import signal
 import sys

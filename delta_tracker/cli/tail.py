@@ -1,7 +1,5 @@
 """``tail``: print versions as they are committed."""
 
-from __future__ import annotations
-
 import time
 
 import click

@@ -1,7 +1,5 @@
 """``takeover``: ask a standby to take over from the publisher of a stream."""
 
-from __future__ import annotations
-
 import time
 
 import click

@@ -1,7 +1,5 @@
 """Formatting of values for output, and escaping of untrusted text. Depends only on the standard library."""
 
-from __future__ import annotations
-
 import unicodedata
 from datetime import UTC, datetime, tzinfo
 

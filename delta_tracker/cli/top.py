@@ -1,7 +1,5 @@
 """``top``: show a live screen of a stream and its predictors."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Iterator

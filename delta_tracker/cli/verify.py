@@ -1,7 +1,5 @@
 """``verify``: check the hashes of all entries and parts of a stream, and the links between entries."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

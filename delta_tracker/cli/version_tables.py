@@ -1,7 +1,5 @@
 """Build the tables of a version in memory-mapped files. The tables may be larger than memory."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Incremental reader of a stream's newest entries, and the data that one refresh of the screen shows."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Mapping

@@ -9,8 +9,6 @@ Without AOTInductor nothing is needed: pass the module of an exported program, `
 ``torch.compile`` returns, to :class:`~delta_tracker.predictor.predictor.Predictor`.
 """
 
-from __future__ import annotations
-
 import inspect
 import logging
 import math

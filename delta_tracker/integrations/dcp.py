@@ -7,8 +7,6 @@ needs their keys and sizes, which depend on the changed rows and the world size 
 loaded each tensor: a planner may skip tensors, such as ``DefaultLoadPlanner(allow_partial_load=True)``.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping

@@ -1,7 +1,5 @@
 """Clock and training progress, which provide the times, steps and epochs that windows report; and timers."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import time

@@ -1,7 +1,5 @@
 """Collector that periodically reads all stats and delivers windows, totals and events."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import queue

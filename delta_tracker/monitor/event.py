@@ -1,7 +1,5 @@
 """Events with a name, a message, flat data and a severity; and spans, which are ranges of time between two events."""
 
-from __future__ import annotations
-
 import contextvars
 import hashlib
 import itertools

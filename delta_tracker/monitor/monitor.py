@@ -1,7 +1,5 @@
 """Monitor: the entry point to define, record, configure and collect metrics and events."""
 
-from __future__ import annotations
-
 import atexit
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -5,8 +5,6 @@ names. In addition, names of stats and events may contain dots, which separate n
 Sinks without namespaces replace the dots by underscores.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping
 from enum import Enum

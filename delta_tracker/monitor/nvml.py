@@ -4,8 +4,6 @@ To record these metrics, call
 ``monitor.registry.add_source(NvmlMetrics(monitor.registry, grams_per_kilowatt_hour=380))``.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from delta_tracker.errors import InvalidArgumentError, import_optional

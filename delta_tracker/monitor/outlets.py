@@ -4,8 +4,6 @@ Each call has a deadline, and exceptions are caught. An outlet that fails is mut
 sink has not accepted waits in its :class:`SinkQueue`.
 """
 
-from __future__ import annotations
-
 import logging
 import queue
 import threading

@@ -1,7 +1,5 @@
 """Policies: the windows and aggregations of stats, set when a stat is defined or later with ``configure()``."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal, get_args

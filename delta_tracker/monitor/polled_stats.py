@@ -1,7 +1,5 @@
 """Sources of metrics. The collector reads them in its own threads, once per collection."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import ClassVar, Literal

@@ -1,7 +1,5 @@
 """Registry in which stats are found and configured by name pattern."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 from collections.abc import Callable

@@ -5,8 +5,6 @@ CPython and takes no lock. The collector, or the thread whose record fills the q
 under a lock. Totals are therefore exact, even if threads, signal handlers and finalizers record concurrently.
 """
 
-from __future__ import annotations
-
 import random
 import threading
 from collections import deque

@@ -1,7 +1,5 @@
 """Stats: named series of numbers with a help text, a unit and labels."""
 
-from __future__ import annotations
-
 import logging
 import re
 import threading

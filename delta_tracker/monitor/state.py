@@ -7,8 +7,6 @@ A tracker saves :class:`LogicalCounters` that are registered with it. Without a 
 :class:`~delta_tracker.tracker.checkpoint.rank_counters.RankCounters` does.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any
 

@@ -4,8 +4,6 @@ Most are read from ``/proc`` on Linux, without a third-party package. Unavailabl
 0.
 """
 
-from __future__ import annotations
-
 import os
 import resource
 import sys

@@ -1,7 +1,5 @@
 """Description of a stream to forecast: its tables, rates and readers, which are given or observed."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Iterator, Mapping

@@ -3,8 +3,6 @@
 Notation: ``R`` is the number of rows of a mapping, ``N`` the number of ids of a call.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Mapping
 from typing import cast

@@ -5,8 +5,6 @@ that a row is mapped to is its owner. A raw id is the id that the collision modu
 ``input_hash_func``.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import Final

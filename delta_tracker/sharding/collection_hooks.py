@@ -9,8 +9,6 @@ The hook on a collection's ``load_state_dict`` also runs if ``load_state_dict`` 
 A managed-collision module resets the rows of evicted ids in its forward pass, before they are looked up again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any

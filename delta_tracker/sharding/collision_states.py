@@ -7,8 +7,6 @@ tested with torchrec 1.8 on the CPU.
 Notation: ``Z`` is the number of slots of a module, ``H`` the number of ids that it has seen since the last eviction.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import Any

@@ -10,8 +10,6 @@ train on the CPU, and its owners were only tested with written mappings.
 Notation: ``R`` is the number of rows of the shard.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from itertools import pairwise

@@ -4,8 +4,6 @@ Tensors of which each rank has only a part are rejected by name, because the str
 Those of sharded managed collisions are left out: a stream has the raw ids of rows with the rows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import TypeAlias
 

@@ -3,8 +3,6 @@
 In a model without sharded collections, the tables are torch's embedding modules, see ``plain_tables.py``.
 """
 
-from __future__ import annotations
-
 import logging
 import warnings
 from collections.abc import Iterable, Iterator, Sequence

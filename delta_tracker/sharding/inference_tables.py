@@ -5,8 +5,6 @@ scale and bias are computed from the whole row. If the codes of a row are stored
 has the same scale and bias. This is also true when torchrec shards a table after quantizing it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any

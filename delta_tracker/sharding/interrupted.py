@@ -1,7 +1,5 @@
 """Mark a model while a restore writes it or while it follows a stream, so that it raises until it is complete."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import nn

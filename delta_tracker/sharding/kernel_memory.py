@@ -12,8 +12,6 @@ Memory: one view for each table and optimizer state. The views keep the memory o
 next read.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext

@@ -1,7 +1,5 @@
 """This rank's shard of a table, and the interface of the modules that hold shards."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol

@@ -5,8 +5,6 @@ imported. Which weights it wrote is unknown: :class:`~delta_tracker.sharding.wei
 every table after each call. No package is imported here.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from functools import wraps

@@ -10,8 +10,6 @@ the optimizer object of a kernel overwrites the kernel's learning rate with its 
 Adam, LAMB, LARS and partial row-wise Adam exist on CUDA only, where this module has not been run.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 

@@ -4,8 +4,6 @@ FBGEMM's libraries are compiled for one minor release of torch, and its wheels d
 import fails with an ``OSError`` or an undefined symbol, which names neither of them.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version

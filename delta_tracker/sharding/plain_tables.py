@@ -7,8 +7,6 @@ reports the rows that a step of an optimizer writes.
 In a process group, every rank must hold the same rows. Only ``DistributedDataParallel`` ensures it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from weakref import ref
 

@@ -1,7 +1,5 @@
 """Detect TorchRec modules by the packages that define their classes, without importing torchrec or fbgemm."""
 
-from __future__ import annotations
-
 from torch import nn
 
 # The tables of all other TorchRec modules are nn.Embedding and nn.EmbeddingBag, which do not need fbgemm.

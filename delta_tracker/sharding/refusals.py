@@ -5,8 +5,6 @@ rejected here write other rows of fused tables, or write at other times. Tables 
 with a copy, which finds all writes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 

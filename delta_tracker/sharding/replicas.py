@@ -17,8 +17,6 @@ of the weights that ``sync`` averages. 8-byte ids would take fewer bytes only if
 would need a second collective for their number.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial

@@ -16,8 +16,6 @@ the kernel.
 FBGEMM has no such cache on the CPU. The tests use a stub with FBGEMM's attributes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass

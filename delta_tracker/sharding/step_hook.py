@@ -15,8 +15,6 @@ with ``step`` calls no hook; the version counter of the weight then shows the wr
 fused optimizers of torch write without a new version: their parameters are also compared by their memory.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack

@@ -4,8 +4,6 @@ The names below are the same in torchrec 1.3.0 to 1.9.2, which `make test-matrix
 versions in this file.
 """
 
-from __future__ import annotations
-
 import itertools
 import sys
 from collections.abc import Callable, Iterator, Mapping

@@ -4,8 +4,6 @@ Notation: ``N`` is the number of ids, ``R`` the number of rows of the shard, ``D
 number of its column ranges.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 

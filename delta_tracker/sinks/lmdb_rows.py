@@ -3,8 +3,6 @@
 Notation: ``N`` is the number of ids of a call.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

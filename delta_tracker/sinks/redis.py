@@ -18,8 +18,6 @@ All keys begin with a prefix:
 A stored row is 8 bytes with the version, little-endian, and the row's values.
 """
 
-from __future__ import annotations
-
 import os
 import secrets
 import socket

@@ -3,8 +3,6 @@
 Notation: ``N`` is the number of ids of a call.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any

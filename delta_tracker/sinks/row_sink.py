@@ -3,8 +3,6 @@
 Notation: ``N`` is the number of rows of a call, ``D`` the number of columns of the table.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Protocol, Self, TypeVar, runtime_checkable

@@ -7,8 +7,6 @@ A stored owner is 8 bytes, its exclusive or with :data:`~delta_tracker.raw_ids.N
 zero bytes, with which Redis extends a value.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache

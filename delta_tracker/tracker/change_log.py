@@ -4,8 +4,6 @@ A cut is a boundary in the log, at the same position in all stores. The rows tha
 of a store. This log is in memory. For the log of a stream, which is in an object store, see ``stream/log.py``.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType

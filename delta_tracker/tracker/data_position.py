@@ -1,7 +1,5 @@
 """Position of the last trained batch in the training data: :class:`DataPosition`."""
 
-from __future__ import annotations
-
 import math
 import threading
 from collections import deque

@@ -3,8 +3,6 @@
 Notation: ``N`` is the number of changed rows of a table.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import TypedDict, TypeVar
 

@@ -1,7 +1,5 @@
 """Hooks of a tracker in its model, and the progress of training on this rank."""
 
-from __future__ import annotations
-
 import warnings
 import weakref
 from collections import Counter

@@ -1,7 +1,5 @@
 """Tables of this rank, which training overwrites: :class:`LiveTables`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from types import MappingProxyType
 

@@ -1,7 +1,5 @@
 """Consumers of a change log: their reads, reservations and lag."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

@@ -1,7 +1,5 @@
 """Segments of all tables of a change log: the rows that changed between two cuts."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext

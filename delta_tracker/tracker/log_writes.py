@@ -1,7 +1,5 @@
 """Writes in progress of a change log: what the hooks report."""
 
-from __future__ import annotations
-
 import threading
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping

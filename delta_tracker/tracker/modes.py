@@ -3,8 +3,6 @@
 Notation: ``N`` is the number of rows. A shard has ``D`` columns in ``S`` column ranges.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from types import MappingProxyType
 

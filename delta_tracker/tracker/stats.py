@@ -1,7 +1,5 @@
 """State of a tracker in one value, :class:`TrackerStats`, and as metrics."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self

@@ -1,7 +1,5 @@
 """Tracked model, with its tables and this rank's current shards of the tables."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 
 from torch import nn

@@ -1,7 +1,5 @@
 """Public interface of the tracker: :class:`ModelDeltaTracker`."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial

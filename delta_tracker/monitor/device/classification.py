@@ -3,8 +3,6 @@
 Notation: ``B`` is the number of predictions in one call, ``C`` the number of classes.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

@@ -5,8 +5,6 @@ counted as rejected; the check runs on the device. A window closes when a copy o
 ``Window(count=...)``, a window may therefore have more records than ``count``.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar

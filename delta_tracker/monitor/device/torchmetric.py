@@ -3,8 +3,6 @@
 The states of the metric are copied to the host asynchronously, and ``compute()`` runs on the host.
 """
 
-from __future__ import annotations
-
 import copy
 import threading
 import weakref

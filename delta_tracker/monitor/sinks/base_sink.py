@@ -1,7 +1,5 @@
 """Base classes of sinks."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

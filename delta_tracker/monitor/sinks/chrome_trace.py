@@ -11,8 +11,6 @@ last multiple of a quarter of a mean year before the sink was created. It is in 
 profiler was first used in another quarter, shift one of the traces by the difference of the bases.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

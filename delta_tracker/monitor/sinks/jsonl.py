@@ -1,7 +1,5 @@
 """Export of windows and events to a JSON Lines file. No package is needed."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from delta_tracker.monitor.clock import NS

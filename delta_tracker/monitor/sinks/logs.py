@@ -1,7 +1,5 @@
 """Logging of events and windows through :mod:`logging`."""
 
-from __future__ import annotations
-
 import logging
 
 from delta_tracker.monitor.collection_report import CollectionReport, WindowReport

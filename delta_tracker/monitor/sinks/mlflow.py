@@ -1,7 +1,5 @@
 """Export parameters, metrics and the newest published version to an MLflow run."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 from collections.abc import Mapping, Sequence

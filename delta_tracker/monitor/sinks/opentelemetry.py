@@ -9,8 +9,6 @@ requires that the buckets add up to the count. If its records have weights, the 
 to an integer of at least 1 as the protocol requires, and the sum is the mean times the count.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from itertools import groupby

@@ -1,7 +1,5 @@
 """Export to TensorBoard event files. The values of each series are plotted over the training step."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

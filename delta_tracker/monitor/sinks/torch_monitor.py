@@ -1,7 +1,5 @@
 """Forwarding of events and windows to ``torch.monitor``."""
 
-from __future__ import annotations
-
 import datetime as dt
 
 from delta_tracker.errors import import_optional

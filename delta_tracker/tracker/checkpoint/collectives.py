@@ -3,8 +3,6 @@
 :func:`refuse_dcp_load` is for both kinds of objects that a rank saves.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable, Mapping

@@ -7,8 +7,6 @@ A part's header has a *kind* for each counter, a JSON object that describes the 
 registered. A load compares it with that of the registered counter before it changes any state.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 import json

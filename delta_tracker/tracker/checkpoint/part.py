@@ -29,8 +29,6 @@ Notation: ``N`` is the number of rows in a row set, ``K`` the number of these ro
 number of values in an old state, ``B`` a number of bytes.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """Counters and metrics of each rank that are saved without a tracker, in the format of a tracker's checkpoint."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Literal, get_args
 

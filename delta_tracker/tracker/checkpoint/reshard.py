@@ -7,8 +7,6 @@ consumer received them. The old states of the unchanged columns are computed fro
 must be restored first.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 

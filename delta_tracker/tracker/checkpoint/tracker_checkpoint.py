@@ -1,7 +1,5 @@
 """Save and load the state of a tracker: pending rows and notes of consumers, and registered counters."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 from enum import Enum

@@ -1,7 +1,5 @@
 """Choose the engine: the subclass of ``RowSet`` that records which rows of a shard changed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import wraps
 from traceback import walk_tb

@@ -4,8 +4,6 @@ Notation: ``R`` is the number of rows of the shard, ``N`` the number of ids of a
 set, ``M`` the number of rows that a call added.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar, Self

@@ -5,8 +5,6 @@ engine's Triton kernels on the CPU if ``TRITON_INTERPRET=1`` is set. The kernels
 and 9.0. They have not been run or measured on a GPU yet. Therefore the engine is used only if it is selected by name.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from contextlib import nullcontext

@@ -3,8 +3,6 @@
 Notation: ``N`` is the number of ids of a lookup.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from dataclasses import dataclass, field
 from typing import assert_never

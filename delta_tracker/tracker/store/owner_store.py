@@ -3,8 +3,6 @@
 Notation: ``N`` is the number of ids, ``R`` the number of rows of the shard.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

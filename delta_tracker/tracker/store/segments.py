@@ -7,8 +7,6 @@ may return the value from before or after the write. Therefore each cut marks th
 in the new segment, with their states at the cut, so that the next read returns these rows again and no update is lost.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterator
 

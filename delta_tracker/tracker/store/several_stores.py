@@ -5,8 +5,6 @@ kernel's tables, unless old states are kept. The number of times that a read wai
 number of tables. On the CPU, each store is marked and read by itself.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 

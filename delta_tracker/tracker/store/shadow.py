@@ -8,8 +8,6 @@ exact in all these cases, needs no collective, and also finds rows that ``load_s
 Notation: ``N`` is the number of ids, ``R`` the number of rows of the shard, ``D`` its number of columns.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch
