@@ -34,14 +34,14 @@ class PredictorGauges:
         self.served: Manifest | None = None  # of the last applied snapshot or delta, or of the loaded position if known
         self.num_rows = self.num_bytes = self.num_admitted = self.num_evicted = 0
         self._version: int | None = None  # the newest one that was applied
-        self._stream = self._url = ""  # as shown
+        self._source = "", ""  # stream and url, as shown
         self._lag: tuple[int, float] | None = None
         self._asked: float | None = None  # monotonic time since which the store is asked for the lag
         self._counted: Counter[str] = Counter()  # operations of stores and results of the host cache in the counters
 
     def begin(self, url: str, faults: Iterable[type[Exception]]) -> None:
         """Initialize the counters of ``faults`` to 0, and report the age and the lag at each collection."""
-        self._url = url
+        self._source = "", url
         self.reads("")
 
         def of_served(seconds: Callable[[Manifest], float | None]) -> Callable[[], float | None]:
@@ -63,9 +63,10 @@ class PredictorGauges:
 
     def reads(self, stream: str) -> None:
         """Show the stream that the predictor reads, and the url of its source."""
-        self._stream = stream
+        url = self._source[1]
+        self._source = stream, url
         self.recorder.predictor_info.remove()
-        self.recorder.predictor_info.set(1, stream=stream, url=shown_url(self._url))
+        self.recorder.predictor_info.set(1, stream=stream, url=shown_url(url))
 
     def applied(self, manifest: Manifest) -> None:
         """Count an applied version and its rows."""
@@ -77,7 +78,7 @@ class PredictorGauges:
             self.recorder.applied_rows.cell(table=fqn).add(num_rows)
         self._version = manifest.version
         self.age.applied(manifest)
-        if manifest.stream != self._stream:
+        if manifest.stream != self._source[0]:
             self.reads(manifest.stream)
 
     def admitted(self, fqn: str, num_ids: int) -> None:
@@ -110,8 +111,9 @@ class PredictorGauges:
     def failed_over(self, url: str) -> None:
         """Count a change to the source with the url ``url``."""
         self.recorder.failovers.cell().add(1)
-        self._url = url
-        self.reads(self._stream)
+        stream = self._source[0]
+        self._source = stream, url
+        self.reads(stream)
 
     def _show(self, read_status: Callable[[], Status]) -> None:
         self._asked = self._monotonic()
