@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the worlds that the arguments name."""
     parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
     parser.add_argument("--seeds", type=int, help="number of schedules; by default any with --minutes, otherwise none")
-    parser.add_argument("--first", type=int, default=0, help="seed of the first one")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first one")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="end after this time")
     parser.add_argument("--shrinks", type=int, default=1, help="number of findings of each unknown rule to minimise")
     parser.add_argument("--stop", action="store_true", help="end after the first finding that is not known")
@@ -59,7 +59,7 @@ def _sweep(arguments: argparse.Namespace) -> dict[str, object]:
     began, count, turns = _now(), 0, 0
     rules = Counter[str]()
     unlimited = sys.maxsize if arguments.minutes < float("inf") else 0
-    for seed in range(arguments.first, arguments.first + (arguments.seeds or unlimited)):
+    for seed in range(arguments.seed, arguments.seed + (arguments.seeds or unlimited)):
         is_found = arguments.stop and not rules.keys() <= KNOWN_RULES
         if is_found or _now() - began > 60 * arguments.minutes:
             break

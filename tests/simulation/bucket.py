@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from delta_tracker.stream.storage.store import Span, Store, StoredObject, Transfer
+from tests.simulation.disk import disk
 
 _DRAFT = ".uploads"
 
@@ -44,6 +45,8 @@ class Bucket(Store):
         self.replace(name, b"".join(map(bytes, buffers)))
 
     def create(self, name: str, data: bytes) -> bool:
+        if disk().has_conflict():
+            return False
         draft = self._draft(name, data)
         try:
             os.link(draft, self._path / name)

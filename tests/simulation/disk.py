@@ -23,7 +23,7 @@ from tests.simulation.threads import SCHEDULER, Killed
 _CHANGES = {"os.link": os.link, "os.rename": os.replace, "os.remove": os.remove}
 _EVENTS = {"open", "os.scandir", "os.mkdir", *_CHANGES}
 _SLOW_SECONDS = 40.0
-FAULTS = ("error", "outage", "slow", "lost answer", "death")
+FAULTS = ("error", "outage", "slow", "lost answer", "death", "conflict")
 
 
 @dataclass
@@ -32,7 +32,8 @@ class Fault:
 
     Args:
         kind: one of ``FAULTS``. An ``outage`` lasts until the end of the call, and so does a ``death``, after which
-            the process of the call is discarded. With a ``lost answer``, a change is made and raises nevertheless.
+            the process of the call is discarded. With a ``lost answer``, a change is made and raises nevertheless. A
+            ``conflict`` is the answer of an object store to a creation while another request creates the object.
         number: number of operations, or of changes for a lost answer, that succeed before it.
         has_begun: True once it has happened.
         has_killed: True if it has killed a process of a job, instead of letting the call fail.
@@ -69,6 +70,15 @@ class Disk:
         finally:
             self._is_armed = False
 
+    def has_conflict(self) -> bool:
+        """Return True if the creation of an object is answered with a conflict."""
+        fault = self.fault
+        if not self._is_armed or fault is None or fault.kind != "conflict" or fault.has_begun:
+            return False
+        fault.has_begun = True
+        self.reached["conflict"] += 1
+        return True
+
     def observe(self, event: str, arguments: tuple[Any, ...]) -> None:
         """Let other threads run, date a file that gets its name, and let the operation fail if it is its turn."""
         if event not in _EVENTS or self.folder is None or (thread := get_ident()) in self._inside:
@@ -81,7 +91,7 @@ class Disk:
         try:
             if event in ("os.link", "os.rename"):
                 os.utime(path, (SCHEDULER.now, SCHEDULER.now))
-            if self._is_armed and self.fault is not None:
+            if self._is_armed and self.fault is not None and self.fault.kind != "conflict":
                 self._fail(self.fault, event, arguments)
         finally:
             self._inside.remove(thread)

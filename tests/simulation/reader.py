@@ -161,6 +161,10 @@ class Reader:
             with suppress(DeltaTrackerError):  # the error of its last attempt
                 self.predictor.stop()
 
+    @property
+    def is_killed(self) -> bool:
+        return self._process.is_killed
+
     def kill(self) -> None:
         """End its process."""
         self.is_following = False

@@ -7,6 +7,7 @@ raises an error of the library and changes no version.
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import tempfile
 import traceback
@@ -72,6 +73,21 @@ def run(schedule: Schedule, say: Callable[[str], None] = lambda _: None) -> list
         schedule: what happens.
         say: called with a line for each operation.
     """
+    gc.collect()
+    before = _num_open()
+    found = _run(schedule, say)
+    gc.collect()
+    if (num_left := _num_open() - before) > 0:
+        found.append(Finding("descriptors", f"{num_left} files are open after the run", len(schedule.operations)))
+    return found
+
+
+def _num_open() -> int:
+    """Return the number of open files of this process."""
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
+def _run(schedule: Schedule, say: Callable[[str], None]) -> list[Finding]:
     with tempfile.TemporaryDirectory(dir=_FOLDER, prefix="world-") as folder:
         world = World(Path(folder), schedule, lambda text: say(text.replace(folder, "")))
         try:
@@ -161,7 +177,7 @@ class World:
 
     def _fault(self, who: int, choice: int) -> None:
         """Let the next operation fail in the middle of its first call."""
-        self._disk.fault = Fault(FAULTS[who % len(FAULTS)], choice % 9 if choice % 3 else choice % 40)
+        self._disk.fault = Fault(FAULTS[(who + choice) % len(FAULTS)], choice % 9 if choice % 3 else choice % 40)
 
     @contextlib.contextmanager
     def _call(self, name: str, ranks: int = 1) -> Iterator[list[Exception]]:
@@ -505,6 +521,9 @@ class World:
         index = self._readers.index(reader)
         with self._call("predictor") as errors:
             self._readers[index] = reader.restarted(saved, turns=turns)
+        if self._readers[index].is_killed:
+            del self._readers[index]
+            return f"{reader.name} does not start: {errors}"
         return f"{self._readers[index].describe()} {'without' if saved is None else 'with'} its state {errors or ''}"
 
     def _follow(self, who: int, choice: int) -> str | None:

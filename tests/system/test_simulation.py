@@ -56,9 +56,9 @@ def test_random_worlds_break_no_rule_but_the_known_ones(worlds: Interpreter) -> 
 
 
 def test_a_seed_gives_the_same_run_in_any_process(worlds: Interpreter) -> None:
-    first = [counts_of(worlds, "--first", str(seed), "--seeds", "1")["turns"] for seed in (13, 15)]
-    assert counts_of(worlds, "--first", "12", "--seeds", "4")["turns"] > sum(first)
-    assert [counts_of(worlds, "--first", str(seed), "--seeds", "1")["turns"] for seed in (13, 15)] == first
+    first = [counts_of(worlds, "--seed", str(seed), "--seeds", "1")["turns"] for seed in (13, 15)]
+    assert counts_of(worlds, "--seed", "12", "--seeds", "4")["turns"] > sum(first)
+    assert [counts_of(worlds, "--seed", str(seed), "--seeds", "1")["turns"] for seed in (13, 15)] == first
 
 
 def test_threads_that_wait_for_each_other_are_found(worlds: Interpreter) -> None:
@@ -86,7 +86,7 @@ def test_threads_that_wait_for_each_other_are_found(worlds: Interpreter) -> None
 @pytest.mark.sweep("long", only=True)
 @pytest.mark.timeout(1800)
 def test_many_random_worlds_break_no_rule_but_the_known_ones(worlds: Interpreter) -> None:
-    seen = counts_of(worlds, "--shrinks", "0", "--first", "1000", "--seeds", "400")
+    seen = counts_of(worlds, "--shrinks", "0", "--seed", "1000", "--seeds", "400")
     assert seen["schedules"] == 400
     assert seen["faults"].keys() == set(FAULTS)
 
