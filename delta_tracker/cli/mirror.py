@@ -101,7 +101,7 @@ def command(  # noqa: PLR0913  the options of the command
     )
     mirror.run(
         stop=threading.Event(),
-        poll_seconds=default_poll_seconds(stream.storage.url) if poll is None else poll,
+        poll_seconds=default_poll_seconds(is_remote=stream.storage.is_remote) if poll is None else poll,
         on_entry=lambda entry: _show(stream, entry),
         once=once,
     )

@@ -64,7 +64,7 @@ class _Run:
         longest, longest_hinted = _LONGEST_SECONDS["remote" if storage.is_remote else "directory"]
         self.storage = storage
         self.schedule = PollSchedule(
-            default_poll_seconds(storage.url) if poll_seconds is None else poll_seconds,
+            default_poll_seconds(is_remote=storage.is_remote) if poll_seconds is None else poll_seconds,
             is_fixed=poll_seconds is not None,
             longest=longest,
             longest_hinted=longest_hinted,

@@ -14,7 +14,6 @@ import pytest
 from delta_tracker.errors import InvalidArgumentError, StorageError, UnsupportedStoreError
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.stream.storage.store import Transfer
-from delta_tracker.stream.storage.url import default_poll_seconds
 
 
 @dataclass
@@ -205,8 +204,3 @@ def test_http_stores_have_options_of_the_client_only() -> None:
         with pytest.raises(InvalidArgumentError, match="region") as caught:
             Storage(server.storage.url, options={"region": "secret"})
         assert "secret" not in str(caught.value)
-
-
-def test_remote_stores_are_polled_less_often() -> None:
-    assert [default_poll_seconds(url) for url in ("file:///x", "memory://")] == [0.01, 0.01]
-    assert [default_poll_seconds(url) for url in ("s3://x", "http://x/y", "https://x/y")] == [1.0] * 3

@@ -19,7 +19,7 @@ from delta_tracker.stream.pin import PINS, PinReader
 from delta_tracker.stream.pinning import pin_version
 from delta_tracker.stream.reading import source as source_module
 from delta_tracker.stream.reading.runtime import Runtime
-from delta_tracker.stream.storage.url import default_poll_seconds
+from delta_tracker.stream.storage.url import default_poll_seconds, is_remote
 from tests.notifiers import LocalNotifier
 from tests.predictor.pointed import point_at_the_head
 from tests.predictor.serving import eventually
@@ -69,7 +69,7 @@ def _schedule(clock: Time, seconds: float = 1.0, uniform: Callable = _middle, **
     ],
 )
 def test_the_default_depends_on_the_store(url: str, seconds: float) -> None:
-    assert default_poll_seconds(url) == seconds
+    assert default_poll_seconds(is_remote=is_remote(url)) == seconds
 
 
 def test_the_interval_grows_while_no_version_comes_and_a_version_resets_it() -> None:

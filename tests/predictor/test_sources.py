@@ -360,9 +360,9 @@ def test_the_polling_interval_is_that_of_the_present_source(tmp_path: Path) -> N
         predictor = Predictor(writer.model(), [local, cache.url])
         predictor.follow()
         eventually(lambda: predictor.version == writer.claim.head.version)
-        assert predictor.status().poll_seconds < default_poll_seconds(cache.url)
+        assert predictor.status().poll_seconds < default_poll_seconds(is_remote=True)
         cut(local, is_down=True)
-        eventually(lambda: predictor.status().poll_seconds >= default_poll_seconds(cache.url))
+        eventually(lambda: predictor.status().poll_seconds >= default_poll_seconds(is_remote=True))
         predictor.stop()
 
 

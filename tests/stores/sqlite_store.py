@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from delta_tracker.stream.interruption import checked
 from delta_tracker.stream.storage.store import Span, Store, StoredObject, Transfer
 
 
@@ -37,7 +38,7 @@ class SqliteStore(Store):
         return next((StoredObject(*row) for row in found), None)
 
     def put(self, name: str, buffers: Iterable[memoryview]) -> None:
-        self.replace(name, b"".join(map(bytes, buffers)))
+        self.replace(name, b"".join(map(bytes, checked(buffers))))
 
     def create(self, name: str, data: bytes) -> bool:
         return bool(self._ask("INSERT OR IGNORE INTO objects VALUES (?, ?, ?) RETURNING 1", name, data, time.time()))

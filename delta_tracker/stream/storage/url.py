@@ -103,7 +103,7 @@ def local_directory(url: object) -> Path | None:
 
 def shown_url(url: str) -> str:
     """Return a URL without user and password, for metrics."""
-    parts = _split(url)
+    parts = urlsplit(url)  # of any kind of store
     return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl() if "@" in parts.netloc else url
 
 
@@ -117,9 +117,9 @@ def is_http(url: str) -> bool:
     return _split(url).scheme in ("http", "https")
 
 
-def default_poll_seconds(url: str) -> float:
-    """Return the interval at which a reader polls a store of this kind, in seconds."""
-    return REMOTE_POLL_SECONDS if is_remote(url) else 0.01
+def default_poll_seconds(*, is_remote: bool) -> float:
+    """Return the interval at which a reader polls a store, in seconds."""
+    return REMOTE_POLL_SECONDS if is_remote else 0.01
 
 
 def connection(url: str, options: object, *, past_cache: bool = False) -> dict[str, Any]:
