@@ -77,15 +77,12 @@ def check_home(argument: str, path: Path) -> None:
         raise InvalidArgumentError(argument, str(path), f"Write {expanded}: ~ is not expanded")
 
 
-def refuse_unknown(kind: type, unknown: Mapping[str, object], moved: Mapping[str, str]) -> None:
-    """Raise InvalidArgumentError if a constructor was called with an unknown argument.
+def refuse_unknown(kind: type, unknown: Mapping[str, object]) -> None:
+    """Raise InvalidArgumentError if the constructor of ``kind`` was called with an unknown argument.
 
-    The message says where an argument belongs, by ``moved``, in which ``{}`` stands for its name, or which arguments
-    ``kind`` has.
+    The message names a similar argument of ``kind``, or all of its arguments.
     """
     for name, value in unknown.items():
-        if name in moved:
-            raise InvalidArgumentError(name, value, f"Pass {moved[name].format(name)}")
         known = [each for each in inspect.signature(kind).parameters if each != "unknown"]
         near = difflib.get_close_matches(name, known, n=1)
         remedy = f"Write {near[0]}=" if near else f"Pass arguments of {kind.__name__}: {', '.join(known)}"

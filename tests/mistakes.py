@@ -549,15 +549,7 @@ MISTAKES: Mapping[str, Mistake] = {
         "delta_tracker_config=Sequential(",
         "Pass the model first",
     ),
-    "an option of Upkeep": Mistake(
-        lambda: _publisher(compact_every=50), "compact_every=50", "upkeep=Upkeep(compact_every=...)"
-    ),
     "misspell an option of a publisher": Mistake(lambda: _publisher(cadance=3), "cadance=3", "Write cadence="),
-    "an option of Rollout": Mistake(
-        lambda: Predictor(_model(), _url(), gate=Gate()),  # type: ignore[arg-type]
-        "gate=Gate(",
-        "rollout=Rollout(gate=...)",
-    ),
     "an option that no predictor has": Mistake(
         lambda: Predictor(_model(), _url(), xyz=1),  # type: ignore[arg-type]
         "xyz=1",

@@ -36,12 +36,6 @@ from delta_tracker.stream.reading.runtime import REAL, Runtime
 from delta_tracker.stream.reading.source import Sources
 from delta_tracker.stream.storage.storage import Location, Storage
 
-_MOVED = {
-    **dict.fromkeys(("gate", "canary", "follows_pins"), "rollout=Rollout({}=...)"),
-    **dict.fromkeys(("names", "dense", "raw_ids", "chunk_rows"), "ModelTarget(model, {}=...) as the model"),
-    **dict.fromkeys(("poll_seconds", "notifier"), "it to follow({}=...)"),
-}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
@@ -102,7 +96,7 @@ class Predictor(Uncopied, remedy="Save or copy its state_dict()"):
         heartbeats: url or store for the heartbeats; None for the first ``url`` that can be written to, and after a
             failover for the new one if it can be.
         runtime: clock, waits, random numbers and threads of the predictor.
-        unknown: not accepted; the error says where an argument belongs.
+        unknown: not accepted; the error names a similar argument.
 
     Raises:
         InvalidArgumentError: for an invalid argument, such as a model without tables.
@@ -130,7 +124,7 @@ class Predictor(Uncopied, remedy="Save or copy its state_dict()"):
         runtime: Runtime = REAL,
         **unknown: Never,
     ) -> None:
-        refuse_unknown(Predictor, unknown, _MOVED)
+        refuse_unknown(Predictor, unknown)
         check_type("cache", None if isinstance(cache, str | Path) else cache, HostCache, "'/var/cache/streams'")
         if isinstance(model, str | Path | Storage):
             raise InvalidArgumentError("model", model, "Pass the model first, and then the url of the stream")

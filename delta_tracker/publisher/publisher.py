@@ -51,11 +51,6 @@ from delta_tracker.tracker.tracker import ModelDeltaTracker
 _logger = logging.getLogger(__name__)
 
 _STANDSTILL_CALLS = 20  # more than the micro-batches of an accumulated batch usually are
-_MOVED = {
-    **dict.fromkeys(("batches", "seconds", "rows", "num_bytes", "snapshot_every"), "cadence=Cadence({}=...)"),
-    **dict.fromkeys(("retention", "compact_every", "pointer_seconds"), "upkeep=Upkeep({}=...)"),
-    **dict.fromkeys(("training_state", "rank_state", "heartbeat_seconds"), "recovery=Recovery({}=...)"),
-}
 _PATIENCE = 0.75  # wait for a sign of life of a rank, of the timeout; the rest is the time between two signs
 
 
@@ -96,7 +91,7 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
         join: makes a process group of all ranks, see :class:`~delta_tracker.tracker.rank_group.RankGroup`.
         name: label ``publisher`` of the metrics; None for ``"publisher"``. If another publisher of this process has the
             same name, a suffix ``-2``, ``-3``, ... is added.
-        unknown: not accepted; the error says where an argument belongs.
+        unknown: not accepted; the error names a similar argument.
 
     Raises:
         ReservedConsumerError: if the consumer is already reserved.
@@ -148,7 +143,7 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
         join: Join = RankGroup,
         **unknown: Never,
     ) -> None:
-        refuse_unknown(Publisher, unknown, _MOVED)
+        refuse_unknown(Publisher, unknown)
         _check_tracker(tracker)
         self._caller = threading.get_ident(), os.getpid()
         self._still = _Standstill(tracker.progress)
