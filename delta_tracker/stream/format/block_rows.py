@@ -96,11 +96,11 @@ class BlockRows:
 
     def decoded(self, dtype: torch.dtype) -> BlockRows:
         """Return the same rows decoded to the table's dtype: float32, float16 or bfloat16."""
-        block, own = self.block, Encoding.of(dtype)
-        if block.encoding is own:
+        block = self.block
+        if block.encoding.dtype is dtype:
             return self
         return BlockRows(
-            replace(block, encoding=own),
+            replace(block, encoding=Encoding.of(dtype)),
             self.ids,
             lambda begin, end: decode_rows(self.read(begin, end), block.encoding, block.num_columns, dtype),
             self.states,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from functools import cached_property
 from typing import TYPE_CHECKING, Literal, assert_never
 
 from delta_tracker.errors import InvalidArgumentError
@@ -42,22 +43,22 @@ class Encoding(StrEnum):
             raise InvalidArgumentError("encoding", name, f"Pass some of {list(cls.__members__)}")
         return found
 
-    @property
+    @cached_property
     def dtype(self) -> torch.dtype:
         """Dtype of the stored tensor; uint8 if the encoding is quantized."""
-        return torch_dtype(self.dtype_name)
+        return torch_dtype(_NAMES[self])
 
     @property
     def dtype_name(self) -> str:
         """Name of :attr:`dtype` in torch, such as ``float32``."""
         return _NAMES[self]
 
-    @property
+    @cached_property
     def is_quantized(self) -> bool:
         """True if rows are stored as codes with a scale and a bias."""
         return _NAMES[self] == "uint8"
 
-    @property
+    @cached_property
     def listed_form(self) -> Literal["list", "gaps"]:
         """Form in which writers store the ids of listed rows; compressed gaps if the rows are quantized."""
         return "gaps" if self.is_quantized else "list"
