@@ -135,6 +135,7 @@ class _Claim(Struct):
 _FORMATS, _CLAIMS = Decoder(_Format), Decoder(_Claim)
 _BLOCKS, _NAMES = Decoder(tuple[Block, ...]), Decoder(tuple[str, ...])
 _ENTRIES: dict[int, Decoder[_Entry]] = {FORMAT: Decoder(_Entry), STATES_FORMAT: Decoder(_StatesEntry)}
+_NUMBERS = {str(number).encode(): number for number in _ENTRIES}
 
 # A block as this library writes it, which has no name twice.
 _BLOCK = (
@@ -226,8 +227,7 @@ def _tables(entry: _Entry) -> tuple[dict[str, TableSpec], dict[str, TableStates]
 
 def _format_of(name: str, data: bytes) -> int:
     found = bytes(_FORMATS.decode(data).format)
-    number = next((each for each in _ENTRIES if found == str(each).encode()), None)
-    if number is not None:
+    if (number := _NUMBERS.get(found)) is not None:
         return number
     quoted = found[:_MAX_REASON].decode(errors="replace")
     if _POSITIVE.fullmatch(found):  # not as an int, which may have any number of digits
