@@ -107,7 +107,10 @@ class View:
 
     def fault_of(self, log: SeenLog, entry: Manifest) -> StreamError | None:
         """Return the known fault of an entry, or None."""
-        return next((each.error for each in self.faults if each.concerns(log.number, entry)), None)
+        for each in self.faults:
+            if each.concerns(log.number, entry):
+                return each.error
+        return None
 
 
 class Rule(Enum):
