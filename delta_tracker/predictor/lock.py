@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -22,7 +22,6 @@ _FORK_SECONDS = 1.0
 _SLICE_SECONDS = 0.1  # interval at which a waiting writer checks its stop flag
 # Writes that may be queued on the devices. Each occupies pinned and device memory of the size of a chunk.
 _NUM_QUEUED = 4
-_ON_CPU = nullcontext()
 
 
 class TableLock(Forkable):
@@ -158,10 +157,12 @@ class TableFence:
 
     Attributes:
         devices: the CUDA devices of the tables, none on the CPU. Changes only while no thread reads.
+        writing: returns a context manager for the launches of one write. The caller must hold the lock for writing.
     """
 
     def __init__(self) -> None:
         self.devices: tuple[torch.device, ...] = ()
+        self.writing: Callable[[], AbstractContextManager[None]] = nullcontext  # avoids the cost of a generator
         self._mutex = threading.Lock()  # held while an event of a lookup is recorded
         self._read: dict[Any, Any] = {}  # stream to an event after its lookups since the last write
         self._written: dict[torch.device, Any] = {}  # device to an event after its last write
@@ -175,7 +176,7 @@ class TableFence:
         for device in dict.fromkeys(devices):
             if device.type == "cuda" and device not in self.devices:
                 torch.cuda.synchronize(device)
-                self.devices = (*self.devices, device)
+                self.devices, self.writing = (*self.devices, device), self._writing
 
     def enter_reading(self) -> list[Any]:
         """Let the current streams wait for the last write, and return them. The lock must be held for reading."""
@@ -192,10 +193,6 @@ class TableFence:
                 if stream not in self._read:
                     self._read[stream] = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 self._read[stream].record(stream)
-
-    def writing(self) -> AbstractContextManager[None]:
-        """Return a context manager for the launches of one write. The caller must hold the lock for writing."""
-        return self._writing() if self.devices else _ON_CPU  # avoids the cost of a generator
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
