@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeAlias
@@ -146,7 +146,7 @@ class PartReader:
         self._memory_bytes = memory_bytes
         self._manifest = manifest
         source = source or source_of(storage, part, memory_bytes, None)
-        with _refusals(part.name):
+        with _Refusals(part.name):
             # Check the header first: most invalid files are rejected before the rest of a large one is read.
             self._file = _File(part, self._expected(), source)
             source.finish()
@@ -190,7 +190,7 @@ class PartReader:
         expected: _Expected = {}
         for index in range(len(self.part.blocks)):
             expected |= self._states(index)
-        with _refusals(stored.name):
+        with _Refusals(stored.name):
             file = _File(stored, expected, source)
             source.finish()
         return [
@@ -200,7 +200,7 @@ class PartReader:
 
     def dense(self) -> dict[str, Tensor]:
         """Return the dense tensors of the part, by name."""
-        with _refusals(self.part.name):
+        with _Refusals(self.part.name):
             return {name: self._dense(index, name) for index, name in enumerate(self.part.dense)}
 
     def _dense(self, index: int, name: str) -> Tensor:
@@ -257,21 +257,21 @@ def _check_flags(name: str, tensor: Tensor) -> None:
         raise ValueError(f"the bool tensor {name!r} has bytes other than 0 and 1")
 
 
-@contextmanager
-def _refusals(name: str) -> Iterator[None]:
-    """Raise the errors of malformed bytes of the object ``name`` as :class:`CorruptPartError`."""
-    try:
-        yield
-    except _FAULTS as error:
-        if isinstance(error, CorruptPartError):
-            raise
-        raise CorruptPartError(name, reason_of(error)) from error
+@dataclass(frozen=True, slots=True)
+class _Refusals(AbstractContextManager[None]):
+    """Context manager that raises errors of malformed bytes of the object ``name`` as :class:`CorruptPartError`."""
+
+    name: str
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, _FAULTS) and not isinstance(error, CorruptPartError):
+            raise CorruptPartError(self.name, reason_of(error)) from error
 
 
 def read_training(storage: Storage, stored: Stored) -> StateReader:
     """Return a reader of a rank's training state, which validates only what it loads, and raises CorruptPartError."""
     source = Ranged(storage, stored)
-    with _refusals(stored.name):
+    with _Refusals(stored.name):
         span = _File(stored, {TRAINING_KEY: (torch.uint8, None)}, source).spans[TRAINING_KEY]
         return StateReader(lambda begin, end: source.read(span.begin + begin, span.begin + end), span.end - span.begin)
 

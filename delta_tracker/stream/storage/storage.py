@@ -9,7 +9,6 @@ import secrets
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Self
 
 import numpy as np
@@ -317,9 +316,7 @@ class _Translation(AbstractContextManager[None]):
 
     url: str
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None or isinstance(error, StorageError):
             return
         if isinstance(error, BaseError | OSError | NotImplementedError) or is_panic(error):
