@@ -12,7 +12,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from delta_tracker.rows import copy_from_host, put_rows, to_device
+from delta_tracker.rows import copy_from_host, put_pieces, to_device
 
 
 @runtime_checkable
@@ -134,7 +134,7 @@ class Region:
         if isinstance(indices, slice):
             copy_from_host(memory[indices], values)
         elif len(indices):
-            put_rows(memory, indices, values)
+            put_pieces(memory, indices, [values])
         if self.copies is not None and len(values):
             held = torch.arange(indices.start, indices.stop) if isinstance(indices, slice) else indices
             device = memory.device

@@ -175,25 +175,6 @@ def split_by_mask(masks: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor
     return indices
 
 
-def put_rows(memory: Tensor, indices: Tensor, values: Tensor) -> None:
-    """Write rows in place.
-
-    Args:
-        memory: ``[R, C]``, for ``R`` rows of ``C`` columns.
-        indices: ``[N]`` int64 positions, unique and in ``[0, R)``.
-        values: ``[N, C]`` in the dtype of ``memory``.
-
-    Example:
-        >>> memory = torch.zeros(3, 2)
-        >>> put_rows(memory, torch.tensor([2, 0]), torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
-        >>> memory
-        tensor([[3., 4.],
-                [0., 0.],
-                [1., 2.]])
-    """
-    put_pieces(memory, indices, [values])
-
-
 def put_pieces(memory: Tensor, indices: Tensor, pieces: Iterable[Tensor]) -> None:
     """Write the rows of several tensors in place, one tensor after the other.
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from delta_tracker.rows import bits_of, put_rows
+from delta_tracker.rows import bits_of, put_pieces
 from delta_tracker.sharding.local_shard import LocalShard
 from delta_tracker.sharding.weights import WriteWatch, read_rows
 from delta_tracker.tracker.modes import Capture
@@ -72,7 +72,7 @@ class ShadowStore(SegmentStore):
         if len(changed):
             self.mark(changed)
             for ids in torch.split(changed, _CHUNK_ROWS):
-                put_rows(self.copy, ids, self._read_rows(ids))
+                put_pieces(self.copy, ids, [self._read_rows(ids)])
 
     def forget(self) -> None:
         """Drop all marked rows and replace the copy with the current rows."""
