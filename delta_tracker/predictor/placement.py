@@ -29,15 +29,10 @@ class Placement:
     target: RowTarget
     rows: tuple[BlockRows, ...]
 
-    @property
-    def ids(self) -> Tensor | slice:
-        """``[N]`` int64 global row ids, ascending and unique; or a slice if the block holds all rows of its range."""
-        first = self.rows[0]
-        return slice(*first.block.rows) if first.ids is None else first.ids
-
     def chunks(self, num_rows: int) -> Iterator[Chunk]:
         """Yield chunks of at most ``num_rows`` rows. Lookups may run while a chunk is read and prepared for writing."""
-        ids, count = self.ids, self.rows[0].block.num_rows
+        first, count = self.rows[0], self.rows[0].block.num_rows
+        ids = slice(*first.block.rows) if first.ids is None else first.ids
         for begin in range(0, count, num_rows):
             end = min(begin + num_rows, count)
             values = [(rows.block.columns, rows.read(begin, end)) for rows in self.rows]
@@ -45,25 +40,21 @@ class Placement:
                 values = _joined(values, self.target)
             ready = [(columns, self.target.prepare(each, columns)) for columns, each in values]
             held = slice(ids.start + begin, ids.start + end) if isinstance(ids, slice) else ids[begin:end]
-            yield Chunk(self.target, held, ready)
+            yield Chunk(self.target, held, ready, end - begin)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chunk:
     """Chunk of rows that are prepared for writing to one target.
 
-    ``ids`` are ``[N]`` int64 global row ids, ascending and unique, or a slice with start and stop. ``values`` are pairs
-    of a half-open column range and the result of ``target.prepare`` for these columns.
+    ``ids`` are the ``num_rows`` int64 global row ids, ascending and unique, or a slice with start and stop. ``values``
+    are pairs of a half-open column range and the result of ``target.prepare`` for these columns.
     """
 
     target: RowTarget
     ids: Tensor | slice
     values: Sequence[tuple[tuple[int, int], Tensor]]
-
-    @property
-    def num_rows(self) -> int:
-        """Number of rows in the chunk."""
-        return self.ids.stop - self.ids.start if isinstance(self.ids, slice) else len(self.ids)
+    num_rows: int
 
     def write(self) -> None:
         """Write the rows. The caller must hold the lock for writing."""
@@ -76,19 +67,24 @@ def placements(rows: Iterable[BlockRows], targets: Mapping[str, RowTarget]) -> l
     by_table: defaultdict[str, list[BlockRows]] = defaultdict(list)
     for each in rows:
         by_table[each.block.table].append(each)
-    return [placement for fqn, blocks in by_table.items() for placement in _placements(blocks, targets[fqn])]
+    found: list[Placement] = []
+    for fqn, blocks in by_table.items():
+        found += _placements(blocks, targets[fqn])
+    return found
 
 
-def _placements(blocks: Sequence[BlockRows], target: RowTarget) -> Iterator[Placement]:
+def _placements(blocks: Sequence[BlockRows], target: RowTarget) -> list[Placement]:
     held: list[BlockRows] = []
     for rows in blocks:
         held += _held(rows, target)
+    found = []
     for cell in _cells(held):
         for aligned in _aligned(cell):
             if aligned[0].block.num_rows:
                 if target.needs_whole_rows:
                     _check_whole(aligned, target)
-                yield Placement(target, aligned)
+                found.append(Placement(target, aligned))
+    return found
 
 
 def _held(rows: BlockRows, target: RowTarget) -> list[BlockRows]:
