@@ -67,8 +67,11 @@ def sleep(seconds: float) -> None:
 
 
 def checked(items: Iterable[T]) -> Iterator[T]:
-    """Yield ``items``. Before each, check the stop flag of the thread that requested the first one."""
-    stop = _thread.stop
+    """Return an iterator over ``items`` that checks the stop flag of this thread, if it has one, before each."""
+    return iter(items) if _thread.loop is None else _checked(items, _thread.stop)
+
+
+def _checked(items: Iterable[T], stop: threading.Event) -> Iterator[T]:
     for item in items:
         if stop.is_set():
             raise Interrupted
