@@ -24,6 +24,7 @@ from delta_tracker.stream.format.digests import DIGEST_BYTES, DIGESTS_KEY, Piece
 from delta_tracker.stream.format.manifest import DTYPE_NAMES, DenseSpec, Part, Stored
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.stream.storage.store import Repeatable, pieces
+from delta_tracker.types import dtype_name
 
 SIZE_BYTES = 8
 ALIGNMENT = 8
@@ -76,8 +77,7 @@ class _FileWriter(Iterable[memoryview]):
         number = 1
         while True:  # the header has the number of digests, which its own size may change
             digests = [_Entry(DIGESTS_KEY, torch.uint8, (DIGEST_BYTES * number,), ())] if self.has_digests else []
-            specs = ((each.key, DenseSpec(each.dtype, each.shape)) for each in (*self.entries, *digests))
-            head = safetensors_header(specs)
+            head = safetensors_header([(each.key, each) for each in (*self.entries, *digests)])
             if not digests or num_digests(len(head) + size) == number:
                 return head
             number = num_digests(len(head) + size)
@@ -93,13 +93,15 @@ class _FileWriter(Iterable[memoryview]):
             assert given == entry.num_bytes, f"{entry.key} has {given} bytes instead of {entry.num_bytes}"
 
 
-def safetensors_header(specs: Iterable[tuple[str, DenseSpec]], metadata: Mapping[str, str] | None = None) -> bytes:
+def safetensors_header(
+    specs: Iterable[tuple[str, DenseSpec | _Entry]], metadata: Mapping[str, str] | None = None
+) -> bytes:
     """Return the bytes of a safetensors file before its first tensor. The keys are in the order of the file."""
     header: dict[str, Any] = {} if metadata is None else {METADATA_KEY: metadata}
     end = 0
     for key, spec in specs:
         begin, end = end, end + spec.num_bytes
-        header[key] = {"dtype": DTYPE_NAMES[spec.dtype_name], "shape": spec.shape, "data_offsets": (begin, end)}
+        header[key] = {"dtype": DTYPE_NAMES[dtype_name(spec.dtype)], "shape": spec.shape, "data_offsets": (begin, end)}
     head = json.dumps(header, separators=(",", ":")).encode()
     head += b" " * (-len(head) % ALIGNMENT)
     return len(head).to_bytes(SIZE_BYTES, "little") + head
