@@ -51,6 +51,7 @@ class ModelWriter:
         identities: table FQN to the buckets by which unknown raw ids are routed now.
         written: versions that were written. While another stream is being written, those of the former one, as mixed.
         position: position of the tables; None before the first version.
+        resolve: returns the tables that the model has now, for a version; see :meth:`ServedModel.resolve`.
     """
 
     def __init__(self, target: ModelTarget, gauges: PredictorGauges) -> None:
@@ -58,6 +59,7 @@ class ModelWriter:
         self.identities: Mapping[str, Identity] = {}
         self._gauges, self._chunk_rows = gauges, target.chunk_rows
         self.lock, self.fence, self.model = TableLock(), TableFence(), ServedModel(target)
+        self.resolve = self.model.resolve
         self.fence.cover(self.model.first_devices)
         self.written = Written(stream="")
         self.position: Position | None = None
@@ -91,10 +93,6 @@ class ModelWriter:
 
     def restore(self) -> None:
         """No-op: the position is known."""
-
-    def resolve(self, manifest: Manifest) -> Receiver:
-        """Return the tables that the model has now."""
-        return self.model.resolve(manifest)
 
     def write(self, receiver: Receiver, contents: Contents, *, is_elsewhere: bool) -> None:
         """Check a version and write it to ``receiver``, and advance the position when it is complete.

@@ -243,9 +243,9 @@ class Predictor(Uncopied, remedy="Save or copy its state_dict()"):
         finally:
             self._follower.moved()  # also if a later version raised
         self._follower.synced()
-        version = self.version
-        assert version is not None, "the first advance moves or raises"
-        return version
+        position = self._destination.position
+        assert position is not None, "the first advance moves or raises"
+        return position.link.version
 
     def follow(self, poll_seconds: float | None = None, notifier: Notifier | None = None) -> None:
         """Apply new versions in a background thread until :meth:`stop`.

@@ -104,11 +104,12 @@ class Reader:
         With ``looks_for_gap``, a missing next version is checked: it may be deleted, or not committed yet. Raises a
         StreamError if nothing can be applied because of a fault.
         """
-        self.writer.destination.restore()
+        destination = self.writer.destination
+        destination.restore()
         try:
-            has_moved = self._run(self._begin(looks_for_gap=looks_for_gap))
+            has_moved = self._run(self._begin(destination.position, looks_for_gap=looks_for_gap))
             if self.orders.policy.follows_pins and (followed := self.orders.record(self.position)) is not None:
-                self.writer.destination.save_order(followed)
+                destination.save_order(followed)
         except StreamError as error:
             self.why = f"{Rule.FAULT.value}: {type(error).__name__}"
             if isinstance(error, StaleCacheError):
@@ -172,8 +173,8 @@ class Reader:
 
     # One round
 
-    def _begin(self, *, looks_for_gap: bool) -> _Round:
-        sources, position = self.sources.due(), self.position
+    def _begin(self, position: Position | None, *, looks_for_gap: bool) -> _Round:
+        sources = self.sources.due()
         for each in sources:
             each.has_listed = False  # a round at a pin checks for no gap
         is_usable = position is not None and position.rows is not Rows.MIXED
@@ -258,7 +259,7 @@ class Reader:
         source = self._use(state, decision.log)
         if not source.log.is_listed:
             source.log.pointer.saw(last)  # it may have been read from another view of the store
-        source.settling.clear()
+            source.settling.clear()
         self.why = f"applied version {last.version}: {decision.rule.value}"
         match decision.rule:
             case Rule.NEXT:
