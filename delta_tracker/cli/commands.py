@@ -20,7 +20,7 @@ _SUMMARIES = {
     "rollback": "Return all predictors that follow pins to a version.",
     "release": "Let the predictors of a rolled back stream continue from a snapshot.",
     "takeover": "Ask a standby to take over from the publisher of a stream.",
-    "export": "Write the tables of a version to safetensors files, a torch state dict or a DCP checkpoint.",
+    "export": "Write the tables of a version to safetensors files or a DCP checkpoint.",
     "exporter": "Serve the ages of a stream and the lags of its predictors to Prometheus.",
     "assets": "Write the alert rules for Prometheus or the dashboard for Grafana.",
     "plan": "Forecast memory, bytes, requests, disk and start-up time of a stream.",

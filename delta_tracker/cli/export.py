@@ -7,7 +7,6 @@ from pathlib import Path
 from urllib.parse import quote
 
 import click
-import torch
 from torch import Tensor
 
 from delta_tracker.cli.stream_command import Stream, os_errors_of, stream_command
@@ -21,28 +20,25 @@ from delta_tracker.stream.reading.path import path_to
 _HELP = """Write the tables and dense tensors of one version.
 
 \b
---format safetensors  --out is a new directory with one file per table,
-                      <table>.weight.safetensors with the tensor <table>.weight,
-                      and dense.safetensors if the stream has dense tensors.
-                      A table with managed collisions also has <table>.raw_ids,
-                      the raw id of each row, 2**63 - 1 for none
---format torch        --out is a new file: a state dict of the same tensors, for
-                      torch.load(FILE, weights_only=True)
---dcp DIR             DIR is a new checkpoint that plain TorchRec loads with dcp.load
-                      into {"model": model.state_dict(),
-                      "optimizer": model.fused_optimizer.state_dict()}.
-                      "optimizer" has the states of the fused optimizers; it is
-                      missing if the version has none. Rank 0's states are under
-                      "training_state"; load them with a call of their own
+--out DIR  DIR is a new directory with one file per table,
+           <table>.weight.safetensors with the tensor <table>.weight,
+           and dense.safetensors if the stream has dense tensors.
+           A table with managed collisions also has <table>.raw_ids,
+           the raw id of each row, 2**63 - 1 for none
+--dcp DIR  DIR is a new checkpoint that plain TorchRec loads with dcp.load
+           into {"model": model.state_dict(),
+           "optimizer": model.fused_optimizer.state_dict()}.
+           "optimizer" has the states of the fused optimizers; it is
+           missing if the version has none. Rank 0's states are under
+           "training_state"; load them with a call of their own
 
 The version is built under a temporary name next to --out or --dcp and renamed at the end, so that it is never partial.
-Needs disk space for the tables (for two copies with torch and --dcp), and little memory. Never overwrites an existing
-file.
+Needs disk space for the tables (for two copies with --dcp), and little memory. Never overwrites an existing file.
 
 \b
 Examples:
   delta-tracker export file:///streams/ctr --out ctr-newest
-  delta-tracker export s3://bucket/ctr --version 120 --format torch --out ctr-120.pt
+  delta-tracker export s3://bucket/ctr --version 120 --out ctr-120
   delta-tracker export s3://bucket/recovery --dcp checkpoint
 """
 
@@ -50,14 +46,11 @@ Examples:
 @click.command("export", help=_HELP)
 @stream_command
 @click.option("--version", type=click.IntRange(0), help="Version to export.  [default: newest]")
-@click.option("--out", type=click.Path(path_type=Path), help="New file or directory; must not exist.")
-@click.option(
-    "--format", "form", type=click.Choice(["safetensors", "torch"]), help="Format of --out.  [default: safetensors]"
-)
+@click.option("--out", type=click.Path(path_type=Path), help="New directory of safetensors files; must not exist.")
 @click.option("--dcp", type=click.Path(path_type=Path), help="New directory of a DCP checkpoint; must not exist.")
-def command(stream: Stream, version: int | None, out: Path | None, form: str | None, dcp: Path | None) -> int:
+def command(stream: Stream, version: int | None, out: Path | None, dcp: Path | None) -> int:
     """Write the files in a temporary directory, then rename the result."""
-    option, out, form = _destination(out, form, dcp)
+    option, out, form = _destination(out, dcp)
     stream.check_exists()
     version = stream.head().version if version is None else version
     _refuse_existing(option, out)
@@ -68,13 +61,13 @@ def command(stream: Stream, version: int | None, out: Path | None, form: str | N
         work, made = Path(draft) / "work", Path(draft) / "made"
         work.mkdir()
         stream_id = _write(stream, version, form, made, work)
-        files = [made] if form == "torch" else sorted(made.iterdir())
+        files = sorted(made.iterdir())
         for each in (*files, made):
             _sync(each)
         num_bytes = sum(each.stat().st_size for each in files)
         _refuse_existing(option, out)
         made.rename(out)
-    names = [] if form == "torch" else sorted(each.name for each in files)
+    names = [each.name for each in files]
     stream.out.json(
         {"url": stream.storage.url, "stream": stream_id, "version": version, "format": form}
         | {"out": str(out), "files": names, "bytes": num_bytes}
@@ -85,16 +78,15 @@ def command(stream: Stream, version: int | None, out: Path | None, form: str | N
     return 0
 
 
-def _destination(out: Path | None, form: str | None, dcp: Path | None) -> tuple[str, Path, str]:
+def _destination(out: Path | None, dcp: Path | None) -> tuple[str, Path, str]:
     """Return the option with the path to write, the path, and the format."""
-    if dcp is not None and (out is not None or form is not None):
-        argument, value = ("--format", form) if out is None else ("--out", str(out))
-        raise InvalidArgumentError(argument, value, "Omit it: --dcp has its own path and format")
+    if dcp is not None and out is not None:
+        raise InvalidArgumentError("--out", str(out), "Omit it: --dcp has its own path and format")
     if dcp is not None:
         return "--dcp", dcp, "dcp"
     if out is None:
         raise click.UsageError("Pass --out or --dcp.")
-    return "--out", out, form or "safetensors"
+    return "--out", out, "safetensors"
 
 
 def _refuse_existing(option: str, out: Path) -> None:
@@ -113,36 +105,26 @@ def _write(stream: Stream, version: int, form: str, made: Path, work: Path) -> s
         return path[-1].stream
     path = path_to(stream.log, version, of_any=True)
     snapshot, metadata = path[0], {"stream": path[0].stream, "version": str(version)}
-    if form == "safetensors":
-        made.mkdir()
+    made.mkdir()
     rooms: dict[str, Tensor] = {}
-    for number, (fqn, spec) in enumerate(snapshot.tables.items()):
+    for fqn, spec in snapshot.tables.items():
         specs = {_weight(fqn): rows_of(spec)}
         if fqn in snapshot.identities:  # first, because its items are the widest
             specs = {_raw_ids(fqn): DenseSpec("int64", (spec.num_rows,)), **specs}
-        if form == "torch":
-            rooms |= mapped(work / str(number), specs)
-        else:
-            file = made / f"{quote(_weight(fqn), safe='')}.safetensors"
-            rooms |= mapped(file, specs, safetensors_header(specs.items(), metadata))
+        file = made / f"{quote(_weight(fqn), safe='')}.safetensors"
+        rooms |= mapped(file, specs, safetensors_header(specs.items(), metadata))
     rows = {fqn: rooms[_weight(fqn)] for fqn in snapshot.tables}
     owners = {fqn: rooms[_raw_ids(fqn)] for fqn in snapshot.identities}
     with stream.out.progress("reading", sum(each.num_bytes for each in path)) as advance:
         dense = write_versions(stream.storage, path, rows, owners, like=snapshot, advance=advance)
-    if form == "torch":
-        for name in dense.keys() & rooms.keys():
-            remedy = f"Choose safetensors: a table and a dense tensor are {name!r}"
-            raise InvalidArgumentError("--format", "torch", remedy)
-        with stream.out.progress("writing", None):
-            torch.save(rooms | dense, made)
-    elif dense:
+    if dense:
         _write_dense(made / "dense.safetensors", dense, metadata)
     return path[-1].stream
 
 
 def _write_dense(file: Path, dense: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
     if METADATA_KEY in dense:
-        raise InvalidArgumentError("--format", "safetensors", f"Choose torch: a tensor is named {METADATA_KEY}")
+        raise InvalidArgumentError("--out", str(file), f"Choose --dcp: a tensor is named {METADATA_KEY}")
     # Largest item size first: in this order, no tensor in the file needs padding.
     ordered = sorted(dense.items(), key=lambda item: -item[1].itemsize)
     specs = {name: DenseSpec(each.dtype, tuple(each.shape)) for name, each in ordered}

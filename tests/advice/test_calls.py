@@ -357,7 +357,7 @@ def test_a_garbled_entry_is_copied_back_or_passed_by_a_snapshot(cli: Cli, tmp_pa
     assert job.is_served_by(model, Predictor(model, copy).sync())
     job.publish(3)
     (tmp_path / "stream" / entry_name(2)).write_bytes(b"<html>")
-    cli("export", job.url, "--version", 2, "--out", tmp_path / "a.pt", code=1)
+    cli("export", job.url, "--version", 2, "--out", tmp_path / "a", code=1)
     assert "snapshot()" in cli.err
     job.publisher.snapshot()
-    cli("export", job.url, "--out", tmp_path / "b.pt")
+    cli("export", job.url, "--out", tmp_path / "b")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.distributed import checkpoint as dcp
 
 from delta_tracker.cli import dcp_checkpoint
@@ -75,9 +76,10 @@ def test_a_stream_starts_from_a_checkpoint(cli: Cli, two_ranks: RankPool, tmp_pa
 def test_a_version_without_states_has_the_model_only(cli: Cli, tmp_path: Path, encoding: Encoding) -> None:
     writer = make(tmp_path / "s", encoding=encoding)
     for version in (1, 3, 4):
-        cli("export", url_of(writer), "--version", version, "--out", tmp_path / f"{version}.pt", "--format", "torch")
+        out = tmp_path / f"out{version}"
+        cli("export", url_of(writer), "--version", version, "--out", out)
         cli("export", url_of(writer), "--version", version, "--dcp", tmp_path / f"{version}")
-        expected = torch.load(tmp_path / f"{version}.pt", weights_only=True)
+        expected = load_file(out / f"{FQN}.weight.safetensors") | load_file(out / "dense.safetensors")
         assert _keys(tmp_path / f"{version}") == sorted(f"model.{name}" for name in expected)
         state = {"model": {name: torch.full_like(tensor, -1) for name, tensor in expected.items()}}
         dcp.load(state, checkpoint_id=tmp_path / f"{version}", no_dist=True)
@@ -91,9 +93,8 @@ def test_a_checkpoint_is_there_whole_or_not_at_all(
     cli("export", url_of(writer), "--dcp", tmp_path / "mine", code=2)
     assert "--dcp" in cli.err
     assert (tmp_path / "mine").read_text() == "years of work"
-    for options in (["--out", tmp_path / "out"], ["--format", "torch"]):
-        cli("export", url_of(writer), "--dcp", tmp_path / "dcp", *options, code=2)
-        assert "--dcp has its own path and format" in cli.err
+    cli("export", url_of(writer), "--dcp", tmp_path / "dcp", "--out", tmp_path / "out", code=2)
+    assert "--dcp has its own path and format" in cli.err
     cli("export", url_of(writer), code=2)
     assert "Pass --out or --dcp" in cli.err
     with monkeypatch.context() as patch:

@@ -45,12 +45,10 @@ def test_export_is_what_a_predictor_holds(
         assert found["files"] == ["dense.safetensors", f"{FQN}.weight.safetensors"]
         assert found["bytes"] == sum(path.stat().st_size for path in out.iterdir())
         state = load_file(out / f"{FQN}.weight.safetensors") | load_file(out / "dense.safetensors")
-        cli("export", url_of(writer), "--version", version, "--out", f"{out}.pt", "--format", "torch")
-        for each in (state, torch.load(f"{out}.pt", weights_only=True)):
-            assert each.keys() == {f"{FQN}.weight", "over.weight"}
-            assert torch.equal(each[f"{FQN}.weight"], held[0])
-            assert torch.equal(each["over.weight"], held[1])
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["s", "v1", "v1.pt", "v3", "v3.pt", "v4", "v4.pt"]
+        assert state.keys() == {f"{FQN}.weight", "over.weight"}
+        assert torch.equal(state[f"{FQN}.weight"], held[0])
+        assert torch.equal(state["over.weight"], held[1])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["s", "v1", "v3", "v4"]
 
 
 def test_export_of_the_newest_version_and_of_odd_shapes(cli: Cli, tmp_path: Path) -> None:
@@ -70,11 +68,10 @@ def test_export_of_the_newest_version_and_of_odd_shapes(cli: Cli, tmp_path: Path
     assert torch.equal(load_file(tmp_path / "out" / f"{FQN}.weight.safetensors")[f"{FQN}.weight"], writer.table)
 
 
-@pytest.mark.parametrize("form", ["safetensors", "torch"])
 def test_export_is_there_whole_or_not_at_all(
-    cli: Cli, writer: Writer, tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch
+    cli: Cli, writer: Writer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arguments = ["export", url_of(writer), "--format", form, "--out"]
+    arguments = ["export", url_of(writer), "--out"]
     (tmp_path / "mine").write_text("years of work")
     cli(*arguments, tmp_path / "mine", code=2)
     assert (tmp_path / "mine").read_text() == "years of work"
@@ -94,14 +91,10 @@ def test_raw_ids_are_exported_with_their_table(cli: Cli, tmp_path: Path) -> None
     writer = make_owned(tmp_path / "s")
     found = cli.json("export", url_of(writer), "--out", tmp_path / "out")
     assert found["files"] == [f"{FQN}.weight.safetensors"]
-    cli("export", url_of(writer), "--out", tmp_path / "out.pt", "--format", "torch")
-    for state in (
-        load_file(tmp_path / "out" / f"{FQN}.weight.safetensors"),
-        torch.load(tmp_path / "out.pt", weights_only=True),
-    ):
-        assert state.keys() == {f"{FQN}.weight", f"{FQN}.raw_ids"}
-        assert torch.equal(state[f"{FQN}.raw_ids"], writer.owners)
-        assert torch.equal(state[f"{FQN}.weight"], writer.table)
+    state = load_file(tmp_path / "out" / f"{FQN}.weight.safetensors")
+    assert state.keys() == {f"{FQN}.weight", f"{FQN}.raw_ids"}
+    assert torch.equal(state[f"{FQN}.raw_ids"], writer.owners)
+    assert torch.equal(state[f"{FQN}.weight"], writer.table)
 
 
 def test_other_buckets_in_a_delta_are_refused(cli: Cli, tmp_path: Path) -> None:
