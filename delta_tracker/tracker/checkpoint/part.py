@@ -33,18 +33,18 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Annotated, Any
 
 import torch
 import xxhash
 from msgspec import Meta, Struct, convert
-from msgspec.structs import replace
 from torch import Tensor
 
 from delta_tracker.errors import OR_NOTHING, CheckpointError, InvalidArgumentError, StateMismatchError
 from delta_tracker.rows import ChangedRows
 from delta_tracker.tracker.cursors import LogState
-from delta_tracker.types import ShardSpec, TableSpec, dtype_name
+from delta_tracker.types import ShardSpec, dtype_name
 
 FORMAT_VERSION = 1
 HEADER = re.compile(r"rank(\d+)of(\d+)/header")
@@ -131,7 +131,7 @@ class RankHeader(Struct, kw_only=True, frozen=True, eq=False):
         world_size: number of ranks that saved.
         mode: value of the :class:`~delta_tracker.types.TrackingMode`.
         num_batches: number of ``step()`` calls.
-        shards: table FQN to the rank's block. In the JSON object it is a :class:`_Shard`.
+        shards: table FQN to the rank's block.
         consumers: the consumers, in the order of their row sets.
         has_history: True if the row set ``history`` is saved.
         annotations: consumer name to the consumer's note.
@@ -227,17 +227,6 @@ class RankHeader(Struct, kw_only=True, frozen=True, eq=False):
         return {**self.counters[name], **{field: shape for field, (_, shape) in self.counter_layouts(name).items()}}
 
 
-class _Shard(Struct, array_like=True, forbid_unknown_fields=True):
-    num_rows: _Count
-    dim: _Count
-    dtype: str
-    row_offset: _Count
-    num_held: _Count
-    columns: tuple[tuple[_Count, _Count], ...]
-    is_replicated: bool
-    replica: _Count = 0  # missing if 0
-
-
 def pack(
     rank: int,
     world_size: int,
@@ -275,7 +264,7 @@ def pack(
         "world_size": world_size,
         "mode": mode,
         "num_batches": state.num_batches,
-        "shards": {fqn: _shard_json(spec) for fqn, spec in shards.items()},
+        "shards": {fqn: asdict(spec) for fqn, spec in shards.items()},
         "consumers": [[name, each.batch, each.is_behind] for name, each in state.consumers.items()],
         "has_history": state.history is not None,
         "annotations": {name: each.note for name, each in state.consumers.items() if each.note is not None},
@@ -333,16 +322,6 @@ def _columns(rows: ChangedRows, spec: ShardSpec) -> Iterator[tuple[str, Tensor]]
         yield "former", rows.former.cpu()
 
 
-def _shard_json(spec: ShardSpec) -> list[object]:
-    table = spec.table
-    columns = [list(each) for each in spec.columns]
-    return [
-        *(table.num_rows, table.dim, dtype_name(table.dtype)),
-        *(spec.row_offset, spec.num_rows, columns, spec.is_replicated),
-        *([spec.replica] if spec.replica else []),
-    ]
-
-
 def parse(key: str, header: Tensor) -> RankHeader:
     """Parse the header saved under ``key``.
 
@@ -352,7 +331,7 @@ def parse(key: str, header: Tensor) -> RankHeader:
     try:
         found = json.loads(header.cpu().numpy().tobytes())
         version = found["version"]
-        part = _part(found) if version == FORMAT_VERSION else None
+        part = convert(found, RankHeader, dec_hook=_decoded) if version == FORMAT_VERSION else None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(key, f"its header cannot be read: {type(error).__name__}: {error}") from error
     if part is None:
@@ -408,18 +387,8 @@ def digest(tensor: Tensor) -> str:
     return xxhash.xxh3_128_hexdigest(flat.numpy().data)
 
 
-def _part(found: dict[str, Any]) -> RankHeader:
-    shards = {fqn: _spec(fqn, convert(each, _Shard)) for fqn, each in found["shards"].items()}
-    return replace(convert({**found, "shards": {}}, RankHeader, dec_hook=_decoded), shards=shards)
-
-
 def _decoded(kind: type, value: Any) -> object:  # noqa: ANN401  any JSON value
     return DTYPES[value] if kind is torch.dtype else value
-
-
-def _spec(fqn: str, shard: _Shard) -> ShardSpec:
-    table = TableSpec(fqn, shard.num_rows, shard.dim, DTYPES[shard.dtype])
-    return ShardSpec(table, shard.row_offset, shard.num_held, shard.columns, shard.is_replicated, shard.replica)
 
 
 def check_alike(parts: Sequence[RankHeader]) -> None:
