@@ -154,12 +154,15 @@ class TableSpec:
         name = str(dtype).removeprefix("torch.") or dtype_name
         if not name:
             raise InvalidArgumentError("dtype", dtype, "Give the dtype of the weight, such as torch.float32")
-        if num_rows < 0 or dim < 1:
-            raise InvalidArgumentError("TableSpec", (num_rows, dim), "Give num_rows >= 0 and dim >= 1")
         object.__setattr__(self, "fqn", fqn)
         object.__setattr__(self, "num_rows", num_rows)
         object.__setattr__(self, "dim", dim)
         object.__setattr__(self, "dtype_name", name)
+        self.__post_init__()
+
+    def __post_init__(self) -> None:  # which msgspec calls instead of __init__
+        if self.num_rows < 0 or self.dim < 1:
+            raise InvalidArgumentError("TableSpec", (self.num_rows, self.dim), "Give num_rows >= 0 and dim >= 1")
 
     @property
     def dtype(self) -> torch.dtype:

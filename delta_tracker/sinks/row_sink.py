@@ -5,28 +5,19 @@ Notation: ``N`` is the number of rows of a call, ``D`` the number of columns of 
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Annotated, Any, Protocol, Self, TypeVar, runtime_checkable
+from typing import Any, Protocol, Self, runtime_checkable
 
 import msgspec
-from msgspec import Meta
 from torch import Tensor
 
 from delta_tracker.errors import InvalidArgumentError, MalformedSinkError
-from delta_tracker.stream.format.field_types import Count, Hex
+from delta_tracker.stream.format.field_types import Hex
 from delta_tracker.stream.format.state_tree import TENSOR_DTYPES
 from delta_tracker.stream.reading.position import Written
-from delta_tracker.types import Identity, TableSpec
+from delta_tracker.types import Identity, TableSpec, dtype_name
 
 _FORMAT = 1
-_DTYPES = {name: dtype for name, dtype in TENSOR_DTYPES.items() if dtype.is_floating_point}
-_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-_State = TypeVar("_State", bound="SinkState")
-
-
-class _StoredTable(msgspec.Struct, forbid_unknown_fields=True):
-    num_rows: Count
-    dim: Annotated[int, Meta(ge=1, lt=1 << 31)]
-    dtype: str
+_DTYPES = {dtype_name(dtype) for dtype in TENSOR_DTYPES.values() if dtype.is_floating_point}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +56,8 @@ class SinkState(Written):
         if (self.applying is None) != (self.applying_xxh3 is None):
             raise InvalidArgumentError("applying", self.applying, "Give a version and its hash, or neither")
         for fqn, table in self.tables.items():
-            if table.dtype not in _DTYPE_NAMES:
-                raise InvalidArgumentError("dtype", table.dtype, f"Give table {fqn!r} one of {sorted(_DTYPES)}")
+            if table.dtype_name not in _DTYPES:
+                raise InvalidArgumentError("dtype", table.dtype_name, f"Give table {fqn!r} one of {sorted(_DTYPES)}")
         for fqn, identity in self.identities.items():
             held = self.tables.get(fqn)
             if held is None or identity.num_rows != held.num_rows:
@@ -79,10 +70,6 @@ class SinkState(Written):
     def to_json(self) -> bytes:
         """Return the state as JSON."""
         values = {each.name: getattr(self, each.name) for each in fields(self)}
-        values["tables"] = {
-            fqn: _StoredTable(table.num_rows, table.dim, _DTYPE_NAMES[table.dtype])
-            for fqn, table in self.tables.items()
-        }
         return msgspec.json.encode({"format": _FORMAT, **values})
 
     @classmethod
@@ -93,17 +80,13 @@ class SinkState(Written):
             MalformedSinkError: if ``data`` is invalid, or was written by a newer version of the library.
         """
         try:
-            return _converted(cls, msgspec.json.decode(data, type=dict[str, Any]))
-        except (ValueError, KeyError) as error:
+            values = msgspec.json.decode(data, type=dict[str, Any])
+            state = msgspec.convert(values, cls)
+        except ValueError as error:
             raise MalformedSinkError("its state", str(error)) from error
-
-
-def _converted(kind: type[_State], values: dict[str, Any]) -> _State:
-    if values.pop("format", None) != _FORMAT or values.keys() != {each.name for each in fields(kind)}:
-        raise ValueError("its format or a field is unknown")
-    tables = msgspec.convert(values["tables"], dict[str, _StoredTable]).items()
-    specs = {fqn: TableSpec(fqn, each.num_rows, each.dim, _DTYPES[each.dtype]) for fqn, each in tables}
-    return msgspec.convert({**values, "tables": specs}, kind)
+        if values.get("format") != _FORMAT or values.keys() != {"format", *(each.name for each in fields(cls))}:
+            raise MalformedSinkError("its state", "its format or a field is unknown")
+        return state
 
 
 @runtime_checkable
