@@ -27,7 +27,7 @@ import logging
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -265,15 +265,7 @@ class TrainingCuts:
             dense = {name: tensor for name, tensor in dense.items() if tensor.untyped_storage().data_ptr() in buffers}
         return {
             "kernels": live.kernel_scalars(),
-            "shards": {
-                fqn: {
-                    "rows": [shard.row_offset, shard.row_offset + shard.num_rows],
-                    "columns": [list(columns) for columns in shard.columns],
-                    "replicated": shard.is_replicated,
-                }
-                for fqn, shard in live.shards.items()
-                if fqn not in live.fused_tables
-            },
+            "shards": {fqn: asdict(shard) for fqn, shard in live.shards.items() if fqn not in live.fused_tables},
             "dense" if self._is_first else "buffers": dense,
             "publisher": self._handle.name,
             "consumers": self._consumers(),

@@ -9,9 +9,9 @@ import torch
 from msgspec import Struct, ValidationError, convert
 from torch import Tensor
 
-from delta_tracker.errors import CorruptPartError, InvalidArgumentError
+from delta_tracker.errors import CorruptPartError
 from delta_tracker.sharding.collision_states import collision_fault
-from delta_tracker.stream.format.field_types import Count, Range
+from delta_tracker.stream.format.field_types import Count
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.format.part_reader import read_training
 from delta_tracker.stream.format.state_tree import StateReader
@@ -42,12 +42,6 @@ class Consumer(Struct, frozen=True):
     version: Count | None
     left_out: dict[str, Tensor]
     place: dict[str, Any] | None = None
-
-
-class _Shard(Struct, frozen=True):
-    rows: Range
-    columns: tuple[Range, ...]
-    replicated: bool
 
 
 class TrainingStates:
@@ -101,17 +95,10 @@ class TrainingStates:
 
     def shards(self, rank: int, tables: Mapping[str, TableSpec]) -> dict[str, ShardSpec]:
         """Return the blocks that a rank had of ``tables``, which have no fused optimizer, by FQN."""
-        held = self._library(rank, "shards", dict[str, _Shard])
-        if missing := sorted(tables.keys() - held.keys()):
+        held = self._library(rank, "shards", dict[str, ShardSpec])
+        if missing := sorted(fqn for fqn, table in tables.items() if fqn not in held or held[fqn].table != table):
             raise self._error(rank, "shards", f"it has no tables {missing}")
-        found = {}
-        for fqn, table in tables.items():
-            (first, end), columns = held[fqn].rows, held[fqn].columns
-            try:
-                found[fqn] = ShardSpec(table, first, end - first, columns, held[fqn].replicated)
-            except InvalidArgumentError as error:
-                raise self._error(rank, "shards", str(error)) from error
-        return found
+        return {fqn: held[fqn] for fqn in tables}
 
     def dense(self) -> dict[str, Tensor]:
         """Return the dense tensors that are not in the version itself, by name."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
 
@@ -101,7 +102,7 @@ def test_the_state_of_rank_0() -> None:
     assert library["dense"].keys() == tracker.model.state_dict().keys()
     assert "buffers" not in library
     assert library["kernels"] == {"fused": {"iter": 3, "lr": 0.1}}
-    assert library["shards"] == {"whole": {"rows": [1, 3], "columns": [[0, 1], [2, 4]], "replicated": True}}
+    assert library["shards"] == {"whole": asdict(tracker.shards["whole"])}
     assert (library["batches"], library["publisher"]) == (7, "pub")
 
 

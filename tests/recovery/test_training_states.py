@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -41,7 +42,7 @@ _COLLISION = {
 _LIBRARY: dict[str, Any] = {
     "collisions": {"t": _COLLISION},
     "kernels": {"t": {**_NUMBERS, "iter": torch.tensor(3)}},
-    "shards": {"plain": {"rows": [2, 5], "columns": [[0, 4]], "replicated": False}},
+    "shards": {"plain": asdict(ShardSpec(_TABLE, 2, 3, ((0, 4),)))},
     "dense": {"w": torch.ones(2)},
     "publisher": "main",
     "consumers": {"other": {"version": 1, "left_out": {"t": torch.tensor([1, 4])}}},
@@ -100,13 +101,14 @@ def test_valid_values_are_read() -> None:
         ("kernels.t.group_lr", ...),
         ("shards", []),
         ("shards.plain", ...),
-        ("shards.plain.rows", [2]),
-        ("shards.plain.rows", [5, 2]),
-        ("shards.plain.rows", [2, 7]),
+        ("shards.plain.num_rows", [2]),
+        ("shards.plain.num_rows", -3),
+        ("shards.plain.num_rows", 5),
+        ("shards.plain.table", ...),
+        ("shards.plain.table.num_rows", 7),
         ("shards.plain.columns", [[0, 5]]),
         ("shards.plain.columns", [[0, 2, 4]]),
-        ("shards.plain.replicated", 1),
-        ("shards.plain.replicated", ...),
+        ("shards.plain.is_replicated", 1),
         ("dense", None),
         ("dense.w", 1.0),
         ("publisher", 3),
