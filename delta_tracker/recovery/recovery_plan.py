@@ -48,8 +48,7 @@ class Plan:
         held: dense tensors of the model, by name.
         names: names of the dense tensors that are in the parts of the last entry.
         dense: other dense tensors by name, in the order of writing: those of rank 0, then the buffers of this rank.
-        pending: consumer to FQN to the local ids of the rows that are pending afterwards; None for all rows.
-        notes: consumer to the position of its publisher's stream.
+        consumers: result of :func:`pending_rows`.
         rerouted: FQNs of the tables whose raw ids are divided among the ranks in another way than in the version.
         unloaded: ignored states of ranks, by name, that the user may load at another number of ranks.
     """
@@ -65,8 +64,7 @@ class Plan:
     names: Collection[str]
     dense: Mapping[str, Tensor]
     states: TrainingStates
-    pending: Mapping[str, Mapping[str, Tensor | None]]
-    notes: Mapping[str, object]
+    consumers: tuple[Mapping[str, Mapping[str, Tensor | None]], Mapping[str, object]]
     rerouted: Sequence[str]
     unloaded: Sequence[str]
 
@@ -170,7 +168,7 @@ def prepare(log: StreamLog, path: Sequence[Manifest], job: LocalJob, applied: Ma
     check_collisions(last, owners, job.ignore)
     targets = _targets(job, last, shards)
     collisions = load_collisions(states, owners, [own] if is_same else range(states.world_size))
-    pending, notes = pending_rows(job.tracker, states, log, last, {fqn: shard.spec for fqn, shard in shards.items()})
+    consumers = pending_rows(job.tracker, states, log, last, {fqn: shard.spec for fqn, shard in shards.items()})
     plan = Plan(
         storage=log.storage,
         path=path,
@@ -183,8 +181,7 @@ def prepare(log: StreamLog, path: Sequence[Manifest], job: LocalJob, applied: Ma
         names=last.dense.keys() - set(job.ignore),
         dense={name: tensor for name, tensor in {**dense, **buffers}.items() if name not in job.ignore},
         states=states,
-        pending=pending,
-        notes=notes,
+        consumers=consumers,
         rerouted=sorted(fqn for fqn, each in owners.items() if each.identity != last.identities[fqn]),
         unloaded=[] if is_same else [name for name in rank_names if name in job.ignore],
     )

@@ -185,7 +185,7 @@ class Restoration:
         job.load(plan.states)
         self._unloaded = {name: plan.states.of_all_ranks(name) for name in plan.unloaded}
         if job.tracker is not None:
-            job.tracker.checkpoint.restore_from_stream(plan.last.batches[1], plan.pending, plan.notes)
+            job.tracker.checkpoint.restore_from_stream(plan.last.batches[1], *plan.consumers)
             if job.data is not None:
                 job.tracker.attach_data(job.data)
         return {}
