@@ -14,7 +14,7 @@ from functools import cache
 from importlib import import_module
 from itertools import islice
 from types import ModuleType
-from typing import Any, ClassVar, Literal, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 _MAX_HELD = 10_000
 _MAX_ITEMS = 10  # of a tensor that is shown
@@ -35,8 +35,6 @@ OR_NOTHING = "A tracker can also load {}, which marks every row as changed"
 
 class DeltaTrackerError(Exception):
     """Base class of all errors. ``problem`` describes the error, and ``remedy`` what the user can do."""
-
-    keeps_cause: ClassVar[bool] = False  # the cause is part of the error, so that unraised() keeps it
 
     def __init__(self, problem: str, remedy: str) -> None:
         self.problem, self.remedy = problem.removesuffix("."), remedy  # the text of another error may be its end
@@ -692,8 +690,6 @@ class FollowEndedError(StreamError, RuntimeError):
     its type and text.
     """
 
-    keeps_cause = True
-
     def __init__(self, cause: BaseException | str, remedy: str = "Call follow() again") -> None:
         if isinstance(cause, str):
             super().__init__(f"this process was forked while follow() ran in its parent: {cause}", remedy)
@@ -770,7 +766,7 @@ def unraised(error: _Error) -> _Error:
     An object that keeps an error must keep such a copy, and raise another one: the frames of a traceback keep their
     variables alive, for example the rows of a version, and a raise adds its frames to those of earlier raises.
 
-    A cause that is part of the error (``keeps_cause``) is copied in the same way. If an error of another package cannot
+    The cause of a :class:`FollowEndedError` is copied in the same way. If an error of another package cannot
     be copied, it is returned itself, without these references. The errors within it, such as those of an
     ``ExceptionGroup``, are not copied but lose their tracebacks.
     """
@@ -780,7 +776,7 @@ def unraised(error: _Error) -> _Error:
         copied = error
     if type(copied) is not type(error) or str(copied) != str(error):
         copied = error
-    cause = error.__cause__ if isinstance(error, DeltaTrackerError) and error.keeps_cause else None
+    cause = error.__cause__ if isinstance(error, FollowEndedError) else None
     copied.__traceback__ = copied.__context__ = None
     copied.__cause__ = None if cause is None else unraised(cause)
     _remove_tracebacks(_held(copied))

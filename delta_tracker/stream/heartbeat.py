@@ -74,16 +74,14 @@ class Heartbeat:
     canary_versions: Count | None = None
     canary_seconds: Time | None = None
     pin: Count = 0  # counter of the last pin that the predictor has followed, 0 if none
-    # name of the predictor's host, cut to 253 characters; empty in heartbeats of older releases
+    # name of the predictor's host, cut to 253 characters; empty in heartbeats of standbys
     host: Annotated[str, Meta(max_length=_MAX_HOST)] = ""
     seconds: Time = BEAT_SECONDS  # time between two heartbeats
     # the last ten heartbeats, oldest first, this one included
     window: Annotated[tuple[Look, ...], Meta(max_length=16)] = ()
-    # last decision of the predictor and its reason, see `Status`; empty in heartbeats of older releases and
-    # of standbys
+    # last decision of the predictor and its reason, see `Status`; empty in heartbeats of standbys
     why: Annotated[str, Meta(max_length=_MAX_TEXT)] = ""
-    # what to do about the error; empty without one, for an error that is not of this library, in heartbeats of
-    # older releases and of standbys
+    # what to do about the error; empty without one, for an error that is not of this library, and for standbys
     next_step: Annotated[str, Meta(max_length=_MAX_STEP)] = ""
 
 
