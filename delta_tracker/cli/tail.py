@@ -6,10 +6,8 @@ import click
 
 from delta_tracker.cli.entries import Entry
 from delta_tracker.cli.listings import KIND_STYLES
-from delta_tracker.cli.main import FINDING, OK
 from delta_tracker.cli.stream_command import Number, Stream, stream_command
 from delta_tracker.cli.text import count, moment, size
-from delta_tracker.errors import MalformedError
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.reading.path import next_entry
 from delta_tracker.stream.reading.position import Position
@@ -22,8 +20,8 @@ _COLUMNS = "{:<19}  {:>9}  {:<8}  {:>4}  {:>11}  {:>7}  {:>7}  {:>9}"
 _HELP = """Print versions as they are committed, until Ctrl-C. Waits for a stream that does not exist yet.
 
 "took" is the time from a version's cut, when its rows were read, to its commit. "pending" is the number of changed rows
-left for later versions. With --json, each line is an object. Exit code 1 if a version is missing, or if the stream was
-replaced.
+left for later versions. With --json, each line is an object. Exit code 1 if the next version is missing, or if the
+stream was replaced.
 
 \b
 Examples:
@@ -42,16 +40,13 @@ def command(stream: Stream, lines: int, limit: int | None, every: float) -> int:
     """Print the last ``lines`` versions, then new versions, until Ctrl-C or until ``limit`` versions are printed."""
     head = stream.wait_for_head(every)
     stream.out.line(_COLUMNS.format("committed", "version", "kind", "gen", "rows", "bytes", "took", "pending"), "bold")
-    num_shown, code = 0, OK
+    num_shown = 0
     for version in range(max(0, head.version - lines + 1), head.version + 1):
-        manifest = stream.log.read(version)
+        manifest = stream.log.read(version)  # None for one that retention deleted
         if manifest is not None:
             num_shown += _show(stream, manifest)
             if num_shown == limit:
-                return code
-        elif num_shown > 0 and not _is_deletable(stream, version):
-            stream.out.note(f"version {version} is missing. Run delta-tracker verify to see if readers are affected")
-            code = FINDING
+                return 0
     source, position = Source(0, stream.storage), Position.after(head)
     num_looks = 0
     while num_shown != limit:
@@ -63,16 +58,7 @@ def command(stream: Stream, lines: int, limit: int | None, every: float) -> int:
             continue
         num_looks = num_looks % _LOOKS_PER_LISTING + 1
         time.sleep(every)
-    return code
-
-
-def _is_deletable(stream: Stream, version: int) -> bool:
-    """Return True if retention may have deleted a version: it deletes only versions below the newest snapshot."""
-    try:
-        snapshot = stream.log.newest_snapshot()
-    except MalformedError:
-        return False
-    return snapshot is not None and version <= snapshot.version
+    return 0
 
 
 def _show(stream: Stream, manifest: Manifest) -> int:

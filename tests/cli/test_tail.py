@@ -22,14 +22,6 @@ def test_tail_shows_the_newest_lines_and_ends_by_count(cli: Cli, writer: Writer)
     assert max(map(len, screen)) <= 100
 
 
-def test_tail_names_what_is_missing_between_its_lines(cli: Cli, writer: Writer) -> None:
-    for version in (0, 3):
-        (path_of(writer, "log") / f"{version:020d}.json").unlink()
-    lines = cli("tail", url_of(writer), "--json", "--count", 3, code=1).splitlines()
-    assert [json.loads(line)["version"] for line in lines] == [1, 2, 4]
-    assert cli.err.startswith("version 3 is missing")
-
-
 def test_tail_notices_another_stream(cli: Cli, writer: Writer, monkeypatch: pytest.MonkeyPatch) -> None:
     def replaced(_: float) -> None:
         for path in path_of(writer, "log").iterdir():
@@ -41,7 +33,7 @@ def test_tail_notices_another_stream(cli: Cli, writer: Writer, monkeypatch: pyte
     assert cli.err.startswith(f"error: the stream {url_of(writer)} is not the one of which version 4 was applied")
 
 
-def test_what_retention_deleted_is_not_missing(cli: Cli, writer: Writer) -> None:
+def test_tail_passes_over_what_retention_deleted(cli: Cli, writer: Writer) -> None:
     again = Writer(writer.storage, num_rows=50)
     again.snapshot()
     retain(again.storage, Retention(versions=1, grace_seconds=0.0))
