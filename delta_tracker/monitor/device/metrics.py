@@ -14,15 +14,11 @@ from torch import Tensor
 
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.monitor.aggregate import Aggregate
-from delta_tracker.monitor.buckets import HIGHEST, LOWEST, PER_OCTAVE, LogBuckets
 from delta_tracker.monitor.device.device_state import DeviceReader, DeviceState, EpochEnd, sum_dtype
 from delta_tracker.monitor.monitor import MONITOR, Monitor
 from delta_tracker.monitor.stat import Stat
 
 _HOST = torch.device("cpu")
-_NUM_BUCKETS = HIGHEST - LOWEST + 1
-# Sums of a histogram: total, positive buckets, negative buckets, number of zeros, number of rejected values.
-_ZEROS, _REJECTED = 1 + 2 * _NUM_BUCKETS, 2 + 2 * _NUM_BUCKETS
 
 
 def reader_of(monitor: Monitor) -> DeviceReader:
@@ -199,56 +195,6 @@ class DeviceCounter(_DeviceStat):
         """Convert the sums of recorded values to an :class:`Aggregate`, whose total is an integer if it is whole."""
         result = super().figures(sums)
         result.total = int(sums[0]) if sums[0].is_integer() else sums[0]
-        return result
-
-
-class DeviceHistogram(_DeviceStat):
-    """Histogram of values on a device, with the buckets of :mod:`delta_tracker.monitor.buckets`.
-
-    The histogram uses 51 kB of memory on each device. Quantiles, minimum and maximum have the relative error of the
-    buckets. The arguments are those of :class:`DeviceMean`. The default aggregations are ``count``, ``mean``, ``p50``,
-    ``p95``, ``p99`` and ``histogram``.
-    """
-
-    definer: ClassVar[Callable[..., Stat]] = Monitor.histogram
-    num_sums = _REJECTED + 1
-    _defaults: ClassVar[Mapping[str, Any]] = {"aggregations": ("count", "mean", "p50", "p95", "p99", "histogram")}
-
-    def update(self, value: Tensor | float, **labels: object) -> None:
-        """Count values, as in :meth:`DeviceMean.update`, in their buckets. No-op if the histogram is disabled."""
-        self._refuse_labels(labels)
-        if not self.enabled:
-            return
-        if not isinstance(value, Tensor):
-            value = torch.tensor(value, dtype=torch.float64)
-        _check(value, 1)
-        dtype = sum_dtype(value.device)
-        values = value.detach().reshape(-1).to(dtype)
-        is_good = values.isfinite()
-        clean = torch.where(is_good, values, 0)
-        # log2(0) is -inf, which the clamp maps to a bucket; the index of zeros is replaced below.
-        buckets = (clean.abs().log2() * PER_OCTAVE).ceil().sub(1).clamp(LOWEST, HIGHEST).long() - LOWEST + 1
-        indices = torch.where(clean < 0, buckets + _NUM_BUCKETS, buckets)
-        indices = torch.where(is_good, torch.where(clean == 0, _ZEROS, indices), _REJECTED)
-        # One kernel launch adds the counts and, at index 0, the sum.
-        counts = torch.cat((torch.ones_like(clean), clean.sum(dim=0, keepdim=True)))
-        indices = torch.cat((indices, torch.zeros_like(indices[:1]) if values.numel() else indices.new_zeros(1)))
-        self._add(value.device, counts, indices)
-
-    def figures(self, sums: list[float]) -> Aggregate:
-        """Convert the sums of a histogram to an :class:`Aggregate` with buckets."""
-        result = Aggregate(with_buckets=True)
-        buckets = LogBuckets()
-        for index, count in enumerate(sums[1:_ZEROS]):
-            if count:
-                sign = buckets.positive if index < _NUM_BUCKETS else buckets.negative
-                sign[index % _NUM_BUCKETS + LOWEST] = round(count)
-        buckets.zero = round(sums[_ZEROS])
-        result.buckets = buckets
-        # Minimum and maximum are known only up to the width of a bucket.
-        result.min, result.max = buckets.quantile(0), buckets.quantile(1)
-        result.count = buckets.count
-        result.total, result.weight, result.num_rejected = sums[0], result.count, round(sums[_REJECTED])
         return result
 
 
