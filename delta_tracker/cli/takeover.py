@@ -3,12 +3,10 @@
 import time
 
 import click
-from click.core import ParameterSource
 
 from delta_tracker.cli.silence import SILENCE_SECONDS, check_silence
 from delta_tracker.cli.stream_command import Number, Stream, stream_command
 from delta_tracker.cli.text import duration
-from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.stream.takeover_request import cancel_takeover, request_takeover
 
 _LOOK_SECONDS = 0.5
@@ -47,7 +45,12 @@ Examples:
 def command(stream: Stream, silence: float, wait: float, *, is_forced: bool, cancels: bool) -> int:
     """Write the request, and wait. Return 1 if no publisher claimed the stream within ``wait`` seconds, otherwise 0."""
     if cancels:
-        return _cancel(stream)
+        if is_forced or wait or silence != SILENCE_SECONDS:
+            raise click.UsageError("Pass --cancel without other options.")
+        is_cancelled = cancel_takeover(stream.storage)
+        text = "the request is cancelled" if is_cancelled else "there is no request"
+        stream.out.answer({"url": stream.storage.url, "cancelled": is_cancelled}, text)
+        return 0
     head, silent = stream.head(), None
     if not is_forced and (signs := check_silence(stream.storage, silence)) is not None:
         head, silent = signs.head, signs.silent_seconds
@@ -70,17 +73,6 @@ def command(stream: Stream, silence: float, wait: float, *, is_forced: bool, can
     elif wait:
         stream.out.line(f"no standby has claimed the stream within {duration(wait)}; the request stays", "yellow")
     return 1 if wait and successor is None else 0
-
-
-def _cancel(stream: Stream) -> int:
-    context = click.get_current_context()
-    for name, option in (("is_forced", "--force"), ("silence", "--silence"), ("wait", "--wait")):
-        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
-            raise InvalidArgumentError("--cancel", f"with {option}", "Pass it alone")
-    is_cancelled = cancel_takeover(stream.storage)
-    text = "the request is cancelled" if is_cancelled else "there is no request"
-    stream.out.answer({"url": stream.storage.url, "cancelled": is_cancelled}, text)
-    return 0
 
 
 def _successor(stream: Stream, generation: int, seconds: float) -> int | None:
