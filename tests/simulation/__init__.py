@@ -12,6 +12,7 @@ lets an operation in the middle of a call fail, or kills a rank there. ``shrink.
 finding stays, and ``known.py`` keeps the findings that are not fixed yet.
 
 Run it by ``python -m tests.simulation``. It uses public names only, so that the library can be changed under it.
+``put_back.py`` shows which of the known faults of ``tests/reverts`` it finds, and after how many operations.
 
 To add:
 
