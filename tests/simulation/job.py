@@ -87,6 +87,9 @@ class JobTrainer:
         with suppress(DeltaTrackerError, ChildProcessError):
             self._job.call(Trainer.discard)
 
+    def kill(self) -> None:
+        self._job.kill()
+
     def end(self) -> None:
         if not self._job.is_whole:
             self._job.kill()

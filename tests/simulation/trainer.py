@@ -287,6 +287,9 @@ class Trainer:
         if publisher is not None:
             publisher.close()
 
+    def kill(self) -> None:
+        """Kill the processes."""
+
     def end(self) -> None:
         """End the processes."""
 

@@ -99,8 +99,11 @@ def _run(schedule: Schedule, say: Callable[[str], None]) -> list[Finding]:
         except Exception as error:  # noqa: BLE001  an operation expects the errors of the library
             frames = traceback.extract_tb(error.__traceback__)
             world.found("unexpected error", f"{type(error).__name__}: {error} at {frames[-1].name} {frames[-1].lineno}")
-        finally:
+        try:
             world.close()
+        except Exception as error:  # noqa: BLE001  whatever keeps a world from its end
+            world.found("end", f"{type(error).__name__}: {error}")
+            world.kill()
     return world.findings
 
 
@@ -151,6 +154,12 @@ class World:
             trainer.end()
         self._group.close()
         self._disk.folder = None
+
+    def kill(self) -> None:
+        """End all processes."""
+        self._disk.folder = None
+        for trainer in self._trainers:
+            trainer.kill()
 
     def found(self, rule: str, text: str) -> None:
         """Keep that a rule does not hold."""
