@@ -25,6 +25,7 @@ from benchmarks.workloads import Trainer, distinct_ids, one_rank, tables
 from delta_tracker import ModelDeltaTracker, Predictor, Publisher
 from delta_tracker.stream.format.codec import decode_rows, encode_rows
 from delta_tracker.stream.format.encoding import Encoding
+from delta_tracker.stream.reading.position import Position
 from delta_tracker.stream.storage.storage import Storage
 
 _DIM = 64
@@ -96,7 +97,7 @@ def _trainer_process(orders: Connection, root: Path, num_rows: int) -> None:
                 head = publisher.snapshot()
                 shutil.rmtree(root / name / "parts")  # the predictor starts after the snapshot
                 streams[name] = storage, publisher, encoding
-                starts[name] = {"stream": head.stream, "version": head.version, "xxh3": head.xxh3}
+                starts[name] = Position.after(head).to_dict()
             orders.send((trainer.fqn(table), starts))
             ids = torch.empty(0, dtype=torch.int64)
             while (order := orders.recv()) is not None:

@@ -34,6 +34,7 @@ from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.format.manifest import Block, Manifest
 from delta_tracker.stream.format.part_reader import Contents
 from delta_tracker.stream.log import StreamLog
+from delta_tracker.stream.reading.position import Position
 from delta_tracker.stream.reading.runtime import REAL
 from delta_tracker.stream.storage.storage import Storage
 from tests.stream.streams import FQN, Writer
@@ -81,8 +82,7 @@ class _Stream:
 
     def rewind(self, predictor: Predictor) -> None:
         """Reset a predictor to the position before the first delta."""
-        start = self._start
-        predictor.load_state_dict({"stream": start.stream, "version": start.version, "xxh3": start.xxh3})
+        predictor.load_state_dict(Position.after(self._start).to_dict())
 
     def check(self, number: int) -> None:
         """Raise unless the table holds the rows of delta ``number``."""

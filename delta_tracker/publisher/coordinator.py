@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from operator import itemgetter
 from typing import Any
 
 from msgspec import convert, to_builtins
@@ -187,7 +188,7 @@ class Coordinator:
             batches=draft.batches,
             cut=draft.cut,
             created=self._runtime.clock(),
-            pending_rows=sum([share["pending_rows"] for share in shares]),
+            pending_rows=sum(map(itemgetter("pending_rows"), shares)),
             tables=dict(schema.tables),
             dense={name: DenseSpec(tensor.dtype, tuple(tensor.shape)) for name, tensor in draft.copied.dense.items()},
             parts=(*shares[0]["parts"], *others),

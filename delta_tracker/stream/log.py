@@ -816,7 +816,7 @@ def _continues_after(log: StreamLog, version: int) -> bool:
     """Return True if an entry above ``version`` exists. In a directory, only the next names are looked for."""
     if log.storage.lists_from:
         return bool(log.versions(after=version))
-    return any(map(log.storage.stat, map(entry_name, range(version + 1, version + 1 + _LOOK_AHEAD))))
+    return log.storage.has_any([*map(entry_name, range(version + 1, version + 1 + _LOOK_AHEAD))])
 
 
 def _is_superseded(taken: Manifest, head: Manifest) -> bool:

@@ -26,12 +26,14 @@ from tests.simulation import threads  # noqa: E402
 threads.install()
 
 
-import tests.simulation.everything  # noqa: E402, F401  see there
 from tests.simulation.disk import disk  # noqa: E402
+from tests.simulation.everything import prepare  # noqa: E402
 from tests.simulation.known import KNOWN, KNOWN_RULES  # noqa: E402
 from tests.simulation.shrink import shrink  # noqa: E402
 from tests.simulation.values import Schedule, generate  # noqa: E402
 from tests.simulation.world import CALLS, run  # noqa: E402
+
+prepare()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""Import of all that a run may need: an import in the middle of a run takes locks, which later runs do not."""
+"""Preparation of a process for simulated worlds: a run after others must be the same as the first one."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ from tests.simulation.threads import SCHEDULER
 from tests.simulation.values import generate
 from tests.simulation.world import run
 
-_NAMES = [each.name for each in pkgutil.walk_packages(delta_tracker.__path__, "delta_tracker.")]
-for _name in (*_NAMES, "tests.simulation.raw_ids", "torch._dynamo"):
-    if not _name.endswith("__main__"):
-        with suppress(ImportError):  # an extra is not installed
-            importlib.import_module(_name)
-torch.set_num_threads(1)  # tensors are small, and threads of OpenMP are lost in a fork
-ranks.install()
-for _settings in ({"ranks": 2}, {"has_raw_ids": True, "ranks": 1}, {"ranks": 1}):  # torchrec keeps some results
-    run(replace(generate(1), **_settings))
-SCHEDULER.restart(0)  # frees the groups, whose threads are lost in a fork
+
+def prepare() -> None:
+    """Import all that a run may need, and run a world of each kind: both take locks, which later runs do not."""
+    torch.set_num_threads(1)  # tensors are small, and threads of OpenMP are lost in a fork
+    names = [each.name for each in pkgutil.walk_packages(delta_tracker.__path__, "delta_tracker.")]
+    for name in (*names, "tests.simulation.raw_ids", "torch._dynamo"):
+        if not name.endswith("__main__"):
+            with suppress(ImportError):  # an extra is not installed
+                importlib.import_module(name)
+    ranks.install()
+    for settings in ({"ranks": 2}, {"has_raw_ids": True, "ranks": 1}, {"ranks": 1}):  # torchrec keeps some results
+        run(replace(generate(1), **settings))
+    SCHEDULER.restart(0)  # frees the groups, whose threads are lost in a fork

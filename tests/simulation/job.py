@@ -48,10 +48,15 @@ class JobTrainer:
 
     def __init__(self, schedule: Schedule, seed: int) -> None:
         self._job = Job(f"trainer {seed}", schedule.ranks, lambda rank: Trainer(schedule, seed + rank, Monitor()))
+        self._copied = Copy({}, {})
 
     def copy(self) -> Copy:
+        """Return what the ranks have; after the death of one, what they had when they were asked last."""
+        if not self._job.is_whole:
+            return self._copied
         found = self._job.call(lambda trainer: (pieces(trainer.trained.shards()), pieces(trainer.trained.states())))
-        return Copy(joined([tensors for tensors, _ in found]), joined([states for _, states in found]))
+        self._copied = Copy(joined([tensors for tensors, _ in found]), joined([states for _, states in found]))
+        return self._copied
 
     def train(self, choice: int) -> None:
         self._job.call(lambda trainer: trainer.train(choice))

@@ -196,7 +196,8 @@ class Job(Generic[_T]):
             return all(each.done() or of.is_killed for each, of in zip(futures, self._processes, strict=True))
 
         if not SCHEDULER.wait(has_ended, _JOIN_SECONDS):
-            raise TimeoutError(f"a rank did not end within {_JOIN_SECONDS:.0f} s")
+            errors = [each.exception() for each in futures if each.done()]
+            raise TimeoutError(f"a rank did not end within {_JOIN_SECONDS:.0f} s, and the others raised {errors}")
         if any(not each.done() for each in futures):
             errors = [each.exception() for each in futures if each.done()]
             raise ChildProcessError(f"a rank has died, and the others raised {errors}")

@@ -173,6 +173,7 @@ class World:
         if fault is not None:
             self._disk.fault = None
             said = f"{said} ({fault.kind}{'' if fault.has_begun else ' not reached'})"
+            self._replace_dead()
         self._say(f"{self._num_done} {' '.join(map(str, operation))}: {said or 'nothing'}")
         for reader in [reader for reader in self._readers if reader.is_following]:
             self._check(reader, is_complete=False)
@@ -183,6 +184,15 @@ class World:
             if store.is_healthy and not store.is_whole():
                 raise RuleError("partial version", f"{store.path.name} lacks objects of its newest entry")
         self._num_done += 1
+
+    def _replace_dead(self) -> None:
+        """Start another job for one of which a rank has died, and drop the others."""
+        if not self.trainer.is_whole:
+            self.trainer.discard()
+            self.trainer = self._trainer(self._schedule.seed + self._num_done)
+        if self._standby is not None and not self._standby[1].is_whole:
+            self._standby = None
+        self._former = [each for each in self._former if each.is_whole]
 
     def _fault(self, who: int, choice: int) -> None:
         """Let the next operation fail in the middle of its first call."""

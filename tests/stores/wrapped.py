@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -98,6 +98,9 @@ class WrappedStorage(Storage):
         self._numbering = threading.Lock()
 
     locals().update({kind: _delegated(kind) for kind in OPERATIONS})
+
+    def has_any(self, names: Sequence[str]) -> bool:
+        return any(map(self.stat, names))
 
     @contextmanager
     def under(self, *rules: Rule) -> Iterator[None]:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain, count
 from operator import attrgetter
 from typing import Any
 
@@ -122,7 +123,7 @@ def put_part(
     None means format 1.
     """
     dense = dense or {}
-    entries = [entry for index, each in enumerate(rows) for entry in _entries(index, each)]
+    entries = list(chain.from_iterable(map(_entries, count(), rows)))
     for index, tensor in enumerate(dense.values()):
         entries.append(_Entry(f"dense.{index}", tensor.dtype, tuple(tensor.shape), [tensor]))
     stored = _put(storage, name, entries, has_digests=states_name is not None)
@@ -133,7 +134,7 @@ def put_part(
             assert not each.states, "format 1 has no states"
             assert each.owners is None, "format 1 has no owners"
         return part
-    entries = [entry for index, each in enumerate(rows) for entry in _state_entries(index, each)]
+    entries = list(chain.from_iterable(map(_state_entries, count(), rows)))
     return replace(part, states=_put(storage, states_name, entries)) if entries else part
 
 

@@ -8,7 +8,7 @@ import itertools
 import os
 import secrets
 import stat
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -81,6 +81,14 @@ class DirectoryStore(Store):
         if status is None or not stat.S_ISREG(status.st_mode):
             return None
         return StoredObject(name, status.st_size, status.st_mtime)
+
+    def has_any(self, names: Sequence[str]) -> bool:
+        if self._has_folder(names[0].rpartition("/")[0]):
+            for name in names:
+                with suppress(FileNotFoundError):
+                    if stat.S_ISREG(os.stat(f"{self.directory}/{name}").st_mode):  # noqa: PTH116  called often
+                        return True
+        return False
 
     def put(self, name: str, buffers: Iterable[memoryview]) -> None:
         self._write(name, interruption.checked(buffers), overwrite=True)

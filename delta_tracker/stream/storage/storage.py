@@ -6,7 +6,7 @@ import copy
 import operator
 import os
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Self
@@ -229,6 +229,11 @@ class Storage:
         """Return size and modification time (0 if a web server sends none) of an object; None if it does not exist."""
         with self._operation("size", name):
             return self._store.stat(name)
+
+    def has_any(self, names: Sequence[str]) -> bool:
+        """Return True if one of these objects exists. Their names differ in digits only, so the first is checked."""
+        with self._operation("size", names[0]):
+            return self._store.has_any(names)
 
     def delete(self, name: str) -> None:
         """Delete an object; no-op if it does not exist.

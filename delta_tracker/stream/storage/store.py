@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import TypeVar
@@ -125,6 +125,10 @@ class Store(ABC):
     @abstractmethod
     def stat(self, name: str) -> StoredObject | None:
         """Return the size and the modification time of an object, None if it does not exist."""
+
+    def has_any(self, names: Sequence[str]) -> bool:
+        """Return True if one of these objects, which are in one directory, exists."""
+        return any(map(self.stat, names))
 
     def put(self, name: str, buffers: Iterable[memoryview]) -> None:
         """Write or replace an object. Each buffer is written or copied before the next one is requested.
