@@ -17,7 +17,7 @@ from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.maintenance.retention import Retention
 from delta_tracker.stream.mirroring import Mirror, promote
 from delta_tracker.stream.storage.storage import Storage
-from delta_tracker.stream.storage.url import default_poll_seconds
+from delta_tracker.stream.storage.url import LOCAL_POLL_SECONDS, REMOTE_POLL_SECONDS
 
 _logger = logging.getLogger(__name__)
 
@@ -99,9 +99,10 @@ def command(  # noqa: PLR0913  the options of the command
         destination,
         retention=None if keep_versions is None else Retention(versions=keep_versions),
     )
+    default = REMOTE_POLL_SECONDS if stream.storage.is_remote else LOCAL_POLL_SECONDS
     mirror.run(
         stop=threading.Event(),
-        poll_seconds=default_poll_seconds(is_remote=stream.storage.is_remote) if poll is None else poll,
+        poll_seconds=default if poll is None else poll,
         on_entry=lambda entry: _show(stream, entry),
         once=once,
     )

@@ -30,7 +30,7 @@ from delta_tracker.stream.interruption import Interrupted, check, interruptible
 from delta_tracker.stream.notify.notifier import Hints, Notifier
 from delta_tracker.stream.reading.runtime import Runtime
 from delta_tracker.stream.storage.storage import Storage
-from delta_tracker.stream.storage.url import default_poll_seconds
+from delta_tracker.stream.storage.url import LOCAL_POLL_SECONDS, REMOTE_POLL_SECONDS
 
 _logger = logging.getLogger(__name__)
 
@@ -61,10 +61,11 @@ class _Run:
     def poll(self, storage: Storage) -> None:
         """Set the schedule for a store, which may be of another kind than the previous one."""
         poll_seconds = self._poll_seconds
+        default = REMOTE_POLL_SECONDS if storage.is_remote else LOCAL_POLL_SECONDS
         longest, longest_hinted = _LONGEST_SECONDS["remote" if storage.is_remote else "directory"]
         self.storage = storage
         self.schedule = PollSchedule(
-            default_poll_seconds(is_remote=storage.is_remote) if poll_seconds is None else poll_seconds,
+            default if poll_seconds is None else poll_seconds,
             is_fixed=poll_seconds is not None,
             longest=longest,
             longest_hinted=longest_hinted,

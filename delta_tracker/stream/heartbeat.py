@@ -236,11 +236,6 @@ def remove_heartbeats(storage: Storage, clock: StoreClock) -> int:
     return len(old)
 
 
-def read_heartbeats(storage: Storage) -> list[Heartbeat]:
-    """Return the heartbeats of a stream's predictors, sorted by object name. Logs and skips malformed heartbeats."""
-    return [seen.beat for seen in see_heartbeats(storage, StoreClock())[0]]
-
-
 def heartbeat_path(name: str) -> str:
     """Return the name of the object with a predictor's heartbeat."""
     return f"predictors/{name}.json"

@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from delta_tracker import ModelTarget, Predictor, Rollout
-from delta_tracker.stream.heartbeat import read_heartbeats
 from delta_tracker.stream.reading.canary import Canary
 from tests.cli.commands import Cli, beat, leave, url_of
+from tests.heartbeats import read_heartbeats
 from tests.stream.streams import Writer
 
 _STUCK = ((10.0, 1, 3), (5.0, 1, 3), (0.0, 1, 3))

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from delta_tracker.stream.format.manifest import entry_name
-from delta_tracker.stream.heartbeat import PublisherHeartbeatWriter, read_heartbeats
+from delta_tracker.stream.heartbeat import PublisherHeartbeatWriter
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.storage.storage import Storage
 from tests.cli.commands import Cli, date, make, path_of, url_of
+from tests.heartbeats import read_heartbeats
 from tests.stream.streams import Writer
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from delta_tracker.stream.heartbeat import read_heartbeats
 from delta_tracker.stream.storage.storage import Storage
 from tests.cli.commands import Cli, url_of
 from tests.cli.sqlite_sink import assert_holds
+from tests.heartbeats import read_heartbeats
 from tests.stream.streams import Writer
 
 _TARGET = "tests.cli.sqlite_sink:sink"

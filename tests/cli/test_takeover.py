@@ -8,10 +8,11 @@ import pytest
 
 from delta_tracker.cli import takeover
 from delta_tracker.stream import takeover_request as stream_takeover
-from delta_tracker.stream.heartbeat import Heartbeat, PublisherHeartbeatWriter, read_heartbeats
+from delta_tracker.stream.heartbeat import Heartbeat, PublisherHeartbeatWriter
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.stream.takeover_request import TakeoverRequest, read_request
 from tests.cli.commands import Cli, date, path_of, url_of
+from tests.heartbeats import read_heartbeats
 from tests.stream.streams import Writer
 
 _REQUEST = "control/takeover.json"

@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from delta_tracker import Canary, Predictor, Rollout, Storage
 from delta_tracker.errors import InvalidArgumentError, NoSnapshotError, StreamError, StreamReplacedError
 from delta_tracker.stream import heartbeat as heartbeat_module
-from delta_tracker.stream.heartbeat import read_heartbeats
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.maintenance.retention import Retention, retain
 from delta_tracker.stream.mirroring import promote
 from delta_tracker.stream.pointer_writer import PointerWriter
 from delta_tracker.stream.reading.canary import CanaryBound
+from tests.heartbeats import read_heartbeats
 from tests.predictor.cache_server import cache_server
 from tests.predictor.serving import empty_model, eventually, same
 from tests.stream.histories import Clock, History, clocked

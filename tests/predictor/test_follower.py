@@ -26,11 +26,11 @@ from delta_tracker.stream import heartbeat as heartbeat_module
 from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.format.manifest import Block, Manifest, Merged, entry_name
-from delta_tracker.stream.heartbeat import read_heartbeats
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.storage.memory import MemoryStore
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import TableSpec
+from tests.heartbeats import read_heartbeats
 from tests.predictor.serving import Breakable, PanicException, eventually, read
 from tests.predictor.waits import shorten_waits
 from tests.raised import has_frames

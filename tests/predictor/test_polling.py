@@ -19,7 +19,7 @@ from delta_tracker.stream.pin import PINS, PinReader
 from delta_tracker.stream.pinning import pin_version
 from delta_tracker.stream.reading import source as source_module
 from delta_tracker.stream.reading.runtime import Runtime
-from delta_tracker.stream.storage.url import default_poll_seconds, is_remote
+from delta_tracker.stream.storage.url import LOCAL_POLL_SECONDS, REMOTE_POLL_SECONDS, is_remote
 from tests.notifiers import LocalNotifier
 from tests.predictor.pointed import point_at_the_head
 from tests.predictor.serving import eventually
@@ -56,20 +56,10 @@ def _schedule(clock: Time, seconds: float = 1.0, uniform: Callable = _middle, **
     return PollSchedule(seconds, runtime=Runtime(monotonic=clock, uniform=uniform), **bounds)
 
 
-@pytest.mark.parametrize(
-    ("url", "seconds"),
-    [
-        ("file:///data", 0.01),
-        ("memory://", 0.01),
-        ("s3://b", 1.0),
-        ("gs://b", 1.0),
-        ("az://b", 1.0),
-        ("http://h", 1.0),
-        ("https://h/a", 1.0),
-    ],
-)
-def test_the_default_depends_on_the_store(url: str, seconds: float) -> None:
-    assert default_poll_seconds(is_remote=is_remote(url)) == seconds
+@pytest.mark.parametrize("scheme", ["s3", "gs", "az", "http", "https", "file", "memory"])
+def test_a_store_over_a_network_is_polled_less_often(scheme: str) -> None:
+    assert is_remote(f"{scheme}:///x" if scheme == "file" else f"{scheme}://x") == (scheme not in ("file", "memory"))
+    assert REMOTE_POLL_SECONDS > LOCAL_POLL_SECONDS
 
 
 def test_the_interval_grows_while_no_version_comes_and_a_version_resets_it() -> None:

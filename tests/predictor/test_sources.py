@@ -26,7 +26,7 @@ from delta_tracker.errors import (
 )
 from delta_tracker.predictor import reader as reader_module
 from delta_tracker.stream.format.manifest import entry_name
-from delta_tracker.stream.heartbeat import HeartbeatWriter, read_heartbeats
+from delta_tracker.stream.heartbeat import HeartbeatWriter
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.mirroring import Mirror, promote
@@ -37,7 +37,8 @@ from delta_tracker.stream.reading.runtime import Runtime
 from delta_tracker.stream.reading.settling import Settling
 from delta_tracker.stream.reading.source import Sources
 from delta_tracker.stream.storage.storage import Storage
-from delta_tracker.stream.storage.url import default_poll_seconds
+from delta_tracker.stream.storage.url import REMOTE_POLL_SECONDS
+from tests.heartbeats import read_heartbeats
 from tests.predictor.cache_server import cache_server
 from tests.predictor.pointed import point_at_the_head
 from tests.predictor.serving import assert_holds, empty_model, eventually
@@ -360,9 +361,9 @@ def test_the_polling_interval_is_that_of_the_present_source(tmp_path: Path) -> N
         predictor = Predictor(writer.model(), [local, cache.url])
         predictor.follow()
         eventually(lambda: predictor.version == writer.claim.head.version)
-        assert predictor.status().poll_seconds < default_poll_seconds(is_remote=True)
+        assert predictor.status().poll_seconds < REMOTE_POLL_SECONDS
         cut(local, is_down=True)
-        eventually(lambda: predictor.status().poll_seconds >= default_poll_seconds(is_remote=True))
+        eventually(lambda: predictor.status().poll_seconds >= REMOTE_POLL_SECONDS)
         predictor.stop()
 
 

@@ -16,12 +16,12 @@ from delta_tracker.publisher.exchange import Vote
 from delta_tracker.stream.format.codec import decode_rows, encode_rows
 from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.format.manifest import Manifest
-from delta_tracker.stream.heartbeat import read_heartbeats
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.maintenance.retention import Retention
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.tracker.rank_group import Gathering
 from delta_tracker.types import DeltaRows
+from tests.heartbeats import read_heartbeats
 from tests.models import Spec, Table, batch, ordinary_optimizer, shard
 from tests.notifiers import LocalNotifier
 from tests.publisher.flights import finish

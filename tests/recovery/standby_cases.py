@@ -30,7 +30,7 @@ from delta_tracker.recovery.shard_follower import ShardFollower
 from delta_tracker.recovery.targets import RowWriter
 from delta_tracker.sharding.interrupted import check_complete
 from delta_tracker.stream.format.manifest import entry_name
-from delta_tracker.stream.heartbeat import BEAT_SECONDS, PublisherHeartbeatWriter, read_heartbeats
+from delta_tracker.stream.heartbeat import BEAT_SECONDS, PublisherHeartbeatWriter
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.mirroring import Mirror, promote
@@ -38,6 +38,7 @@ from delta_tracker.stream.reading.runtime import Runtime
 from delta_tracker.stream.reading.source import Source
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.stream.takeover_request import Liveness, request_takeover
+from tests.heartbeats import read_heartbeats
 from tests.publisher.publishing_cases import assert_equal, attempt, empty_model
 from tests.recovery.restore_cases import Trainer, same, spec_of, warm
 

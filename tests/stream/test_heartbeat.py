@@ -14,11 +14,12 @@ import torch
 from delta_tracker import Predictor, Rollout
 from delta_tracker.errors import InvalidArgumentError, NoSnapshotError, StorageError, StreamError
 from delta_tracker.stream import heartbeat as heartbeat_module
-from delta_tracker.stream.heartbeat import Heartbeat, HeartbeatWriter, read_heartbeats, write_heartbeat
+from delta_tracker.stream.heartbeat import Heartbeat, HeartbeatWriter, write_heartbeat
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.mirroring import Mirror
 from delta_tracker.stream.reading.canary import Canary
 from delta_tracker.stream.storage.storage import Storage
+from tests.heartbeats import read_heartbeats
 from tests.stores.rules import calls, fails, on
 from tests.stores.wrapped import WrappedStorage
 from tests.stream.streams import FQN, Writer

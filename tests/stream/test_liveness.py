@@ -12,11 +12,12 @@ import pytest
 from delta_tracker.errors import InvalidArgumentError, StorageError
 from delta_tracker.stream import heartbeat as heartbeat_module
 from delta_tracker.stream.format.manifest import entry_name
-from delta_tracker.stream.heartbeat import PublisherHeartbeatWriter, read_heartbeats
+from delta_tracker.stream.heartbeat import PublisherHeartbeatWriter
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.maintenance.retention import Retention, retain
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.stream.takeover_request import Liveness, Signs
+from tests.heartbeats import read_heartbeats
 from tests.stream.streams import Writer
 
 _AN_HOUR = 3600.0

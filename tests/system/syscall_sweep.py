@@ -32,11 +32,12 @@ import torch
 
 from delta_tracker import Predictor
 from delta_tracker.errors import DeltaTrackerError, NoSnapshotError
-from delta_tracker.stream.heartbeat import Heartbeat, read_heartbeats, write_heartbeat
+from delta_tracker.stream.heartbeat import Heartbeat, write_heartbeat
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.maintenance.retention import Retention, retain
 from delta_tracker.stream.storage.storage import Storage
+from tests.heartbeats import read_heartbeats
 from tests.stream.streams import Writer
 
 _CALLS = {

@@ -15,7 +15,7 @@ from urllib.parse import SplitResult, unquote, urlsplit
 from delta_tracker.arguments import check_home
 from delta_tracker.errors import InvalidArgumentError
 
-REMOTE_POLL_SECONDS = 1.0  # between two polls of a reader of a store that is accessed over a network
+REMOTE_POLL_SECONDS, LOCAL_POLL_SECONDS = 1.0, 0.01  # between two polls of a reader, by default
 SCHEMES = ("file", "memory", "s3", "gs", "az", "http", "https")
 _BUCKETS = {"s3": "bucket", "gs": "bucket", "az": "container"}
 _NO_CACHE = {"Cache-Control": "no-cache", "Pragma": "no-cache"}
@@ -115,11 +115,6 @@ def is_remote(url: str) -> bool:
 def is_http(url: str) -> bool:
     """Return True if the store is a web server or a cache in front of one, which serves single objects."""
     return _split(url).scheme in ("http", "https")
-
-
-def default_poll_seconds(*, is_remote: bool) -> float:
-    """Return the interval at which a reader polls a store, in seconds."""
-    return REMOTE_POLL_SECONDS if is_remote else 0.01
 
 
 def connection(url: str, options: object, *, past_cache: bool = False) -> dict[str, Any]:
