@@ -127,7 +127,7 @@ class Coordinator:
 
         A collective.
         """
-        cut = Message.of(lambda: _cut(batch, schema))
+        cut = Message.of(lambda: {"cut": f"batch {batch}", "tables": schema.text})
         check_alike(self._exchange.exchange(Phase.COMPARING, cut), "cut", "tables")
 
     def write_part(
@@ -155,7 +155,8 @@ class Coordinator:
             content: dict[str, Any] = {
                 "parts": [asdict(part) for part in parts] if self.rank else parts,  # rank 0 does not send its share
                 "pending_rows": draft.pending_rows,
-                **_cut(draft.batches[1], schema),
+                "cut": f"batch {draft.batches[1]}",
+                "tables": schema.text,
             }
             if draft.owner_changes is not None:
                 content["owner_changes"] = {fqn: counts.copied.tolist() for fqn, counts in draft.owner_changes.items()}
@@ -240,10 +241,6 @@ class Coordinator:
         claim.use()
         self._claim = claim
         return self.answer()
-
-
-def _cut(batch: int, schema: RankSchema) -> dict[str, str]:
-    return {"cut": f"batch {batch}", "tables": schema.text}
 
 
 def _owner_changes(

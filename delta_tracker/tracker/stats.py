@@ -100,7 +100,7 @@ class TrackerGauges:
     def received(self, delta: Delta) -> None:
         """Count the rows of a committed read, by table and consumer."""
         for fqn, rows in delta.items():
-            self._recorder.touched_rows.cell(table=fqn, consumer=delta.consumer).add(len(rows))
+            self._recorder.touched_rows.cell(table=fqn, consumer=delta.consumer).add(rows.ids.numel())
 
     def show(self, log: ChangeLog) -> None:
         """Set the gauges. The monitor calls this method in its own thread.

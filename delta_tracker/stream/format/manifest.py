@@ -253,9 +253,8 @@ class Manifest:
         if self.forked_from is None:
             del entry["forked_from"]
         has_states = self.format == STATES_FORMAT
-        entry["dense"] = {
-            name: {"dtype": DTYPE_NAMES[spec.dtype_name], "shape": spec.shape} for name, spec in self.dense.items()
-        }
+        for spec in entry["dense"].values():
+            spec["dtype"], spec["shape"] = DTYPE_NAMES[spec.pop("dtype_name")], spec.pop("shape")
         for table in entry["tables"].values():
             fqn, table["dtype"] = table.pop("fqn"), DTYPE_NAMES[table.pop("dtype_name")]
             if has_states:

@@ -78,7 +78,8 @@ class _FileWriter(Iterable[memoryview]):
         number = 1
         while True:  # the header has the number of digests, which its own size may change
             digests = [_Entry(DIGESTS_KEY, torch.uint8, (DIGEST_BYTES * number,), ())] if self.has_digests else []
-            head = safetensors_header([(each.key, each) for each in (*self.entries, *digests)])
+            every = (*self.entries, *digests)
+            head = safetensors_header(zip(map(attrgetter("key"), every), every, strict=True))
             if not digests or num_digests(len(head) + size) == number:
                 return head
             number = num_digests(len(head) + size)
