@@ -47,7 +47,7 @@ def check_switch(argument: str, value: object) -> None:
 
 
 def check_function(argument: str, value: object, example: str) -> None:
-    """Raise InvalidArgumentError unless ``value`` can be called. The message shows ``example``."""
+    """Raise InvalidArgumentError unless ``value`` is callable. The message shows ``example``."""
     if not callable(value):
         raise InvalidArgumentError(argument, value, f"Pass a function, such as {example}")
 

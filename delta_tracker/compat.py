@@ -1,4 +1,4 @@
-"""Names of TorchRec's own tracker, so that its users change one import.
+"""Names of TorchRec's own tracker, so that its users need to change only one import.
 
 Replace ``from torchrec.distributed.model_tracker...`` by ``from delta_tracker.compat``. The classes do what TorchRec's
 do, with these differences:
@@ -7,7 +7,7 @@ do, with these differences:
   :class:`ModelDeltaTrackerTrec` for the latter.
 - ``top_percentage`` selects the rows that moved most in each table, and the others stay pending; TorchRec ignores it.
 - Old values in ``EMBEDDING`` mode and the states of several tables are exact: ``benchmarks/faults`` has the cases in
-  which TorchRec's are not. A read of nothing returns an empty dict; TorchRec's raises an error.
+  which TorchRec's are not. A read without changed rows returns an empty dict; in TorchRec, it raises an error.
 
 There is no ``RawIdTracker``: deltas have the raw ids of tables with managed collisions.
 
@@ -145,7 +145,7 @@ def init_torchrec_delta_tracker(model: nn.Module, delta_tracker_config: DeltaTra
         model: a ``DistributedModelParallel``, or another model, see :class:`~delta_tracker.ModelDeltaTracker`.
         delta_tracker_config: the tracker's arguments, by TorchRec's names.
 
-    Raises InvalidArgumentError if the second argument is no such config, and the errors of
+    Raises InvalidArgumentError if the second argument is not a :class:`DeltaTrackerConfig`, and the errors of
     :class:`~delta_tracker.ModelDeltaTracker`.
     """
     if not all(hasattr(delta_tracker_config, each.name) for each in fields(DeltaTrackerConfig)):

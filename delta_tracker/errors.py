@@ -181,7 +181,7 @@ class NeedsSnapshotError(DeltaTrackerError, RuntimeError):
 
 
 class StaleDeltaError(DeltaTrackerError, RuntimeError):
-    """A delta is no longer the uncommitted read of its consumer: it was committed, aborted, or replaced by a newer."""
+    """A delta is no longer its consumer's uncommitted read: it was committed, aborted or replaced by a newer one."""
 
     def __init__(self, consumer: str) -> None:
         super().__init__(
@@ -200,7 +200,7 @@ class DetachedError(DeltaTrackerError, RuntimeError):
 
 
 class CheckpointError(DeltaTrackerError, ValueError):
-    """A saved state is malformed or incomplete, or does not fit. What it would replace is unchanged.
+    """A saved state is malformed or incomplete, or does not fit. The object that loads it is unchanged.
 
     ``reason`` says why. ``part`` is the name of the malformed part, or None if no part is malformed. ``ranks`` are the
     ranks whose parts are missing, as far as they are known.
@@ -220,7 +220,7 @@ class CheckpointError(DeltaTrackerError, ValueError):
 class StateMismatchError(CheckpointError):
     """A saved state does not fit the object that loads it, or the parts saved by different ranks contradict each other.
 
-    ``what`` differs: the saved state has ``saved``, where ``found`` is expected.
+    ``what`` names the property that differs: it is ``saved`` in the state, and ``found`` in the object.
     """
 
     _remedy = "Load it into an object with the same arguments"
@@ -295,9 +295,10 @@ class LivePublisherError(StreamError, RuntimeError):
 
 
 class UnfinishedStepError(StreamError, RuntimeError):
-    """A version was not cut, because its rows would not be those after a whole training step; rows stay pending.
+    """A version was not cut, because a training step was incomplete; the rows stay pending.
 
-    ``reason`` is an update of rows in progress, or one since the last ``tracker.step()``, which a restore would repeat.
+    ``reason`` names an update of rows that is in progress, or was made after the last ``tracker.step()``: training that
+    resumes from the version would repeat it.
     """
 
     def __init__(self, reason: str, remedy: str) -> None:
@@ -308,7 +309,7 @@ class UnfinishedStepError(StreamError, RuntimeError):
 class RestoreMismatchError(StreamError, ValueError):
     """The saved training state does not fit this job, so nothing was restored.
 
-    ``what`` differs: the version has ``saved``, and this job has ``found``.
+    ``what`` names the property that differs: it is ``saved`` in the version, and ``found`` in this job.
     """
 
     _remedy = "Build the job like the one that published the version"
@@ -396,11 +397,12 @@ class StorageError(StreamError, OSError):
 
 
 class WriteRefusedError(StorageError):
-    """The store at ``url`` has certainly not written an object; see ``reason``.
+    """An object was certainly not written to the store at ``url``; see ``reason``.
 
-    With a ``name``, the store refused to create this object, although no object of that name exists. Without one, the
-    directory of a local store was unmounted, deleted or replaced since it was opened, or has a link or a file instead
-    of a folder, so that a write would go to another disk or stream. Writes succeed again once the directory is back.
+    If ``name`` is given, the store refused to create this object, although no object of that name exists. Otherwise,
+    the directory of a local store was unmounted, deleted or replaced since it was opened, or has a link or a file
+    instead of a folder, so that a write would go to another disk or stream. Writes succeed again once the directory is
+    back.
     """
 
     def __init__(self, url: str, reason: str, remedy: str, name: str | None = None) -> None:
@@ -419,7 +421,7 @@ class WriteRefusedError(StorageError):
 
 
 class AlteredEntryError(StorageError):
-    """The store at ``url`` has other bytes under ``name`` than the publisher sent: they were altered on the way.
+    """The store at ``url`` has other bytes under ``name`` than the publisher sent: they were altered in transit.
 
     The version was not committed. ``xxh3`` is the hash of the stored bytes; the next entry follows them.
     """
@@ -434,9 +436,10 @@ class AlteredEntryError(StorageError):
 class UnknownOutcomeError(StorageError):
     """It is unknown whether the store at ``url`` has ``name``, or will have it: see ``reason``.
 
-    The answer to its creation was lost. Or it was written or deleted, but the names in the directory ``directory`` of a
-    local store cannot be flushed to disk, so that a power loss may take that back. If it is the entry of a version,
-    readers may apply it now or later. Its rows stay pending, and the next version follows it if it exists.
+    Either the response to the request that creates it was lost, or it was written or deleted, but the names in the
+    directory ``directory`` of a local store cannot be flushed to disk, so that a power loss may undo the change. If it
+    is the entry of a version, readers may apply it now or later. Its rows stay pending, and the next version follows it
+    if it exists.
     """
 
     def __init__(self, url: str, name: str, reason: str, directory: str | None = None) -> None:
@@ -483,9 +486,9 @@ class UnsupportedStoreError(StorageError):
 
 
 class StaleCacheError(StorageError):
-    """An object is missing, short or altered in the cache at ``url``; it may be right at the origin.
+    """An object is missing, short or altered in the cache at ``url``; it may be correct at the origin.
 
-    A predictor retries until ``seconds`` have passed since it first met the fault, and then resyncs.
+    A predictor retries until ``seconds`` have passed since it first found the fault, and then resyncs.
     """
 
     _remedy = "The read is retried. If it lasts, check the lifetimes of the cache at the url"
@@ -496,7 +499,7 @@ class StaleCacheError(StorageError):
 
 
 class UnreadablePointerError(StorageError):
-    """The server at ``url`` sends something else than the pointer object ``name``, see ``received`` and ``why``.
+    """The server at ``url`` sends something other than the pointer object ``name``, see ``received`` and ``why``.
 
     Whether there are newer versions is unknown. The read is retried, and rows that were applied stay.
     """
@@ -579,7 +582,7 @@ class NoSnapshotError(StreamError, LookupError):
 
 
 class StreamReplacedError(StreamError, RuntimeError):
-    """The stream at ``url`` is not the one that ``version`` came from, which was applied completely or in part."""
+    """The stream at ``url`` is not the one of ``version``, which the reader has applied completely or in part."""
 
     def __init__(self, url: str, version: int) -> None:
         super().__init__(f"the stream {url} is not the one of which version {version} was applied", CONTINUE)
@@ -587,7 +590,7 @@ class StreamReplacedError(StreamError, RuntimeError):
 
 
 class OlderCopyError(StreamError, RuntimeError):
-    """The log at ``url`` ends at ``newest``, before the applied ``version``: a late copy, or a restored backup."""
+    """The log at ``url`` ends at ``newest``, before the applied ``version``. It is a lagging copy or a backup."""
 
     def __init__(self, url: str, newest: int, version: int) -> None:
         super().__init__(
@@ -666,7 +669,7 @@ class HeldVersionError(StreamError, RuntimeError):
 class WaitTimeoutError(StreamError, TimeoutError):
     """``Predictor.wait`` ended before the version was applied.
 
-    ``wanted`` is the version, None for any; ``version`` is what the tables hold, None for nothing.
+    ``wanted`` is the version, None for any; ``version`` is the version of the tables, None before the first.
     """
 
     def __init__(
@@ -683,7 +686,7 @@ class WaitTimeoutError(StreamError, TimeoutError):
 
 
 class FollowEndedError(StreamError, RuntimeError):
-    """The thread of ``Predictor.follow`` ended by the exception ``__cause__``, or is in the parent process only.
+    """The thread of ``Predictor.follow`` ended with the exception ``__cause__``, or exists only in the parent process.
 
     If this process was forked while ``follow`` ran, ``__cause__`` is None, and rows that were being written at the time
     of the fork may be incomplete here. A copied or pickled error has no cause, like any exception; the message names
@@ -729,7 +732,7 @@ class MalformedSinkError(StreamError, ValueError):
 
 
 def kind_of(error: BaseException) -> tuple[object, ...]:
-    """Return a key that is the same for each attempt that fails for one reason, to log the failure once.
+    """Return a key that is the same for all attempts that fail for the same reason, to log them once.
 
     The texts of such errors differ, for example in the time of a request, or in the name of a part.
     """

@@ -12,7 +12,7 @@ from delta_tracker.errors import UncopyableError
 
 
 class Trained(Protocol):
-    """Object that has the memory addresses of tables in training, see :func:`trained_memory`."""
+    """Interface of an object that knows the memory of tables in training, see :func:`trained_memory`."""
 
     def spans(self) -> set[tuple[str, int, int]]:
         """Return the device, the first address and the end of each piece of memory; empty once training has ended."""
@@ -30,7 +30,7 @@ def announce_training(trained: Trained) -> None:
 
 
 def num_announced() -> int:
-    """Return the number of calls of :func:`announce_training`: if it is the same, no other tables are trained."""
+    """Return the number of calls of :func:`announce_training`. It changes whenever other tables are trained."""
     return _announced[0]
 
 

@@ -10,14 +10,14 @@ class HostCopy:
     """Copy of a device tensor in host memory.
 
     On CUDA, the constructor starts the copy and does not wait for the device, except that torch may have to allocate
-    pinned memory. On other devices, :meth:`result` makes the copy. The class was not run on a GPU.
+    pinned memory. On other devices, :meth:`result` makes the copy. This class has not been tested on a GPU.
 
     Args:
         source: the tensor. It must not be written between this call and the completion of the copy, except by later
             work on the CUDA stream that copies.
         stream: CUDA stream that copies, after the work that is queued on the current stream; None for the current
             stream. Pass :func:`side_stream`, so that later work on the current stream does not wait for the copy. The
-            memory of ``source`` must then be of torch's allocator.
+            memory of ``source`` must then come from torch's allocator.
         into: host memory of the size and dtype of ``source``, which must be pinned for a copy from CUDA; None to
             allocate it.
 

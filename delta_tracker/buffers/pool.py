@@ -121,7 +121,7 @@ class BufferPool:
                 self._lock.release()
 
     def _settle(self) -> None:
-        """Mark the memory of collected arrays as free, and release what exceeds the limits. The lock must be held."""
+        """Mark the memory of collected arrays as free, and release buffers beyond the limits. The lock must be held."""
         while self._ended:
             _, memory = self._loans.pop(self._ended.popleft())
             self._num_returns += 1

@@ -27,7 +27,7 @@ class Notice:
     """Condition of a stream and the next step for the reader.
 
     Args:
-        level: ``fault`` if data or a predictor does not arrive, ``warning`` if it may soon, ``note`` otherwise.
+        level: ``fault`` for a failure, ``warning`` for a condition that may lead to one, ``note`` otherwise.
         what: the condition. Untrusted text: it contains names and errors from the stream.
         next_step: instruction for the reader; untrusted text as well.
     """
@@ -90,7 +90,7 @@ _STATES: dict[State, tuple[Level, str, str]] = {
 
 
 def level_of(state: State) -> Level:
-    """Return how urgent the state of a predictor is."""
+    """Return the level of a notice about a predictor in this state."""
     if state == "failing":
         return "fault"
     return _STATES[state][0] if state in _STATES else "note"

@@ -1,4 +1,4 @@
-"""Write a version as a checkpoint of ``torch.distributed.checkpoint`` (DCP) that TorchRec loads by itself."""
+"""Write a version as a checkpoint of ``torch.distributed.checkpoint`` (DCP) that TorchRec alone can load."""
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence

@@ -129,7 +129,7 @@ def _survey(stream: Stream) -> tuple[dict[str, Any], list[Entry], list[SeenPredi
 
 
 def _start(stream: Stream, head: Manifest, held: Mapping[int, Entry]) -> tuple[Manifest | None, list[Entry], list[str]]:
-    """Return the snapshot and the entries that a new predictor reads, and the problem that blocks the way to the head.
+    """Return the snapshot and the entries that a new predictor reads, and the problem that keeps it from the head.
 
     The entries are the snapshot and the versions after it, up to the newest version or to the last one before a missing
     or malformed version that no merged entry bridges. The snapshot is None, and there are no entries, if none is

@@ -116,9 +116,9 @@ def _refuse_live_source(stream: Stream, mirror: Storage, silence: float) -> None
 
     Raises:
         LivePublisherError: if the publisher may be alive.
-        InvalidArgumentError: if ``mirror`` is no mirror of the source, the source is read over http, or ``silence`` is
-            too short.
-        StorageError: if the source can be read, but not written to find its time.
+        InvalidArgumentError: if ``mirror`` is not a mirror of the source, the source is read over http, or ``silence``
+            is too short.
+        StorageError: if the source can be read, but an object cannot be written to it to find the store's time.
     """
     if stream.storage.is_read_only:
         raise InvalidArgumentError("URL", stream.storage.url, "Pass the url of the bucket or directory, or --force")

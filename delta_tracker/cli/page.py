@@ -114,7 +114,7 @@ class Slot:
 
     @property
     def middle(self) -> float:
-        """Middle between the edges."""
+        """Midpoint between the left and the right edge."""
         return self.left + self.width / 2
 
 

@@ -130,7 +130,7 @@ def _tables(shapes: Sequence[str]) -> list[TableSpec]:
 
 
 def _values(found: Forecast, bandwidth: float | None, prices: dict[str, float | None]) -> dict[str, Any]:
-    """Return the forecast as JSON values. Bytes and requests are per hour, where not stated otherwise."""
+    """Return the forecast as JSON values. Bytes and requests are per hour unless stated otherwise."""
     load = found.workload
     starts = {"average": found.start_bytes, "longest": found.longest_start_bytes}
     per_day = {"class_a": _HOURS * found.requests.class_a, "class_b": _HOURS * found.requests.class_b}

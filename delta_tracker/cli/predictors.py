@@ -42,7 +42,7 @@ class SeenPredictor:
 
     @property
     def is_silent(self) -> bool:
-        """True if the predictor has left no heartbeat lately."""
+        """True if the predictor has written no heartbeat recently."""
         return self.health == "silent"
 
     @property

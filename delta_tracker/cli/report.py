@@ -210,7 +210,7 @@ def _read_rows(
     """Add the rows of versions, each with its bytes, to ``movement``, and the errors of damaged ones to ``faults``.
 
     Returns:
-        Those of the versions that were read.
+        The versions that were read.
     """
     import_optional("torch", "torch", "torch")
     from delta_tracker.stream.format.part_reader import Contents  # noqa: PLC0415  it imports torch

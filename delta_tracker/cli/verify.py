@@ -89,7 +89,7 @@ class Finding:
 
 
 class _Owners:
-    """Check that no raw id owns two rows after any version.
+    """Checker that no raw id owns two rows after any version.
 
     Holds 8 bytes for each row of a table with raw ids, and 16 for each row of the current version.
     """
@@ -340,7 +340,7 @@ def _check_training(storage: Storage, stored: Stored) -> None:
 
 
 def _starts(manifest: Manifest, before: Manifest | None, stream: str, newest: str) -> bool:
-    """Return True if an entry may start another stream in the log. Arguments as in :func:`_chain_problems`."""
+    """Return True if an entry may start another stream in the log. See :func:`_chain_problems` for the arguments."""
     if manifest.forked_from is not None:
         return before is None or manifest.forked_from.stream == stream
     return before is None and manifest.stream == newest  # the promotion itself is missing or malformed

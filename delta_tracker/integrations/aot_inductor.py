@@ -3,9 +3,9 @@
 AOTInductor compiles an exported model to native code. :func:`compile_package` compiles it so that each parameter and
 persistent buffer can be replaced, and :class:`CompiledModel` loads the package with tensors of its own as these
 constants ("user-managed" in torch). A predictor writes rows and dense tensors to these tensors; the next call of the
-compiled model reads them. This was run on CPUs only.
+compiled model reads them. This was tested on CPUs only.
 
-Without AOTInductor nothing is needed: pass the module of an exported program, ``exported.module()``, or the model that
+Other models need no package: pass the module of an exported program, ``exported.module()``, or the model that
 ``torch.compile`` returns, to :class:`~delta_tracker.predictor.predictor.Predictor`.
 """
 
@@ -60,8 +60,8 @@ def compile_package(
 ) -> str:
     """Compile an exported model to a package that :class:`CompiledModel` loads.
 
-    Afterwards each parameter and floating point buffer is changed in turn, and the package and the exported program
-    run on the example inputs of the export. Both or neither must return something else. This finds constants that the
+    Afterwards each parameter and floating point buffer is changed in turn, and the package and the exported program run
+    on the example inputs of the export. Either both results must change or neither. This finds constants that the
     compiler has folded into the code. It needs a copy of the largest tensor for a moment, and takes two runs for each
     tensor. A tensor on which the example inputs do not depend is reported in the log.
 
@@ -233,7 +233,7 @@ def _equal(some: list[object], others: list[object]) -> bool:
 def _loaded(path: str, num_runners: int) -> Any:  # noqa: ANN401  torch's class is private
     """Return a loaded package.
 
-    Raises InvalidArgumentError if there is no such file, or torch cannot let the caller own the constants.
+    Raises InvalidArgumentError if there is no such file, or torch is too old for constants that the caller owns.
     """
     from torch._inductor.package.package import load_package  # noqa: PLC0415  it imports the compiler
 

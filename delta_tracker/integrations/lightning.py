@@ -172,7 +172,7 @@ class TrackerCallback(Callback):
         return self._publisher
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Release what a ``fit`` that raised has left, and become the first callback of ``trainer``.
+        """Release the objects of a ``fit`` that raised, and become the first callback of ``trainer``.
 
         Raises InvalidArgumentError if ``trainer`` has another callback of this class.
         """

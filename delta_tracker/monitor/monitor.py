@@ -284,9 +284,9 @@ class Monitor(Forkable):
                 Without any, ranks do not share traces.
 
         Raises:
-            InvalidArgumentError: if the monitor is running, ``interval`` is 0 or less, a sink is no
-                :class:`~delta_tracker.monitor.sinks.base_sink.Sink`, ``attributes`` is no mapping, or an attribute has
-                an invalid name.
+            InvalidArgumentError: if the monitor is running, ``interval`` is 0 or less, a sink is not a
+                :class:`~delta_tracker.monitor.sinks.base_sink.Sink`, ``attributes`` is not a mapping, or an attribute
+                has an invalid name.
             RuntimeError: if no thread can be started.
         """
         seconds = _seconds("interval", interval)

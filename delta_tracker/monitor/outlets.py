@@ -1,7 +1,7 @@
 """Outlets: sinks, event handlers and callbacks of stats, as the collector calls them.
 
-Each call has a deadline, and exceptions are caught. An outlet that fails is muted: it is not called for a while. What a
-sink has not accepted waits in its :class:`SinkQueue`.
+Each call has a deadline, and exceptions are caught. An outlet that fails is muted: it is not called for a while.
+Windows and events that a sink has not accepted wait in its :class:`SinkQueue`.
 """
 
 import logging

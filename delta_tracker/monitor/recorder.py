@@ -108,7 +108,7 @@ class Recorder(MetricSource):
 
 
 class BoundStat:
-    """View of a metric in which the value of one label is fixed. The functions are those of the metric."""
+    """View of a metric with a fixed value for one label. It has the methods of the metric."""
 
     def __init__(self, stat: Stat, label: dict[str, str]) -> None:
         self.cell = cache(partial(stat.cell, **label))  # a version of few rows has little else to do

@@ -64,7 +64,7 @@ class Registry:
             return known
 
     def add_source(self, source: MetricSource) -> None:
-        """Add a source, which is read at every collection. Its ``if_taken`` says what to do if its name is in use.
+        """Add a source, which is read at every collection. Its ``if_taken`` selects the behavior if its name is in use.
 
         Raises InvalidArgumentError if the name is in use and the source must not replace another one.
         """

@@ -49,7 +49,7 @@ class Requests:
     Args:
         puts: requests that write.
         lists: pages of listings.
-        gets: requests that read, also of objects that do not exist yet.
+        gets: requests that read, including those for objects that do not exist yet.
         heads: requests for the size of an object.
         deletes: deletions.
     """

@@ -49,7 +49,8 @@ class ModelWriter:
     Attributes:
         manifest: manifest of the last applied snapshot or delta; None before the first.
         identities: table FQN to the buckets by which unknown raw ids are routed now.
-        written: versions that were written. While another stream is being written, those of the former one, as mixed.
+        written: versions that were written. While another stream is being written, the versions of the former one, with
+            ``is_mixed``.
         position: position of the tables; None before the first version.
         resolve: returns the tables that the model has now, for a version; see :meth:`ServedModel.resolve`.
     """

@@ -119,7 +119,7 @@ class PollSchedule:
 
 
 class GapChecks:
-    """Times of the checks whether the next version was deleted."""
+    """Schedule of the checks that find a deleted next version."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
@@ -139,5 +139,5 @@ class GapChecks:
 
 
 def jittered(seconds: float, runtime: Runtime) -> float:
-    """Return ``seconds``, times a random factor from 0.1 s on, so that many readers do not send requests at once."""
+    """Return ``seconds`` times a random factor, but unchanged below 0.1 s, to spread the requests of many readers."""
     return seconds * runtime.uniform(0.75, 1.25) if seconds >= _LEAST_JITTERED_SECONDS else seconds

@@ -71,30 +71,30 @@ class Predictor(Uncopied, remedy="Save or copy its state_dict()"):
     before its first row is written. ``guide/fleet.md`` has all rules, failover and limits.
 
     Lookups in other threads run inside ``with predictor.reading()``, where no row changes. While a version is applied,
-    lookups see some of its rows, but no torn (partly written) one, and no raw id reads the row of another one. All
-    dense tensors change together after the last row. Collision modules of the model must be in evaluation mode.
+    lookups may see some of its rows, but no torn (partly written) row, and no raw id reads the row of another raw id.
+    All dense tensors change together after the last row. Collision modules of the model must be in evaluation mode.
 
     Args:
         model: module whose tables have the same names as those of the stream (``<fqn>.weight``), or a mapping of FQN to
             tensor or :class:`~delta_tracker.row_target.RowTarget`. A module may contain ``nn.Embedding``,
             ``nn.EmbeddingBag`` and TorchRec collections (unsharded, sharded or quantized). The tables are looked up for
-            each version, so ``model.to(device)`` may be called between versions. All dense tensors of the stream are
-            applied too: the model must have them. Or a
-            :class:`~delta_tracker.predictor.served_model.ModelTarget` of such a model, with other names, without dense
-            tensors, or with mappings of raw ids. Or a :class:`~delta_tracker.sinks.row_sink.RowSink`, which keeps the
-            position and all tables, but no dense tensors, for lookups in other processes.
+            each version, so ``model.to(device)`` may be called between versions. The model must have all dense tensors
+            of the stream, which are applied too. Pass a :class:`~delta_tracker.predictor.served_model.ModelTarget` to
+            map names, to skip dense tensors, or to add mappings of raw ids. Pass a
+            :class:`~delta_tracker.sinks.row_sink.RowSink`to write all tables, without dense tensors, to a row store for
+            lookups in other processes.
         url: url of the stream, such as ``file:///directory``, ``s3://bucket/prefix`` or ``https://cache/prefix``, or an
-            opened :class:`~delta_tracker.stream.storage.storage.Storage`. A sequence of them names copies of one
-            stream, preferred in this order: what one lacks is read from another.
+            opened :class:`~delta_tracker.stream.storage.storage.Storage`. A sequence has the copies of one stream in
+            order of preference: objects missing in one copy are read from another.
         rollout: which versions are applied; None for ``Rollout()``, which applies all.
         name: name of the heartbeat that is written to the stream every few seconds, which requires write permission;
-            None disables it. Also the label ``predictor`` of the metrics (default ``"predictor"``), with a suffix
-            ``-2``, ``-3``, ... if another predictor of this process has the name.
+            None disables it. It is also the label ``predictor`` of the metrics, by default ``"predictor"``. If another
+            predictor of this process has the name, ``-2``, ``-3``, ... is appended to the label.
         monitor: monitor for the metrics; None for ``delta_tracker.monitor.MONITOR``.
         cache: directory, or :class:`~delta_tracker.stream.host_cache.HostCache`, in which the predictors of one host
             keep the parts that they read, so that each is fetched once.
-        heartbeats: url or store for the heartbeats; None for the first ``url`` that can be written to, and after a
-            failover for the new one if it can be.
+        heartbeats: url or store for the heartbeats; None for the first writable ``url``, and after a failover the new
+            one if it is writable.
         runtime: clock, waits, random numbers and threads of the predictor.
         unknown: not accepted; the error names a similar argument.
 
@@ -178,7 +178,7 @@ class Predictor(Uncopied, remedy="Save or copy its state_dict()"):
 
         If tables are on CUDA devices, the streams that are current when the ``with`` statement begins wait for the last
         write of rows, and the next write waits for all work that these streams have when the statement ends. Launch the
-        lookups on these streams. The statement does not wait for the device. This was not run on a GPU.
+        lookups on these streams. The statement does not wait for the device. This has not been tested on a GPU.
 
         ``guide/serve.md`` has the rules for forks. Raises FollowEndedError if a fork has left torn rows.
         """
@@ -270,7 +270,7 @@ class Predictor(Uncopied, remedy="Save or copy its state_dict()"):
         """Wait until :meth:`follow` has applied a version. Does not poll: the thread wakes this call.
 
         Args:
-            version: number of the version; a later one will do. None for any version: the tables can then be served.
+            version: lowest number of the version; None for any version, after which the tables can be served.
             timeout: maximum number of seconds to wait; None for no limit.
 
         Returns:
@@ -279,7 +279,7 @@ class Predictor(Uncopied, remedy="Save or copy its state_dict()"):
         Raises:
             WaitTimeoutError: if the version was not applied in time. The message has the error of :meth:`follow`, if
                 there is one.
-            FollowEndedError: if the thread ended by an error, or only the parent process has it.
+            FollowEndedError: if the thread ended with an error, or exists only in the parent process.
             InvalidArgumentError: if the thread is not running and the version is not there, or if called in the thread.
         """
         if version is not None and (type(version) is not int or version < 0):

@@ -23,7 +23,8 @@ _PATIENCE_SECONDS = 10.0
 class PredictorGauges:
     """Metrics of one predictor.
 
-    The attributes ``num_*`` are those of :class:`Status`. Writers count ``num_rows``, also of interrupted versions.
+    The attributes ``num_*`` are those of :class:`Status`. Writers count ``num_rows``, including the rows of interrupted
+    versions.
     """
 
     def __init__(self, recorder: Recorder, runtime: Runtime) -> None:
@@ -62,7 +63,7 @@ class PredictorGauges:
         self.recorder.watch(lambda predictor: self._show(predictor.status))
 
     def reads(self, stream: str) -> None:
-        """Show the stream that the predictor reads, and the url of its source."""
+        """Report the stream that the predictor reads, and the url of its source."""
         url = self._source[1]
         self._source = stream, url
         self.recorder.predictor_info.remove()
@@ -148,12 +149,12 @@ class PredictorGauges:
 class ServedAge:
     """Estimate of the age of a served version, by the store's clock.
 
-    An entry that did not exist at a look was modified after it, see
+    An entry that a poll did not find was modified after the poll, see
     :class:`~delta_tracker.stream.store_clock.StoreClock`.
 
     Attributes:
-        rested: version after which the last look found no entry, and the monotonic time at which it began; None if it
-            found one.
+        rested: version after which the last poll found no entry, and the monotonic time at which the poll began; None
+            if it found an entry.
     """
 
     def __init__(self, runtime: Runtime = REAL) -> None:
@@ -175,7 +176,7 @@ class ServedAge:
         self._clock.compare(modified, looked_at=looked_at)
 
     def seconds(self, manifest: Manifest) -> float:
-        """Return the seconds since a version was committed, or copied by a mirror; for a merged one, since its cut."""
+        """Return the seconds since a version was committed or mirrored, for a merged version since its cut."""
         since = manifest.committed if manifest.merges is None else min(manifest.cut, manifest.committed)
         return max(0.0, self._clock.now() - since)
 

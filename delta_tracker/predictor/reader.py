@@ -298,7 +298,8 @@ class Reader:
         self.pinned, self.why = stay.pinned, stay.why
 
     def _doubt(self, state: _Round, doubt: Doubt) -> None:
-        """Retry the object that may have caused a fault: first from the cache, which may be refreshed, then past it.
+        """Read the object that may have caused a fault again: first from the cache, which may be refreshed, then past
+        it.
 
         Raises StaleCacheError if no object is left to retry, but a stale cache may still be the cause.
         """
@@ -390,7 +391,7 @@ class Resyncs:
 
 
 class IgnoredPins:
-    """Check, at most once a minute, for pins that a reader ignores. ``notice`` names such a pin, or is empty."""
+    """Checker for pins that a reader ignores, at most once a minute. ``notice`` names such a pin, or is empty."""
 
     def __init__(self, monotonic: Callable[[], float]) -> None:
         self.notice = ""
@@ -398,7 +399,7 @@ class IgnoredPins:
         self._looked_at = float("-inf")
 
     def look(self, storage: Storage, position: Position | None) -> None:
-        """Look for the newest pin, and log once that it is not followed. No-op in the minute after a look."""
+        """Look for the newest pin, and log once that it is not followed. No-op within a minute of the last call."""
         if position is None or self._monotonic() - self._looked_at < _IGNORED_SECONDS:
             return
         self._looked_at = self._monotonic()
@@ -417,7 +418,7 @@ class _Round:
 
     Args:
         view: what the next decision depends on.
-        looks_for_gap: as the caller asked.
+        looks_for_gap: argument of :meth:`Reader.advance`.
         retry: source to read a faulty version from next.
         has_waited: True after the wait before the first object is read again.
     """

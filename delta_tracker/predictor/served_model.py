@@ -44,7 +44,7 @@ class ModelTarget:
     Args:
         model: module, or mapping of FQN to tensor or target, as for a predictor.
         names: name in the stream to name in the model, for tables and dense tensors whose names differ. A key that ends
-            with a dot, or is empty, is a prefix: ``{"module.": ""}``. Or a function from name to name.
+            with a dot, or is empty, is a prefix: ``{"module.": ""}``. A function from name to name is also accepted.
         dense: True to apply the dense parameters and buffers of the stream too; the model must have all of them.
         raw_ids: table name in the stream to :class:`~delta_tracker.raw_ids.index.RawIdIndex`, for tables whose raw ids
             no collision module of the model maps. The predictor changes the indexes.
@@ -88,7 +88,7 @@ class ModelTarget:
 class Names:
     """Rule that gives the name in the model for a name in the stream, by the ``names`` of a :class:`ModelTarget`.
 
-    A whole name wins over a prefix, a longer prefix over a shorter one, and all other names are equal on both sides.
+    A whole name takes precedence over a prefix, and a longer prefix over a shorter one. All other names are unchanged.
     ``known`` has the names of the tables and tensors of the model. ``depends_on_stream`` is False if :meth:`of` returns
     the same names for every stream.
     """
@@ -219,7 +219,7 @@ class ServedModel:
 class Receiver:
     """Tables, dense tensors and mappings of raw ids that one version is written to, by name in the stream.
 
-    ``devices`` are those of all of them. A target that is not a tensor may have an attribute of this name.
+    ``devices`` has the devices of all of them. A target that is not a tensor may have an attribute of this name.
     """
 
     targets: Mapping[str, RowTarget]

@@ -37,8 +37,8 @@ class Cadence:
         num_bytes: size in bytes of the values of the pending rows on one rank, in the tables' dtypes.
         snapshot_every: number of versions from one snapshot to the next, for :meth:`Publisher.step`. It is counted from
             the stream's newest snapshot, by any publisher and any method. Claims count; merged snapshots of a
-            compaction do not. After the tracker's state was restored, the first version is therefore no snapshot if the
-            stream has a recent one. None to publish a snapshot only if one is needed.
+            compaction do not. After the tracker's state was restored, the first version is therefore not a snapshot if
+            the stream has a recent one. None to publish a snapshot only if one is needed.
         vote_every: number of calls of :meth:`Publisher.step` from one vote to the next, the same on every rank. None
             for 1 with up to 16 ranks, and otherwise one more for each further 16 ranks, up to 16: the time of a vote
             grows with the number of ranks.

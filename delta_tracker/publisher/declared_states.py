@@ -1,4 +1,4 @@
-"""States of whole tables, from those that each rank declares of its column ranges."""
+"""Combine the states that each rank declares for its column ranges to the states of whole tables."""
 
 from __future__ import annotations
 

@@ -31,8 +31,8 @@ class Outcome:
 
     Args:
         manifest: the version; None if it was not published.
-        error: why it was not published.
-        read: the read of the tracker whose rows it has; None if this rank read none.
+        error: reason why it was not published; None if it was.
+        read: read of the tracker that returned its rows; None if this rank read none.
     """
 
     manifest: Manifest | None = None

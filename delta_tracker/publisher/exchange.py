@@ -266,7 +266,7 @@ def _check_timeout(timeout: object) -> None:
 def opened(rank: int, data: bytes, action: Action = "publish") -> dict[str, Any]:
     """Return the content of a message of ``rank``, or raise the error that it describes.
 
-    This is FencedError or LostEntryError if the rank failed with it, and RankFailedError for all others.
+    The error is FencedError or LostEntryError if the rank failed with one of these, otherwise RankFailedError.
     """
     if data.isspace():
         raise RankFailedError(rank, "an interrupt", action)

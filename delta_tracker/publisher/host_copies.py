@@ -87,7 +87,7 @@ class HostCopier:
 
     Device memory: the bytes of the rows, at most 512 MiB on CUDA; freed after the copy. Host memory: the bytes of the
     rows, reused after the copies have been garbage-collected. Torch rounds the size of pinned memory up to a power of
-    two and never frees it. The CUDA path has not been run on a GPU.
+    two and never frees it. The CUDA path has not been tested on a GPU.
     """
 
     def __init__(self) -> None:

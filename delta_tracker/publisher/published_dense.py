@@ -29,7 +29,7 @@ def chosen_dense(dense: DenseChoice | Literal[True], live: LiveTables) -> DenseC
 
 
 def warn_of_dense(live: LiveTables) -> None:
-    """Warn of parameters that train and are not published."""
+    """Log a warning if trainable parameters are not published."""
     if names := dense_parameters(live.model, live.tables):
         shown = ", ".join(names[:_MAX_NAMES]) + (f" and {len(names) - _MAX_NAMES} more" if names[_MAX_NAMES:] else "")
         _logger.warning(

@@ -58,8 +58,9 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
     """Writer that publishes a tracker's changed rows to a stream, as versions with the rows of all ranks.
 
     Every rank builds a publisher in its training thread. There, all ranks call :meth:`publish` or :meth:`snapshot` at
-    the same batch, or :meth:`step` after each batch. At the cut each rank reads its own rows, which threads write. The
-    version is committed when rank 0 has created its manifest. After any failure every row stays pending.
+    the same batch, or :meth:`step` after each batch. At the cut, each rank reads its own rows, and background threads
+    write them. The version is committed when rank 0 has created its manifest. After any failure every row stays
+    pending.
 
     Building a publisher claims the stream, fences every publisher of an older generation, and reserves the consumer.
     The first version is a snapshot, unless the tracker was loaded from a checkpoint, see ``guide/train.md``.
@@ -67,15 +68,15 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
     Args:
         tracker: tracker of the rows.
         url: url of the stream, such as ``file:///directory`` or ``s3://bucket/prefix``, or an opened
-            :class:`~delta_tracker.stream.storage.storage.Storage`; the same store on every rank. Or the
-            :class:`~delta_tracker.stream.log.ClaimedStream` of a takeover, which is not claimed again.
+            :class:`~delta_tracker.stream.storage.storage.Storage`. It must be the same store on every rank. After a
+            takeover, pass its :class:`~delta_tracker.stream.log.ClaimedStream` , which is not claimed again.
         consumer: name of the tracker's consumer; None if the tracker has only one.
         top_k: bound on the rows of a delta: only the rows that changed most are published, and the others stay pending.
             None publishes all changed rows.
         dense: dense parameters and buffers to publish: True for all of the model, a module, names in the model's
             ``state_dict``, a list of modules, or a dict of names to modules. Each version has these tensors with rank
-            0's values at the cut. Tensors of which each rank has a part are rejected by name. False publishes none;
-            None warns if the model has some that train.
+            0's values at the cut. Tensors that are split over the ranks are rejected. False and None publish none, and
+            None warns if some of them are trained.
         encoding: :class:`~delta_tracker.stream.format.encoding.Encoding` of all tables, or a mapping of FQN to
             encoding. Tables without an encoding are stored in their own dtype.
         cadence: bounds at which :meth:`step` publishes; None if :meth:`step` is not used.
@@ -88,9 +89,10 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
         timeout: maximum wait for the other ranks, including the wait until every rank has built its publisher.
         monitor: monitor for the metrics; None for ``delta_tracker.monitor.MONITOR``.
         runtime: clock, waits and threads of the publisher.
-        join: makes a process group of all ranks, see :class:`~delta_tracker.tracker.rank_group.RankGroup`.
+        join: function that creates a process group of all ranks, see
+            :class:`~delta_tracker.tracker.rank_group.RankGroup`.
         name: label ``publisher`` of the metrics; None for ``"publisher"``. If another publisher of this process has the
-            same name, a suffix ``-2``, ``-3``, ... is added.
+            name, ``-2``, ``-3``, ... is appended.
         unknown: not accepted; the error names a similar argument.
 
     Raises:
@@ -98,11 +100,13 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
         DetachedError: if the tracker is detached.
         IncompleteModelError: if a restore of the model was interrupted.
         UnsupportedModelError: with ``recovery``, if it lacks a table's optimizer, or a state cannot be published.
-        InvalidArgumentError: if an argument is invalid, or does not fit the model, the tracker or another argument, as
-            ``recovery`` with ``top_k`` or an encoding; if the claim in ``url`` was used, or rank 0 uses another store.
+        InvalidArgumentError: if an argument is invalid, or does not fit the model, the tracker or another argument, for
+            example ``recovery`` with ``top_k`` or an encoding; if the claim in ``url`` was used, or rank 0 uses another
+            store.
         UnsupportedStoreError: if the store has no atomic create.
         MalformedError: if the stream's newest entry is malformed.
-        StorageError: if this rank cannot use the store. If it failed during the claim, the stream may be claimed.
+        StorageError: if this rank cannot use the store. If it failed during the claim, the stream may have been
+            claimed.
         RankFailedError: if another rank raised one of these errors, or has another ``top_k``, ``encoding``, ``cadence``
             or ``recovery``.
         RankLostError: if a rank dies, or does not build a publisher in time.
@@ -330,7 +334,7 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
     def snapshot(self) -> Manifest:
         """Publish every row of every table with its current value, for example after weights were loaded or edited.
 
-        Returns and raises as :meth:`publish`.
+        See :meth:`publish` for the result and the errors.
         """
         return self._publish("snapshot")
 
@@ -377,7 +381,7 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Call :meth:`close`, also after an exception: the other ranks then wait for it, and this rank for them."""
+        """Call :meth:`close`, even after an exception. All ranks then wait for each other."""
         self.close()
 
     def __repr__(self) -> str:

@@ -15,7 +15,7 @@ class Heartbeats:
     """Writer of the heartbeats of a publisher, in a thread of its own.
 
     The thread writes only when the training thread calls :meth:`beat` or :meth:`wait`, so that a job whose training
-    hangs looks dead.
+    hangs is considered dead.
 
     Args:
         storage: store of the stream.

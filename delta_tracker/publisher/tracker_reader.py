@@ -273,14 +273,14 @@ class TrackerReader:
         self.handle.release()
 
     def _progress(self) -> tuple[int, int] | None:
-        """Return the numbers of batches and of later updates; None if no cut finds other changes than pending rows."""
+        """Return the numbers of batches and of later updates; None if a cut can only find pending rows."""
         tables = self.tables
         if self.find_dense is not None or self._training is not None or tables.unfused or tables.latest.identities:
             return self.tracker.num_batches, self.tracker.progress.num_unstepped
         return None
 
     def _note(self, head: Manifest) -> None:
-        """Save the stream position of ``head`` in the tracker's state; None if the next version must be a snapshot."""
+        """Save the stream position of ``head`` in the tracker's state, or None if the next version must be a snapshot."""
         position = Position.after(head).to_dict() if self._has_snapshot else None
         self.handle.annotate(position)
 

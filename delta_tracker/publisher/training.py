@@ -72,8 +72,8 @@ class Stateful(Protocol):
 class Recovery:
     """Training state that a publisher writes with each version, and from which a restore or a standby continues.
 
-    Pass the same names to all of them. Besides these objects, a version has the states of the fused optimizers for each
-    of its rows, the dense tensors and the position in the data.
+    Pass the same names to the publisher, the restore and the standby. Besides these objects, a version has the states
+    of the fused optimizers for each of its rows, the dense tensors and the position in the data.
 
     Args:
         training_state: name to object with ``state_dict`` and ``load_state_dict``, such as the dense optimizer and the
@@ -235,7 +235,7 @@ class TrainingCuts:
     def _consumers(self) -> dict[str, dict[str, object]]:
         """Return the pending rows of the other consumers, relative to the versions of this publisher.
 
-        The position of a consumer's own stream is of the same time.
+        The position of a consumer's own stream is read at the same time.
         """
 
         def num_cuts(position: int) -> int:

@@ -172,7 +172,7 @@ class Saved:
         states: states of the rows of each table with a fused optimizer.
         unfused: shard that this rank had of each other table. At another world size, the shard of any rank.
         training: names of the training states, which are the same for all ranks.
-        rank: names of the states of each rank, with :data:`DATA` if it is there.
+        rank: names of the states of each rank, with :data:`DATA` if there is a position in the data.
     """
 
     tables: Mapping[str, TableSpec]
@@ -186,7 +186,7 @@ class Saved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """Job on this rank that restores a version, by FQN or name.
+    """Contents of the job on this rank that restores a version, by FQN or name.
 
     Args:
         fused: tables with a fused optimizer.
@@ -206,7 +206,7 @@ class Job:
 
 
 def check_fit(saved: Saved, job: Job, ignore: Collection[str] = ()) -> None:
-    """Check that a job can take all of a version, and that the version has all that it needs, except for ``ignore``.
+    """Check that a job can load all of a version, and that the version has all that the job needs, except ``ignore``.
 
     A name in ``ignore`` that is neither in the version nor in the job raises InvalidArgumentError.
     """
@@ -293,7 +293,7 @@ def _listed(states: TableStates) -> str:
 def check_objects(
     argument: str, objects: Mapping[str, Stateful], states: TrainingStates, rank: int, ignore: Collection[str]
 ) -> None:
-    """Check that optimizers and schedulers can take the states of a rank. Reads no tensors of their states.
+    """Check that optimizers and schedulers can load the states of a rank. Reads no tensors of their states.
 
     ``argument`` is ``"training_state"`` or ``"rank_state"``. Each object has a state in the version.
     """
@@ -352,7 +352,7 @@ def _parameters(groups: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
 
 
 def _by_parameters(groups: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the groups with sorted parameters, in the order of these."""
+    """Return the groups with sorted parameters, ordered by these parameters."""
     ordered = [{**group, "params": sorted(map(str, group.get("params", ())))} for group in groups]
     return sorted(ordered, key=lambda group: group["params"])
 

@@ -65,7 +65,7 @@ def restore(
     All ranks call it in their training threads, after they have built the model, the optimizers and the tracker, and
     before they build a publisher. If the model contains ``DistributedDataParallel``, they train two batches before,
     without a pipeline. Afterwards, training continues as after the version. The section "Continuous checkpoints" of
-    ``guide/recover.md`` says how far it is equal, and what may differ between the jobs.
+    ``guide/recover.md`` describes how far it is equal, and how the jobs may differ.
 
     Each rank reads only the rows of its shards. Everything is compared before the first write. If the call raises after
     the first write, or is interrupted, the model raises :class:`~delta_tracker.errors.IncompleteModelError` when it is
@@ -86,7 +86,8 @@ def restore(
         NotRecoverableError: if the stream has no such version with states, or a needed object is missing. If no version
             was published yet, it is raised on all ranks, and its ``version`` is None.
         RestoreMismatchError, ModelMismatchError: if the version does not fit the job.
-        InvalidArgumentError: if an argument is invalid, the model was not trained as above, or an update runs.
+        InvalidArgumentError: if an argument is invalid, the model was not trained as above, or an update is in
+            progress.
         UnsupportedModelError: if a part of the model cannot be restored.
         ReservedConsumerError: if a consumer of the tracker is reserved, for example by a publisher.
         MalformedError, CorruptPartError, StorageError: if the version is damaged, or the store cannot be read.

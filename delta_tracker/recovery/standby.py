@@ -88,11 +88,11 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
     ``recovery``, ``data`` and ``ignore`` are those of ``restore``, with the same errors.
 
     Args:
-        url: url of the recovery stream, or its storage. Its versions need ``recovery=``.
+        url: url of the recovery stream, or its storage. It must be published with ``recovery=``.
         serving: urls of all serving streams that the trainer publishes, or their storages.
         name: name of the heartbeat of this job in the store, and label ``standby`` of the metrics. It must differ from
             those of predictors and of other standbys.
-        look_seconds: time between two looks at the stream. A rank that applies versions answers the others after this
+        look_seconds: time between two polls of the stream. A rank that applies versions answers the others after this
             time and the version in progress.
         timeout: maximum wait for the slowest rank, which may read and write a whole snapshot meanwhile.
         runtime: clock and waits, for simulations.
@@ -143,7 +143,7 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
 
     @property
     def error(self) -> StreamError | None:
-        """Error that currently delays this rank, and that the next looks retry; None if there is none."""
+        """Error that currently delays this rank, and is retried at the next polls; None if there is none."""
         return self._follower.error
 
     def follow(self, silence: float | None = None) -> Takeover:

@@ -71,7 +71,7 @@ class TrainingStates:
         return self._found(rank, "dict", path, StateReader.keys)
 
     def fields(self, rank: int, *path: str) -> list[str] | None:
-        """Return the keys of a dict as :meth:`keys`; None if the value is no dict with only string keys."""
+        """Return the keys of a dict as :meth:`keys`; None if the value is not a dict with only string keys."""
         return self._found(rank, "value", path, _fields)
 
     def names_of(self, rank: int) -> list[str]:

@@ -53,7 +53,7 @@ class LaunchHook(Watcher):
 class LoadHook(Watcher):
     """Hook that reports all rows of one sharded collection as changed after each call of its ``load_state_dict``.
 
-    Arguments are as in :class:`LaunchHook`.
+    The arguments are those of :class:`LaunchHook`.
     """
 
     def __init__(self, module: nn.Module, tables: Sequence[str], reports: Reports) -> None:

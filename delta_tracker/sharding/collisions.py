@@ -190,7 +190,7 @@ def local_owners(model: nn.Module, found: Discovery) -> dict[str, LocalOwners]:
 
 
 def _check_apart(model: nn.Module, found: Discovery) -> None:
-    """Reject collections of managed collisions that are not in the module of the tables that they map ids of."""
+    """Reject collections of managed collisions whose tables are in another module."""
     held = {id(getattr(part, "_managed_collision_collection", None)) for part in model.modules()}
     apart: set[str] = set()
     for part in model.modules():

@@ -1,7 +1,7 @@
 """Find the dense tensors of a model: all parameters and persistent buffers outside sharded modules.
 
-Tensors of which each rank has only a part are rejected by name, because the stream would have the part of one rank.
-Those of sharded managed collisions are left out: a stream has the raw ids of rows with the rows.
+Tensors of which each rank has only a part are rejected by name, because a version would contain the part of one rank
+only. Those of sharded managed collisions are left out: a stream has the raw ids of rows with the rows.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -92,7 +92,7 @@ def _parts(dense: DenseChoice) -> list[tuple[str, str | nn.Module]]:
 
 
 def dense_parameters(model: nn.Module, tables: Collection[str]) -> list[str]:
-    """Return the names of the parameters that train and are whole on this rank, without weights of tables."""
+    """Return the names of the trainable parameters that are complete on this rank, without weights of tables."""
     every = _tensors(model, model)
     weights = {id(every.get(f"{fqn}.weight")) for fqn in tables}
     found = ((name, each) for name, each in every.items() if id(each) not in weights)
@@ -100,7 +100,7 @@ def dense_parameters(model: nn.Module, tables: Collection[str]) -> list[str]:
 
 
 def _named(every: Mapping[str, Tensor | None], name: str, rows: Collection[str]) -> Tensor:
-    """Return a tensor by its name in the model's ``state_dict``. Raise InvalidArgumentError if it is not whole here."""
+    """Return a tensor by its name in the model's ``state_dict``. Raise InvalidArgumentError if it is split over ranks."""
     tensor = every.get(name)
     if name in rows:
         raise InvalidArgumentError("dense", name, "Leave it out: the tracker sends its changed rows")

@@ -11,7 +11,7 @@ compiled with ``fullgraph=True``.
 
 A deep copy of a model has the functions of the hooks, which ignore it: its rows are in other memory. TorchRec's
 ``DistributedModelParallel.copy()`` to the same device does not copy the rows. Lookups of such a copy are reported.
-Backward passes of other copies are counted, so that a job which trains a copy by mistake is told.
+Backward passes of other copies are counted, so that a job which trains a copy by mistake gets a warning.
 """
 
 from __future__ import annotations

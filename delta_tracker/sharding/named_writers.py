@@ -64,5 +64,5 @@ _CALLS = _Calls()
 
 
 def num_named_writes() -> int:
-    """Return a number that has changed if a named function was called since the previous call of this function."""
+    """Return a counter that changes with each call of a named function."""
     return _CALLS.count()

@@ -7,7 +7,7 @@ rate and the other hyperparameters. ``iter`` is saved in checkpoints; ``iter_cpu
 computes with, which also counts evaluations and follows ``iter`` only while it is 0. The learning rate exists twice:
 the optimizer object of a kernel overwrites the kernel's learning rate with its own at each ``zero_grad`` and ``step``.
 
-Adam, LAMB, LARS and partial row-wise Adam exist on CUDA only, where this module has not been run.
+Adam, LAMB, LARS and partial row-wise Adam exist on CUDA only, where this module has not been tested.
 """
 
 from collections.abc import Callable, Iterator, Mapping

@@ -51,7 +51,7 @@ class PlainTable:
         self._weight = ref(module.weight)
 
     def check(self) -> None:
-        """Check that the module is still in the model, and its weight of the same shape, dtype, device and class.
+        """Check that the module is still in the model, and that its weight has the same shape, dtype, device and class.
 
         Raises UnsupportedModelError if it is not, or if ``fully_shard`` manages the weight.
         """

@@ -11,7 +11,7 @@ A trainer on several ranks has a default row on each rank. A module that holds t
 An unsharded hash module must be looked up with exactly one id per sample: TorchRec masks the lengths by id.
 
 Hash modules train on CUDA only. Their mapping was tested with identities that a test wrote, in evaluation mode on the
-CPU. Nothing here was run on a GPU.
+CPU. This module has not been tested on a GPU.
 """
 
 from __future__ import annotations

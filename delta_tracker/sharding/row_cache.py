@@ -97,7 +97,7 @@ def between_prefetches(tbe: Any) -> AbstractContextManager[None]:  # noqa: ANN40
 
     The current stream waits for the prefetch stream, and at the end the prefetch stream for the current stream. The
     thread does not wait. No-op for a kernel that has not prefetched on a separate stream. No thread may launch a
-    prefetch inside the ``with`` statement. This was not run on a GPU.
+    prefetch inside the ``with`` statement. This has not been tested on a GPU.
     """
     prefetches = getattr(tbe, "prefetch_stream", None)
     return _NO_PREFETCHES if prefetches is None else _between(prefetches)  # avoids the time of a generator

@@ -82,7 +82,7 @@ class HookListener(Protocol):
         """Handle the end of a ``sync`` after which all replicas of the tables ``fqns`` are equal."""
 
     def diverged(self, fqns: Iterable[str]) -> None:
-        """Handle the fact that the replicas of the tables ``fqns`` may differ in any row."""
+        """Handle a call after which the replicas of the tables ``fqns`` may differ in any row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ class Watcher:
 
     Args:
         tables: FQNs of the tables to report.
-        reports: where to.
+        reports: objects that the hooks of one tracker share.
 
     Attributes:
         num_errors: number of errors so far.
@@ -227,7 +227,7 @@ class OtherUpdates:
         self._counts.update(fqns)
 
     def clear(self) -> None:
-        """Forget the updates, because a table was updated."""
+        """Discard the updates, because a table was updated."""
         self._counts.clear()
 
     def counts(self) -> Counter[str]:

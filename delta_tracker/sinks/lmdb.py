@@ -46,9 +46,9 @@ class LmdbSink(RowSink):
     """Row store in a directory of this host, for :class:`~delta_tracker.Predictor`. Readers are other processes.
 
     The rows of a version are kept in memory until its end, and then written in one transaction: readers get the version
-    as a whole. If they exceed ``max_bytes``, a transaction writes what there is, and readers get a part of the version
-    before its end. A transaction also takes at most 512 MiB for pages that it changes. Each transaction is durable at
-    its end.
+    as a whole. If they exceed ``max_bytes``, a transaction writes the rows so far, and readers get a part of the
+    version before its end. A transaction also takes at most 512 MiB for pages that it changes. Each transaction is
+    durable at its end.
 
     The file grows as needed, and does not shrink. A lock of the file ``writer.lock`` makes the sink the only writer.
     The directory must not be on a network file system.

@@ -84,11 +84,11 @@ class RedisSink(RowSink):
     Rows are written in batches of at most 1,000 rows and about 1 MiB. Each batch is atomic, and other clients are
     served between batches.
 
-    The sink is the only writer of its prefix. Each batch checks that. Another sink becomes the writer only if the
+    The sink is the only writer of its prefix. Each batch verifies this. Another sink becomes the writer only if the
     connection of the former one has ended; a former writer that continues gets a SinkError and changes nothing.
 
-    Redis acknowledges a batch before it is durable, as ``appendfsync`` says. A server that crashes loses the newest
-    batches, in order: the stored version then is an older one, of which all rows are stored, and the predictor
+    Redis acknowledges a batch before it is durable, depending on ``appendfsync``. A server that crashes loses the
+    newest batches, in order: the stored version then is an older one, of which all rows are stored, and the predictor
     continues from there. The same holds for a failover to a replica. A server without persistence loses all rows, and
     the predictor writes a snapshot.
 
@@ -250,7 +250,7 @@ class RedisSink(RowSink):
         self._writer = value
 
     def _check_server(self) -> None:
-        """Raise SinkError for a server that cannot keep the promises to readers."""
+        """Raise SinkError if the server may evict rows, is a cluster, or is too old."""
         facts = self._redis.info("everything")
         version = str(facts.get("redis_version", "0"))
         if tuple(int(part) for part in version.split(".")[:2]) < (6, 2):

@@ -94,8 +94,8 @@ class RowSink(Protocol):
     """Interface to a row store, such as Redis, LMDB, a feature store or a cache of embeddings.
 
     Only one process writes to a store at a time, and it makes no overlapping calls. Readers in other processes read
-    rows at any time. The interface keeps this promise to them: each row is atomic and carries the version that wrote
-    it. A row may be newer than the stored version, but not older. No row of another id is read.
+    rows at any time. Each row is atomic and has the version that wrote it. A row may be newer than the stored version,
+    but not older. No lookup reads the row of another id.
 
     The library calls the methods in this order:
 

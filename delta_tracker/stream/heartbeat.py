@@ -160,7 +160,7 @@ class HeartbeatWriter:
             target.pause = 0.0
 
     def _check_alone(self, target: _Target) -> None:
-        """Log once that another process writes heartbeats of the same name. Looks before every twelfth heartbeat."""
+        """Log once if another process writes heartbeats with the same name. Checks before every twelfth heartbeat."""
         if not self._is_alone or target.num_written % _BEATS_PER_LOOK != 1:
             return
         found = read_record(target.storage, heartbeat_path(self._name), "heartbeat", Heartbeat)
@@ -309,7 +309,7 @@ def evaluate(beat: Heartbeat, seconds_since: float, head: Manifest, *, order: Pi
     """Return the state of a predictor. ``guide/fleet.md`` defines the states.
 
     ``beat`` is its last heartbeat, ``seconds_since`` its age in seconds by the store's clock, ``head`` the newest entry
-    of the stream, and ``order`` the newest pin or release, or None. One of another stream is ignored.
+    of the stream, and ``order`` the newest pin or release, or None. A pin or release of another stream is ignored.
     """
     span = max((age for age, _, _ in beat.window), default=0.0)
     if seconds_since > max(3 * beat.seconds, span):

@@ -42,7 +42,7 @@ _OTHERS = stat.S_IWGRP | stat.S_IWOTH
 class HostCache:
     """Directory in which the processes of one host keep the parts that they read, so that each is fetched once.
 
-    Each process compares every part with its record before it uses the part. Thread-safe.
+    Each process validates every part before it uses the part. Thread-safe.
 
     Args:
         directory: directory of the cache on a local file system; it is created with mode 0700 if it is missing.
@@ -189,7 +189,7 @@ class HostCache:
         return None
 
     def _progress(self, part: Part) -> int:
-        """Return the modification time of a part's draft in nanoseconds, which each piece changes; 0 if none exists."""
+        """Return the modification time of a part's draft in nanoseconds, which each write updates; 0 without one."""
         try:
             return self._draft(part).stat().st_mtime_ns
         except FileNotFoundError:

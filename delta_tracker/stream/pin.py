@@ -160,7 +160,7 @@ def has_deletions(storage: Storage) -> bool:
 
 
 def running_deletions(storage: Storage, *, now: float) -> list[Deletions]:
-    """Return the announcements of passes that run, or that stopped in the hour before ``now`` by the store's clock."""
+    """Return the records that retention passes have written in the hour before ``now``, by the store's clock."""
     found = []
     for stored in storage.objects(_DELETIONS):
         if DELETIONS_NAME.fullmatch(stored.name) is None or now - stored.modified > DELETIONS_SECONDS:

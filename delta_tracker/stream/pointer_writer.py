@@ -76,7 +76,7 @@ class PointerWriter:
         self._wake.set()
 
     def write_now(self, head: Manifest | None = None) -> None:
-        """Write the pointer to ``head``, or else to the entry of the last call, in this thread, if it has changed."""
+        """Write the pointer to ``head``, by default the entry of the last call, if it has changed."""
         with self._writing:
             self._head = self._head if head is None else head
             if self._head is None:

@@ -352,7 +352,7 @@ class _Meeting:
         return f"rank {self._rank} was interrupted or gave up while it waited for the others"
 
     def _missing(self, store: dist.Store, number: int | str) -> str:
-        """Return the ranks without a key after ``number``, such as ``rank 1, 3``; empty if none is missing."""
+        """Return the ranks without a key below ``number`` as text such as ``rank 1, 3``; empty if there are none."""
         missing = []
         for rank in range(self._world_size):
             if not store.check([f"{number}/{rank}"]):

@@ -73,13 +73,14 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
 
     A row counts as changed when an update to the row is written, not when the row is looked up; with managed
     collisions, also if its raw id changed. Reads may happen between any two operations of the training thread; no
-    update is lost. Call :meth:`mark_changed` after writes that cannot be detected. ``guide/train.md`` says how each
-    kind of table is tracked, and what marks all of its rows. A copy of the model is not tracked: if it is trained,
-    :class:`~delta_tracker.errors.UntrackedTrainingWarning` names the tables.
+    update is lost. Call :meth:`mark_changed` after writes that cannot be detected. ``guide/train.md`` describes how
+    each kind of table is tracked, and which operations mark all rows. A copy of the model is not tracked: if it is
+    trained, :class:`~delta_tracker.errors.UntrackedTrainingWarning` names the tables.
 
     Args:
         model: a ``DistributedModelParallel`` or ``DMPCollection``, any module that contains sharded
-            EmbeddingCollections or EmbeddingBagCollections, or a model of torch's own embedding modules.
+            EmbeddingCollections or EmbeddingBagCollections, or a model with ``nn.Embedding`` or ``nn.EmbeddingBag``
+            modules.
         consumers: names of the independent readers. Default: one consumer named ``"default"``.
         delete_on_read: drop rows once every consumer has committed a read of them. False keeps them, so that
             :meth:`rewind` can make them pending again. This takes at most one more row set per table, with old states
@@ -93,8 +94,8 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
             looked up, as TorchRec's tracker does. Plain modules support ``"updates"`` only.
         max_bytes: maximum size of the log on this rank, in bytes, including rows that top-k left out. If the log is
             larger, the consumer that lags furthest is dropped, and its next read raises
-            :class:`~delta_tracker.errors.NeedsSnapshotError`. None for no limit. The log includes old states in pinned
-            host memory: a CUDA device keeps 64 MiB of old states per table, and the newest ones; older ones are moved.
+            :class:`~delta_tracker.errors.NeedsSnapshotError`. None for no limit. A CUDA device keeps the newest old
+            states and 64 MiB of older ones per table. The rest is moved to pinned host memory, which is included.
         engine: implementation of the row sets, see :func:`~delta_tracker.tracker.row_sets.engines.choose_engine`. An
             engine that fails later is replaced by the torch engine.
         monitor: records this tracker's metrics; None for ``delta_tracker.monitor.MONITOR``.

@@ -145,7 +145,7 @@ class RetentionPasses:
         self._due = 0.0  # monotonic time of the next retain()
 
     def run(self) -> Retained:
-        """Run one pass, as :func:`retain`."""
+        """Run one pass, see :func:`retain`."""
         left, self._left = self._left, None
         is_known = left is not None and time.monotonic() < self._due and left.advance(self._log)
         if left is not None and is_known and not left.may_delete(self._retention, self._now):

@@ -101,11 +101,11 @@ class UpkeepThread:
     and logged unless the same step failed with the same kind of error before. The next pass retries.
 
     Args:
-        upkeep: retention and compaction. The pointer object is not written here.
+        upkeep: settings of retention and compaction. This thread does not write the pointer object.
         retain_every: number of versions between retention passes.
         close_seconds: time that :meth:`close` waits for a running pass before it interrupts the pass.
         on_pass: called in the background thread after each pass, with False if the pass deleted nothing and merged
-            nothing, and True otherwise, also if it failed or was interrupted. Must not raise.
+            nothing, otherwise with True, even if it failed or was interrupted. Must not raise.
         on_failure: called with one of ``UPKEEP_STEPS`` each time it failed. Must not raise.
     """
 

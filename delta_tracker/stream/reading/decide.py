@@ -198,7 +198,7 @@ def decide(view: View) -> Decision:
 
 
 def _elsewhere(view: View, decision: Decision) -> Decision:
-    """Return the decision for another log than the one that is followed; ``decision`` if no other is better."""
+    """Return the decision for a log that is not followed yet; ``decision`` if no other log is better."""
     lead, *others = view.logs
     # Another log at rest is better then. If it lacks a version too, the fault of that one must be seen.
     error = decision.error if isinstance(decision, Fail) else None
@@ -324,7 +324,7 @@ def _to_order(log: SeenLog, view: View, order: Order) -> Apply | Stay:
 
 
 def _to_rollback(log: SeenLog, view: View, order: Order) -> Apply:
-    """Return to the version of a rollback of this process, from a snapshot on."""
+    """Apply the version of a rollback that this process requested, starting with a snapshot."""
     head = log.head()
     if head is None or head.stream != order.stream or head.version < order.version:
         raise _missing(order)

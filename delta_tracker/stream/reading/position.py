@@ -15,7 +15,7 @@ from delta_tracker.stream.store_clock import SKEW_SECONDS
 
 
 class Rows(Enum):
-    """Content of the tables besides the rows of the position."""
+    """What the tables contain in addition to the rows of the position."""
 
     WHOLE = "whole"
     """Nothing else."""
@@ -43,7 +43,7 @@ class Position:
         stream: id of the stream, 32 hex digits.
         generation: generation of the entry.
         created: Unix time at which the entry was committed, in whole seconds.
-        rows: what else the tables may hold.
+        rows: what the tables contain in addition to the rows of this position.
     """
 
     stream: str

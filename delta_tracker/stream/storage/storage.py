@@ -41,8 +41,8 @@ class Storage:
     Names of objects are relative to the URL and use forward slashes. A name is invalid if it has an empty, ``.`` or
     ``..`` component, a backslash, a ``#`` or a control character, or more than 1,024 bytes. All methods reject an
     invalid name with :class:`InvalidArgumentError`, and raise :class:`StorageError` if the store fails. A local object
-    is on disk (fsync) before the call that wrote it returns; :class:`UnknownOutcomeError` says that it was written, but
-    its name cannot be flushed.
+    is on disk (fsync) before the call that wrote it returns; :class:`UnknownOutcomeError` is raised if it was written,
+    but its name cannot be flushed.
 
     A web server or a cache at an http URL serves single objects: all methods that write, delete or list raise
     :class:`UnsupportedStoreError`.
@@ -51,22 +51,23 @@ class Storage:
         url: ``file:///absolute/directory``, ``s3://bucket/prefix``, ``gs://...``, ``az://...``, ``memory://`` (a
             separate store for each object), ``http://host/path`` or ``https://host/path``; or the path of a directory;
             or a :class:`~delta_tracker.stream.storage.store.Store` of another kind, without the other arguments.
-        create: True to create a missing local directory. If False, it is read as an empty store until it exists. If it
-            is replaced, missing or emptied later, writes, deletions and syncs raise :class:`WriteRefusedError`.
+        create: True to create a missing local directory. If False, a missing directory is read as an empty store until
+            it exists. If the directory is replaced, deleted or emptied later, writes, deletions and syncs raise
+            :class:`WriteRefusedError`.
         fsync: if False, the system decides when local objects reach the disk, and a machine failure may lose them.
         options: options of a remote store as obstore names them, such as ``endpoint``, ``region``, ``access_key_id``,
-            ``secret_access_key``, ``allow_http``, ``read_timeout`` (30s by default: time without any byte, and after
-            which an object that has not arrived must average 16 KiB per second) or ``timeout`` (of a whole request, no
-            limit by default); all values are strings.
+            ``secret_access_key``, ``allow_http``, ``read_timeout`` (30s by default: maximum time without data; an
+            object that takes longer must average 16 KiB per second) or ``timeout`` (of a whole request, no limit by
+            default); all values are strings.
 
     Attributes:
         url: URL of the store.
         is_remote: True if the store is accessed over a network, which may alter what is sent.
         is_read_only: True if nothing can be written to the store, as at an http URL.
         lists: True if the store can list its objects; False at an http URL.
-        lists_from: True if a listing after a name takes no time for the names before it, as in an object store.
-        requests: number of operations so far, by kind: ``read``, ``size``, ``list``, ``write`` and ``delete``. One that
-            takes several requests counts once.
+        lists_from: True if a listing after a name skips the names before it at no cost, as in an object store.
+        requests: number of operations so far, by kind: ``read``, ``size``, ``list``, ``write`` and ``delete``. An
+            operation that takes several requests counts once.
 
     Raises:
         InvalidArgumentError: for an unsupported scheme, or options that the store does not support.
@@ -258,7 +259,7 @@ class Storage:
             return self._store.delete_draft(name)
 
     def has_directory(self, prefix: str) -> bool:
-        """Return False if the store is local and lacks the directory ``prefix``, as if its volume is not mounted."""
+        """Return False if the local directory ``prefix`` is missing, for example because its volume is not mounted."""
         check_name("prefix", prefix)
         with self._translated:
             return self._store.has_directory(prefix)

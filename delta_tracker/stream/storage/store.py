@@ -173,7 +173,7 @@ class Store(ABC):
         return True
 
     def has_directory(self, prefix: str) -> bool:  # noqa: ARG002  most stores have no volumes
-        """Return False if the directory ``prefix`` is missing as if a volume is not mounted."""
+        """Return False if the directory ``prefix`` is missing, for example because its volume is not mounted."""
         return True
 
     def is_same(self, other: Store) -> bool:

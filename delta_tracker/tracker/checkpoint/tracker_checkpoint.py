@@ -198,7 +198,7 @@ class TrackerCheckpoint:
             self.restored = Restored.STREAM
 
     def plan_load(self, parts: list[RankHeader]) -> Resharding:
-        """Return the tensors of each part that :meth:`load_state_dict` needs. The errors are the same."""
+        """Return the tensors of each part that :meth:`load_state_dict` needs. Raises the same errors."""
         self._check_free()
         check_alike(parts)
         first = parts[0]

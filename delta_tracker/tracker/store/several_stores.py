@@ -108,9 +108,9 @@ def _together(
     marked: Mapping[str, tuple[RowSet | None, object]],
     call: Callable[[type[RowSet], Sequence[RowSet]], Sequence[_Result]],
 ) -> dict[str, _Result]:
-    """Call a function once for all sets of an engine on a device, and return the results of names that have a set.
+    """Call a function once per engine and device, with all row sets of both. Return the results by name.
 
-    ``marked`` has results of :meth:`SegmentStore.marked` by name.
+    ``marked`` has results of :meth:`SegmentStore.marked` by name. Names without a row set are skipped.
     """
     groups: dict[tuple[type[RowSet], torch.device], dict[str, RowSet]] = {}
     for name, (rows, _) in marked.items():
