@@ -835,7 +835,7 @@ def _brief(value: object) -> str:
 
 
 def _shown(value: object, depth: int = 0) -> str:
-    """Return the ``repr`` of a value; for a tensor or array, also in dicts and lists, its kind and shape."""
+    """Return the ``repr`` of a value; for a tensor or array, even in dicts and lists, its kind and shape."""
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
     if shape is not None and dtype is not None and not isinstance(value, type) and math.prod(shape) > _MAX_ITEMS:
         return f"<{type(value).__name__} {list(shape)} of {str(dtype).removeprefix('torch.')}>"

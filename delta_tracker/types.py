@@ -41,7 +41,7 @@ def dtype_name(dtype: torch.dtype | str) -> str:
 
 @cache
 def torch_dtype(name: str) -> torch.dtype:
-    """Return torch's dtype of a name. The format names dtypes, so that reading it does not import torch."""
+    """Return torch's dtype for a name. Files have the names, so that a reader does not need to import torch."""
     import torch  # noqa: PLC0415
 
     found: torch.dtype = getattr(torch, name)
@@ -75,7 +75,7 @@ class TrackingMode(Enum):
 
     @classmethod
     def of(cls, mode: TrackingMode | str) -> TrackingMode:
-        """Return the mode of a name in capital or small letters, or the mode itself.
+        """Return the mode with a name, in upper or lower case; a mode is returned unchanged.
 
         Raises:
             InvalidArgumentError: if there is no such mode.

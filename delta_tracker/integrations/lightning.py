@@ -30,7 +30,7 @@ _PACKAGES = ("pytorch_lightning", "lightning.pytorch")
 
 
 def _lightning_package() -> ModuleType:
-    """Return the package that is imported already, or else the first one that is installed.
+    """Return the package that is already imported, otherwise the first one that is installed.
 
     The classes of the two are different, and ``Trainer(callbacks=callback)`` without a list takes only its own.
     """
@@ -307,7 +307,7 @@ class CountersCallback(Callback):
 
     The checkpoint of rank 0 has the states of all ranks, and the checkpoint of any other rank its own, so that the
     strategy may save on rank 0 or on every rank. From a checkpoint of rank 0 the states can be restored at any number
-    of ranks. The sum over all ranks stays the same, also if the metrics are persistent states of the module: those are
+    of ranks. The sum over all ranks stays the same, even if the metrics are persistent states of the module: those are
     restored first, by Lightning, and then replaced.
 
     The counters are restored whenever the trainer loads a checkpoint: in ``fit``, ``validate``, ``test`` and

@@ -10,7 +10,7 @@ from delta_tracker.stream.storage.storage import Location, open_storage
 
 
 class Heartbeats:
-    """Writer of heartbeats to ``given``, by default to the reader's first writable store, also after a failover."""
+    """Writer of heartbeats to ``given``, by default to the first writable store of the reader."""
 
     def __init__(self, reader: Reader, name: str, given: Location | None) -> None:
         stores = [each.storage for each in reader.sources.all] if given is None else [open_storage(given)]

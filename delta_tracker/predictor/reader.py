@@ -298,8 +298,7 @@ class Reader:
         self.pinned, self.why = stay.pinned, stay.why
 
     def _doubt(self, state: _Round, doubt: Doubt) -> None:
-        """Read the object that may have caused a fault again: first from the cache, which may be refreshed, then past
-        it.
+        """Read the object that may have caused a fault again: first from the cache, then past it.
 
         Raises StaleCacheError if no object is left to retry, but a stale cache may still be the cause.
         """
@@ -417,7 +416,7 @@ class _Round:
     """State of one round: what it has read and retried. A round that reads past a cache always looks for a gap.
 
     Args:
-        view: what the next decision depends on.
+        view: input of the next decision.
         looks_for_gap: argument of :meth:`Reader.advance`.
         retry: source to read a faulty version from next.
         has_waited: True after the wait before the first object is read again.

@@ -280,7 +280,7 @@ class TrackerReader:
         return None
 
     def _note(self, head: Manifest) -> None:
-        """Save the stream position of ``head`` in the tracker's state, or None if the next version must be a snapshot."""
+        """Save the stream position of ``head`` in the tracker's state; None if a snapshot must follow."""
         position = Position.after(head).to_dict() if self._has_snapshot else None
         self.handle.annotate(position)
 

@@ -2,7 +2,7 @@
 
 The state is a dict with these keys:
 
-- ``library``: what the library restores, a dict with these keys:
+- ``library``: the part that the library restores, a dict with these keys:
 
   - ``kernels``: FQN of each fused table to the numbers of its kernel, such as ``iter`` and ``lr``.
   - ``shards``: FQN of each other table to this rank's block: ``rows``, ``columns`` and ``replicated``.

@@ -1,6 +1,6 @@
 """State of the version that a publisher writes, from the votes for it to its completion: :class:`Versions`.
 
-The states of a version come first, and the pure function that decides what is next: :func:`decide`.
+The file begins with the states of a version, and :func:`decide`, the pure function that selects the next step.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Call:
     """Call of ``publish()``, ``snapshot()`` or ``flush()``. If it is interrupted, the same call continues it.
 
     Args:
-        name: what the call publishes.
+        name: name of the method that was called.
         batch: batch at which it was called.
         last: number of the votes of the last step, which this call acts on; None if they were acted on before.
         voted: number of this rank's votes before the vote of this call; None before it.

@@ -210,7 +210,7 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
         The other errors are those of :meth:`follow`.
 
         Args:
-            force: True to fence a publisher that may be alive, also if this standby cannot apply its last version.
+            force: True to fence a publisher that may be alive, even if this standby cannot apply its last version.
             silence: without ``force``, number of seconds without a version or heartbeat of the publisher, by the
                 store's clock, after which it is considered dead.
 

@@ -283,7 +283,7 @@ class ServingStreams:
 
 
 def _claim_newest(log: StreamLog, writer: str, newest: Callable[[], Manifest]) -> Claim:
-    """Claim a stream after its ``newest()`` entry, also if the former publisher commits versions meanwhile."""
+    """Claim a stream after its ``newest()`` entry, even if the former publisher commits versions meanwhile."""
     for _ in range(_ATTEMPTS):
         head = newest()
         try:

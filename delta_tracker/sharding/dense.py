@@ -100,7 +100,7 @@ def dense_parameters(model: nn.Module, tables: Collection[str]) -> list[str]:
 
 
 def _named(every: Mapping[str, Tensor | None], name: str, rows: Collection[str]) -> Tensor:
-    """Return a tensor by its name in the model's ``state_dict``. Raise InvalidArgumentError if it is split over ranks."""
+    """Return a tensor by its name in the model's ``state_dict``. Raise InvalidArgumentError if it is split."""
     tensor = every.get(name)
     if name in rows:
         raise InvalidArgumentError("dense", name, "Leave it out: the tracker sends its changed rows")

@@ -232,7 +232,7 @@ class QuantizedTarget(TensorTarget):
 
     @torch.no_grad()
     def write(self, ids: Tensor | slice, values: Tensor, columns: tuple[int, int]) -> None:  # noqa: ARG002
-        """Write quantized rows in place, also in the caches of the kernels; see :meth:`RowTarget.write`."""
+        """Write quantized rows in place, and their copies in the caches of the kernels; see :meth:`RowTarget.write`."""
         for each in self._packed:
             _, at = self._layouts[_layout(each)]
             each.region.write(ids, values[:, at : at + each.region.memory.shape[1]])

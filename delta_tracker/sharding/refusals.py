@@ -57,7 +57,7 @@ def refuse_unseen_writes(model: nn.Module, found: Discovery) -> None:
 def _refuse_replicas(model: nn.Module, found: Discovery, torchrec: Torchrec) -> None:
     """Reject tables of which a ``DMPCollection`` writes rows that the hook on its ``sync`` cannot report.
 
-    The sharding environment of a collection shows that it is in a ``DMPCollection``, also if ``model`` is inside it.
+    The sharding environment of a collection shows that it is in a ``DMPCollection``, even if ``model`` is inside it.
     """
     wrapped = {
         part

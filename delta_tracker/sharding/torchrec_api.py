@@ -21,7 +21,7 @@ from delta_tracker.errors import MissingExtraError
 
 
 def _classes(module: str, *names: str) -> Any:  # noqa: ANN401  the field has its own type
-    """Return a field with those of the named classes that a module has. The module is not imported."""
+    """Return a dataclass field for classes of a module. It is empty if the module is not imported yet."""
     return field(default_factory=partial(_imported, module, *names))
 
 

@@ -74,7 +74,7 @@ def encode_owners(owners: Tensor) -> bytes:
 
 
 def decode_owners(data: bytes, num_owners: int) -> Tensor:
-    """Return ``[num_owners]`` int64 owners; those behind the end of ``data`` are NO_OWNER.
+    """Return ``[num_owners]`` int64 owners; those after the end of ``data`` are NO_OWNER.
 
     Raises MalformedSinkError if ``data`` has parts of an owner, or more than ``num_owners``.
     """
@@ -213,7 +213,7 @@ class Lookup:
 
 
 def joined(parts: Sequence[LookedUp]) -> LookedUp:
-    """Return the rows of several lookups of one stream and table as those of one lookup."""
+    """Combine the rows of several lookups of one stream and table to one result."""
     if len(parts) == 1:
         return parts[0]
     return LookedUp(

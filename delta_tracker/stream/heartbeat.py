@@ -126,7 +126,7 @@ class HeartbeatWriter:
         return time.monotonic() >= self._target.due
 
     def move_to(self, storage: Storage) -> None:
-        """Write the next heartbeats to another store. The first one is due immediately, also after failures."""
+        """Write the next heartbeats to another store. The first one is due immediately, even after failures."""
         self._target = _Target(storage)  # a heartbeat that another thread is writing delays only its own target
 
     def write(self, **fields: Any) -> None:  # noqa: ANN401  fields of a Heartbeat
@@ -188,8 +188,8 @@ def see_heartbeats(
 ) -> tuple[list[SeenHeartbeat], int]:
     """Return the heartbeats of a stream's predictors, sorted by object name, and the number of those that are not read.
 
-    These are the ones that are older than ``max_age`` seconds by the store's clock, and all but the ``limit`` newest.
-    All modification times update ``clock``. Logs and skips malformed heartbeats.
+    Not read are heartbeats older than ``max_age`` seconds by the store's clock, and all but the ``limit`` newest. All
+    modification times update ``clock``. Logs and skips malformed heartbeats.
     """
     listed, now = _listed(storage, clock), clock.now()
     young = sorted((each for each in listed if now - each.modified <= max_age), key=lambda each: -each.modified)

@@ -211,7 +211,7 @@ class HostCache:
     def _evict(self, part: Part) -> bool:
         """Delete drafts of dead processes, and the least recently used files until ``max_bytes`` holds a part.
 
-        Returns False if the drafts of other parts leave too little. The directory must be locked.
+        Returns False if the drafts of other parts leave too little space. The directory must be locked.
         """
         num_bytes = self._max_bytes - part.num_bytes
         for name, status in self._files("drafts"):

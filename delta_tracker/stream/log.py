@@ -168,8 +168,8 @@ class StreamLog:
         """Return the newest entry, None if the store is empty.
 
         Searches from the newest version that is known, or else lists the whole log. Over http, raises StaleCacheError
-        if the entry is not the pointer's, and UnreadablePointerError if there is something else than a pointer, and
-        none was read before.
+        if the entry is not the pointer's, and UnreadablePointerError if the pointer object is invalid, and no pointer
+        was read before.
         """
         if self.is_listed:
             return self._known_head() or self._listed_head()
@@ -186,7 +186,7 @@ class StreamLog:
         return head
 
     def _known_head(self) -> Manifest | None:
-        """Return the newest entry, searched from a known version on; None if the whole log must be listed."""
+        """Return the newest entry, searching upwards from a known version; None if the whole log must be listed."""
         pointer = read_pointer(self.storage)  # not the view, which would not look again for a second if it is missing
         known = max(self._known, -1 if pointer is None else pointer.version)
         if known < 0:
@@ -302,7 +302,7 @@ class StreamLog:
     def create_copy(self, name: str, data: bytes) -> bool:
         """Create an entry that no other one depends on yet; return False if its name is taken by other bytes.
 
-        An entry whose bytes were altered on the way to a remote store is deleted, and AlteredEntryError raised.
+        If the bytes were altered in transit to a remote store, deletes the entry and raises AlteredEntryError.
         """
         try:
             return _create(self.storage, name, data)
@@ -389,7 +389,7 @@ class StreamLog:
             LivePublisherError: if another entry than ``after`` is the newest. Nothing was created.
             StreamReplacedError: if ``after`` is given and the store is empty.
             StorageError: if the store fails, and the claim may have been created, or every attempt was lost to another
-                publisher. It is an AlteredEntryError if three consecutive claims were altered on the way.
+                publisher. It is an AlteredEntryError if three consecutive claims were altered in transit.
         """
         writer = secrets.token_hex(16) if writer is None else writer
         refused, name = 0, ""
@@ -462,7 +462,7 @@ class Claim:
         head: newest entry of this generation.
         data: bytes of the last entry that :meth:`commit` returned; before the first commit, those of the claim.
         needs_snapshot: True if the next version must be a snapshot, because readers may be unable to pass an entry that
-            was altered on the way to the store, or was lost.
+            was altered in transit to the store, or was lost.
     """
 
     def __init__(self, log: StreamLog, entry: Manifest, data: bytes, *, needs_snapshot: bool = False) -> None:
@@ -518,7 +518,7 @@ class Claim:
                     return committed
 
     def _attempt(self, entry: Manifest) -> Manifest | None:
-        """Append a version after the newest entry that is known. Return None to repeat it after a newer one."""
+        """Append a version after the newest entry that is known. Return None if the call must be repeated."""
         head = self.head
         version = head.version + 1
         draft = replace(

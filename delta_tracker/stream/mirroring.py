@@ -63,7 +63,7 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
 
     An empty destination starts at the source's newest snapshot, or if a pin applies, at the one that leads to it. The
     retention of the source does not apply to the destination, which keeps everything unless ``retention`` is given.
-    Raises InvalidArgumentError if both are one store, or the destination is read-only.
+    Raises InvalidArgumentError if both are the same store, or the destination is read-only.
 
     Args:
         source: store of the stream. At an http url, entries are read past the caches, and parts through them.
@@ -200,7 +200,7 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
         on_entry: Callable[[Manifest], None] | None = None,
         once: bool = False,
     ) -> None:
-        """Copy entries until ``stop`` is set. Retry after a StorageError; raise other errors as :meth:`step`.
+        """Copy entries until ``stop`` is set. Retry after a StorageError; raise the other errors of :meth:`step`.
 
         Args:
             stop: event that ends the call after the current entry.
@@ -517,7 +517,7 @@ def _pinned_start(log: _Seen, head: Manifest) -> tuple[Manifest | None, str]:
 def _check(log: _Seen, head: Manifest) -> bytes | None:
     """Return the bytes of the next entry, None if there is none.
 
-    Raise if the destination is no prefix of the source.
+    Raise MirrorDivergedError if the destination is not a prefix of the source.
     """
     data = log.entry(head.version)
     if data is not None and xxhash.xxh3_128_hexdigest(data) != head.xxh3:

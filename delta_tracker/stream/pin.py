@@ -223,7 +223,7 @@ class PinReader:
             self._confirmed = pin
 
     def doubt(self, pin: Pin) -> None:
-        """Look for a pin again at the next look, because its entry is missing or has another hash."""
+        """Read a pin again at the next :meth:`order`, because its entry is missing or has another hash."""
         if pin == self._newest:
             self._recheck_at = 0.0
 

@@ -117,7 +117,7 @@ def read_pointer(storage: Storage) -> HeadPointer | None:
 
 
 def load_pointer(storage: Storage) -> HeadPointer | None:
-    """Return the pointer object, None if it is missing. Raise UnreadablePointerError if it is something else."""
+    """Return the pointer object, None if it is missing. Raise UnreadablePointerError if it is not a pointer."""
     data = b""
     try:
         found = storage.read(POINTER_NAME, max_bytes=MAX_POINTER_BYTES)
@@ -163,8 +163,7 @@ class PointerReader(Forkable):
 
     Attributes:
         confirmed: the pointer whose entry was read; None before the first.
-        trouble: error of the object that was read last, which is no pointer or leads to no entry; None without an
-            error.
+        trouble: error of the object that was read last, if it is not a pointer or leads to no entry; None otherwise.
     """
 
     def __init__(self, storage: Storage, *, seconds: float = 1.0, runtime: Runtime = REAL) -> None:

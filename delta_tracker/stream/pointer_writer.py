@@ -51,7 +51,7 @@ class PointerWriter:
         self._writing = threading.Lock()
 
     def after(self, head: Manifest) -> None:
-        """Write the pointer to a committed entry soon. Never blocks or raises.
+        """Request a write of the pointer to a committed entry. Never blocks or raises.
 
         If the entry is that of the last call, a later one may exist, for which the log is listed.
         """

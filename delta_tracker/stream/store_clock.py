@@ -15,14 +15,14 @@ class StoreClock:
     The reader's clock is used until modification times contradict it:
 
     - The store's time is not before any modification time.
-    - If an object was not modified yet when the reader looked last, its modification time is not before that look.
+    - If an object was not modified yet at the reader's last poll, its modification time is not before that poll.
 
-    The estimate is exact to the time between two looks, plus one second. It may be too low if a writer was suspended
+    The estimate is exact to the time between two polls, plus one second. It may be too low if a writer was suspended
     after it dated a local object and before the object was visible. Not thread-safe.
 
     Attributes:
         offset: the store's time minus the reader's, in seconds; 0 unless the reader's clock is contradicted.
-        reader_time: returns the reader's time, to be passed to :meth:`saw` as the begin of a look.
+        reader_time: returns the reader's time, to be passed to :meth:`saw` as the beginning of a poll.
     """
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
@@ -36,9 +36,9 @@ class StoreClock:
         return self.reader_time() + self.offset
 
     def saw(self, kind: str, modified: Iterable[float], *, began: float) -> None:
-        """Use the modification times of a look, in Unix seconds, which began at the reader's time ``began``.
+        """Use the modification times of a poll, in Unix seconds. It began at the reader's time ``began``.
 
-        ``kind`` names the set of objects: looks of the same kind must include all objects of the set that exist.
+        ``kind`` names the set of objects: polls of the same kind must include all objects of the set that exist.
         """
         newest = max(modified, default=-float("inf"))
         seen, looked_at = self._last.get(kind, (-float("inf"), -float("inf")))

@@ -43,8 +43,8 @@ class Signs:
 class Liveness:
     """Reader of the signs of life of a stream's publisher.
 
-    Host clocks are not used. Each look writes the predictor heartbeat ``name``, and its modification time is the time
-    of the look. If the store cannot be reached, nothing is decided.
+    Host clocks are not used. Each call of :meth:`look` writes the predictor heartbeat ``name``, whose modification time
+    is the time of the call. If the store cannot be reached, :meth:`look` raises an error.
     """
 
     def __init__(self, storage: Storage, name: str) -> None:
@@ -57,8 +57,8 @@ class Liveness:
     def look(self, version: int | None = None, error: str | None = None) -> Signs | None:
         """Return the signs of life; None if there is no stream.
 
-        First leaves a heartbeat with the observer's version and error: a sign of life during the look then makes the
-        publisher look alive.
+        First writes a heartbeat with the observer's version and error, so that a sign of life during the call is found
+        to be newer.
         """
         if not self._storage.has_directory("log"):
             return None

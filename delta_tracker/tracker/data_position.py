@@ -215,7 +215,7 @@ class DataPosition(Uncopied, Generic[T], remedy="Save or copy its state_dict()")
         raises InvalidArgumentError.
 
         Args:
-            states: what :meth:`state_dict` returned on each rank.
+            states: results of :meth:`state_dict` on all ranks, in rank order.
         """
         load = getattr(self._loader, "load_rank_states", None)
         if not callable(load):

@@ -100,7 +100,7 @@ class TrackerHooks:
         return self._num_past_updates + sum(hook.num_updates for hook in self._of_updates())
 
     def check_read(self) -> None:
-        """Warn if other tensors are trained instead of the tables, before rows are read: no table was ever updated."""
+        """Before a read, warn if other tensors are trained and no table was ever updated."""
         if self._has_warned or self._has_updated:
             return
         self._has_updated = self.num_updates() > 0
@@ -110,8 +110,8 @@ class TrackerHooks:
     def check_batch(self, num_recorded: Mapping[str, int]) -> None:
         """Warn if other tensors are trained instead of the tables, at the end of a batch.
 
-        It takes several updates of them since the last one of a table, because a model that averages the trained one is
-        written later; or many batches without any update, write or recorded row.
+        Warns after several updates of other tensors since the last update of a table, because a model that averages the
+        trained one is written later. Also warns after many batches without any update, write or recorded row.
         """
         if self._has_warned:
             return
@@ -143,7 +143,7 @@ class TrackerHooks:
 
 
 class Progress:
-    """Progress of training on this rank, which a publisher reads to know when and what to cut.
+    """Progress of training on this rank, by which a publisher decides when to cut a version.
 
     Args:
         log: the tracker's log.

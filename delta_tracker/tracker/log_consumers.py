@@ -88,7 +88,7 @@ class LogConsumers:
             return tuple(self._known)
 
     def find(self, consumer: str | None) -> Consumer:
-        """Return the record of a consumer, also if it is reserved. None selects the only one that is not transient.
+        """Return the record of a consumer, even if it is reserved. None selects the only one that is not transient.
 
         Raises InvalidArgumentError if there is no such consumer, or no name was given and there are several.
         """

@@ -43,7 +43,7 @@ class LogSegments:
         cursors, delete_on_read: the arguments.
         position: number of cuts so far.
         fence: orders the uses of the stores by several CUDA streams.
-        synced: table FQN to a position. Rows marked since then are kept, also if all consumers committed them.
+        synced: table FQN to a position. Rows marked since then are kept, even if all consumers committed them.
         num_recorded: table FQN to the number of rows recorded as changed so far. Repeated rows count each time.
         num_compacted: number of batches at the last :meth:`compact`; 0 before the first.
         is_compact: True if nothing that :meth:`compact` could merge or drop was added since its last call.
@@ -109,7 +109,7 @@ class LogSegments:
     def cut(self, fqns: Collection[str] | None = None) -> None:
         """Start a segment in the stores of some tables. The rows of writes in progress are marked in it again.
 
-        None stands for all tables, and also for the stores of their owners.
+        None stands for all tables, including the stores of their owners.
         """
         with one_cut():
             if self.owners and fqns is None:

@@ -1,4 +1,4 @@
-"""Writes in progress of a change log: what the hooks report."""
+"""Listener of the hooks, with the writes in progress of a change log."""
 
 import threading
 from collections import deque
@@ -136,7 +136,7 @@ class LogWrites:
     def synced(self, fqns: Iterable[str]) -> None:
         """Start to collect the result of :meth:`changed_since_sync` for the tables ``fqns``, and compact the log.
 
-        The log keeps the rows marked from now on until the next call, also if all consumers commit them.
+        The log keeps the rows marked from now on until the next call, even if all consumers commit them.
         """
         segments, tables = self._segments, tuple(fqns)
         with self.lock:

@@ -17,7 +17,7 @@ from delta_tracker.types import EmbdUpdateMode, TableSpec, TrackingMode
 
 
 class Capture:
-    """Strategy of a tracking mode, and that of ``ID_ONLY``, which keeps only the ids of changed rows.
+    """Base class of the strategies, and strategy of ``ID_ONLY``, which keeps only the ids of changed rows.
 
     It is stateless, so all tables share one object.
 

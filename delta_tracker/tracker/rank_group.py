@@ -106,7 +106,7 @@ class RankGroup:
         self.wait(work)
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
-        """Return the tensors of all ranks on rank 0 in rank order, and nothing on other ranks. They send theirs only.
+        """Return the tensors of all ranks on rank 0 in rank order, and nothing on other ranks, which only send.
 
         All tensors must have the same shape and dtype. Ctrl-C takes effect when the wait ends.
         """
@@ -118,7 +118,7 @@ class RankGroup:
         return tensors
 
     def send_all(self, tensor: Tensor) -> None:
-        """Send ``tensor`` to all other ranks, as :meth:`send` does. A lost rank does not keep it from the others."""
+        """Send ``tensor`` to all other ranks, as :meth:`send` does. The others receive it even if one rank is lost."""
         with self._typed_errors(), ExitStack() as waits:
             group = self._group
             for rank in range(self.world_size):

@@ -72,7 +72,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
     strategy that gathers, are collectives.
 
     A row counts as changed when an update to the row is written, not when the row is looked up; with managed
-    collisions, also if its raw id changed. Reads may happen between any two operations of the training thread; no
+    collisions, also when its raw id changes. Reads may happen between any two operations of the training thread; no
     update is lost. Call :meth:`mark_changed` after writes that cannot be detected. ``guide/train.md`` describes how
     each kind of table is tracked, and which operations mark all rows. A copy of the model is not tracked: if it is
     trained, :class:`~delta_tracker.errors.UntrackedTrainingWarning` names the tables.
@@ -429,7 +429,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
     def stats(self) -> TrackerStats:
         """Return pending rows and lag of each consumer, and the memory usage, on this rank. Waits for the device.
 
-        Pending rows are counted as by :meth:`num_pending`; for a dropped consumer, all rows are.
+        See :meth:`num_pending` for the counts. All rows count as pending for a dropped consumer.
         """
         log = self._log
         with log.lock:
@@ -740,7 +740,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         announce_training(self._live)
 
     def detach(self) -> None:
-        """Remove all hooks, as a deletion of the tracker does. Later reads raise DetachedError. Idempotent."""
+        """Remove all hooks; deleting the tracker does the same. Later reads raise DetachedError. Idempotent."""
         self._hooks.detach()
 
     def __enter__(self) -> Self:

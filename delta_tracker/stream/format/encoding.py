@@ -37,7 +37,7 @@ class Encoding(StrEnum):
 
     @classmethod
     def named(cls, name: object) -> Encoding:
-        """Return the encoding of a name in capital or small letters, or the encoding itself."""
+        """Return the encoding with a name, in upper or lower case; an encoding is returned unchanged."""
         found = cls.__members__.get(name.upper()) if isinstance(name, str) else None
         if found is None:
             raise InvalidArgumentError("encoding", name, f"Pass some of {list(cls.__members__)}")

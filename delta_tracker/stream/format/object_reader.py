@@ -147,7 +147,7 @@ def read_object(
     out: NDArray[np.uint8] | None = None,
     transfer: Transfer | None = None,
 ) -> NDArray[np.uint8]:
-    """Return the bytes of an object, as :meth:`Storage.read`. Raise CorruptPartError unless they match its record."""
+    """Call :meth:`Storage.read`, and raise CorruptPartError unless the bytes match the record of the object."""
     try:
         data = storage.read(stored.name, max_bytes=stored.num_bytes, out=out, transfer=transfer)
     except MalformedError as error:

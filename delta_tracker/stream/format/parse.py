@@ -1,7 +1,7 @@
 """Parser of manifests, which are untrusted input. It rejects manifests that violate ``stream/FORMAT.md``.
 
 The decoders of msgspec check types and limits, and end at the first invalid element, so that a malformed manifest takes
-no more memory than a valid one of its size. The functions below check what depends on several fields.
+no more memory than a valid one of its size. The functions below check conditions on several fields.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def parse_manifest(name: str, data: bytes) -> Manifest:
 
 
 def load_json(data: bytes) -> Any:  # noqa: ANN401  untrusted JSON
-    """Parse JSON in UTF-8. Raises ValueError, also for duplicate keys, or RecursionError."""
+    """Parse JSON in UTF-8. Raises ValueError, including for duplicate keys, or RecursionError."""
     return json.loads(data.decode(), object_pairs_hook=_object)
 
 
@@ -265,7 +265,7 @@ def _parts(entry: _Entry, tables: Mapping[str, TableSpec], columns: Mapping[str,
 
 
 def _decoded(decoder: Decoder[_T], value: Raw, path: str) -> _T:
-    """Decode one field. The place of a ValidationError in the entry begins with ``path``, that of the field."""
+    """Decode one field. The path in a ValidationError begins with ``path``, the path of the field."""
     try:
         return decoder.decode(value)
     except ValidationError as error:

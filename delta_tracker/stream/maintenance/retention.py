@@ -7,7 +7,7 @@ Versions are deleted oldest first, so that the entries that readers use form a c
   must fail;
 - the newest snapshot that is older than the grace period, and all later versions. A snapshot of which an object is
   missing or has another size does not count;
-- what leads to the version of the newest pin.
+- the entries that lead to the version of the newest pin.
 
 An *orphan* is an object that no process needs: one below ``parts/`` that no entry names, the draft of an interrupted
 write, the object of an interrupted probe, the heartbeat of a process that has ended, or the announcement of an
@@ -467,7 +467,7 @@ class _Deletions:
         return True
 
     def _may_continue(self) -> bool:
-        """Return True if the next object may be deleted. Looks for a pin before the first and each 100 more."""
+        """Return True if the next object may be deleted. Looks for a pin at every 100th object."""
         if time.monotonic() >= self._ends_at:
             self.is_over = True
         if not self._left and not self.is_over:

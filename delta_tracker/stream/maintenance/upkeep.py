@@ -33,7 +33,7 @@ class _Step(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Upkeep:
-    """Work on a stream that a publisher does in threads of rank 0, besides the versions.
+    """Maintenance of a stream, which its publisher runs in threads of rank 0.
 
     Args:
         retention: versions that the stream keeps. Others are removed every 16 versions. Only versions before a snapshot
@@ -41,8 +41,8 @@ class Upkeep:
             versions.
         compact_every: number of versions between two compactions, 2 or more; None disables compaction.
         pointer_seconds: minimum time between two writes of the pointer object ``control/head.json``, by which readers
-            over http find new versions. It is written only after commits. Its failures are logged. None to write none:
-            readers over http then find no version.
+            over http find new versions. It is written only after commits. Its failures are logged. None disables the
+            writes: readers over http then find no version.
 
     Raises:
         InvalidArgumentError: if an argument is invalid.

@@ -40,7 +40,7 @@ class Notifier(Protocol):
         """
 
     def wait(self, stream: str, after: int, timeout_seconds: float) -> bool:
-        """Return True once a version above ``after`` was announced, also before the call; False at the timeout."""
+        """Return True once a version above ``after`` was announced, even before the call; False at the timeout."""
 
     def close(self) -> None:
         """Close the connections."""

@@ -17,7 +17,7 @@ _logger = logging.getLogger(__name__)
 class Canary:
     """Distance that a predictor keeps from the newest version. Exactly one argument is given.
 
-    No version, snapshot or merged version above the bound is applied, also after a fault. The predictor waits if the
+    No version, snapshot or merged version above the bound is applied, even after a fault. The predictor waits if the
     stream has no snapshot at or below the bound.
 
     Args:

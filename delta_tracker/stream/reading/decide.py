@@ -114,7 +114,7 @@ class View:
 
 
 class Rule(Enum):
-    """Rule of a decision, and when it applies. The table in ``guide/fleet.md`` says what a reader then does."""
+    """Rule of a decision, and when it applies. The table in ``guide/fleet.md`` describes the effects."""
 
     NEXT = "the next version is committed"
     CATCH_UP = "8 versions or more are not applied"
@@ -139,8 +139,8 @@ class Apply:
         log: log to read them from.
         entries: the entries. More than one are checked completely before the first row is written.
         cause: fault that a resync overcomes; None otherwise.
-        is_elsewhere: True if nothing shows that the entry is of the applied version's history. Rows are then mixed
-            while it is written. Not set for an order.
+        is_elsewhere: True unless the entry is known to belong to the history of the applied version. Rows are then
+            mixed while it is written. Not set for an order.
         order: the pin or the rollback that is followed, for which the gate is bypassed; None otherwise.
     """
 

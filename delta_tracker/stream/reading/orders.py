@@ -20,7 +20,7 @@ class Order:
         counter: counter of the pin or release; of a rollback, that of the newest pin when it was made.
         kind: ``pin`` to apply the version and stay there; ``release`` to continue from it or from a later snapshot;
             ``rollback`` for a pin of this process, which bypasses a canary and ends with its release.
-        link: link of the entry; None for a rollback, as ``pin``.
+        link: link of the entry; None for a rollback.
         newest: newest version when the order was made.
         is_new: True if it was not known in the round before.
     """
@@ -113,7 +113,7 @@ class Orders:
     def newest(self, number: int, *, at_once: bool = False) -> Order | None:
         """Return the newest pin or release of a url, or another one that is newer. See :meth:`PinReader.order`.
 
-        If a forged one was dropped, what was done for it is forgotten.
+        If a forged pin was dropped, the record that it was followed is dropped too.
         """
         if not self.policy.follows_pins:
             return None

@@ -19,12 +19,13 @@ T = TypeVar("T")
 class SeenLog:
     """Log of a source during one round of a reader: each object is read once, when a decision first needs it.
 
-    So a decision depends only on the answers, and one that is made again finds the same. Each call of a method returns
-    the same answer, or raises the same error. :class:`Entries`, :class:`Source` and :class:`Orders` document them.
+    A decision therefore depends only on the answers, and gives the same result if it is repeated. Each call of a method
+    returns the same answer, or raises the same error. :class:`Entries`, :class:`Source` and :class:`Orders` document
+    them.
 
     Args:
-        is_doubted: True if a fault may be that of a cache, and must not be acted on yet.
-        answers: what was looked up, by method and argument.
+        is_doubted: True if a fault may be caused by a cache, and must not be acted on yet.
+        answers: results of the lookups so far, by method and argument.
         lacks: entries that the log is treated as lacking.
     """
 

@@ -191,8 +191,8 @@ class Lag:
     the time until the reader saw it, and by up to one second if the store truncates modification times.
 
     Attributes:
-        rested: version after which the last look found no entry, and the monotonic time at which that began; None if it
-            found one since.
+        rested: version after which the last poll found no entry, and the monotonic time at which that poll began; None
+            if an entry was found since.
     """
 
     def __init__(self, runtime: Runtime = REAL) -> None:

@@ -215,7 +215,7 @@ class DirectoryStore(Store):
             return None
 
     def _has_folder(self, folder: str, *, writes: bool = False) -> bool:
-        """Return True if a folder of the store exists. Raise StorageError if it, or one above it, is no directory."""
+        """Return True if a folder of the store exists. Raise StorageError if part of its path is not a directory."""
         if self._found is None and not self._find():
             return False
         end = 0

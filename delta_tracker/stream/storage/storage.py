@@ -106,7 +106,7 @@ class Storage:
 
     @classmethod
     def over(cls, store: Store, origin: Storage) -> Self:
-        """Return a view of ``origin`` through ``store``, which reads past all caches as ``origin`` does."""
+        """Return a view of ``origin`` that accesses ``store``. It reads past all caches if ``origin`` does."""
         view = cls(store)
         vars(view).update(_uncached=origin.uncached)
         return view

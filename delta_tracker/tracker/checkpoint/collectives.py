@@ -24,7 +24,7 @@ _BYTE = torch.uint8
 def agree(action: Callable[[], Mapping[str, object]], group: RankGroup) -> None:
     """Call ``action`` and compare its result with those of the other ranks. All ranks must call this function.
 
-    So a difference is found before one rank waits for the others in a later collective. Raises RankFailedError if the
+    A difference is thus found before one rank waits for the others in a later collective. Raises RankFailedError if the
     results differ, or if ``action`` raised an error on another rank only.
     """
     try:
@@ -83,8 +83,8 @@ def gather_parts(state: Mapping[str, Tensor], group: RankGroup) -> dict[str, Ten
 def refuse_dcp_load(argument: str, adapter: str) -> None:
     """Raise InvalidArgumentError inside ``dcp.load``, which needs the keys and sizes of the saved state instead.
 
-    ``dcp.load`` would raise that the sizes differ, or succeed where they are equal by chance. The message names
-    ``argument``, what the caller saves, and ``adapter``, the text of the object to load it with.
+    ``dcp.load`` would raise an error for different sizes, or succeed if they are equal by chance. The message names
+    ``argument``, the object that the caller saves, and ``adapter``, the object to load it with.
     """
     if dcp_load_frame() is not None:
         remedy = f"Pass {adapter} of delta_tracker.integrations.dcp to dcp.load()"
@@ -92,7 +92,7 @@ def refuse_dcp_load(argument: str, adapter: str) -> None:
 
 
 def dcp_load_frame() -> FrameType | None:
-    """Return the frame of the ``dcp.load`` that calls, perhaps through other functions; None without one."""
+    """Return the frame of the ``dcp.load`` that calls this function, directly or indirectly; None without one."""
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001  the only way to know the caller
     while frame is not None and frame.f_globals.get("__name__") != "torch.distributed.checkpoint.state_dict_loader":
         frame = frame.f_back

@@ -54,7 +54,7 @@ class MetricCounter:
     """Wrapper that makes a torchmetrics metric a :class:`Mergeable`.
 
     Unlike the metric's own ``state_dict``, it saves states that are not persistent. Buffers that are not states are not
-    saved. They are part of the kind, because the meaning of the states may depend on them, as on thresholds.
+    saved. They are part of the kind, because the meaning of the states may depend on them, for example on thresholds.
 
     Args:
         name: name of the counter, for error messages.

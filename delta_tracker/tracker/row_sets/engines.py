@@ -49,7 +49,7 @@ def choose_engine(name: str | None, device: torch.device) -> type[RowSet]:
 
 
 def is_engine_fault(error: BaseException) -> bool:
-    """Return True if an engine raised ``error``, and not because memory ran out. Its next call may fail, too."""
+    """Return True if an engine raised ``error`` for another reason than lack of memory. It may fail again."""
     if isinstance(error, MemoryError | RuntimeError):  # torch raises RuntimeError if host or device memory runs out
         return False
     frames = (frame for frame, _ in walk_tb(error.__traceback__))

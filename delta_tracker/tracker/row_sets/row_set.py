@@ -143,7 +143,7 @@ class RowSet(ABC):
 
     @classmethod
     def mark_new_padded_each(cls, sets: Sequence[Self], ids: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """Return the result of :meth:`mark_new_padded` for each set. Arguments are as in :meth:`mark_each`."""
+        """Return the result of :meth:`mark_new_padded` for each set. The arguments are those of :meth:`mark_each`."""
         return [each.mark_new_padded(own) for each, own in zip(sets, ids, strict=True)]
 
     @classmethod
