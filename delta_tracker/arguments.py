@@ -53,7 +53,7 @@ def check_function(argument: str, value: object, example: str) -> None:
 
 
 def check_path(argument: str, path: object) -> Path:
-    """Return a local path. Raise InvalidArgumentError for a url, a leading ~, which is not expanded, and other types.
+    """Return a local path. Raise InvalidArgumentError for a url, a leading ~ (it is not expanded) or another type.
 
     Example:
         >>> check_path("cache", "/var/cache")

@@ -202,8 +202,8 @@ class DetachedError(DeltaTrackerError, RuntimeError):
 class CheckpointError(DeltaTrackerError, ValueError):
     """A saved state is malformed or incomplete, or does not fit. The object that loads it is unchanged.
 
-    ``reason`` says why. ``part`` is the name of the malformed part, or None if no part is malformed. ``ranks`` are the
-    ranks whose parts are missing, as far as they are known.
+    ``reason`` describes the problem. ``part`` is the name of the malformed part, or None if no part is malformed.
+    ``ranks`` are the ranks whose parts are missing, as far as they are known.
     """
 
     _remedy = "Load the parts of all ranks that saved it"
@@ -501,7 +501,7 @@ class StaleCacheError(StorageError):
 class UnreadablePointerError(StorageError):
     """The server at ``url`` sends something other than the pointer object ``name``, see ``received`` and ``why``.
 
-    Whether there are newer versions is unknown. The read is retried, and rows that were applied stay.
+    It is unknown whether there are newer versions. The read is retried, and applied rows are kept.
     """
 
     def __init__(self, url: str, name: str, received: str, why: str) -> None:
@@ -732,7 +732,7 @@ class MalformedSinkError(StreamError, ValueError):
 
 
 def kind_of(error: BaseException) -> tuple[object, ...]:
-    """Return a key that is the same for all attempts that fail for the same reason, to log them once.
+    """Return a key that is equal for all attempts that fail for the same reason, so that it is logged once.
 
     The texts of such errors differ, for example in the time of a request, or in the name of a part.
     """
@@ -749,7 +749,7 @@ def kind_of(error: BaseException) -> tuple[object, ...]:
 
 
 def is_unknown(error: BaseException) -> bool:
-    """Return True if a version may have been published, or may appear later, although that raised ``error``."""
+    """Return True if ``error`` leaves open whether a version was published or will appear later."""
     match error:
         case RankFailedError():
             return error.is_unknown

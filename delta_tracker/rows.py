@@ -225,7 +225,7 @@ def copy_from_host(memory: Tensor, values: Tensor) -> None:
 
 
 def bits_of(rows: Tensor) -> Tensor:
-    """Return the bits as integers, in which NaNs with the same bits are equal, and -0.0 differs from 0.0."""
+    """Return the bits as integers. NaNs with the same bits are then equal, and -0.0 differs from 0.0."""
     return rows.contiguous().view(_INTEGERS[rows.element_size()])
 
 

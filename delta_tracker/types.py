@@ -41,7 +41,7 @@ def dtype_name(dtype: torch.dtype | str) -> str:
 
 @cache
 def torch_dtype(name: str) -> torch.dtype:
-    """Return torch's dtype for a name. Files have the names, so that a reader does not need to import torch."""
+    """Return torch's dtype for a name. Files contain the names, so that reading them does not import torch."""
     import torch  # noqa: PLC0415
 
     found: torch.dtype = getattr(torch, name)

@@ -58,7 +58,7 @@ class StreamFence:
                 self._open.setdefault(key, {})[device] = stream
 
     def last_stream(self, device: torch.device) -> Any:  # noqa: ANN401  torch's stubs have no common type
-        """Return the stream of the newest use on ``device``; None if there was no use, or if no fence is needed.
+        """Return the stream of the last use on ``device``; None if there was none, or if no fence is needed.
 
         Work that is queued on this stream is ordered after this use and before the next one, and makes no stream wait.
         """

@@ -9,8 +9,8 @@ from torch import Tensor
 class HostCopy:
     """Copy of a device tensor in host memory.
 
-    On CUDA, the constructor starts the copy and does not wait for the device, except that torch may have to allocate
-    pinned memory. On other devices, :meth:`result` makes the copy. This class has not been tested on a GPU.
+    On CUDA, the constructor starts the copy and does not wait for the device, unless torch has to allocate pinned
+    memory. On other devices, :meth:`result` makes the copy. This class has not been tested on a GPU.
 
     Args:
         source: the tensor. It must not be written between this call and the completion of the copy, except by later

@@ -143,7 +143,7 @@ def of_silence(age: float, num_gaps: int, longest: float) -> list[Notice]:
 
 
 def of_clocks(skews: Iterable[str]) -> list[Notice]:
-    """Return one notice for each description of a clock that differs from the store's."""
+    """Return a notice for each of ``skews``, the descriptions of clocks that differ from the store's."""
     step = (
         "Synchronize the clock of that host (NTP). Ages here are by the store's clock. Copy streams with their "
         "modification times (cp -a, rsync -t)"

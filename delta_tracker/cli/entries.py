@@ -29,7 +29,7 @@ class Amount(Struct, frozen=True, rename={"num_bytes": "bytes"}):
 
 
 class OwnerChanges(Struct, frozen=True):
-    """Number of a table's rows that got a new raw id, and number of those that lost theirs without a new one."""
+    """Number of a table's rows that got a new raw id, and number of rows that lost theirs and got no new one."""
 
     admitted: int
     evicted: int

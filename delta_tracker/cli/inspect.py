@@ -151,7 +151,7 @@ def _start(stream: Stream, head: Manifest, held: Mapping[int, Entry]) -> tuple[M
 
 
 def _merged_from(stream: Stream, version: int) -> Entry | None:
-    """Return the merged entry that a predictor applies if ``version`` is missing or malformed; None if it has none."""
+    """Return the merged entry that a predictor applies if ``version`` is missing or malformed; None without one."""
     try:
         merged = stream.log.longest_merged(version - 1)
     except MalformedError:

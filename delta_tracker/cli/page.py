@@ -146,7 +146,7 @@ class Chart:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Linear mapping from values to percent: from 0 to 0, and from ``high`` to 100. A tick is at each ``step``."""
+    """Linear scale that maps 0 to 0 % and ``high`` to 100 %, with a tick at each multiple of ``step``."""
 
     high: float
     step: float

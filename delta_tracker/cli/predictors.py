@@ -107,7 +107,7 @@ def hosts_of(predictors: Sequence[SeenPredictor]) -> dict[str, dict[str, int | N
 
 
 class Skews:
-    """Differences between the clocks of a stream's publishers and the store's.
+    """Differences between the clocks of a stream's publishers and the store's clock.
 
     The skew of a publisher is the smallest one of its entries, because a slow commit looks like a clock that is behind.
     """
@@ -125,7 +125,7 @@ class Skews:
     def problems(self, predictors: Iterable[SeenPredictor] = (), clock: StoreClock | None = None) -> list[str]:
         """Return a description of each clock that differs from the store's by more than a minute.
 
-        ``clock`` is that of this process; None if it was not compared with the store's.
+        ``clock`` compares the clock of this process; None if it was not compared with the store's.
         """
         skews = {f"the publisher of generation {number}": skew for number, skew in sorted(self._found.items())}
         skews |= {f"predictor {each.beat.name}": each.skew for each in predictors}

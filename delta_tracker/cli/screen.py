@@ -1,4 +1,4 @@
-"""Screen of the command ``top``. If the screen does not fit the terminal, it shows only the most important rows."""
+"""Screen of the command ``top``. If it does not fit the terminal, only the most important rows are shown."""
 
 from collections.abc import Sequence
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""Last sign of life of a stream's publisher, for commands that replace the publisher."""
+"""Check when a stream's publisher gave its last sign of life, for commands that replace the publisher."""
 
 import secrets
 

@@ -43,7 +43,7 @@ Examples:
 @click.option("--wait", default=0.0, metavar="SECONDS", type=Number(0), help="Time to wait for the claim of a standby.")
 @click.option("--cancel", "cancels", is_flag=True, help="Delete the request instead. Excludes the other options.")
 def command(stream: Stream, silence: float, wait: float, *, is_forced: bool, cancels: bool) -> int:
-    """Write the request, and wait. Return 1 if no publisher claimed the stream within ``wait`` seconds, otherwise 0."""
+    """Write the request and wait. Return 1 if no publisher claims the stream within ``wait`` seconds, otherwise 0."""
     if cancels:
         if is_forced or wait or silence != SILENCE_SECONDS:
             raise click.UsageError("Pass --cancel without other options.")

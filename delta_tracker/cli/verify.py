@@ -81,7 +81,7 @@ def command(stream: Stream, *, quick: bool) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Record of a damaged entry or part. ``is_in_the_way`` is True if a predictor that starts now reads it."""
+    """Damaged entry or part. ``is_in_the_way`` is True if a predictor that starts now reads it."""
 
     where: str
     problem: str
@@ -230,7 +230,7 @@ class _Check:
             self._find(entry_name(version), problem, version)
 
     def _check_strays(self, versions: Sequence[int], newest: int) -> None:
-        """Check that the versions above the newest one were committed during the check."""
+        """Check that versions above ``newest`` were committed while this check ran."""
         if versions and self.stream.log.storage.size(entry_name(newest + 1)) is None:
             problem = f"it is above version {newest + 1}, which is missing: delete it"
             for version in versions:
@@ -248,7 +248,7 @@ class _Check:
                 self._check_parts(manifest, partial(log.read_merged, merged))
 
     def _newest_snapshot(self, head: Manifest | None) -> tuple[int, bool]:
-        """Return the version of the newest snapshot, -1 for none, and True if the newest entry names a missing one."""
+        """Return the newest snapshot's version, or -1, and True if the newest entry names a missing snapshot."""
         named = -1 if head is None or head.snapshot is None else head.snapshot
         try:
             snapshot = self.stream.log.newest_snapshot()
@@ -340,7 +340,7 @@ def _check_training(storage: Storage, stored: Stored) -> None:
 
 
 def _starts(manifest: Manifest, before: Manifest | None, stream: str, newest: str) -> bool:
-    """Return True if an entry may start another stream in the log. See :func:`_chain_problems` for the arguments."""
+    """Return True if an entry may start another stream in the log. For the arguments, see :func:`_chain_problems`."""
     if manifest.forked_from is not None:
         return before is None or manifest.forked_from.stream == stream
     return before is None and manifest.stream == newest  # the promotion itself is missing or malformed

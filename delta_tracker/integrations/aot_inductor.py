@@ -49,7 +49,7 @@ _DtypeName = Annotated[str, Meta(pattern=rf"\A({'|'.join(TENSOR_DTYPES)})\Z")]
 
 
 class _Record(msgspec.Struct, forbid_unknown_fields=True):
-    """Dtype and shape of a package's constants by name, from its metadata."""
+    """Metadata of a package: dtype and shape of its constants, by name."""
 
     format: Literal[1]
     tensors: dict[str, tuple[_DtypeName, tuple[_Size, ...]]]
@@ -62,7 +62,7 @@ def compile_package(
 
     Afterwards each parameter and floating point buffer is changed in turn, and the package and the exported program run
     on the example inputs of the export. Either both results must change or neither. This finds constants that the
-    compiler has folded into the code. It needs a copy of the largest tensor for a moment, and takes two runs for each
+    compiler has folded into the code. It needs memory for a copy of the largest tensor, and takes two runs for each
     tensor. A tensor on which the example inputs do not depend is reported in the log.
 
     The package contains no tables, unless the model has constants that are not in its ``state_dict``.
@@ -177,7 +177,7 @@ def _tensors(exported: ExportedProgram) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _check(exported: ExportedProgram, tensors: Mapping[str, Tensor], path: str) -> None:
-    """Raise UnsupportedModelError if the package does not see a change of a tensor that the program sees.
+    """Raise UnsupportedModelError if a change of a tensor affects the program but not the package.
 
     Raises InvalidArgumentError if one of them returns another result each time.
     """
@@ -246,7 +246,7 @@ def _loaded(path: str, num_runners: int) -> Any:  # noqa: ANN401  torch's class 
 
 
 def _manage(compiled: Any, tensors: Mapping[str, Tensor]) -> None:  # noqa: ANN401
-    """Let a package read its constants from ``tensors``, which must stay alive as long as the package."""
+    """Make a package read its constants from ``tensors``, which must live as long as the package."""
     names = set(compiled.get_constant_fqns())
     managed = {name: tensor for name, tensor in tensors.items() if name in names}
     compiled.load_constants(managed, check_full_update=False, user_managed=True)

@@ -191,7 +191,7 @@ class SavedCounters:
 class _SavedParts:
     """Parts of a state in a checkpoint, each saved by one rank.
 
-    ``source`` and ``key`` are those of :class:`SavedTracker`. ``what`` names such states in error messages.
+    ``source`` and ``key`` are those of :class:`SavedTracker`. ``what`` describes the states in error messages.
     ``is_wanted`` returns True for the header of a part of such a state; it is used if ``key`` is None.
     """
 

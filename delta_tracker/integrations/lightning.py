@@ -94,10 +94,11 @@ _UNKNOWN = _Saved({}, None)
 class TrackerCallback(Callback):
     """Callback that builds the tracker when ``fit`` starts, steps it after each batch, and checkpoints its state.
 
-    The state is part of every checkpoint, whichever ranks the strategy saves on: the checkpoint of rank 0 has the parts
-    of all ranks, and the checkpoint of any other rank has the part of this rank. After the model is restored, each rank
-    loads the rows of its own shards, at any world size. If the checkpoint has no tracker state, every row is marked as
-    changed. At the world size of the save, each rank also loads its own state of each registered counter.
+    The state is part of every checkpoint, regardless of the ranks on which the strategy saves: the checkpoint of rank 0
+    has the parts of all ranks, and the checkpoint of any other rank has the part of this rank. After the model is
+    restored, each rank loads the rows of its own shards, at any world size. If the checkpoint has no tracker state,
+    every row is marked as changed. At the world size of the save, each rank also loads its own state of each registered
+    counter.
 
     When ``fit`` starts, all ranks compare their trackers and the states that they load. If these differ, or if a rank
     fails, all ranks raise an error. This is a collective.
@@ -119,7 +120,7 @@ class TrackerCallback(Callback):
             :class:`~delta_tracker.ModelDeltaTracker` itself.
         publish: function that builds the publisher for a tracker; None to disable publishing. The publisher needs a
             cadence, because its :meth:`~delta_tracker.publisher.publisher.Publisher.step` is called after each batch.
-            It is built when training starts, so that a search by Lightning's ``Tuner`` takes over no stream.
+            It is built when training starts, so that a search by Lightning's ``Tuner`` claims no stream.
 
     Raises:
         InvalidArgumentError: if ``build`` or ``publish`` cannot be called.

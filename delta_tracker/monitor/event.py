@@ -172,7 +172,7 @@ def trace_of(run_id: str, number: int) -> int:
 def launched_run_id() -> str:
     """Return the id that the launcher gave to the run, from ``TORCHELASTIC_RUN_ID`` or ``SLURM_JOB_ID``.
 
-    If there is none, return a random id. Then log a warning if there are several ranks.
+    If there is none, return a random id. Also log a warning if there are several ranks.
     """
     for name in ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID"):
         found = os.environ.get(name, "")

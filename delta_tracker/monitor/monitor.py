@@ -321,7 +321,7 @@ class Monitor(Forkable):
         return self._collector.flush(_seconds("timeout", timeout))
 
     def collect(self) -> CollectionReport:
-        """Collect now and return the report. For tests and programs that do not call :meth:`start`."""
+        """Collect now and return the report. Intended for tests and programs that do not call :meth:`start`."""
         return self._collector.collect()
 
     def after_fork_in_child(self) -> None:

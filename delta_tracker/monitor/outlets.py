@@ -83,8 +83,8 @@ class Runner:
     def start(self) -> queue.SimpleQueue[Call | None]:
         """Start the worker thread if there is none, and return the queue of its calls.
 
-        :meth:`run` does this, too. Call this method early if the first call may be made at interpreter shutdown, when
-        no thread can be started.
+        :meth:`run` does the same. Call this method early if the first call may be made at interpreter shutdown, when no
+        thread can be started.
         """
         if self._calls is None:
             calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()

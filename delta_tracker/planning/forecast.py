@@ -169,7 +169,7 @@ class Forecast:
     def publisher_bytes(self) -> int:
         """Memory of the host on one rank for the copy of the rows of a delta, their ids, and the dense tensors.
 
-        A GPU takes as much, at most 512 MiB, and torch rounds pinned memory up to a power of two.
+        The copy takes as much memory on a GPU, at most 512 MiB. Torch rounds pinned memory up to a power of two.
         """
         num_bytes = {each.fqn: each.dim * each.dtype.itemsize + _ID_BYTES for each in self.workload.tables}
         rows = sum(self._rows_of_delta(each) * num_bytes[each.fqn] for each in self.workload.tables)
@@ -193,7 +193,7 @@ class Forecast:
 
     @property
     def publisher(self) -> Requests:
-        """Requests of the publisher, without retention: parts, entries, the reads that check each, and the pointer."""
+        """Requests of the publisher, without retention: parts, entries, the reads that verify them, and the pointer."""
         versions, scans = self._versions, _HOUR / SCAN_SECONDS
         return Requests(
             puts=self._deltas * self.delta.num_writes
@@ -205,7 +205,7 @@ class Forecast:
 
     @property
     def retention(self) -> Requests:
-        """Requests of the retention: a pass lists all objects and reads each entry."""
+        """Requests of retention: a pass lists all objects and reads each entry."""
         if self.entries is None:
             return Requests()
         passes = self._versions / RETAIN_EVERY
@@ -260,7 +260,7 @@ class Forecast:
     def start_bytes(self) -> float | None:
         """Bytes that a new predictor reads, with half of the deltas between two snapshots.
 
-        None if there is only one snapshot, so that they grow without a bound.
+        None if there is only one snapshot, so that the number of deltas is unbounded.
         """
         longest = self.longest_start_bytes
         return None if longest is None else (self.snapshot.read_bytes + longest) / 2
@@ -279,8 +279,8 @@ class Forecast:
 def forecast(workload: Workload) -> Forecast:
     """Return the forecast for a workload.
 
-    Counted are the requests to a bucket in steady operation, without HTTP caches, compaction, hints, pins, ``status()``
-    and metrics, training states, raw ids, retries, and the requests of starting processes.
+    Counts the requests to a bucket in steady operation, without HTTP caches, compaction, hints, pins, ``status()`` and
+    metrics, training states, raw ids, retries, and the requests of starting processes.
 
     Example:
         >>> import torch

@@ -1,4 +1,4 @@
-"""Description of a stream to forecast: its tables, rates and readers, which are given or observed."""
+"""Description of a stream to forecast: its tables, rates and readers, specified or observed."""
 
 import math
 import statistics

@@ -30,7 +30,8 @@ class Gate:
         max_drift: maximum relative difference between the RMS row norm of a table and its value in the last applied
             version of the same kind (snapshot or delta), as a fraction of the smaller of the two: 0.5 allows growth by
             half or shrinkage by a third. None disables the check. The first version of a kind is the baseline.
-        min_rows: number of rows in the version below which ``max_drift`` is not checked: the norm varies too much.
+        min_rows: number of rows in the version below which ``max_drift`` is not checked, because the norm varies too
+            much.
 
     Example:
         >>> gate = Gate(max_drift=0.5)  # for Rollout(gate=gate)
@@ -50,7 +51,7 @@ class Gate:
 
 
 class GateKeeper:
-    """Checker of versions against the bounds of a gate. A rejected version is called held.
+    """Checker that compares versions with the bounds of a gate. A rejected version is called held.
 
     Attributes:
         held: error of the last held version, without a traceback; None if no version was held, or if a version has been

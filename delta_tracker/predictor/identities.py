@@ -38,7 +38,7 @@ VersionOwners = Mapping[str, tuple[Tensor, Tensor]]
 
 
 def version_owners(contents: Contents) -> VersionOwners:
-    """Return the owners of a version's rows, for each table with managed collisions, once they are validated."""
+    """Validate and return the owners of a version's rows, for each table with managed collisions."""
     manifest = contents.manifest
     pieces: defaultdict[str, list[tuple[Tensor, Tensor]]] = defaultdict(list)
     for fqn, ids, owners in contents.owners():

@@ -124,7 +124,7 @@ class TableLock(Forkable):
                 self._may_write.notify()
 
     def after_fork_in_child(self) -> None:
-        """Release the lock for all threads that exist only in the parent, and record if one of them was writing."""
+        """Release the lock for all threads that exist only in the parent. Record whether one of them was writing."""
         thread = threading.get_ident()
         if self._writer not in (None, thread):
             self._writer, self.is_torn = None, True
@@ -152,8 +152,7 @@ class TableLock(Forkable):
 class TableFence:
     """Fence that orders lookups and writes on the devices, as :class:`TableLock` orders them on the host.
 
-    Each lookup waits for the last write, and each write for it and all lookups since. The devices wait, not the
-    threads.
+    Each lookup waits for the last write, and each write for the last write and all lookups since. Only devices wait.
 
     Attributes:
         devices: the CUDA devices of the tables, none on the CPU. Changes only while no thread reads.
@@ -179,7 +178,7 @@ class TableFence:
                 self.devices, self.writing = (*self.devices, device), self._writing
 
     def enter_reading(self) -> list[Any]:
-        """Let the current streams wait for the last write, and return them. The lock must be held for reading."""
+        """Make the current streams wait for the last write, and return them. The lock must be held for reading."""
         streams = [torch.cuda.current_stream(device) for device in self.devices]
         for device, stream in zip(self.devices, streams, strict=True):
             if device in self._written:
@@ -187,7 +186,7 @@ class TableFence:
         return streams
 
     def leave_reading(self, streams: Sequence[Any]) -> None:
-        """Let the next write wait for the work on ``streams``. The caller must still hold the lock for reading."""
+        """Make the next write wait for the work on ``streams``. The caller must still hold the lock for reading."""
         with self._mutex:  # threads may share a stream, and the last record of an event counts
             for stream in streams:
                 if stream not in self._read:

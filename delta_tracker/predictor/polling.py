@@ -1,4 +1,4 @@
-"""Schedule of a follower's polls: their interval depends on new versions, hints and errors. Also of its gap checks."""
+"""Schedules of a follower's polls and gap checks. The poll interval depends on new versions, hints and errors."""
 
 from __future__ import annotations
 
@@ -132,12 +132,12 @@ class GapChecks:
         return self._runtime.monotonic() >= self._due
 
     def done(self, *, found_none: bool) -> None:
-        """Set the time of the next check: later than before if this one listed the log and found no gap."""
+        """Set the time of the next check. The interval grows if this check listed the log and found no gap."""
         longer = min(2 * self._seconds, _MAX_GAP_CHECKS * GAP_CHECK_SECONDS)
         self._seconds = longer if found_none else GAP_CHECK_SECONDS
         self._due = self._runtime.monotonic() + jittered(self._seconds, self._runtime)
 
 
 def jittered(seconds: float, runtime: Runtime) -> float:
-    """Return ``seconds`` times a random factor, but unchanged below 0.1 s, to spread the requests of many readers."""
+    """Return ``seconds`` with random jitter if it is at least 0.1 s, to spread the requests of many readers."""
     return seconds * runtime.uniform(0.75, 1.25) if seconds >= _LEAST_JITTERED_SECONDS else seconds

@@ -99,7 +99,7 @@ class PredictorGauges:
             self.recorder.refused_parts.cell(reason="corrupt").add(1)
 
     def rests(self, log: StreamLog, position: Position | None) -> None:
-        """Read the entry of a loaded position once, to know the age of the rows. Ignores errors."""
+        """Read the entry of a loaded position once, to find the age of the rows. Ignores errors."""
         if self.served is not None or position is None:
             return
         with suppress(StreamError):
@@ -133,7 +133,7 @@ class PredictorGauges:
             self.recorder.poll_seconds.set(status.poll_seconds)
 
     def _added(self, name: str, total: int) -> int:
-        """Return by how much a count has grown since the last call."""
+        """Return the growth of a count since the last call."""
         added = max(0, total - self._counted[name])
         self._counted[name] += added
         return added

@@ -49,7 +49,7 @@ class Reader:
 
     Attributes:
         pinned: target version of the pin or rollback that applies to the reader; None without one.
-        why: last decision and its reason; empty before the first, and after :meth:`release`.
+        why: text of the last decision and its reason; empty before the first one, and after :meth:`release`.
     """
 
     def __init__(

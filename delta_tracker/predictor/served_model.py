@@ -39,7 +39,7 @@ NameChoice = Mapping[str, str] | Callable[[str], str]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelTarget:
-    """Model that a predictor writes to, and how it differs from the trainer's.
+    """Model that a predictor writes to, with its differences from the trainer's model.
 
     Args:
         model: module, or mapping of FQN to tensor or target, as for a predictor.
@@ -86,7 +86,7 @@ class ModelTarget:
 
 
 class Names:
-    """Rule that gives the name in the model for a name in the stream, by the ``names`` of a :class:`ModelTarget`.
+    """Mapping from names in the stream to names in the model, by the ``names`` of a :class:`ModelTarget`.
 
     A whole name takes precedence over a prefix, and a longer prefix over a shorter one. All other names are unchanged.
     ``known`` has the names of the tables and tensors of the model. ``depends_on_stream`` is False if :meth:`of` returns
@@ -103,7 +103,7 @@ class Names:
         self.depends_on_stream = not isinstance(choice, Mapping) or len(self._whole) < len(given)
 
     def of(self, names: Iterable[str]) -> dict[str, str]:
-        """Return the model's name by the stream's name, for the ``names`` that differ and all names given in full."""
+        """Return the model's name by the stream's name, for ``names`` that differ and all whole names."""
         if not self.depends_on_stream:
             return self._whole
         return {name: own for name in names if (own := self._own(name)) != name} | self._whole
@@ -169,7 +169,7 @@ class ServedModel:
         return Receiver(targets, self._dense(manifest.dense), maps)
 
     def _warn_of_others(self, manifest: Manifest) -> None:
-        """Warn of tables and dense parameters that the stream does not have, and that therefore keep their values."""
+        """Log the tables and dense parameters that are missing in the stream and therefore keep their values."""
         sent = {self._names.get(name, name).removesuffix(".weight") for name in (*manifest.tables, *manifest.dense)}
         self._has_compared = True
         if others := sorted(_table_names(self._model) - sent):
@@ -328,8 +328,8 @@ def renamed(targets: dict[str, RowTarget], names: Mapping[str, str]) -> dict[str
 def check_targets(manifest: Manifest, targets: Mapping[str, RowTarget]) -> None:
     """Raise ModelMismatchError for the first table of a version that does not fit the model.
 
-    It is missing, has another shape or dtype, cannot be written in place, or shares its memory with another table of
-    the stream. A target whose block lies outside its table raises InvalidArgumentError.
+    A table does not fit if it is missing, has another shape or dtype, cannot be written in place, or shares its memory
+    with another table of the stream. A target whose block lies outside its table raises InvalidArgumentError.
     """
     for fqn, table in manifest.tables.items():
         target = targets.get(fqn)

@@ -73,7 +73,7 @@ class SinkWriter(Forkable):
         protect(self)
 
     def save_order(self, followed: Order) -> None:
-        """Store with the position which order was followed."""
+        """Store the last order that was followed together with the position."""
         held, state = self.written, self.written.with_order(followed.kind, followed.counter)
         if held.version is None or held.applying is not None or held.is_settling or state == held:
             return  # the log of owners of an interrupted version must not be cleared
@@ -96,7 +96,7 @@ class SinkWriter(Forkable):
         raise InvalidArgumentError("state", state, "Omit it: the row store keeps the position with its rows")
 
     def after_fork_in_child(self) -> None:
-        """Open the sink again before the next version. A sink refuses that in a forked process."""
+        """Open the sink again before the next version, which raises an error in a forked process."""
         self._is_known = False
 
     def restore(self) -> None:
@@ -204,7 +204,7 @@ class SinkWriter(Forkable):
     def _log(self, stream: str, fqn: str, slots: Tensor, owners: Tensor) -> tuple[Tensor, int]:
         """Log the ``[M]`` owners of the rows ``slots``, ascending, that differ from the stored map.
 
-        Returns the int64 raw ids that lose a row, and may get another one, and the number of rows that get a raw id.
+        Returns the int64 raw ids that lose a row (they may get another one), and the number of rows that get a raw id.
         """
         left: list[Tensor] = [torch.empty(0, dtype=torch.int64)]
         num_admitted = 0

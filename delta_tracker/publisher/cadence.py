@@ -104,7 +104,7 @@ class Pace:
         self._set_counted({})
 
     def wants_snapshot(self, head: Manifest) -> bool:
-        """Return True if ``snapshot_every`` demands that the version after ``head`` is a snapshot.
+        """Return True if ``snapshot_every`` requires that the version after ``head`` is a snapshot.
 
         Earlier publishers' snapshots count: a trainer that resumes does not send all rows again.
         """

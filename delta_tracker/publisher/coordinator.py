@@ -118,7 +118,7 @@ class Coordinator:
             )
 
     def release(self) -> None:
-        """Let another publisher use the claim, because this one could not be built. No-op if it is not used."""
+        """Release the claim for another publisher, because this one could not be built. No-op if it is not used."""
         if self._claim is not None:
             self._claim.release()
 

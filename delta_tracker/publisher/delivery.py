@@ -44,8 +44,8 @@ class Delivery:
     """Threads of one rank that complete each version after its cut, without the training thread.
 
     Each rank writes its share of the version and sends the description to rank 0. Rank 0 commits the version and sends
-    the outcome to all. While a rank writes, or rank 0 commits, the ranks exchange signs of life: a rank that died is
-    noticed at once, one that is stopped within the timeout.
+    the outcome to all. While a rank writes, or rank 0 commits, the ranks exchange signs of life: a dead rank is
+    detected at once, and a suspended rank within the timeout.
 
     Args:
         writer: writes the shares of this rank and, on rank 0, commits.
@@ -108,7 +108,7 @@ class Delivery:
         return self._lead(rounds, draft, job) if self._group.rank == 0 else self._send(rounds, job)
 
     def _lost(self, error: BaseException) -> Exception | None:
-        """Leave the group, because the other ranks may have sent other letters. Return the error to report."""
+        """Leave the group, because the other ranks may expect other messages. Return the error to report."""
         if self._group.world_size == 1 and isinstance(error, Exception):
             return error
         self._group.leave(f"{type(error).__name__} while a version was completed: {error}")
@@ -194,7 +194,7 @@ class Rounds:
     still writes its share, or waits for the outcome.
 
     All methods raise RankLostError if a rank died, does not take part in time, or is at another version. Rank 0 then
-    leaves the group, so that the other ranks notice it at once.
+    leaves the group, so that the other ranks detect it at once.
 
     Args:
         number: number of the votes that decided the cut.

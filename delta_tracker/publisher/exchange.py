@@ -90,7 +90,7 @@ class Message:
     def of(cls, action: Callable[[], Mapping[str, Any] | None]) -> Message:
         """Return a message with the JSON result of ``action``, or with the error that it raised.
 
-        None is an empty message.
+        A result of None gives an empty message.
         """
         try:
             return cls(action() or {})

@@ -76,7 +76,7 @@ class SelectedRows:
 
 
 class HostCopier:
-    """Component that copies tensors to the host. Only one thread may call the methods.
+    """Copier of tensors to the host. Only one thread may call the methods.
 
     On a CUDA device, all rows are copied into one buffer on the current stream, and a side stream copies the buffer
     to pinned memory. The reader of the copies waits for this copy. If the rows do not fit into one buffer of 256 MiB,

@@ -389,7 +389,7 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
         return f"Publisher({self._writer.storage.url!r}, generation={head.generation}, version={head.version})"
 
     def _checked(self) -> Versions:
-        """Return the versions; raise InvalidArgumentError if closed, or if called in another thread or process."""
+        """Return the state of the versions. Raise InvalidArgumentError if closed, or in another thread or process."""
         if self._versions is None:
             raise InvalidArgumentError("publisher", "closed", "Build a new Publisher")
         thread, process = self._caller

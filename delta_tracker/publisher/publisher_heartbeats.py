@@ -30,7 +30,7 @@ class Heartbeats:
         self._job: Future[None] = self._worker.submit(lambda: None)
 
     def beat(self, head: Manifest) -> None:
-        """Start to write a heartbeat if one is due and no other is being written. Makes no request in this thread."""
+        """Start to write a heartbeat if one is due and none is being written. Makes no request in this thread."""
         if self._writer.is_due() and self._job.done():
             self._job = self._worker.submit(self._writer.write, head)
 

@@ -1,4 +1,4 @@
-"""This rank's tables in a version: their schema, and copies of their rows, which are encoded when they are written."""
+"""This rank's tables in a version: their schema, and copies of their rows. Rows are encoded when they are written."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ EncodingChoice = Encoding | str | Mapping[str, Encoding | str] | None
 
 
 def name_encodings(choice: EncodingChoice) -> str | dict[str, str] | None:
-    """Return the names of the encodings of a choice that :func:`choose_encodings` has accepted, equal on all ranks."""
+    """Return the names of the encodings of a valid choice, in a form that is equal on all ranks."""
     if isinstance(choice, Mapping):
         return {fqn: Encoding.named(choice[fqn]).name for fqn in sorted(choice)}
     return None if choice is None else Encoding.named(choice).name

@@ -38,7 +38,7 @@ _logger = logging.getLogger(__name__)
 
 
 class TrackerReader:
-    """Component that reserves a consumer of a tracker and reads the rows of each version.
+    """Reader that reserves a consumer of a tracker and reads the rows of each version.
 
     Only the training thread may call the methods. The other arguments and the errors are those of ``Publisher(...)``.
 
@@ -227,7 +227,7 @@ class TrackerReader:
         self._ranks.is_expected = self._top_k is not None and not is_complete
 
     def can_read(self, kind: Kind, *, is_complete: bool) -> bool:
-        """Return False if the read of a version is a collective that this rank has already begun."""
+        """Return False if reading a version is a collective that this rank has already begun."""
         return kind == "snapshot" or is_complete or self._top_k is None or self._ranks.is_expected
 
     def fail_expected_read(self) -> None:

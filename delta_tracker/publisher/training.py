@@ -181,7 +181,8 @@ class TrainingCuts:
     def begin(self, meanwhile: ConsumerHandle | None) -> None:
         """Wait for updates in progress, and find states that were written in place since the last cut.
 
-        Their rows become pending for the publisher's consumer and for ``meanwhile``.
+        Their rows become pending for the publisher's consumer, and for ``meanwhile``, which tracks changes during a
+        copy.
 
         Raises:
             UnfinishedStepError: if an update is still in progress after the wait, or rows were updated since the last

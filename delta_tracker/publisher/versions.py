@@ -172,7 +172,7 @@ class Versions:
         self._ballots.call()
 
     def returned(self) -> None:
-        """Record that a call of :meth:`publish` ended, so that the same call begins another version."""
+        """Record that a call of :meth:`publish` ended, so that calling the method again begins another version."""
         self._call = None
 
     def step(self) -> None:

@@ -1,4 +1,4 @@
-"""Job on this rank that a restore writes, and its comparison with the version: :class:`LocalJob`, :func:`check_fit`.
+"""Job on this rank that a restore loads, and its comparison with the version: :class:`LocalJob`, :func:`check_fit`.
 
 ``torch.optim.Optimizer.load_state_dict`` compares only the numbers of groups and of parameters, and a scheduler's
 compares nothing. The state of another class would be loaded, and the next step would fail or be wrong.
@@ -48,7 +48,7 @@ _CLASS_KEY = "decoupled_weight_decay"  # the only difference between the groups 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalJob:
-    """Job on this rank that a restore writes, see :func:`~delta_tracker.recovery.restore.restore` for its parts."""
+    """Job on this rank that a restore loads. :func:`~delta_tracker.recovery.restore.restore` documents its parts."""
 
     model: nn.Module
     tracker: ModelDeltaTracker | None
@@ -73,7 +73,7 @@ class LocalJob:
         self._check_data()
 
     def _check_data(self) -> None:
-        """Check that the position in the data can be attached. Fetched batches are lost if a state is loaded."""
+        """Check that the position in the data can be attached. Loading a state loses fetched batches."""
         data = self.data
         if data is None or self.tracker is None or self.tracker.progress.data_position is data:
             return
@@ -267,7 +267,7 @@ def _names(saved: Iterable[str], found: Iterable[str], ignore: Collection[str]) 
 
 
 def check_same(what: str, saved: object, found: object) -> None:
-    """Raise RestoreMismatchError unless ``saved`` and ``found`` are equal. None means that ``what`` is missing."""
+    """Raise RestoreMismatchError unless ``saved`` and ``found`` are equal. None stands for a missing ``what``."""
     if saved != found:
         missing = "missing"
         raise RestoreMismatchError(what, missing if saved is None else saved, missing if found is None else found)
@@ -358,7 +358,7 @@ def _by_parameters(groups: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any
 
 
 def _check_keys(what: str, saved: Collection[str], found: Collection[str], *remedy: str) -> None:
-    """Check that both have the same keys. A renamed key is in both lists of the message."""
+    """Check that ``saved`` and ``found`` have the same keys. A renamed key is in both lists of the message."""
     only_saved, only_found = sorted(set(saved) - set(found)), sorted(set(found) - set(saved))
     if only_saved or only_found:
         raise RestoreMismatchError(f"the list of {what}", only_saved, only_found, *remedy)

@@ -1,4 +1,4 @@
-"""Compare a version with the job on this rank, and write it afterwards: :func:`prepare` and :class:`Plan`."""
+"""Compare a version with the job on this rank, and write the version: :func:`prepare` and :class:`Plan`."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Plan:
         names: names of the dense tensors that are in the parts of the last entry.
         dense: other dense tensors by name, in the order of writing: those of rank 0, then the buffers of this rank.
         consumers: result of :func:`pending_rows`.
-        rerouted: FQNs of the tables whose raw ids are divided among the ranks in another way than in the version.
+        rerouted: FQNs of the tables whose raw ids are divided among the ranks differently than in the version.
         unloaded: ignored states of ranks, by name, that the user may load at another number of ranks.
     """
 
@@ -79,7 +79,7 @@ class Plan:
         return {fqn: shard.spec for fqn, shard in self.shards.items()}
 
     def check_objects(self, others: Iterable[Stored]) -> None:
-        """Check that the objects that :meth:`write` reads, and ``others``, exist and have their sizes."""
+        """Check that the objects that :meth:`write` reads, and ``others``, exist and have the right sizes."""
         objects = [*self._objects(), *others]
         sizes: dict[str, int] = {}
         # In a local directory, a listing would also read the status of the files of all later versions.
@@ -124,7 +124,7 @@ class Plan:
 
 
 def check_model(job: LocalJob) -> tuple[Discovery, dict[str, LocalOwners]]:
-    """Check that a job can be restored at all. Return its tables, and FQN to the raw ids of this rank's rows."""
+    """Check that a job can be restored. Return its tables, and the raw ids of this rank's rows by FQN."""
     found = discover(job.model)
     owners = local_owners(job.model, found)
     refuse_unrecoverable(found, {fqn: each.module for fqn, each in owners.items()})
@@ -222,7 +222,7 @@ def load_collisions(
 ) -> dict[str, tuple[object, list[dict[str, Any]]]]:
     """Return the managed-collision module of each table in ``owners``, and the states of its slots, by FQN.
 
-    Of the ``ranks``, reads the states only from those that had the slots.
+    Reads only the states of those ``ranks`` that had the slots.
     """
     saved = {rank: states.collision_slots(rank) for rank in ranks} if owners else {}
     found = {}

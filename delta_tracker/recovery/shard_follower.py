@@ -49,7 +49,7 @@ class ShardFollower:
     :class:`~delta_tracker.predictor.reader.Reader` never does: all states must belong to one history.
 
     Attributes:
-        error: error of the last attempt, which the next turns repeat; None if it succeeded.
+        error: error of the last attempt, which later calls retry; None if it succeeded.
         newest: last entry up to which all rows are written; None while older rows are written again.
     """
 
@@ -86,7 +86,7 @@ class ShardFollower:
         return self.newest if Position.after(partial).names(self._log.read(partial.version)) else None
 
     def advance(self, until: float) -> bool:
-        """Apply entries until there are no more, or until the monotonic time ``until``. Return True if there was any.
+        """Apply entries until there are no more, or until the monotonic time ``until``. Return True if one was applied.
 
         An entry that is started is applied completely. An error of the store or of the stream is logged and kept in
         :attr:`error`, and this method then does nothing for up to five seconds. Raises an error if the stream
@@ -111,7 +111,7 @@ class ShardFollower:
         return has_moved
 
     def retry(self) -> None:
-        """Let the next call of :meth:`advance` look for a missing version, and try again at once after an error."""
+        """Make the next call of :meth:`advance` look for a missing version, and retry immediately after an error."""
         self._next_try = self._gap_check = 0.0
 
     def overwritten(self, plan: Plan) -> None:
@@ -167,7 +167,7 @@ class ShardFollower:
         return True
 
     def _next(self) -> Manifest | None:
-        """Return the next entry. If it is missing, look at intervals whether it was deleted."""
+        """Return the next entry. If it is missing, check at intervals whether it was deleted."""
         assert self._position is not None, "an entry was applied"
         looks_for_gap = self.error is not None or self._monotonic() >= self._gap_check
         entry = next_entry(self._log, self._position, self._source.next(self._position, looks_for_gap=looks_for_gap))

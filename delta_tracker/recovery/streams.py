@@ -83,7 +83,7 @@ class StandbyGauges:
 
 
 class RecoveryStream:
-    """Decisions of a standby's rank 0 to take over, and its claim of the recovery stream.
+    """Decider of a standby's rank 0, which claims the recovery stream for a takeover.
 
     A decision is a dict for all ranks. It is empty to continue, has ``is_due`` to take over, or one of
     ``nothing``, ``gone`` and ``live`` with the arguments of an error.
@@ -171,7 +171,7 @@ class RecoveryStream:
         self._reason = reason
 
     def _known(self, head: Manifest | None, version: int | None) -> int | None:
-        """Remember the newest snapshot. Return a version that was applied or seen."""
+        """Store the newest snapshot. Return a version that was applied or seen."""
         if head is not None and head.snapshot is not None:
             self._seen = head.snapshot
         return self._seen if version is None else version
@@ -232,8 +232,8 @@ class ServingStreams:
         """Check that the streams exist, and that they are all streams that the trainer publishes.
 
         ``version``, of the recovery stream, has the positions of the streams of the tracker's other consumers. A stream
-        that is not among them is accepted only for a consumer whose position is unknown. None may be left out, because
-        its publisher would not be fenced.
+        that is not among them is accepted only for a consumer whose position is unknown. All of them must be given,
+        because the publisher of a missing one would not be fenced.
         """
         storages = [open_storage(each) for each in self._urls]  # the directory may have been mounted meanwhile
         streams = [_stream_of(each) for each in storages]

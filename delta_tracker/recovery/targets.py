@@ -29,7 +29,7 @@ _VALUE_BYTES = 4
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowWriter:
-    """Writer of the rows of entries that are in this rank's shards by FQN, with the states of these rows."""
+    """Writer of the rows of entries that belong to this rank's shards, with the states of these rows."""
 
     storage: Storage
     shards: Mapping[str, ShardSpec]

@@ -25,7 +25,7 @@ _Evicted = Mapping[str, Tensor | None]
 
 
 class LaunchHook(Watcher):
-    """Hook that reports each launch of a collection's output distributions, of which it has one per sharding type.
+    """Hook that reports each launch of a collection's output distributions. There is one per sharding type.
 
     It is a forward hook of the distributions. TorchRec also has a slot for a post-odist function, but holds only one
     function there, and does not call it for a collection inside a managed-collision module.

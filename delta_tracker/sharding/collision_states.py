@@ -39,7 +39,7 @@ _ATTRIBUTES = {
 def collision_obstacle(module: Any) -> str:  # noqa: ANN401  a class of torchrec's
     """Return the reason why the state of a managed-collision module cannot be saved; an empty string if it can.
 
-    Subclasses may have more state, and so may other eviction policies than those of torchrec.
+    Subclasses and custom eviction policies may have more state.
     """
     torchrec = import_module("torchrec.modules.mc_modules")
     if type(module) is not torchrec.MCHManagedCollisionModule:
@@ -78,7 +78,7 @@ def collision_fault(state: Mapping[str, Any]) -> str:
 
 
 def check_collision_slots(fqn: str, module: Any, ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:  # noqa: ANN401
-    """Return those ``ranges`` of states that are in a module, ascending; together they are exactly its slots.
+    """Return those ``ranges`` of states that are in a module, ascending. Together they are exactly its slots.
 
     Raises RestoreMismatchError if they are not.
     """
@@ -227,7 +227,7 @@ def _faults(state: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _tensor_faults(state: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the tensors of a state with a wrong content. The types of the state's values are correct."""
+    """Yield the names of a state's tensors with invalid contents. The types must have been checked."""
     num_slots, length = state["zch_size"], len(state["history"])
     for names, size in ((("sorted", "mapping"), num_slots), (("iter",), 1)):
         yield from (name for name in names if len(state[name]) != size)

@@ -29,7 +29,7 @@ _HASH_EMPTY = -1  # value of an empty slot in hash-ZCH
 
 
 class Versions:
-    """Tensors and their version counters. Equal if no tensor was replaced or written in place in between."""
+    """Tensors and their version counters. They are equal if no tensor was replaced or written in place."""
 
     __slots__ = ("_tensors", "_versions")
     __hash__ = None  # type: ignore[assignment]
@@ -72,7 +72,7 @@ class LocalOwners(ABC):
 
     @abstractmethod
     def token(self) -> object | None:
-        """Return an object equal to an earlier one if no owner has changed since; None if unknown. Does not wait."""
+        """Return an object that equals an earlier one if no owner has changed since; None if unknown. Does not wait."""
 
     @abstractmethod
     def read(self) -> Tensor:
@@ -122,7 +122,7 @@ class HashOwners(LocalOwners):
         """Return the owner of each slot, ``[R]`` int64, ``NO_OWNER`` if the slot is empty.
 
         An owner with the raw id ``NO_OWNER``, which :meth:`refusal` reports, is returned as -1. A change to or from it
-        is therefore not taken for that of an empty slot.
+        therefore differs from that of an empty slot.
         """
         raw_ids = self._raw_ids()
         is_empty, is_reserved = raw_ids == _HASH_EMPTY, raw_ids == NO_OWNER

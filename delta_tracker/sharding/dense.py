@@ -1,7 +1,7 @@
 """Find the dense tensors of a model: all parameters and persistent buffers outside sharded modules.
 
 Tensors of which each rank has only a part are rejected by name, because a version would contain the part of one rank
-only. Those of sharded managed collisions are left out: a stream has the raw ids of rows with the rows.
+only. Tensors of sharded managed collisions are omitted, because a stream has the raw ids together with the rows.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping

@@ -241,7 +241,7 @@ class _BackwardToken:
         self._listener = listener
 
     def __call__(self) -> None:
-        """Do nothing. The engine calls the token at the end of a pass that succeeded."""
+        """Do nothing. The engine calls the token after a successful pass."""
 
     def __del__(self) -> None:
         self._listener.end_write_later(self._key)

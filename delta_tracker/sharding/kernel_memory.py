@@ -154,7 +154,7 @@ _ENDED = ref(_Statement())
 class _Thread(threading.local):
     """State of the ``with`` statements of this module that are active in this thread.
 
-    Only their frames hold the statements, so that one whose end is interrupted does not stay active.
+    The statements are referenced only by their frames, so that an interrupted one does not stay active.
 
     Attributes:
         cut: the active ``with one_cut()``.
@@ -175,8 +175,8 @@ def one_cut() -> AbstractContextManager[None]:
     """Return a context manager in which reads by this thread flush each kernel at most once.
 
     This thread must not train inside the ``with`` statement, because reads miss rows that are written to a cache after
-    the cache was flushed. Writes of other threads count as changes after the cut. Nested calls have no effect, and
-    neither have calls inside :func:`reading_in_place`, where :meth:`Kernel.rows` flushes nothing.
+    the cache was flushed. Writes of other threads count as changes after the cut. Nested calls have no effect. Calls
+    inside :func:`reading_in_place` have none either, because there :meth:`Kernel.rows` flushes nothing.
     """
     if _THREAD.cut() is None and _THREAD.in_place() is None:
         return _active("cut")

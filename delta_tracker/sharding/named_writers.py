@@ -1,4 +1,4 @@
-"""Count the calls of functions of other packages that write weights through ``.data``, which no version counter shows.
+"""Count the calls of other packages' functions that write weights through ``.data``, without a version counter.
 
 The functions are known by name, because nothing else shows their writes. Each one is wrapped as soon as its module is
 imported. Which weights it wrote is unknown: :class:`~delta_tracker.sharding.weights.WriteWatch` reports a write to

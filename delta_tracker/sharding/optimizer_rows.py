@@ -90,7 +90,7 @@ class StateWatch:
 
 
 def kernel_scalars(shards: Mapping[str, LocalShard]) -> dict[str, dict[str, int | float | Tensor]]:
-    """Return the scalars of the kernel of each fused table that this rank holds, without a wait for a device.
+    """Return the scalars of the kernel of each fused table that this rank holds. Does not wait for a device.
 
     The numbers are ``iter`` (of a kernel on a device, a live tensor without dimensions), ``iter_cpu``, ``lr`` (learning
     rate of the kernel), ``group_lr`` (learning rate of the optimizer object), ``eps``, ``beta1``, ``beta2`` and

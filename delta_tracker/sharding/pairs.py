@@ -1,7 +1,7 @@
 """Compatibility of FBGEMM releases with torch releases.
 
-FBGEMM's libraries are compiled for one minor release of torch, and its wheels do not say which. With another one, its
-import fails with an ``OSError`` or an undefined symbol, which names neither of them.
+FBGEMM's libraries are compiled for one minor release of torch, which its wheels do not name. With another release, its
+import fails with an ``OSError`` or an undefined symbol, which names neither package.
 """
 
 import re

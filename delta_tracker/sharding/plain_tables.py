@@ -4,7 +4,7 @@ The unsharded collections of TorchRec contain such modules. A table with dense g
 is exact for every optimizer. A table with sparse gradients needs no copy: :mod:`delta_tracker.sharding.step_hook`
 reports the rows that a step of an optimizer writes.
 
-In a process group, every rank must hold the same rows. Only ``DistributedDataParallel`` ensures it.
+In a process group, every rank must hold the same rows. Only ``DistributedDataParallel`` ensures this.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -138,7 +138,7 @@ def _kind(weight: Tensor) -> str:
 
 
 def _obstacle(module: PlainModule, weight: Tensor | None, fsdp: set[int], replicated: set[int] | None) -> str | None:
-    """Return the reason for which a table cannot be tracked; None if it can.
+    """Return the reason why a table cannot be tracked; None if it can.
 
     ``fsdp`` has the ``id()`` of each parameter that FSDP manages, and ``replicated`` that of each parameter that is the
     same on every rank; None on one rank.

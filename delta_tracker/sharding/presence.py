@@ -26,7 +26,7 @@ def has_collisions(model: nn.Module) -> bool:
 
 
 def traced_collisions(model: nn.Module) -> list[str]:
-    """Return the names of mappings of raw ids in modules that were scripted or traced, and so lost their classes."""
+    """Return the names of mappings of raw ids in scripted or traced modules, which have lost their classes."""
     found = []
     for fqn, module in model.named_modules():
         tensors = (*module.named_buffers(recurse=False), *module.named_parameters(recurse=False))

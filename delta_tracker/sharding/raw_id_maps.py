@@ -1,9 +1,9 @@
 """Mappings of raw ids in the managed-collision modules of a serving model.
 
 TorchRec's modules map raw ids to rows in two ways. ``MCHManagedCollisionModule`` keeps the raw ids sorted, and maps an
-unknown id to the last row of its range. ``HashZchManagedCollisionModule`` probes the rows from the hash of an id on.
-With ``disable_fallback=True``, it has no row for an unknown id. Otherwise an unknown id reads the row of another id, so
-that rows and mapping cannot be changed one after the other.
+unknown id to the last row of its range. ``HashZchManagedCollisionModule`` probes the rows that start at the hash of an
+id. With ``disable_fallback=True``, it has no row for an unknown id. Otherwise an unknown id reads the row of another
+id, so that rows and mapping cannot be changed one after the other.
 
 A trainer on several ranks has a default row on each rank. A module that holds the rows of several ranks is given a
 ``remap`` that finds the default row by the trainer's buckets.

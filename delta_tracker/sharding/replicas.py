@@ -88,7 +88,7 @@ class ReplicaGroup:
                 torch.sum(marks << self._shifts(), dim=1, dtype=torch.uint8, out=packed)
 
     def pack_every_row(self) -> None:
-        """Write the message that all rows of all tables may change. Allocates no memory."""
+        """Write a message for :meth:`exchange` with all rows of all tables. Allocates no memory."""
         self._own.fill_(1)
 
     def exchange(self) -> dict[str, Tensor | None]:

@@ -108,7 +108,7 @@ class StepHook(Watcher):
         self._run(optimizer, partial(self._end, optimizer))
 
     def _run(self, optimizer: torch.optim.Optimizer, action: Callable[[], bool]) -> None:
-        """Call ``action``. If it fails, mark all rows at the next cut, because those of the step are unknown."""
+        """Call ``action``. If it fails, mark all rows at the next cut, because the rows of the step are unknown."""
         try:
             if not self._contained(action, otherwise=False):
                 self.forget(id(optimizer))

@@ -1,7 +1,7 @@
 """Import classes of torchrec when they are first needed, and read properties of sharding plans.
 
-The names below are the same in torchrec 1.3.0 to 1.9.2, which `make test-matrix` checks. Handle differences between
-versions in this file.
+The names below exist in torchrec 1.3.0 to 1.9.2, which `make test-matrix` checks. Handle differences between versions
+in this file.
 """
 
 import itertools

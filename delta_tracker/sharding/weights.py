@@ -83,7 +83,7 @@ class WriteWatch:
 
 
 class _Weight(NamedTuple):
-    """Nonempty weight tensor of a shard's kernel, and the values that show later that it was written.
+    """Nonempty weight tensor of a shard's kernel, and the values by which a later write is detected.
 
     Args:
         owner: mapping of the module.

@@ -225,7 +225,7 @@ class LmdbSink(RowSink):
         self._pending_bytes += num_bytes
 
     def _commit(self) -> None:
-        """Make the pending changes in one durable transaction, in a larger file if necessary."""
+        """Apply the pending changes in one durable transaction, and enlarge the file if necessary."""
         env = self._opened()
         try:
             with self._store.errors():
@@ -263,7 +263,7 @@ class LmdbSink(RowSink):
 
 
 class _WriterLock(Forkable):
-    """Lock of the file ``writer.lock``, which a forked process does not keep. Raises SinkError if it is taken."""
+    """Lock of the file ``writer.lock``, which forked processes do not hold. Raises SinkError if it is taken."""
 
     def __init__(self, store: LmdbStore) -> None:
         path: Path = store.path / "writer.lock"

@@ -30,8 +30,7 @@ _SIGN = np.uint64(1 << 63)  # inverted, so that keys are in the order of signed 
 class LmdbRows:
     """Reader of the rows that :class:`~delta_tracker.sinks.lmdb.LmdbSink` wrote in another process.
 
-    A lookup is one read transaction: its rows and their version are of one moment. Safe for use by several threads,
-    whose lookups follow one another.
+    A lookup is one read transaction: its rows and their version are consistent. Thread-safe; lookups are serialized.
 
     Args:
         directory: directory of the sink.
@@ -88,7 +87,7 @@ class LmdbRows:
                 self._env.close()
 
     def _begin(self) -> Any:  # noqa: ANN401  the package is optional
-        """Begin a transaction; adopt the new size of a file that grew. The lock is held: no other one is open."""
+        """Begin a transaction, with the new size of a file that grew. Callers must hold the lock."""
         try:
             return self._env.begin()
         except self._store.package.MapResizedError:
@@ -163,7 +162,7 @@ def state_key(stream: str) -> bytes:
 
 
 def stream_prefix(stream: str) -> bytes:
-    """Return the beginning of all keys of a stream, except for that of its state."""
+    """Return the prefix of all keys of a stream, except the key of its state."""
     return b"k" + stream.encode()
 
 

@@ -94,7 +94,7 @@ class RedisSink(RowSink):
 
     Args:
         url: ``redis://host:port/db``, ``rediss://...`` or ``unix://...``.
-        prefix: beginning of all keys. Streams of different models need different prefixes.
+        prefix: prefix of all keys. Streams of different models need different prefixes.
         timeout_seconds: timeout of a connection, and of each response.
 
     Raises:
@@ -334,7 +334,7 @@ class RedisSink(RowSink):
         return self._key(stream, "o", table, number), place * OWNER_BYTES
 
     def _held_keys(self, state: SinkState, table: str) -> Iterator[list[int]]:
-        """Yield the ids of all rows of a table that may be stored, in lists of at most 65,536."""
+        """Yield the ids of all rows of a table that may be stored, at most 65,536 at a time."""
         num_rows = state.tables[table].num_rows
         for begin in range(0, num_rows, _SLOTS_PER_KEY):
             slots = torch.arange(begin, min(begin + _SLOTS_PER_KEY, num_rows))

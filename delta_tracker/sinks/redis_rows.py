@@ -25,11 +25,11 @@ class RedisRows:
     """Reader of the rows that :class:`~delta_tracker.sinks.redis.RedisSink` wrote.
 
     Each batch of at most 1,000 rows is one ``MGET``, which also reads the state: the rows of a batch, their version and
-    the default rows are of one moment. Safe for use by several threads.
+    the default rows are consistent. Thread-safe.
 
     Args:
         url: ``redis://host:port/db``, ``rediss://...`` or ``unix://...``.
-        prefix: beginning of all keys, that of the sink.
+        prefix: prefix of all keys, the same as the sink's.
         timeout_seconds: timeout of a connection, and of each response.
 
     Raises:
@@ -158,7 +158,7 @@ class RedisServer:
     def client(self, *, is_single: bool = False) -> Any:  # noqa: ANN401  the package is optional
         """Return a client, which connects at its first command and does not retry.
 
-        With ``is_single``, it has one connection and is not safe for use by several threads.
+        With ``is_single``, it has one connection and is not thread-safe.
         """
         try:
             return self._redis.Redis.from_url(

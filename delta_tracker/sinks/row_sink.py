@@ -105,8 +105,8 @@ class RowSink(Protocol):
     3. After :meth:`finish`, if owners changed: :meth:`set_owners`, :meth:`delete_defaults` and :meth:`settle`.
 
     The effect of a call must not become durable before that of the calls before it: after a crash of the writer or of
-    the store, the store has the effects of all calls up to some point. A call that was interrupted may have had a part
-    of its effect. :meth:`begin` and :meth:`finish` store the state as a whole. All calls may be repeated. A store with
+    the store, the store has the effects of all calls up to some point. An interrupted call may have taken effect in
+    part. :meth:`begin` and :meth:`finish` store the state as a whole. All calls may be repeated. A store with
     transactions may make the effects of :meth:`begin` and of all calls up to :meth:`finish` visible together.
 
     The key of a row is its global row id. In a table with raw ids it is the raw id of the row's owner. Its default
@@ -188,7 +188,7 @@ class RowSink(Protocol):
         """Yield the logged changes, each as the ``slots`` and ``owners`` of a call of :meth:`log_owners`, in order."""
 
     def finish(self, state: SinkState) -> None:
-        """Store the state after all rows of a version, and make readers read its stream, both at once.
+        """Store the state after all rows of a version, and atomically make its stream the one that readers read.
 
         When the call returns, the version is durable, as far as the store's own settings allow.
         """

@@ -143,7 +143,7 @@ def current_state(data: bytes | None) -> SinkState:
 
 
 class Lookup:
-    """Lookup of ids in one table at one state: names the keys to read, and decodes their values.
+    """Lookup of ids in one table at one state. It names the keys to read, and decodes their values.
 
     Args:
         ids: ``[N]`` int64 on the CPU: global row ids, or raw ids for a table with raw ids.
@@ -182,7 +182,7 @@ class Lookup:
         self.defaults: list[int] = [slot for slot in found if slot >= 0]
 
     def decode(self, rows: Sequence[bytes | None], defaults: Sequence[bytes | None]) -> LookedUp:
-        """Return the rows from the stored row of each id, and of each of :attr:`defaults`; None stands for no row.
+        """Decode the stored row of each id and of each of :attr:`defaults`; None stands for a missing row.
 
         Raises MalformedSinkError if a row is missing or invalid.
         """

@@ -327,12 +327,12 @@ def evaluate(beat: Heartbeat, seconds_since: float, head: Manifest, *, order: Pi
 
 
 def _is_above(pin: Pin, beat: Heartbeat) -> bool:
-    """Return True if a predictor has had a version above a pin for longer than it takes to find the pin."""
+    """Return True if a predictor has had a version above a pin for longer than a reader needs to find the pin."""
     return any(age >= _PIN_SECONDS and version is not None and version > pin.bad for age, version, _ in beat.window)
 
 
 def _waits_after(release: Pin, beat: Heartbeat, head: Manifest) -> bool:
-    """Return True if a canary waits for a release above its bound, because the versions before it may be bad."""
+    """Return True if a canary waits because a release is above its bound and the versions before it may be bad."""
     if not _is_canary(beat) or beat.error is not None or beat.version is None or beat.pin >= release.counter:
         return False
     if beat.version >= release.version or len({version for _, version, _ in beat.window}) > 1:

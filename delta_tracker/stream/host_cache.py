@@ -234,7 +234,7 @@ class HostCache:
 
     @contextmanager
     def _locked(self) -> Iterator[bool]:
-        """Context manager that locks the directory; its value is False if another process holds the lock too long."""
+        """Context manager that locks the directory, and yields False if another process holds the lock too long."""
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         descriptor = os.open(self._directory / "lock", flags, 0o600)
         deadline = time.monotonic() + self._patience_seconds

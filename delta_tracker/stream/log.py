@@ -1,6 +1,6 @@
 """Log of a stream: consecutive entries, each created exactly once and linked to its predecessor by hash.
 
-FORMAT.md has the rules of a publisher, which :class:`Claim` and the functions below it follow. They leave a single
+FORMAT.md has the rules of a publisher, which :class:`Claim` and the functions below it follow. They ensure a single
 history, even if publishers race or are killed at any step.
 """
 
@@ -209,7 +209,7 @@ class StreamLog:
         return None
 
     def pointed(self, *, is_due: bool = True) -> HeadPointer | None:
-        """Return the newest pointer whose entry was read and has its hash, raised to newer entries that were read.
+        """Return the newest pointer whose entry was read and has its hash, or a pointer to a newer entry that was read.
 
         For a store that cannot list. With ``is_due=False``, sends no request for the pointer.
         """
@@ -263,7 +263,7 @@ class StreamLog:
         return doubted is None or doubted[0] != name or self._runtime.monotonic() - doubted[1] >= _DOUBT_SECONDS
 
     def _read_past_cache(self, name: str) -> Manifest | None:
-        """Return an entry, read past the caches; None if it is missing, or was read past them in the last 10 s."""
+        """Read an entry past the caches. Return None if it is missing, or was read past them in the last 10 s."""
         if not self._may_doubt(name):
             return None
         self._doubted = name, self._runtime.monotonic()
@@ -382,7 +382,7 @@ class StreamLog:
         Args:
             after: link of the entry that the claim must follow; None to follow any entry.
             writer: id of the claim, 32 hex digits; None to draw one. If the newest entry is a claim with this id, it is
-                returned: an earlier call created it, but the store's answer was lost.
+                returned: an earlier call created it, but the store's response was lost.
             forks: True to start a new stream after the newest entry.
 
         Raises:
@@ -481,7 +481,7 @@ class Claim:
         self._is_used = True
 
     def release(self) -> None:
-        """Let another publisher use this claim, because the one that was to use it could not be built."""
+        """Release this claim for another publisher, because the one that used it could not be built."""
         self._is_used = False
 
     def commit(self, entry: Manifest) -> Manifest:
@@ -746,7 +746,7 @@ def _confirm(log: StreamLog, entry: Manifest) -> bool:
 
 
 def _is_succeeded(log: StreamLog, entry: Manifest) -> bool:
-    """Return True if the log has continued after ``entry``, by a claim of a publisher that found it as the head."""
+    """Return True if the log continues after ``entry`` with a claim of a publisher for which it was the head."""
     if not log.versions(after=entry.version):
         return False
     following = log.read(entry.version + 1)
@@ -820,7 +820,7 @@ def _continues_after(log: StreamLog, version: int) -> bool:
 
 
 def _is_superseded(taken: Manifest, head: Manifest) -> bool:
-    """Return True if ``taken``, after ``head``, is of a fenced publisher, at a name that another program has freed."""
+    """Return True if the entry ``taken`` after ``head`` is a fenced publisher's, at a name that was freed."""
     return (
         taken.stream == head.stream
         and taken.generation < head.generation
@@ -829,7 +829,7 @@ def _is_superseded(taken: Manifest, head: Manifest) -> bool:
 
 
 def _next_writer(writer: str) -> str:
-    """Return the writer of a publisher's next claim, which shows whose claim it is if the store's answer was lost."""
+    """Return the writer of a publisher's next claim. It identifies the claim if the store's response was lost."""
     return xxhash.xxh3_128_hexdigest(writer.encode())
 
 
@@ -852,7 +852,7 @@ def _is_readable(name: str, data: bytes) -> bool:
 
 
 def _newer_publisher(storage: Storage, head: Manifest, entries: list[Manifest], writer: str) -> tuple[int, int] | None:
-    """Return generation and version of a publisher that has superseded the one of ``head``; None if there is none.
+    """Return the generation and version of a publisher that has superseded that of ``head``; None without one.
 
     ``entries`` are those from the one before ``head`` on. ``writer`` is that of the publisher's next claim.
     """

@@ -417,7 +417,7 @@ class ObjectCopier:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Decision to copy an entry, or its stand-in if it is malformed, after the merged snapshot that it follows."""
+    """Decision to copy an entry (a stand-in if it is malformed), after the merged snapshot that it follows."""
 
     entry: Manifest
     data: bytes
@@ -426,7 +426,7 @@ class Copy:
 
 
 class _Seen:
-    """Answers of the source in one step of a mirror. Each is requested only once."""
+    """Cache of the source's responses in one step of a mirror. Each object is requested only once."""
 
     def __init__(self, log: StreamLog, diverged: Callable[[int, str], MirrorDivergedError]) -> None:
         self.source = log
@@ -450,10 +450,10 @@ class _Seen:
 
 
 def decide(log: _Seen, head: Manifest | None, *, is_checked: bool, is_due: bool) -> Copy | str:
-    """Return what a mirror copies next after ``head``, the newest entry of the destination; or a note.
+    """Return what a mirror copies after ``head``, the newest entry of the destination, or a note if it must wait.
 
-    Unless ``is_checked``, checks first that the destination is a prefix of the source; with ``is_due``, if there is no
-    next entry.
+    ``is_checked`` is True if the destination is known to be a prefix of the source. Otherwise, or if there is no next
+    entry, this is checked if ``is_due``.
     """
     if head is None:
         return _first(log)
@@ -499,7 +499,7 @@ def _first(log: _Seen) -> Copy | str:
 
 
 def _pinned_start(log: _Seen, head: Manifest) -> tuple[Manifest | None, str]:
-    """Return the snapshot from which the log leads to the pinned version, or None, and a note."""
+    """Return the snapshot that leads to the pinned version, None without one, and a note."""
     pin = newest_pin(log.source.storage)
     if pin is None or pin.kind != "pin" or pin.stream != head.stream:
         return None, ""

@@ -41,7 +41,7 @@ _MAX_REPORTED = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pin:
-    """Order to all predictors that follow pins: return to a version and stay there, or continue from a snapshot.
+    """Order to predictors that follow pins: return to a version and stay there, or continue from a snapshot.
 
     FORMAT.md describes the fields. ``bad`` is the newest version when the pin was written; a release has that of its
     pin.

@@ -159,7 +159,7 @@ def _check_objects(storage: Storage, manifest: Manifest) -> None:
 
 
 def _snapshot(log: StreamLog, head: Manifest | None) -> Manifest | None:
-    """Return the newest snapshot of the log, if it is of the head's stream."""
+    """Return the newest snapshot of the log if it belongs to the head's stream."""
     if head is None or head.snapshot is None:
         return None
     snapshot = log.read(head.snapshot)

@@ -46,7 +46,7 @@ class StoreClock:
         self._last[kind] = max(newest, seen), began
 
     def compare(self, modified: float, *, looked_at: float | None) -> None:
-        """Use one modification time, of an object that was not modified yet at the reader's time ``looked_at``."""
+        """Use the modification time of an object that was not modified yet at the reader's time ``looked_at``."""
         low = modified - self.reader_time()
         self._low = max(self._low, low)
         if looked_at is not None:

@@ -128,7 +128,7 @@ class ChangeLog:
     def restore(self, state: LogState) -> None:
         """Replace all pending rows with ``state``; rows of writes in progress stay pending. Aborts all reads.
 
-        If memory is missing or the call is interrupted, all rows may count as changed for every consumer.
+        After a lack of memory or an interrupt, all rows may count as changed for every consumer.
 
         Args:
             state: pending rows of exactly this log's consumers. If its ``history`` is None, a rewind makes all rows

@@ -140,7 +140,7 @@ class ConsumerHandle(Uncopied, remedy="Save or copy the tracker's state_dict(), 
         return self._log.consumers.find(name).current_note
 
     def wait_for_updates(self, seconds: float) -> None:
-        """Wait up to some seconds until the rows and their optimizer states are those after a whole number of updates.
+        """Wait at most ``seconds`` until no update of the rows and their optimizer states is in progress.
 
         An update is in progress from the lookup until its backward pass has written the rows. Raises
         UnfinishedStepError if an update is still in progress after the wait.
@@ -163,7 +163,7 @@ class ConsumerHandle(Uncopied, remedy="Save or copy the tracker's state_dict(), 
     # Top-k
 
     def check_top_k(self, top_k: TopK | None) -> None:
-        """Raise InvalidArgumentError if later reads cannot have ``top_k``. None is valid."""
+        """Raise InvalidArgumentError if reads of the consumer do not support ``top_k``. None is valid."""
         self._held()
         self._reader.check(top_k, with_optimizer=False)
 

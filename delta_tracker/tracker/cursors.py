@@ -78,7 +78,7 @@ class Consumer(NamedTuple):
         return self.note if self.noted_at == self.position else None
 
     def moved(self, position: int, batch: int, carried: Mapping[str, ChangedRows] = _NO_ROWS) -> Consumer:
-        """Return the record at another position, with other carried rows, whose age counts from now."""
+        """Return the record at another position, with other carried rows. Their age is counted from now on."""
         now = time.monotonic()
         rows = {fqn: rows for fqn, rows in carried.items() if len(rows)} if carried else _NO_ROWS
         since = now if rows else None
@@ -200,7 +200,7 @@ class Cursors:
         return since
 
     def merge_times(self, pinned: Collection[int]) -> None:
-        """Keep the first time between two positions in ``pinned``, and none below the lowest."""
+        """Keep only the first time between neighboring positions in ``pinned``, and none below the lowest position."""
         ordered, times = sorted(pinned), dict[int, float]()
         for position, when in self._times.items():
             index = bisect_right(ordered, position)

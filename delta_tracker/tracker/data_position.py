@@ -49,8 +49,8 @@ class DataPosition(Uncopied, Generic[T], remedy="Save or copy its state_dict()")
     account for its workers, as ``StatefulDataLoader`` does. Tested on the CPU with torch's ``DataLoader`` with 2
     workers, and with TorchRec's ``TrainPipelineBase``, ``TrainPipelineSparseDistLite`` and ``TrainPipelineSparseDist``.
 
-    A missing step is noticed when ``max_ahead`` is exceeded. Set it to the number of batches that the pipeline is
-    ahead, to notice each one.
+    A missing step is detected when ``max_ahead`` is exceeded. Set it to the number of batches that the pipeline is
+    ahead, so that every missing step is detected.
 
     To train several epochs, iterate again. At the end of an epoch the position is after its last batch: the loader has
     to accept this state, and to return no batch before the next epoch.
@@ -128,8 +128,8 @@ class DataPosition(Uncopied, Generic[T], remedy="Save or copy its state_dict()")
 
         Raises:
             InvalidArgumentError: by the iterator, if a newer iterator exists or the position was restored after the
-                first batch of the iterator. At its first batch, if earlier batches were fetched and not trained, since
-                the position cannot follow if these are dropped. Also if the time of a batch is invalid.
+                first batch of the iterator. At its first batch, if earlier batches were fetched and not trained: the
+                position cannot follow if they are dropped. Also if the time of a batch is invalid.
         """
         with self._lock:
             if self._drawn:

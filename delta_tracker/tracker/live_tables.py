@@ -17,8 +17,8 @@ from delta_tracker.types import Identity, ShardSpec, TableSpec, TableStates
 class LiveTables:
     """Tables of this rank, which training overwrites: their rows, optimizer states and raw ids.
 
-    For components that copy more than the changed rows, such as a publisher. A view shares memory with the model, which
-    training overwrites: copy it before the next batch to keep its values. Methods with an ``fqn`` raise
+    Used by components that copy more than the changed rows, such as a publisher. A view shares memory with the model,
+    which training overwrites: copy it before the next batch to keep its values. Methods with an ``fqn`` raise
     InvalidArgumentError if the table is not tracked.
 
     Args:
@@ -116,7 +116,7 @@ class LiveTables:
         """Return the iteration counters and hyperparameters of the fused optimizers on this rank, by table FQN.
 
         The keys are ``iter``, ``iter_cpu``, ``lr``, ``group_lr``, ``eps``, ``beta1``, ``beta2`` and ``weight_decay``.
-        ``iter`` of a kernel on a device is a live tensor, because a number would need a wait for the device.
+        ``iter`` of a kernel on a device is a live tensor, because reading its value would wait for the device.
         """
         return kernel_scalars(self._model.shards)
 

@@ -107,7 +107,7 @@ class LogSegments:
     # Cuts
 
     def cut(self, fqns: Collection[str] | None = None) -> None:
-        """Start a segment in the stores of some tables. The rows of writes in progress are marked in it again.
+        """Start a segment in the stores of some tables, and mark the rows of the writes in progress in it again.
 
         None stands for all tables, including the stores of their owners.
         """

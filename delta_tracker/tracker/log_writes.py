@@ -166,7 +166,7 @@ class LogWrites:
             self._segments.cut()
 
     def end_writes(self) -> None:
-        """End the writes queued by :meth:`end_write_later`. Usually only failed backward passes have left any."""
+        """End the writes queued by :meth:`end_write_later`. Usually, only failed backward passes leave such writes."""
         with self.lock:
             while self._ended:
                 key = self._ended[0]

@@ -111,7 +111,7 @@ class AllRanks:
 
     Attributes:
         is_expected: True if the other ranks have begun a selection in which this rank must take part. Set by the
-            caller, and False once this rank takes part.
+            caller. False once this rank takes part.
 
     Raises:
         RankLostError: in the constructor and in each collective, if a rank dies or does not make the same call in time.
@@ -396,7 +396,7 @@ class _Search:
         return table.row_bytes if self._top_k.num_bytes is not None else 1
 
     def _counted(self, count: Callable[[int, _Keys], Tensor]) -> list[list[Tensor]]:
-        """Return ``count(index of the budget, table)``, of one shape, for all tables by budget, on the host."""
+        """Call ``count(budget index, table)`` for all tables. Return the results on the host, by budget."""
         counts = iter(_on_host([count(index, table) for index, group in enumerate(self._groups) for table in group]))
         return [[next(counts) for _ in group] for group in self._groups]
 

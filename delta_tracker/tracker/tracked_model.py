@@ -67,7 +67,7 @@ class TrackedModel:
 
     @property
     def reports_updates(self) -> bool:
-        """True if hooks report the updates of all tables on this rank, of which none is compared with a copy."""
+        """True if hooks report the updates of all tables on this rank, so that none is compared with a copy."""
         return all(shard.is_fused or shard.is_stepped for shard in self.shards.values() if shard.holders)
 
     def check_attached(self) -> None:

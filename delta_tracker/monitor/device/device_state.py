@@ -53,7 +53,7 @@ class DeviceState(ABC):
         reader.add(self)
 
     def __del__(self) -> None:
-        """Give the sums to the reader, which records what was added since the last collection."""
+        """Pass the sums to the reader, which records the growth since the last collection."""
         if getattr(self, "_vectors", None):  # missing if a constructor raised
             self.is_deleted = True
             self._reader.deleted.append(self)
@@ -62,7 +62,7 @@ class DeviceState(ABC):
     def absorb(self, growth: list[float], epoch_end: EpochEnd | None) -> None:
         """Record the growth of the ``K`` sums between two readings on one device. Called in threads of the library.
 
-        ``epoch_end`` is step and epoch if the second reading was started at the end of an epoch, otherwise None.
+        ``epoch_end`` is the step and the epoch if the second reading was started at an epoch's end, otherwise None.
         """
 
     def forget(self) -> None:
@@ -207,7 +207,7 @@ class DeviceReader(MetricSource):
 def _start_copy(vectors: Sequence[Tensor], stream: Any) -> HostCopy:  # noqa: ANN401  torch's stubs lack it
     """Concatenate vectors and start to copy the result to the host, on a CUDA stream (None on other devices).
 
-    On other devices the thread of the library that reads the copy makes it, because it may block.
+    On other devices, the library's thread that reads the copy makes it, because the copy may block.
     """
     with torch.cuda.stream(stream):
         return HostCopy(torch.cat([*vectors, vectors[0][:0]]))  # never one of the vectors themselves

@@ -64,7 +64,7 @@ class TorchMetric(MetricSource):
         monitor.registry.add_source(self._reader)
 
     def __del__(self) -> None:
-        """Give the object to the reader, if there are updates that were not recorded."""
+        """Pass the object to the reader, if there are updates that were not recorded."""
         reader = getattr(self, "_reader", None)  # None if the constructor raised
         if reader is not None and self.has_news:
             reader.deleted = self

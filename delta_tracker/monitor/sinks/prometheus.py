@@ -57,8 +57,9 @@ class PrometheusSink(_TotalsSink):
 
     Counters are exported as totals since the process started, gauges as their newest reading, stats of kind ``STAT`` as
     summaries, and histograms as histograms. The count of a summary is the sum of the weights, so that its sum divided
-    by its count is the mean; without weights, it is the number of records. Summaries and histograms also cover all
-    records since the process started. The unit is appended to each name, and ``_total`` to the names of counters.
+    by its count is the mean; without weights, it is the number of records. Like counters, summaries and histograms
+    cover all records since the process started. The unit is appended to each name, and ``_total`` to the names of
+    counters.
 
     A histogram has eight buckets per power of two, between the ``bounds`` of its definition. In PromQL, a
     ``histogram_quantile`` between these bounds is therefore off by at most 9 % (:data:`BUCKET_RATIO`), and by less than

@@ -161,7 +161,7 @@ def range_within(ids: Tensor, rows: tuple[int, int]) -> tuple[int, int]:
 
 
 class Overlay:
-    """Index of listed rows by block. Blocks of a table must not overlap. Lookups bisect twice per column range."""
+    """Index of listed rows by block. Blocks must not overlap. A lookup is two binary searches per column range."""
 
     def __init__(self, listed: Iterable[BlockRows]) -> None:
         self._index = _Index((each.block, each) for each in listed)
@@ -208,7 +208,7 @@ class Overlay:
 
 
 class WholeBlocks:
-    """Index of whole blocks, which must not overlap, to find the listed rows that no whole block can take."""
+    """Index of whole blocks, which must not overlap, to find the listed rows that fit into none of them."""
 
     def __init__(self, blocks: Iterable[Block]) -> None:
         self._index = _Index((block, block) for block in blocks)
@@ -231,7 +231,7 @@ class WholeBlocks:
 
 
 def newest(rows: Iterable[BlockRows]) -> tuple[list[BlockRows], list[BlockRows]]:
-    """Merge rows: return the whole blocks, with their listed rows applied, and the listed rows outside of them."""
+    """Merge rows. Return the whole blocks with their listed rows applied, and the listed rows outside of them."""
     whole: list[BlockRows] = []
     listed: list[BlockRows] = []
     for each in rows:

@@ -1,4 +1,4 @@
-"""Digests of the pieces of an object of format 2, with which a reader checks a range without reading the rest."""
+"""Digests of the pieces of an object of format 2, so that a reader can check a range without reading the rest."""
 
 from __future__ import annotations
 

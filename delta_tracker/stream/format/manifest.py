@@ -242,7 +242,7 @@ class Manifest:
 
     @property
     def schema(self) -> Schema:
-        """Format, tables, states and identities. Only versions with equal schemas may be merged, or follow another."""
+        """Format, tables, states and identities. Only versions with equal schemas may be merged or consecutive."""
         return self.format, self.tables, self.states, self.identities
 
     def to_json(self) -> bytes:
@@ -295,7 +295,7 @@ class Merged:
 
     @classmethod
     def named(cls, name: str) -> Merged | None:
-        """Return the reference to the merged entry of a name, None if it is not the name of one."""
+        """Return the reference to the merged entry of a name, None for any other name."""
         match = _MERGED_NAME.fullmatch(name)
         return None if match is None else cls(int(match[1]), int(match[2]), match[3])
 

@@ -66,7 +66,7 @@ class _File:
         return self._items(span, span.begin, span.end).view(span.shape)
 
     def rows(self, key: str, begin: int, end: int) -> Tensor:
-        """Return the rows ``begin`` to ``end`` (exclusive) of a tensor with one or two dimensions, in two."""
+        """Return the rows ``begin`` to ``end`` (exclusive) of a tensor with one or two dimensions, as a matrix."""
         span = self.spans[key]
         _, *columns = span.shape
         width = columns[0] if columns else 1
@@ -269,7 +269,7 @@ class _Refusals(AbstractContextManager[None]):
 
 
 def read_training(storage: Storage, stored: Stored) -> StateReader:
-    """Return a reader of a rank's training state, which validates only what it loads, and raises CorruptPartError."""
+    """Return a reader of a rank's training state. It validates only loaded values, and raises CorruptPartError."""
     source = Ranged(storage, stored)
     with _Refusals(stored.name):
         span = _File(stored, {TRAINING_KEY: (torch.uint8, None)}, source).spans[TRAINING_KEY]

@@ -35,7 +35,7 @@ def local_rows(ids: Tensor, shard: ShardSpec) -> Tensor:
 def rows_of(storage: Storage, entry: Manifest, shards: Mapping[str, ShardSpec]) -> list[tuple[str, Tensor]]:
     """Return a pair (table FQN, ``[N]`` int64 local ids) for each block of an entry with rows of this rank's shards.
 
-    Reads and checks only parts with such blocks, and of a part of format 2 only the ids.
+    Reads and checks only parts with such blocks, and only the ids in parts of format 2.
     """
     found = []
     for part in entry.parts:

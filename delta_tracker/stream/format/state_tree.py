@@ -109,7 +109,7 @@ def flatten(value: object, path: str, *, paths: Mapping[str, str] | None = None)
     Args:
         value: the state.
         path: name of the state, for errors.
-        paths: name of the value of a key of the root, which must be a dict, instead of ``path[key]``.
+        paths: names of the values of the root, which must be a dict, by key; None for ``path[key]``.
 
     Raises:
         InvalidArgumentError: if a value cannot be encoded. The error has the path of the value, such as
@@ -141,8 +141,8 @@ def unpack(data: bytes | bytearray | memoryview | NDArray[np.uint8]) -> object:
 class StateReader:
     """Reader of an encoded state, which may be untrusted. Only the data of the values that are loaded are read.
 
-    The text is decoded and checked completely: each type, size and span, and the number of levels. While this takes
-    place, memory of up to about 30 times the size of the text is needed.
+    The text is decoded and checked completely: each type, size and span, and the number of levels. This takes memory of
+    up to about 30 times the size of the text.
 
     Args:
         read: function that returns the bytes from its first to its second argument (exclusive) of the encoded state.
@@ -171,7 +171,7 @@ class StateReader:
             raise ValueError(f"its data end at byte {self._start + parser.end} of {num_bytes}")
 
     def keys(self, *path: str) -> list[str]:
-        """Return the keys of the dict to which the keys ``path`` lead from the root, in their order.
+        """Return the keys of the dict at ``path``, a sequence of keys from the root, in order.
 
         Raises:
             KeyError: if a key of the path is missing.
@@ -185,7 +185,7 @@ class StateReader:
         return list(found)
 
     def load(self, *path: str) -> object:
-        """Return the value to which the keys ``path`` lead from the root. Tensors are new, on the CPU.
+        """Return the value at ``path``, a sequence of keys from the root. Tensors are copies on the CPU.
 
         Raises:
             KeyError: if a key of the path is missing.
@@ -417,7 +417,7 @@ def _num_bytes(shape: list[Any], itemsize: int) -> int:
 
 
 def _fits(shape: Sequence[int], itemsize: int) -> bool:
-    """Return True if a tensor of this shape can be made. Torch and numpy reject too large strides of empty tensors."""
+    """Return True if a tensor of this shape can be created. Torch and numpy reject empty tensors with huge strides."""
     return len(shape) <= MAX_DIMS and math.prod(max(1, size) for size in shape) * itemsize <= _MAX_BYTES
 
 

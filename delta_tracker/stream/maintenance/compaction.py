@@ -1,7 +1,7 @@
 """Compaction, which merges several deltas into one delta or into a snapshot, so that readers read fewer bytes.
 
-A merged entry is stored outside the log, is created after its parts, and only if no other entry has its name. So any
-process may compact at any time.
+A merged entry is stored outside the log, is created after its parts, and only if no other entry has its name.
+Therefore, any process may compact at any time.
 
 The newest value of each row and column range is kept. Blocks that overlap are copied as they are stored if they have
 the same encoding and columns. Otherwise their rows are decoded and split at every column edge. Readers get the same
@@ -238,7 +238,7 @@ def _pieces(log: StreamLog, base: Manifest) -> list[Manifest]:
 
 
 def _run(pieces: Sequence[Manifest], max_bytes: int) -> list[Manifest]:
-    """Return the longest prefix that has one schema and fits ``max_bytes``; empty if it has only claims."""
+    """Return the longest prefix with one schema that fits ``max_bytes``; empty if it has only claims."""
     run: list[Manifest] = []
     encodings: dict[str, Encoding] = {}  # of the tables with raw ids in ``run``
     num_bytes = 0
@@ -260,7 +260,7 @@ def _schema(versions: Sequence[Manifest]) -> Schema:
 
 
 def _is_alike(new: Mapping[str, Encoding], held: Mapping[str, Encoding]) -> bool:
-    """Return True if the tables in both mappings have one encoding, so that rows are merged without decoding."""
+    """Return True if the tables in both mappings have the same encodings, so that rows are merged without decoding."""
     return all(held.get(fqn, encoding) is encoding for fqn, encoding in new.items())
 
 

@@ -390,7 +390,7 @@ class _Plan:
 
 @dataclass(slots=True)
 class _Left:
-    """State after a complete pass, from which later passes know whether they may delete anything."""
+    """State after a complete pass, by which later passes decide whether they may delete anything."""
 
     head: Manifest
     first: int

@@ -64,7 +64,7 @@ class Upkeep:
 
 
 class _RetentionStep:
-    """Passes of a retention, and one log line if they can delete nothing because no new snapshot is published."""
+    """Retention passes, which log once if nothing can be deleted because no new snapshot is published."""
 
     def __init__(self, log: StreamLog, retention: Retention) -> None:
         self._log, self._passes = log, RetentionPasses(log, retention)

@@ -15,7 +15,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Canary:
-    """Distance that a predictor keeps from the newest version. Exactly one argument is given.
+    """Distance that a predictor keeps from the newest version. Pass exactly one argument.
 
     No version, snapshot or merged version above the bound is applied, even after a fault. The predictor waits if the
     stream has no snapshot at or below the bound.

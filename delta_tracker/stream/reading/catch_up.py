@@ -45,7 +45,7 @@ class CatchUp:
         return merged
 
     def avoid(self, entry: Manifest) -> None:
-        """Do not return an entry again until 64 more versions are applied: it cannot be applied."""
+        """Skip an entry that cannot be applied until 64 more versions are applied."""
         self._avoided.add(_name(entry))
 
     def _newest_merged(self, kind: str, after: int, position: Position) -> Manifest | None:

@@ -78,16 +78,16 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """All that a decision depends on.
+    """Input of a decision.
 
     Args:
         logs: logs at the urls of the reader, the one that is followed first.
         faults: entries that could not be applied in this round.
-        num_failures: consecutive rounds that failed.
+        num_failures: number of consecutive rounds that failed.
         looks_for_gap: True to check, if the next entry is missing, whether it was deleted or is not committed yet.
         catches_up: True to look for an entry that replaces many versions.
-        surveys: True to look at the other urls although the first one shows nothing new.
-        is_partial: True if some urls are not asked now, because they failed.
+        surveys: True to check the other urls even if the first one shows nothing new.
+        is_partial: True if some urls are not read now, because they failed.
     """
 
     logs: tuple[SeenLog, ...]
@@ -154,7 +154,7 @@ class Apply:
 
 @dataclass(frozen=True, slots=True)
 class Stay:
-    """Decision to apply nothing now, and at which version an order keeps the reader."""
+    """Decision to apply nothing now, with the version at which an order keeps the reader."""
 
     log: SeenLog
     rule: Rule
@@ -185,8 +185,7 @@ Decision = Apply | Stay | Doubt | Fail
 def decide(view: View) -> Decision:
     """Return what a reader does next.
 
-    The log that is followed decides, unless it cannot be used, or a survey is due: then the other logs are tried in
-    their order.
+    The current log decides. If it cannot be used, or a survey is due, the other logs are tried in order.
     """
     try:
         decision: Decision = _at(view.logs[0], view)
@@ -198,7 +197,7 @@ def decide(view: View) -> Decision:
 
 
 def _elsewhere(view: View, decision: Decision) -> Decision:
-    """Return the decision for a log that is not followed yet; ``decision`` if no other log is better."""
+    """Return the decision for another log than the current one; ``decision`` if no other log is better."""
     lead, *others = view.logs
     # Another log at rest is better then. If it lacks a version too, the fault of that one must be seen.
     error = decision.error if isinstance(decision, Fail) else None
@@ -215,7 +214,7 @@ def _elsewhere(view: View, decision: Decision) -> Decision:
 
 
 def _asks_others(decision: Decision, view: View) -> bool:
-    """Return True if other logs must be asked too."""
+    """Return True if the other logs must be checked too."""
     if not isinstance(decision, Fail):
         return isinstance(decision, Stay) and view.surveys
     error = decision.error
@@ -248,7 +247,7 @@ def _at(log: SeenLog, view: View) -> Apply | Stay | Doubt:
 def _beside(log: SeenLog, view: View, position: Position, order: Order) -> Apply | Stay:
     """Follow an order of another stream, which may continue the position's stream.
 
-    Once the order is known, the former stream is continued until it ends or has a fault, as its own order allows.
+    The former stream is continued until it ends or has a fault, as far as its own order allows.
     """
     joined = _joins(log, view, position, StreamReplacedError(log.url, position.version)) if order.is_new else None
     if isinstance(joined, Apply):
@@ -279,7 +278,7 @@ def _order(log: SeenLog, view: View) -> Order | None:
 
 
 def _ends(log: SeenLog, order: Order, own: Order) -> bool:
-    """Return True if an order ends a rollback of this process, because it is newer or of a later stream."""
+    """Return True if an order ends a rollback of this process, because it is newer or belongs to a later stream."""
     if order.stream == own.stream:
         return order.counter > own.counter
     with suppress(MalformedError, StorageError):
@@ -288,7 +287,7 @@ def _ends(log: SeenLog, order: Order, own: Order) -> bool:
 
 
 def _is_newer(log: SeenLog, order: Order, former: Order) -> bool:
-    """Return True if an order is newer: its stream continues that of the other one, or else its counter is higher."""
+    """Return True if an order is newer: its stream continues the other one's, or its counter is higher."""
     if order.stream != former.stream:
         streams = log.former_streams()
         if (order.stream in streams) != (former.stream in streams):
@@ -574,7 +573,7 @@ def _all_others(log: SeenLog, view: View, lacks: Callable[[SeenLog], bool]) -> b
 def _check_may_follow(log: SeenLog, view: View, position: Position) -> None:
     """Raise StreamReplacedError unless a reader may change from its stream to the newest one of a log.
 
-    It may if the newest stream continues its own, or if all logs can be read and none has its own any more.
+    It may if the newest stream continues its own stream, or if all logs can be read and none has its own stream.
     """
 
     def lacks(other: SeenLog) -> bool:
@@ -605,7 +604,7 @@ def _allows(log: SeenLog, view: View, bound: int | None = None) -> Allows | None
 
 
 def _is_unproven(log: SeenLog, view: View, entry: Manifest) -> bool:
-    """Return True if a snapshot may be of another history than the position, whose entry the log lacks."""
+    """Return True if a snapshot may belong to another history than the position, whose entry the log lacks."""
     position = view.position
     if position is None or position.stream != entry.stream:
         return True

@@ -71,9 +71,9 @@ class Policy:
 
 
 class Orders:
-    """Orders to one reader, and which of them it has followed.
+    """Orders to one reader, with the last ones that it has followed.
 
-    The newest order of all urls counts, even if it was followed and no url shows it any longer: a mirror may lag. At a
+    The newest order of all urls applies, even if it was followed and no url shows it any longer: a mirror may lag. At a
     promoted mirror, its own orders come before those of the former streams.
 
     Only one thread at a time may use it, except :meth:`release` and :attr:`followed`.
@@ -100,7 +100,7 @@ class Orders:
         return 0 if self._last is None else self._last.counter
 
     def begin(self) -> Policy:
-        """Begin a round: take the calls of :meth:`release` into account, and return the policy."""
+        """Begin a round: process the calls of :meth:`release`, and return the policy."""
         while self._releases:
             last = self._releases.popleft()
             if self.policy.own is not None:
@@ -176,7 +176,7 @@ class Orders:
             self._last = Order(counter, kind, position.stream, link.version, link, link.version)
 
     def roll_back(self, entry: Manifest) -> None:
-        """Order this process to apply an entry and stay there. The orders that are known do not apply meanwhile."""
+        """Order this process to apply an entry and stay there. Known orders do not apply until the release."""
         former = () if self.begin().own is None else self._overruled
         known = {*former, *self._shown.values(), self._last}
         self._overruled = tuple(each for each in known if each is not None and each.stream == entry.stream)

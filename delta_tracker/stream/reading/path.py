@@ -157,8 +157,8 @@ def is_next(merged: Manifest, position: Position) -> bool:
 def path_to(log: Entries, version: int, *, position: Position | None = None, of_any: bool = False) -> list[Manifest]:
     """Return the entries to apply to reach a version, in order: a snapshot and its successors up to the version.
 
-    The version belongs to the newest stream of the log. So must the position of the reader, if there is one. With
-    ``of_any``, accepts also a version of a former stream, and one below a malformed newest entry.
+    The version belongs to the newest stream of the log. The position of the reader, if there is one, must belong to it
+    too. With ``of_any``, accepts also a version of a former stream, and one below a malformed newest entry.
 
     Raises InvalidArgumentError if the version is invalid or not committed yet, StreamReplacedError if the position
     belongs to another stream, and the errors of :func:`path_to_entry`.
@@ -313,13 +313,13 @@ def has_other_entry(log: Entries, position: Position) -> bool:
 
 
 def continues(log: Entries, position: Position, merged: Manifest) -> bool:
-    """Return False if a merged delta is of another history than the position, so that it lacks rows."""
+    """Return False if a merged delta belongs to another history than the position, so that it lacks rows."""
     assert merged.parent is not None, "the entry before a delta"
     return merged.parent.version == position.version or not has_other_entry(log, position)
 
 
 def is_forward(log: Entries, position: Position, entry: Manifest) -> bool:
-    """Return True if an entry of the position's stream is newer. Only in another copy may its version be lower."""
+    """Return True if an entry of the position's stream is newer. Its version may be lower only in another copy."""
     if position.precedes(entry):
         return entry.version > position.version or _is_other_copy(log, position)
     return _is_restored(log, position, entry) and _is_other_copy(log, position)
@@ -328,7 +328,7 @@ def is_forward(log: Entries, position: Position, entry: Manifest) -> bool:
 def _is_restored(log: Entries, position: Position, entry: Manifest) -> bool:
     """Return True if a publisher continues an older copy, which has lost claims, so that its generation is not higher.
 
-    Its entries are committed after that of the position. Those of a copy that is merely late are not.
+    Its entries are committed after the position's entry. The entries of a lagging copy are not.
     """
     head = log.head()
     return head is not None and head.generation == entry.generation and position.is_long_before(entry)
@@ -350,7 +350,7 @@ def former_streams(log: Entries, head: Manifest) -> tuple[str, ...]:
 
 
 def forks(versions: list[int], stream: str, read: Callable[[int], Manifest | None]) -> Iterator[Manifest]:
-    """Yield the claims that forked a stream and its former ones from others, the newest first.
+    """Yield the claims that forked a stream and its former streams from others, newest first.
 
     The ``versions`` of the log end with one of the stream, ascending.
     """

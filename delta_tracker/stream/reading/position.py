@@ -74,12 +74,12 @@ class Position:
     def precedes(self, entry: Manifest) -> bool:
         """Return True if an entry of the same stream is newer.
 
-        Publishers fence each other by generations, so that the generation counts first.
+        The generation is compared first, because publishers fence each other by generations.
         """
         return (entry.generation, entry.version) > (self.generation, self.version)
 
     def is_long_before(self, entry: Manifest) -> bool:
-        """Return True if an entry was committed so much later that no difference of two clocks explains it."""
+        """Return True if an entry was committed later by more than the maximum difference of two clocks."""
         return entry.created > self.created + SKEW_SECONDS
 
     def to_dict(self) -> dict[str, str | int]:

@@ -69,7 +69,7 @@ def _complete(future: Future[T], action: Callable[[], T]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Runtime:
-    """Functions of a reader or a publisher that depend on time and chance. A simulation replaces them.
+    """Time, randomness and threads of a reader or a publisher. A simulation replaces them.
 
     Args:
         sleep: waits for a number of seconds. A thread of a reader is interruptible meanwhile.

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SeenLog:
-    """Log of a source during one round of a reader: each object is read once, when a decision first needs it.
+    """Log of a source during one round of a reader. Each object is read once, when a decision first needs it.
 
     A decision therefore depends only on the answers, and gives the same result if it is repeated. Each call of a method
     returns the same answer, or raises the same error. :class:`Entries`, :class:`Source` and :class:`Orders` document

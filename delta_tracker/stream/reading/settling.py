@@ -1,4 +1,4 @@
-"""Handling of faults that an HTTP cache may have caused: they may end without an action."""
+"""Handling of faults that an HTTP cache may have caused, and that may end without an action."""
 
 from __future__ import annotations
 

@@ -35,8 +35,8 @@ class Source:
     Attributes:
         canary: distance that the reader keeps from the newest version; None if it keeps none.
         bound: newest version that a canary may apply; None without one.
-        settling: doubt of faults that a cache can cause, for a store that cannot list.
-        lag: how far the reader is behind this log.
+        settling: delay before a fault that a cache can cause is acted on, for a store that cannot list.
+        lag: lag of the reader behind this log.
         has_listed: True if a check for a gap had to list the log in this round of the reader, which sets it to False.
     """
 
@@ -92,7 +92,7 @@ class Source:
         return entry
 
     def former_streams(self, head: Manifest) -> tuple[str, ...]:
-        """Return the former streams of the newest entry's stream. They are searched for once per minute."""
+        """Return the former streams of the newest entry's stream. The search runs once per minute."""
         now = self._runtime.monotonic()
         if self._lineage is None or self._lineage[0] != head.stream or now - self._lineage[1] >= _LIST_SECONDS:
             self._lineage = head.stream, now, former_streams(self.log, head)
@@ -142,7 +142,7 @@ class Source:
 class Sources:
     """Stores of one stream, of which one is current.
 
-    A source that failed is not asked again for 30 s; each further failure doubles this time, up to 300 s. Several urls
+    A source that failed is not read again for 30 s; each further failure doubles this time, up to 300 s. Several urls
     or stores are given in the order of preference. Raises InvalidArgumentError if there is none, or one is given twice.
     """
 
@@ -164,7 +164,7 @@ class Sources:
         self.current = self.all[0]
 
     def due(self) -> list[Source]:
-        """Return the current source, and then the others that may be asked, in the order of preference."""
+        """Return the current source, and then the others that may be read, in the order of preference."""
         now = self._monotonic()
         others = [each for each in self.all if each is not self.current and now >= self._due_at[each.number]]
         return [self.current, *others]
@@ -184,7 +184,7 @@ class Sources:
 
 
 class Lag:
-    """Measurement of how far a reader lags behind the newest version.
+    """Measurement of a reader's lag behind the newest version.
 
     The age is the sum of two times, each by one clock: from the oldest version not applied to the newest one, by the
     store's modification times, and since this reader first saw the newest one, by its monotonic clock. It is too low by

@@ -184,7 +184,7 @@ class DirectoryStore(Store):
         return True
 
     def _fill(self, descriptor: int, buffers: Iterable[memoryview]) -> None:
-        """Write a new file; with ``fsync``, its bytes are on disk then. :func:`sync_names` flushes its name."""
+        """Write a new file, and flush its bytes to disk with ``fsync``. :func:`sync_names` flushes its name."""
         begin = end = 0
         for buffer in buffers:
             rest = memoryview(buffer).cast("B")
@@ -289,7 +289,7 @@ def _no_directory(name: str, path: str, status: os.stat_result) -> tuple[str, st
 
 
 def sync_names(directory: Path, name: str) -> None:
-    """Flush the names in the directory ``name`` of the store, and those above it, to disk; also deletions."""
+    """Flush the names (also deleted ones) in the directory ``name`` of the store, and those above it, to disk."""
     for path in (Path(name), *Path(name).parents):
         try:
             descriptor = os.open(directory / path, os.O_RDONLY | os.O_DIRECTORY)
@@ -322,7 +322,7 @@ def delete_draft(draft: Path) -> bool:
 
 
 def read_into(descriptor: int, memory: memoryview, begin: int) -> int:
-    """Fill ``memory`` with the bytes of a file from ``begin`` on. Return the number of bytes, less if the file ends."""
+    """Fill ``memory`` with the bytes of a file from ``begin`` on. Return the number of bytes read."""
     filled = 0
     while filled < len(memory):
         interruption.check()
@@ -334,7 +334,7 @@ def read_into(descriptor: int, memory: memoryview, begin: int) -> int:
 
 
 def make_directory(directory: Path, *, fsync: bool) -> None:
-    """Create a directory and its parents if they do not exist. With ``fsync``, their names are on disk then."""
+    """Create a directory and its parents if they do not exist. With ``fsync``, flush their names to disk."""
     missing = list(itertools.takewhile(lambda path: not path.exists(), (directory, *directory.parents)))
     lowest = missing[-1].parent if missing else directory
     # Flush each name before the next directory is created: if a directory exists, the names above it are on disk. Its

@@ -48,7 +48,7 @@ class BucketStore(Store):
     """Objects of a bucket. Requests of threads with a stop flag can be interrupted.
 
     Args:
-        past_cache: True to ask caches for the origin's objects.
+        past_cache: True to request the origin's objects from caches.
     """
 
     # True to compare only the size with that of an earlier response, because two caches of one object may differ in its
@@ -71,7 +71,7 @@ class BucketStore(Store):
     def read(self, span: Span, transfer: Transfer) -> NDArray[np.uint8] | None:
         """Read with as many requests as needed: if one ends early, the next one requests the rest.
 
-        A call with the transfer of a failed one requests only the rest, too. Raises StorageError if the object has
+        A call with the transfer of a failed call also requests only the rest. Raises StorageError if the object has
         changed since the first request.
         """
         if span.begin == span.end:  # stores reject a request for an empty range
@@ -156,7 +156,7 @@ class BucketStore(Store):
         return found
 
     def _client(self) -> ObjectStore:
-        """Return obstore's store. Refuse it in a forked child: it lacks obstore's threads, so requests may hang."""
+        """Return obstore's store. Raise an error in a forked child, which lacks obstore's threads."""
         if not _processes:
             _processes.append(os.getpid())
         if os.getpid() not in _processes:

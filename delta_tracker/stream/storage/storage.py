@@ -239,7 +239,7 @@ class Storage:
     def delete(self, name: str) -> None:
         """Delete an object; no-op if it does not exist.
 
-        A local object may be there again after a power loss, unless :meth:`sync` is called afterwards.
+        A local object may reappear after a power loss, unless :meth:`sync` is called afterwards.
         """
         with self._operation("delete", name, "delete()"):
             self._store.delete(name)
@@ -247,8 +247,8 @@ class Storage:
     def sync(self, prefix: str) -> None:
         """Flush all creations and deletions of objects in ``prefix`` to disk, or raise :class:`UnknownOutcomeError`.
 
-        Of the methods, only :meth:`delete` does not wait for its own change. No-op for remote stores, with
-        ``fsync=False``, and without the directory.
+        Only :meth:`delete` does not flush its own change. No-op for remote stores, with ``fsync=False``, and without
+        the directory.
         """
         with self._operation(None, prefix, "sync()", argument="prefix"):
             self._store.sync(prefix)
@@ -331,7 +331,7 @@ class _Translation(AbstractContextManager[None]):
 
 
 def _remedy_of(reason: str) -> str | None:
-    """Return the remedy for an error of obstore whose text names none; None for the general advice."""
+    """Return the remedy for an error of obstore without one in its text; None for the general advice."""
     if any(host in reason for host in _METADATA_HOSTS):
         return (
             "No credentials were found. Pass them with Storage(url, options={'access_key_id': ..., "

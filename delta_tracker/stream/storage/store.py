@@ -141,7 +141,7 @@ class Store(ABC):
     def create(self, name: str, data: bytes) -> bool:
         """Write an object if its name is free, atomically.
 
-        Returns False if the name is taken, or may be: the caller then calls :meth:`stat`, and tries again.
+        Returns False if the name is or may be taken: the caller then calls :meth:`stat`, and retries.
         """
         raise NotImplementedError
 
@@ -156,7 +156,7 @@ class Store(ABC):
     def objects(self, prefix: str, after: str) -> list[StoredObject]:
         """Return the objects in the directory ``prefix`` whose names are after ``after``, in any order.
 
-        Those in directories below it, which this library does not write, may be left out.
+        Objects in directories below it, which this library does not write, may be omitted.
         """
         raise NotImplementedError
 

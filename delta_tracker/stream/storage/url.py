@@ -152,7 +152,7 @@ def connection(url: str, options: object, *, past_cache: bool = False) -> dict[s
 
 
 def suggestion(url: str, option: str) -> str:
-    """Return a sentence with the option that an invalid one resembles; an empty string if it resembles none."""
+    """Return a sentence with the valid option that an invalid one resembles; an empty string without one."""
     known = _CLIENT_OPTIONS | _BUCKET_OPTIONS.get(_split(url).scheme, frozenset())
     near = difflib.get_close_matches(_OPTION_PREFIX.sub("", option.lower()), known, n=1)
     return f". Did you mean {near[0]} instead of {option}?" if near else ""

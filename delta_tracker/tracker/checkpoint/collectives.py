@@ -1,6 +1,6 @@
 """Collectives of checkpoints: :func:`agree` compares the ranks, and :func:`gather_parts` gathers their saved states.
 
-:func:`refuse_dcp_load` is for both kinds of objects that a rank saves.
+:func:`refuse_dcp_load` rejects loading either kind of saved object with ``dcp.load``.
 """
 
 import json

@@ -44,7 +44,7 @@ class Mergeable(Protocol):
         """Return a copy of this rank's state, a mapping from field name to tensor or JSON value."""
 
     def merge(self, states: Sequence[State]) -> State:
-        """Return one state that combines ``states``; if they are empty, that of a new counter. Changes no object."""
+        """Return one state that combines ``states``, or a new counter's state if it is empty. Changes no object."""
 
     def load_state_dict(self, state: State) -> None:
         """Replace the object's state with ``state``, which :meth:`merge` returned."""
@@ -182,7 +182,7 @@ class MetricCounter:
             raise InvalidArgumentError(self._name, "a synchronized metric", remedy)
 
     def _only(self, field: str, states: Sequence[State]) -> State:
-        """Return the fields that cannot be merged, from the only one of ``states``, or the default."""
+        """Return the value of a field that cannot be merged: that of the only element of ``states``, or the default."""
         if states:
             return {name: each for name, each in states[0].items() if name == field or name.startswith(f"{field}.")}
         return {f"{field}.length": 0} if self._default_shape(field) is None else {field: self._default(field)}

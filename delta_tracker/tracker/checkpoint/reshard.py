@@ -26,7 +26,7 @@ from delta_tracker.types import ShardSpec
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _SavedRows:
-    """Saved part from which rows of one shard are read.
+    """Saved part from which the rows of one shard are read.
 
     An old state has one value per column or per column range. ``K`` is the number of values that belong to both the
     part's block and the shard.
@@ -184,7 +184,7 @@ def _local(rows: ChangedRows | None, spec: ShardSpec) -> ChangedRows | None:
 def _checked_states(
     part: RankHeader, fqn: str, rows: ChangedRows, held: Tensor, indices: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the old states of some rows, and where they are known, after a check that they fit those in ``held``."""
+    """Check that the old states of some rows fit those in ``held``. Return them, and a mask of the known ones."""
     if rows.states is None or rows.known is None:
         raise CheckpointError(part.prefix, f"old states are missing for rows of {fqn!r}")
     if rows.states.dtype != held.dtype:

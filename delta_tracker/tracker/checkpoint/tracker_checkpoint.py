@@ -108,7 +108,7 @@ class TrackerCheckpoint:
                 raise ReservedConsumerError(name, holder, LOAD_BEFORE)
 
     def _check_attached(self, group: RankGroup | None) -> None:
-        """Check that the tracker is attached, or those of all ranks in ``group``: otherwise the log lacks updates."""
+        """Check that the trackers of all ranks in ``group``, or this one, are attached, so that the log is complete."""
 
         def attached() -> dict[str, object]:
             self._model.check_attached()

@@ -86,7 +86,7 @@ class MarkedRows:
             ones, see :class:`~delta_tracker.tracker.store.old_states.DeviceStates`. Older ones are moved to pinned host
             memory. Ignored on the CPU, and without effect on devices other than CUDA.
         engine: implementation of the row sets.
-        pads: True if the shard is not on the CPU. Only the device has the number of rows that a write adds, so that the
+        pads: True if the shard is not on the CPU. The host does not know the number of rows that a write adds, so the
             ids of these rows are padded to a fixed size.
         keeps_states: True if old states are kept.
         copy: copy with which a subclass compares the shard; empty without it.

@@ -3,10 +3,10 @@
 Notation: ``N`` is the number of ids of a call, ``R`` the number of rows of the shard, ``S`` the number of values in an
 old state, ``C`` the capacity of a block.
 
-On the CPU, the number of rows that a batch marks for the first time is available at once. On a device only the device
-has it: reading it would make the training step wait. The states are therefore written to blocks of preallocated memory
-on the device, at positions that the device computes. The host has an upper bound of the number of rows in a block, and
-learns the number from copies that complete later, to allocate a new block before the upper bound exceeds the capacity.
+On the CPU, the number of rows that a batch marks for the first time is known immediately. On a device, reading it would
+make the training step wait. The states are therefore written to blocks of preallocated memory on the device, at
+positions that the device computes. The host has an upper bound of the number of rows in a block, and learns the number
+from copies that complete later, to allocate a new block before the upper bound exceeds the capacity.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ReadStates = Callable[[Tensor], Tensor]
 
 
 class OldStates:
-    """Old states of some of the marked rows of one segment in CPU memory. The old states of its other rows are unknown.
+    """Old states of some of a segment's marked rows in CPU memory. The old states of its other rows are unknown.
 
     The memory has exactly the size of the rows. If it is from the :class:`~delta_tracker.buffers.pool.BufferPool`, it
     may be up to 1.5 times as large.
@@ -106,9 +106,9 @@ def _unmarked(marked: RowSet, pieces: Iterable[tuple[Tensor, Tensor]]) -> list[t
 class Block:
     """Old states of up to ``C`` rows, in the order in which the rows were marked.
 
-    A block is open until :meth:`close`. While it is open, its memory has ``C + 1`` rows. The last one receives what
-    does not fit, which is only padding. A closed block whose number of rows is known has memory for these rows only,
-    unless it is nearly full. :meth:`spill` moves its states to pinned host memory.
+    A block is open until :meth:`close`. While it is open, its memory has ``C + 1`` rows. The last row receives padding
+    that does not fit. A closed block whose number of rows is known has memory for these rows only, unless it is nearly
+    full. :meth:`spill` moves its states to pinned host memory.
 
     Args:
         capacity: ``C``, 1 or more.
@@ -194,7 +194,7 @@ class Block:
                 self._resize(lowest)
 
     def close(self) -> None:
-        """Let no more rows be appended. Trims the block if its number of rows is known. Does not wait."""
+        """Reject further rows. Trims the block if its number of rows is known. Does not wait."""
         if self.is_open:
             self.is_open = False
             self.learn(self.lowest, self.highest)

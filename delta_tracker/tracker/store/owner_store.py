@@ -17,8 +17,8 @@ class OwnerStore(MarkedRows):
     """Store that finds slots with a new owner by comparing the owners with a copy, and keeps the former owners.
 
     The old state of a slot is its owner before the first change in a segment, so that each consumer gets the owner of
-    its own last read. The copy takes 8 bytes per slot. The owners of an MCH module are compared only if the module has
-    written them, those of a hash-ZCH module at each call.
+    its own last read. The copy takes 8 bytes per slot. An MCH module's owners are compared only if the module has
+    written them, a hash-ZCH module's at each call.
 
     An owner that a stream cannot have does not stop training: :meth:`update` marks its slot like any other, and
     :attr:`refusal` is set until the owners are valid again.

@@ -108,7 +108,7 @@ def _together(
     marked: Mapping[str, tuple[RowSet | None, object]],
     call: Callable[[type[RowSet], Sequence[RowSet]], Sequence[_Result]],
 ) -> dict[str, _Result]:
-    """Call a function once per engine and device, with all row sets of both. Return the results by name.
+    """Call a function once for all row sets of each engine on each device. Return the results by name.
 
     ``marked`` has results of :meth:`SegmentStore.marked` by name. Names without a row set are skipped.
     """
