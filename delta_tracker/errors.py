@@ -87,7 +87,7 @@ class MissingExtraError(DeltaTrackerError, ImportError):
 
     ``extra`` is the extra of this library that installs ``package``, or None if every installation of the library does.
     ``other`` is the other package with its release, if there is one. ``command`` installs what is missing. It names the
-    distribution that this library was installed from, or else a checkout.
+    distribution that this library was installed from, otherwise a checkout.
     """
 
     def __init__(self, package: str, extra: str | None, *, other: str | None = None, command: str = "") -> None:
@@ -203,7 +203,7 @@ class CheckpointError(DeltaTrackerError, ValueError):
     """A saved state is malformed or incomplete, or does not fit. The object that loads it is unchanged.
 
     ``reason`` describes the problem. ``part`` is the name of the malformed part, or None if no part is malformed.
-    ``ranks`` are the ranks whose parts are missing, as far as they are known.
+    ``ranks`` are the ranks whose parts are missing, if they are known.
     """
 
     _remedy = "Load the parts of all ranks that saved it"

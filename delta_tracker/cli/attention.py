@@ -29,7 +29,7 @@ class Notice:
     Args:
         level: ``fault`` for a failure, ``warning`` for a condition that may lead to one, ``note`` otherwise.
         what: the condition. Untrusted text: it contains names and errors from the stream.
-        next_step: instruction for the reader; untrusted text as well.
+        next_step: instruction for the reader. Also untrusted text.
     """
 
     level: Level

@@ -47,7 +47,7 @@ class Entry(Struct, frozen=True, kw_only=True, rename={"num_rows": "rows", "num_
         pending_rows: number of changed rows left for later versions.
         num_rows: number of rows in all parts.
         num_bytes: bytes of all objects: the parts with ids and dense tensors, and in format 2 the states.
-        part_bytes: bytes of the parts, which are what predictors read.
+        part_bytes: bytes of the parts, which predictors read.
         tables: FQN to amount of data, for each table that has rows in this version.
         owners: FQN to the changes of raw ids, for each table with raw ids; None if they are unknown, as in the first
             version of a publisher that continues a stream.

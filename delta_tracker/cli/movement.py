@@ -29,8 +29,8 @@ class RowCounts:
     id that occurs more than :attr:`error` times is kept.
 
     Args:
-        capacity: maximum number of ids to keep. Added ids wait in memory and are counted in batches, so memory can
-            hold up to four times as many ids.
+        capacity: maximum number of ids to keep. Added ids are buffered and counted in batches, so memory can hold up to
+            four times as many ids.
 
     Attributes:
         error: maximum amount by which a count may be too low.

@@ -77,9 +77,9 @@ def compile_package(
         ``path``.
 
     Raises:
-        InvalidArgumentError: for a ``path`` with another suffix; for ``options`` that set what this function sets; if
-            the exported program has no example inputs, changes buffers, has tensors that share memory or are not dense
-            in memory, or returns another result each time; or if torch is older than 2.8.
+        InvalidArgumentError: for a ``path`` with another suffix; for ``options`` that this function sets itself; if the
+            exported program has no example inputs, changes buffers, has tensors that share memory or are not dense in
+            memory, or returns another result each time; or if torch is older than 2.8.
         UnsupportedModelError: if a tensor was folded into the compiled code. No package is written.
 
     Example:

@@ -183,7 +183,7 @@ def _sum(numbers: Sequence[float]) -> float:
 def plain_number(value: Any) -> float:  # noqa: ANN401  users pass anything
     """Return ``value`` as an int or a float; NaN if it is not a number or is a tensor on a device.
 
-    Never raises or waits for a device. Integers of arrays and of tensors on the host stay exact.
+    Never raises or waits for a device. Integers of arrays and of host tensors are returned exactly.
     """
     # Converting a tensor on a device would block. DeviceMean and similar classes record such tensors.
     device = getattr(value, "device", None)

@@ -80,7 +80,7 @@ class Collector:
         return self._thread is not None
 
     def start(self, sinks: Sequence[Sink], interval_seconds: float, attributes: Mapping[str, str]) -> None:
-        """Start both threads. Raise RuntimeError, and stay stopped, if one of them cannot be started."""
+        """Start both threads. Raise RuntimeError, and remain stopped, if one of them cannot be started."""
         sink_queues = [SinkQueue(sink, self._events.capacity) for sink in sinks]
         thread = threading.Thread(
             target=self._loop, args=(interval_seconds, self._wakeups), name="delta_tracker-collector", daemon=True

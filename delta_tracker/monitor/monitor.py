@@ -305,7 +305,7 @@ class Monitor(Forkable):
         self._collector.start(sinks, seconds, labels)
 
     def stop(self, timeout: timedelta = timedelta(seconds=15)) -> bool:
-        """Deliver the last windows, close the sinks and stop the threads. Return False after ``timeout``, else True.
+        """Deliver the last windows, close the sinks and stop the threads. Return False if ``timeout`` has passed.
 
         No-op if the monitor is not running. Raises InvalidArgumentError if ``timeout`` is not a timedelta above 0.
         """
@@ -314,7 +314,7 @@ class Monitor(Forkable):
         return self._collector.stop(seconds)
 
     def flush(self, timeout: timedelta = timedelta(seconds=15)) -> bool:
-        """Collect now, and wait until the sinks have the collection. Return False after ``timeout``, else True.
+        """Collect now, and wait until the sinks have the collection. Return False after ``timeout``, otherwise True.
 
         Raises InvalidArgumentError if ``timeout`` is not a timedelta above 0.
         """

@@ -88,7 +88,7 @@ class Recorder(MetricSource):
         return self._is_closed or self._owner() is None
 
     def read(self, *, is_last: bool) -> None:
-        """Call the function that was passed to :meth:`watch`. Remove the gauges of an object that is gone."""
+        """Call the function that was passed to :meth:`watch`. Remove the gauges of a deleted object."""
         del is_last
         owner, record = self._owner(), self._record
         if owner is None:

@@ -109,8 +109,8 @@ class VersionSize:
     def reads(self, memory_bytes: int = MEMORY_BYTES) -> Reads:
         """Return the requests of one predictor for the parts.
 
-        Parts are read whole as long as they fit in ``memory_bytes``. The others are read twice, in pieces: once to
-        check the hash, and once to apply the rows.
+        Parts are read whole if they fit in ``memory_bytes``. The others are read twice, in pieces: once to check the
+        hash, and once to apply the rows.
         """
         left, num_gets, num_heads, num_bytes = memory_bytes, 0, 0, 0
         for each in self.part_bytes:

@@ -105,7 +105,7 @@ class Follower(Forkable):
 
     @property
     def current_error(self) -> Exception | None:
-        """Value of :attr:`error`, or else the error of the version that the gate holds."""
+        """Value of :attr:`error`, otherwise the error of the version that the gate holds."""
         gate = self._reader.writer.gate
         return self.error or (None if gate is None else gate.held)
 
@@ -146,7 +146,7 @@ class Follower(Forkable):
     def stop(self, *, raises: bool = True) -> None:
         """Stop the thread at its next chunk or request, and wait for its end.
 
-        If ``raises`` is True, raise a copy of :attr:`error`, else log it.
+        If ``raises`` is True, raise a copy of :attr:`error`, otherwise log it.
         """
         if self._is_own_thread:
             raise InvalidArgumentError("stop()", "called in the thread of follow()", "Call it in another thread")

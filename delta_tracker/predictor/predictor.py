@@ -167,7 +167,7 @@ class Predictor(Uncopied, remedy="Save or copy its state_dict()"):
 
     @property
     def error(self) -> Exception | None:
-        """Current error of :meth:`follow`, or else of the version that the gate holds; None if there is neither."""
+        """Current error of :meth:`follow`, or error of the version that the gate holds; None if there is neither."""
         return self._follower.current_error
 
     def reading(self) -> AbstractContextManager[Served]:

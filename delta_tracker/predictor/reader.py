@@ -413,7 +413,7 @@ class IgnoredPins:
 
 @dataclass(slots=True, eq=False)
 class _Round:
-    """State of one round: what it has read and retried. A round that reads past a cache always looks for a gap.
+    """State of one round of a reader. A round that reads past a cache always looks for a gap.
 
     Args:
         view: input of the next decision.

@@ -94,7 +94,7 @@ class RankTables:
     Args:
         encoding: choice that :func:`choose_encodings` has accepted.
         writes_replicas: True if this rank writes replicated tables.
-        with_states: True to copy the optimizer's states of the rows, too.
+        with_states: True to also copy the optimizer's states of the rows.
 
     Attributes:
         latest: schema of the tables at the last call of :meth:`current`.

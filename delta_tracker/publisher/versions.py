@@ -139,7 +139,7 @@ def decide(flight: Flight | None, votes: int, most: Vote) -> Step:
 class Versions:
     """State of the version that this rank writes. Only the training thread calls the methods.
 
-    All ranks begin a version and make its cut after the same votes, and so at the same batch.
+    All ranks begin a version and make its cut after the same votes, and thus at the same batch.
 
     An exception such as KeyboardInterrupt may end any method. The next call then completes this rank's part: it counts
     the same votes again, and a version without this rank's contents fails on all ranks.

@@ -84,7 +84,7 @@ class LocalJob:
             raise InvalidArgumentError("batches ahead", data.num_ahead, remedy)
 
     def check_tracker(self, shards: Mapping[str, LocalShard]) -> None:
-        """Check that the tracker has these shards of the model, no owner, and no update in progress."""
+        """Check that the tracker has these shards of the model, no reserved consumer, and no update in progress."""
         if self.tracker is None:
             return
         for fqn, spec in self.tracker.shards.items():

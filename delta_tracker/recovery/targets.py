@@ -1,6 +1,6 @@
 """Write the rows of a version and their optimizer states to the memory of a model: :class:`RowWriter`.
 
-Each state of a table is treated as a table of its own, so that the code that writes rows writes the states, too. The
+Each state of a table is treated as a table of its own, so that the code that writes rows also writes the states. The
 columns of such a *state table* are the columns of the table, or the numbers of its declared column ranges if the state
 has one number for each range.
 """

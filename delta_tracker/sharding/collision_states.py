@@ -1,7 +1,7 @@
 """Take and restore the training state of managed-collision modules of the class ``MCHManagedCollisionModule``.
 
 The ``state_dict`` of such a module does not have the ids that it has seen since the last eviction, nor the counters
-that decide when the next eviction happens. This module saves them, too, so that training continues bit for bit. It was
+that decide when the next eviction happens. This module also saves them, so that training continues bit for bit. It was
 tested with torchrec 1.8 on the CPU.
 
 Notation: ``Z`` is the number of slots of a module, ``H`` the number of ids that it has seen since the last eviction.

@@ -230,8 +230,8 @@ class _Update:
 class _BackwardToken:
     """Callback that reports the end of a backward pass when the callback is deleted.
 
-    The autograd engine has the only reference to the token, and deletes it when no thread works on the pass anymore. If
-    the pass fails, the engine deletes the token without calling it.
+    The autograd engine has the only reference to the token, and deletes it when no thread works on the pass. If the
+    pass fails, the engine deletes the token without calling it.
     """
 
     __slots__ = ("_key", "_listener")

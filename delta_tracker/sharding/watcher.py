@@ -297,8 +297,8 @@ def untraced(hook: Callable[..., None], omitted: Callable[[], object]) -> Callab
     breaks the graph before each call and calls the hook as ordinary code. Where it must not break the graph
     (``fullgraph=True``), it would raise an error in the training step. In this case the graph contains no call.
 
-    ``omitted`` is called while the compiler builds a graph that must not break, and that runs instead of the hook from
-    then on. Neither function may raise, and ``omitted`` may not launch operations.
+    ``omitted`` is called while the compiler builds a graph that must not break, and that later runs instead of the
+    hook. Neither function may raise, and ``omitted`` may not launch operations.
     """
     called = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
 

@@ -60,7 +60,7 @@ class LmdbRows:
             return self._state(transaction)
 
     def rows(self, table: str, ids: Tensor) -> LookedUp:
-        """Return rows.
+        """Return the rows of some ids, and the version of each.
 
         Args:
             table: FQN of the table.

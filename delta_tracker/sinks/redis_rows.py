@@ -66,7 +66,7 @@ class RedisRows:
         raise MalformedSinkError("its current stream", "it has no state")
 
     def rows(self, table: str, ids: Tensor) -> LookedUp:
-        """Return rows.
+        """Return the rows of some ids, and the version of each.
 
         Args:
             table: FQN of the table.

@@ -190,7 +190,7 @@ class RowSink(Protocol):
     def finish(self, state: SinkState) -> None:
         """Store the state after all rows of a version, and atomically make its stream the one that readers read.
 
-        When the call returns, the version is durable, as far as the store's own settings allow.
+        When the call returns, the version is durable, subject to the store's own settings.
         """
 
     def settle(self, state: SinkState) -> None:

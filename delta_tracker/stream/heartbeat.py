@@ -92,7 +92,7 @@ def check_name(name: object) -> None:
 
 
 def write_heartbeat(storage: Storage, beat: Heartbeat) -> None:
-    """Write a heartbeat, replacing one of the same name. Truncates its error, reason and next step."""
+    """Write a heartbeat, and replace an earlier one of the same name. Truncates its error, reason and next step."""
     error = None if beat.error is None else beat.error[:_MAX_TEXT]
     fields = asdict(beat) | {"error": error, "why": beat.why[:_MAX_TEXT], "next_step": beat.next_step[:_MAX_STEP]}
     storage.replace(heartbeat_path(beat.name), json.dumps(fields).encode())  # texts may have surrogates

@@ -124,7 +124,7 @@ class HostCache:
             time.sleep(_WAIT_SECONDS)
 
     def _fetch(self, storage: Storage, part: Part, draft: int) -> int | None:
-        """Fetch a part into its locked draft, verify it, and rename it. Return what :meth:`open` returns."""
+        """Fetch a part into its locked draft, verify it, and rename it. Return the result of :meth:`open`."""
         with ExitStack() as stack:
             stack.callback(self._drop, part, draft)
             # Another process may have completed the file between the look for it and the lock.
@@ -269,7 +269,7 @@ class HostCache:
 
 
 class CachedStore(Store):
-    """Read-only view of a store with one version's parts from a host cache, which stay open from the first read on."""
+    """Read-only view of a store with one version's parts from a host cache. Parts stay open after the first read."""
 
     is_read_only = True
 

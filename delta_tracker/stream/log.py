@@ -167,9 +167,9 @@ class StreamLog:
     def head(self) -> Manifest | None:
         """Return the newest entry, None if the store is empty.
 
-        Searches from the newest version that is known, or else lists the whole log. Over http, raises StaleCacheError
-        if the entry is not the pointer's, and UnreadablePointerError if the pointer object is invalid, and no pointer
-        was read before.
+        Searches upwards from the newest known version. Lists the whole log if none is known. Over http, raises
+        StaleCacheError if the entry is not the pointer's, and UnreadablePointerError if the pointer object is invalid,
+        and no pointer was read before.
         """
         if self.is_listed:
             return self._known_head() or self._listed_head()
@@ -854,7 +854,7 @@ def _is_readable(name: str, data: bytes) -> bool:
 def _newer_publisher(storage: Storage, head: Manifest, entries: list[Manifest], writer: str) -> tuple[int, int] | None:
     """Return the generation and version of a publisher that has superseded that of ``head``; None without one.
 
-    ``entries`` are those from the one before ``head`` on. ``writer`` is that of the publisher's next claim.
+    ``entries`` begin with the entry before ``head``. ``writer`` is that of the publisher's next claim.
     """
     for entry in entries:
         is_other = entry.writer not in (head.writer, writer) and entry.link != head.parent

@@ -1,8 +1,8 @@
 """Mirror of a stream: a copy of its entries and objects in another store, which follows the source.
 
-The log of the destination is always a contiguous range of the source's log with the same bytes, from a snapshot on, and
-every object that it names is complete. Below it are only the claims that started its stream and former ones. A mirror
-that was killed continues where it stopped. It stops if another program appends to the destination.
+The log of the destination is always a contiguous range of the source's log with the same bytes that begins with a
+snapshot. Every object that it names is complete. Below it are only the claims that started its stream and former ones.
+A mirror that was killed continues where it stopped. It stops if another program appends to the destination.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
 
         Args:
             stop: event that ends the call after the current entry.
-            poll_seconds: interval at which the source is polled, times a random factor of 0.75 to 1.25.
+            poll_seconds: interval at which the source is polled, with a random jitter of 25 %.
             on_entry: function to call with each copied entry.
             once: True to return when the destination has all entries of the source, and to raise each StorageError.
         """
@@ -479,7 +479,7 @@ def decide(log: _Seen, head: Manifest | None, *, is_checked: bool, is_due: bool)
 
 
 def _first(log: _Seen) -> Copy | str:
-    """Begin at the snapshot that leads to the pinned version, or else at the newest one."""
+    """Begin at the snapshot that leads to the pinned version, by default at the newest one."""
     head = log.head()
     waits = f"waiting for the first snapshot: url={log.url}"
     if head is None:

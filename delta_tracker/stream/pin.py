@@ -177,7 +177,7 @@ def running_deletions(storage: Storage, *, now: float) -> list[Deletions]:
 
 
 class PinReader:
-    """Reader of the newest pin at one url, which looks for it every ``seconds``, times a factor of 0.75 to 1.25.
+    """Reader of the newest pin at one url, which looks for it every ``seconds``, with a random jitter of 25 %.
 
     In a stream, the counter of a pin whose entry was read never decreases, even if the store is replaced by one with
     fewer pins. Any other pin may be forged. It is dropped if the store does not have it past all caches, or fails for a

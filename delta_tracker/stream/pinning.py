@@ -41,7 +41,7 @@ def pin_version(
     """Return all predictors that follow pins to a version, and keep them there until a release.
 
     The entries that lead to the version, and the sizes of their objects, are checked before the pin is written and
-    again afterwards; unless ``is_quick`` is True, all bytes of the parts are checked before, too. Retention keeps them
+    again afterwards; unless ``is_quick`` is True, all bytes of the parts are also checked before. Retention keeps them
     while the pin applies.
 
     ``reason`` is a text of at most 1,000 characters for operators. ``replaces=True`` replaces the pin that applies.
@@ -85,7 +85,7 @@ def pin_version(
 
 
 def release_pin(storage: Storage, *, reason: str = "") -> Pin:
-    """Let the predictors that are held by a pin continue from the newest snapshot of the log.
+    """Make the predictors that a pin holds continue from the newest snapshot of the log.
 
     The snapshot must be above all versions that existed when the pin was written. Merged snapshots are not considered.
     ``reason`` has at most 1,000 characters.

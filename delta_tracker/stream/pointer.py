@@ -1,7 +1,7 @@
 """Pointer object ``control/head.json``: a hint with the newest entry of a log, for readers that cannot list.
 
-No writer depends on it. It may be missing, late, forged, or older than one that was read before. So a reader that
-cannot list takes all fields from one pointer, the newest whose entry it has read, and checks every object that the
+No writer depends on it. It may be missing, late, forged, or older than one that was read before. Therefore, a reader
+that cannot list takes all fields from one pointer, the newest whose entry it has read, and checks every object that the
 pointer leads to.
 """
 
@@ -49,7 +49,7 @@ class PointedSnapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadPointer:
-    """Contents of the pointer object: the newest entry of the log, and what leads to it."""
+    """Contents of the pointer object: the newest entry of the log, and the entries that lead to it."""
 
     stream: Hex
     generation: Count
@@ -133,7 +133,7 @@ def load_pointer(storage: Storage) -> HeadPointer | None:
 
 
 def _described(data: bytes) -> str:
-    """Return the size, kind and first bytes of what was received instead of a pointer."""
+    """Return the size, kind and first bytes of data that was received instead of a pointer."""
     if not data:
         return "an empty answer"
     kind = next((f", compressed with {name}" for magic, name in _MAGIC.items() if data.startswith(magic)), "")
@@ -156,7 +156,7 @@ class PointerReader(Forkable):
     replaced as a whole: no field is the maximum over several pointers. A lower one is late and ignored, unless its own
     entry is there and the confirmed one's is not: then the log was restored from a copy. A pointer of another stream is
     accepted only after it and its entry were read past all caches. If its generation is lower, it may be from a fenced
-    publisher, so the confirmed one's entry must be missing, too.
+    publisher, so the confirmed one's entry must also be missing.
 
     Args:
         seconds: minimum time between two reads.
@@ -187,7 +187,7 @@ class PointerReader(Forkable):
         self._lock, self._reading = threading.Lock(), threading.Lock()
 
     def newest(self, *, is_due: bool = True, past_cache: bool = False) -> HeadPointer | None:
-        """Return the claimed pointer, or else the confirmed one; None if there is none.
+        """Return the claimed pointer, otherwise the confirmed one; None if there is none.
 
         Reads the object if the last read is at least ``seconds`` ago, and not at all with ``is_due=False``. With
         ``past_cache``, reads it now, past all caches.

@@ -31,8 +31,8 @@ class PointerWriter:
     """Writer of the pointer object after commits. Its failures are logged, and never reach the publisher.
 
     A thread, which the first :meth:`after` starts, writes the newest head at most once per ``seconds``, and only if
-    something has changed. The thread lists the log at first, after :meth:`rescan` and every ten minutes, and so finds
-    the newest entry of a publisher that has taken over the stream.
+    something has changed. The thread lists the log first, after :meth:`rescan` and every ten minutes. It thus finds the
+    newest entry of a publisher that has taken over the stream.
     """
 
     def __init__(self, storage: Storage, *, seconds: float = POINTER_SECONDS, runtime: Runtime = REAL) -> None:
@@ -95,7 +95,7 @@ class PointerWriter:
                 self._written = pointer
 
     def end(self) -> None:
-        """Let the thread write the newest head, and end. Does not wait for it."""
+        """Request that the thread writes the newest head and ends. Does not wait."""
         self._stop.set()
         self._wake.set()
 

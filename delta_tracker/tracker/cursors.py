@@ -78,7 +78,7 @@ class Consumer(NamedTuple):
         return self.note if self.noted_at == self.position else None
 
     def moved(self, position: int, batch: int, carried: Mapping[str, ChangedRows] = _NO_ROWS) -> Consumer:
-        """Return the record at another position, with other carried rows. Their age is counted from now on."""
+        """Return the record at another position, with other carried rows. Their age is counted from this call."""
         now = time.monotonic()
         rows = {fqn: rows for fqn, rows in carried.items() if len(rows)} if carried else _NO_ROWS
         since = now if rows else None

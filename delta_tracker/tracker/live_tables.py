@@ -109,7 +109,7 @@ class LiveTables:
         return state_views(self._model.shard(fqn))
 
     def watch_states(self) -> StateWatch:
-        """Return a detector of in-place writes to the optimizer's states from now on."""
+        """Return a detector of later in-place writes to the optimizer's states."""
         return StateWatch(lambda: self._model.shards)
 
     def kernel_scalars(self) -> dict[str, dict[str, int | float | Tensor]]:

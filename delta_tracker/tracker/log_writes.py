@@ -136,7 +136,7 @@ class LogWrites:
     def synced(self, fqns: Iterable[str]) -> None:
         """Start to collect the result of :meth:`changed_since_sync` for the tables ``fqns``, and compact the log.
 
-        The log keeps the rows marked from now on until the next call, even if all consumers commit them.
+        Until the next call, the log keeps the rows that are marked, even if all consumers commit them.
         """
         segments, tables = self._segments, tuple(fqns)
         with self.lock:

@@ -412,7 +412,7 @@ def _on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _bins(shift: int) -> int:
-    """Return the number of histogram bins for the digit at ``shift``: 2**10 for the lowest digit, else 2**11."""
+    """Return the number of histogram bins for the digit at ``shift``: 2**10 for the lowest digit, otherwise 2**11."""
     return _NUM_BINS if shift else 1 << _DIGITS[1]
 
 

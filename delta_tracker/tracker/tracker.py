@@ -290,7 +290,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         self._progress.step()
 
     def attach_data(self, position: DataPosition[Any]) -> None:
-        """Let :meth:`step` move a position in the training data. Publishers save the position with each version.
+        """Make :meth:`step` move a position in the training data. Publishers save the position with each version.
 
         Args:
             position: the position. It must belong to no other tracker. A second call with it does nothing.

@@ -72,7 +72,7 @@ class BlockRows:
     def chunks(self, num_rows: int | None = None, *, read: RowReader | None = None) -> Iterator[Tensor]:
         """Yield all rows of ``read`` (by default the values) in chunks of at most ``num_rows`` that are read lazily.
 
-        By default, a chunk has as many rows as take 4 MiB in float32, which fits the CPU cache.
+        By default, a chunk takes 4 MiB in float32, which fits the CPU cache.
         """
         read = read or self.read
         step = num_rows or max(1, CHUNK_BYTES // (self.block.num_columns * _VALUE_BYTES))

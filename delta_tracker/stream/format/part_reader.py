@@ -122,12 +122,12 @@ class PartReader:
         part: record of the part, from a checked manifest.
         source: source of the part's bytes, possibly partly read; None creates one with ``memory_bytes``. With a
             :class:`Ranged`, the constructor reads and checks only the header and the row ids, and each later read
-            checks what it returns.
+            verifies the returned data.
         blocks: indices of the blocks to read; None for all. The ids of other blocks are neither read nor checked. The
             dense tensors are then checked when they are read, and owners are not checked.
 
     Raises:
-        CorruptPartError: if the bytes do not match the record. Later reads may raise it, too.
+        CorruptPartError: if the bytes do not match the record. Later reads may also raise it.
         StorageError: if the store cannot be read.
     """
 
@@ -295,8 +295,8 @@ def read_parts(
     """Read and check all parts of a version, and return a reader for each.
 
     Parts of at most ``memory_bytes`` in total are held in memory, in that of ``buffer`` if it is given. After a
-    :class:`StorageError` or an interruption, ``buffer`` keeps what was read, and the next call for the same parts
-    continues, except within a local file.
+    :class:`StorageError` or an interruption, ``buffer`` keeps the bytes read so far, and the next call for the same
+    parts continues, except within a local file.
     """
     parts = manifest.parts
     begun = None

@@ -189,7 +189,7 @@ class Orders:
     def release(self) -> None:
         """End a rollback of this process. Without one, end the pin that is followed or begun, for this process.
 
-        Any thread may call it at any time. It has an effect from the next round on.
+        Any thread may call it at any time. It takes effect in the next round.
         """
         self._releases.append(self._begun or self._last)
 

@@ -33,7 +33,7 @@ ReadMerged = Callable[[Merged], Manifest | None]
 
 
 class Entries(Protocol):
-    """Entries of one log: a :class:`~delta_tracker.stream.log.StreamLog`, or what a round of a reader has seen of it.
+    """Entries of one log: a :class:`~delta_tracker.stream.log.StreamLog`, or the part that a round has read.
 
     The methods raise MalformedError for an entry that does not follow the format, and StorageError if the store cannot
     be read.
@@ -194,10 +194,10 @@ def path_to_entry(
     """Return the entries to apply to reach an entry: those after a position, or a snapshot and its successors.
 
     Begins with the newest snapshot before the target, of the log or merged. With a position at or above the newest
-    snapshot of the log, begins after it, if all entries from there on are deltas and claims. The list is empty if the
-    target, which may be a merged entry, is that of the position. ``newest`` is the newest version, for messages.
-    ``shortcut`` reads a merged entry to apply instead of the versions that it replaces, and returns None if it must not
-    be used; without it, merged deltas are used only for versions that the log lacks.
+    snapshot of the log, begins after it, if all later entries are deltas and claims. The list is empty if the target,
+    which may be a merged entry, is that of the position. ``newest`` is the newest version, for messages. ``shortcut``
+    reads a merged entry to apply instead of the versions that it replaces, and returns None if it must not be used;
+    without it, merged deltas are used only for versions that the log lacks.
 
     Raises:
         MissingVersionError: if a required entry is missing or was replaced.
@@ -217,7 +217,7 @@ def path_to_entry(
 def _path(
     log: Entries, target: Manifest, newest: int, position: Position | None, shortcut: ReadMerged | None
 ) -> list[Manifest]:
-    """Go back from the target by the links of the entries, to a position or else to the first snapshot."""
+    """Go back from the target by the links of the entries, to a position or to the first snapshot."""
     after = (target.snapshot or 0) - 1 if position is None else position.version
     merged = [] if position is not None and shortcut is None else log.merged(after=after)
     starts = [each for each in merged if position is None and each.kind == "snapshot" and each.last <= target.version]

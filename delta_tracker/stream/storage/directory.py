@@ -322,7 +322,7 @@ def delete_draft(draft: Path) -> bool:
 
 
 def read_into(descriptor: int, memory: memoryview, begin: int) -> int:
-    """Fill ``memory`` with the bytes of a file from ``begin`` on. Return the number of bytes read."""
+    """Fill ``memory`` with the bytes of a file, starting at ``begin``. Return the number of bytes read."""
     filled = 0
     while filled < len(memory):
         interruption.check()

@@ -178,7 +178,7 @@ class BucketStore(Store):
         return self._ask(obstore.get, obstore.get_async, self._client(), name, options=options)
 
     def _fill(self, result: GetResult, span: Span, transfer: Transfer, began: float, first: int) -> None:
-        """Append the bytes of a response to ``transfer``, which holds the object's bytes from ``span.begin`` on.
+        """Append the bytes of a response to ``transfer``, which holds the object's bytes after ``span.begin``.
 
         Raises StorageError if they arrive too slowly since ``began``, when ``transfer`` had ``first`` bytes.
         """
@@ -241,7 +241,7 @@ def _repeated(request: Callable[[], T]) -> T:
 
 
 def back_off(attempt: int) -> None:
-    """Sleep before a retry: 10 ms for ``attempt`` 1, then doubled each time, times a random factor of 0.5 to 1.5."""
+    """Sleep before a retry: 10 ms before the first, doubled for each further one, with a random jitter of 50 %."""
     time.sleep(_PAUSE_SECONDS * 2 ** (attempt - 1) * random.uniform(0.5, 1.5))  # noqa: S311  no secret
 
 

@@ -62,7 +62,7 @@ class Storage:
 
     Attributes:
         url: URL of the store.
-        is_remote: True if the store is accessed over a network, which may alter what is sent.
+        is_remote: True if the store is accessed over a network, which may alter data.
         is_read_only: True if nothing can be written to the store, as at an http URL.
         lists: True if the store can list its objects; False at an http URL.
         lists_from: True if a listing after a name skips the names before it at no cost, as in an object store.

@@ -65,7 +65,7 @@ class Span:
         return np.empty(num_bytes, dtype=np.uint8) if self.out is None else self.out[:num_bytes]
 
     def of(self, data: bytes) -> NDArray[np.uint8]:
-        """Return these bytes of an object whose bytes are ``data``."""
+        """Return the bytes of this span, given all bytes of an object."""
         memory = self.memory(len(data))
         memory.data[:] = memoryview(data)[self.begin : self.begin + len(memory)]
         return memory

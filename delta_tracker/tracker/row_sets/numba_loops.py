@@ -182,7 +182,7 @@ def mark_new(octets: _Octets, summary: _Ints, num_rows: int, ids: _Ints, fresh: 
 
 @_loop("void(int64[::1], int64, int64[::1], bool_[::1])")
 def contains(words: _Ints, num_rows: int, ids: _Ints, found: NDArray[np.bool_]) -> None:
-    """Set ``found[i]`` to True if the row of ``ids[i]`` is marked, else to False. ``found`` is ``[N]`` bool."""
+    """Set ``found[i]`` to True if the row of ``ids[i]`` is marked, otherwise to False. ``found`` is ``[N]`` bool."""
     for i in range(ids.size):
         row = int(_within(ids[i], num_rows))
         found[i] = words[row >> 6] >> (row & 63) & 1 != 0

@@ -92,8 +92,8 @@ class TorchRows(RowSet):
     Args:
         num_rows: ``R``, 1 or more.
         device: device of the set and of all ids.
-        shared: ``[S]`` bool, memory in which the set has the ``R`` marks from ``begin`` on, all False; None for memory
-            of its own.
+        shared: ``[S]`` bool, memory in which the set has the ``R`` marks that start at ``begin``, all False; None for
+            memory of its own.
         begin: index of the first mark in ``shared``.
 
     Attributes:

@@ -124,11 +124,11 @@ class DeltaStore:
                 table.lookups[chosen] = [IndexedLookup(start_idx, *self._merged(table, lookups))]
 
     def get_delta(self, from_idx: int = 0) -> dict[str, DeltaRows]:
-        """Return the ids of all batches from ``from_idx`` on, ascending and unique, with one state each.
+        """Return the ids of batch ``from_idx`` and all later ones, ascending and unique, with one state each.
 
         Returns:
-            Table FQN to rows, for every table with an :meth:`append` since the last ``delete()`` without an argument.
-            A table without lookups from ``from_idx`` on has empty rows.
+            Table FQN to rows, for every table with an :meth:`append` since the last ``delete()`` without an argument. A
+            table without lookups in these batches has empty rows.
         """
         return {
             fqn: DeltaRows(*self._merged(table, table.lookups[table.range(from_idx, None)]))

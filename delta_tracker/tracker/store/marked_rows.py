@@ -114,7 +114,7 @@ class MarkedRows:
         self._spare: RowSet | None = None
 
     def replace_engine(self, error: Exception) -> bool:
-        """Use the torch engine from now on, if the engine raised ``error``. Return True if it was replaced.
+        """Switch to the torch engine if the current engine raised ``error``. Return True if it was replaced.
 
         The engine can no longer list the marked rows: all rows of each segment with marked rows count as changed.
         """
