@@ -240,7 +240,8 @@ class RankFailedError(StreamError, RuntimeError):
 
     If a version was not published, all rows stay pending; with ``is_unknown``, it may have been published, or may
     appear later, and the next version follows it. If a restore failed, the model may be partly written, and then raises
-    :class:`IncompleteModelError`. The rank is this one if an object of it raised an error when it loaded its state.
+    :class:`IncompleteModelError`. ``rank`` is this rank if one of its objects raised an error while it loaded its
+    state.
     """
 
     def __init__(self, rank: int, reason: str, action: Action = "publish", *, is_unknown: bool = False) -> None:

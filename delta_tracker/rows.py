@@ -181,7 +181,7 @@ def put_pieces(memory: Tensor, indices: Tensor, pieces: Iterable[Tensor]) -> Non
     Args:
         memory: ``[R, C]``, for ``R`` rows of ``C`` columns.
         indices: ``[N]`` int64 positions, unique and in ``[0, R)``.
-        pieces: tensors ``[M, C]`` in the dtype of ``memory``, with ``N`` rows together.
+        pieces: tensors ``[M, C]`` in the dtype of ``memory``, with ``N`` rows in total.
 
     Example:
         >>> memory = torch.zeros(3, 1)

@@ -355,7 +355,7 @@ class CountersCallback(Callback):
 
         Raises:
             CheckpointError: if the checkpoint has no counters and ``is_required`` is True.
-            RankFailedError: if the ranks have other counters or checkpoints, or another rank failed.
+            RankFailedError: if the ranks have different counters or checkpoints, or another rank failed.
         """
         saved: Mapping[str, Tensor] = checkpoint.get(_COUNTERS_KEY, {})
         with closing(RankGroup("counters of a checkpoint", "Trainer.fit(...)", DEFAULT_TIMEOUT)) as group:

@@ -126,8 +126,8 @@ def _is_prefix(name: str) -> bool:
 class ServedModel:
     """Tables, dense tensors and mappings of raw ids of a model.
 
-    ``first_devices`` are the devices of the model at the construction. The tensors of the last version are kept until
-    the next one, even if the model replaces them.
+    ``first_devices`` are the devices of the model when this object was created. The tensors of the last version are
+    kept until the next one, even if the model replaces them.
     """
 
     def __init__(self, target: ModelTarget) -> None:

@@ -277,8 +277,8 @@ def _begun(
 ) -> SinkState:
     """Return the state before the first row of a version.
 
-    If the new version is older than the version that readers get, the state has the new one, because rows may be as
-    old.
+    If the new version is older than the version that readers get, the state already has the new one as ``version``,
+    because rows may be as old.
     """
     begun = state.begun(manifest, is_elsewhere=is_elsewhere)
     if state.version is not None and manifest.version < state.version:

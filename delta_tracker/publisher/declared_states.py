@@ -1,4 +1,4 @@
-"""Combine the states that each rank declares for its column ranges to the states of whole tables."""
+"""Combine the states that each rank declares for its column ranges into the states of whole tables."""
 
 from __future__ import annotations
 

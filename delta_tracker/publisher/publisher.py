@@ -272,11 +272,11 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
 
         With ``recovery``, call it in the last line of the training loop, and with gradient accumulation only after the
         last batch that is accumulated: a version has the state from which the next batch continues. Training then waits
-        up to 5 seconds for an update in progress, and after a wait that timed out at most 0.05 seconds until one
-        succeeds. If the update takes longer, the version is not published: if the loop keeps the output of a model
-        whose backward pass has not run, for example of an evaluation, delete it before the call, or compute it under
-        ``torch.no_grad()``. A version is not published either if rows were updated since the last ``tracker.step()``.
-        Updates of sharded tables without a fused optimizer are not observed.
+        up to 5 seconds for an update in progress. After a wait that timed out, later waits take at most 0.05 seconds,
+        until one succeeds. If the update takes longer, the version is not published. If the loop keeps the output of a
+        model whose backward pass has not run, for example of an evaluation, delete it before the call, or compute it
+        under ``torch.no_grad()``. A version is not published either if rows were updated since the last
+        ``tracker.step()``. Updates of sharded tables without a fused optimizer are not observed.
 
         Training waits only while the rows are read. A snapshot is copied while training continues. After the cut, other
         threads write and commit the version. Its result is in :attr:`error`, the log and the metrics at the next vote.

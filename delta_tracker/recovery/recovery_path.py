@@ -142,7 +142,7 @@ def rows_after(
 
     Returns:
         FQN to ``[N]`` int64 local ids, ascending and unique; tables without such rows are omitted. None if one of the
-        versions is a snapshot, damaged or missing. The restore may use merged entries instead of it.
+        versions is a snapshot, damaged or missing. The restore may have used merged entries in its place.
     """
     found: dict[str, list[Tensor]] = {}
     link = last.link

@@ -203,7 +203,8 @@ def names_of_all_ranks(states: TrainingStates, ignore: Collection[str], url: str
 def _kernels(states: TrainingStates, shards: Mapping[str, LocalShard], own: int | None) -> dict[str, Scalars]:
     """Return the scalars of the kernels of this rank's fused tables, by FQN.
 
-    Uses those that the rank ``own`` saved, unless it is None. Those of its other tables must be equal on all ranks.
+    Uses the scalars that the rank ``own`` saved, unless it is None. Scalars of tables that it did not save must be
+    equal on all ranks.
     """
     needed = {fqn for fqn, shard in shards.items() if any(kernel.is_fused for kernel, _ in shard.holders)}
     numbers = {} if own is None else states.kernels(own)

@@ -65,7 +65,7 @@ def restore(
     All ranks call it in their training threads, after they have built the model, the optimizers and the tracker, and
     before they build a publisher. If the model contains ``DistributedDataParallel``, they train two batches before,
     without a pipeline. Afterwards, training continues as after the version. The section "Continuous checkpoints" of
-    ``guide/recover.md`` describes how far it is equal, and how the jobs may differ.
+    ``guide/recover.md`` describes which results are then equal, and how the jobs may differ.
 
     Each rank reads only the rows of its shards. Everything is compared before the first write. If the call raises after
     the first write, or is interrupted, the model raises :class:`~delta_tracker.errors.IncompleteModelError` when it is

@@ -121,8 +121,8 @@ class HashOwners(LocalOwners):
     def read(self) -> Tensor:
         """Return the owner of each slot, ``[R]`` int64, ``NO_OWNER`` if the slot is empty.
 
-        An owner with the raw id ``NO_OWNER``, which :meth:`refusal` reports, is returned as -1. A change to or from it
-        therefore differs from that of an empty slot.
+        An owner with the raw id ``NO_OWNER``, which :meth:`refusal` reports, is returned as -1. It is therefore not
+        confused with an empty slot.
         """
         raw_ids = self._raw_ids()
         is_empty, is_reserved = raw_ids == _HASH_EMPTY, raw_ids == NO_OWNER

@@ -125,7 +125,7 @@ def plain_shards(model: nn.Module, modules: Mapping[str, PlainModule], torchrec:
 
 
 def _path(model: nn.Module, name: str) -> Iterator[tuple[nn.Module, str]]:
-    """Yield the modules from the model to the one above a submodule, with the key of the next module in each."""
+    """Yield the modules on the path from the model to a submodule, each with the key of the next module."""
     for key in name.split("."):
         yield model, key
         model = model.get_submodule(key)

@@ -213,7 +213,7 @@ class Lookup:
 
 
 def joined(parts: Sequence[LookedUp]) -> LookedUp:
-    """Combine the rows of several lookups of one stream and table to one result."""
+    """Combine the rows of several lookups of one stream and table into one result."""
     if len(parts) == 1:
         return parts[0]
     return LookedUp(

@@ -218,7 +218,7 @@ class PinReader:
         return self._newest
 
     def confirm(self, pin: Pin) -> None:
-        """Keep a pin, because its entry was read and has its hash."""
+        """Confirm a pin, because its entry was read and has the expected hash."""
         if pin == self._newest:
             self._confirmed = pin
 

@@ -174,7 +174,7 @@ class Cursors:
         return sum(rows.num_bytes for each in self.consumers.values() for rows in each.carried.values())
 
     def rows(self) -> Iterator[ChangedRows]:
-        """Yield the rows of :attr:`origin` and, for each consumer, the carried rows and those its reads left out."""
+        """Yield the rows of :attr:`origin`, and the carried rows and left-out rows of each consumer."""
         yield from self.origin.values()
         for each in self.consumers.values():
             yield from each.carried.values()

@@ -83,9 +83,9 @@ class LiveTables:
         """Return the raw ids that own this rank's rows, for each table with managed collisions, by FQN.
 
         Each tensor is ``[R]`` int64 for the ``R`` rows of the shard, and has 2**63 - 1 for a row that no raw id owns.
-        It belongs to the tracker: do not write to it. Each cut writes the raw ids of its time to it: reads,
-        ``add_consumer``, ``clear`` and ``state_dict`` of the tracker, and ``step`` if ``max_bytes`` is exceeded.
-        ``reattach`` and loads of a tracker's state replace it.
+        It belongs to the tracker: do not write to it. Each cut updates it. Cuts are made by reads, ``add_consumer``,
+        ``clear`` and ``state_dict`` of the tracker, and ``step`` if ``max_bytes`` is exceeded. ``reattach`` and loads
+        of a tracker's state replace it.
         """
         return {fqn: store.owners for fqn, store in self._log.segments.owners.items()}
 

@@ -276,7 +276,7 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """Reference to a merged ``delta`` or ``snapshot``, which replaces ``first`` (0 for a snapshot) to ``last``."""
+    """Reference to a merged entry that replaces the versions ``first`` (0 for a snapshot) to ``last``."""
 
     last: int
     first: int
@@ -295,7 +295,7 @@ class Merged:
 
     @classmethod
     def named(cls, name: str) -> Merged | None:
-        """Return the reference to the merged entry of a name, None for any other name."""
+        """Parse the name of a merged entry. Return None for any other name."""
         match = _MERGED_NAME.fullmatch(name)
         return None if match is None else cls(int(match[1]), int(match[2]), match[3])
 

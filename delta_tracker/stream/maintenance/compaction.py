@@ -353,9 +353,10 @@ def _newest(table: TableSpec, columns: tuple[int, int], encoding: Encoding, sour
 
 
 def _chosen(block: Block, ids: Tensor, sources: Sequence[BlockRows], source: Tensor, index: Tensor) -> BlockRows:
-    """Return for each of ``N`` ids the row at an ``index`` of a source, with its states and owner.
+    """Return ``N`` rows from several sources, with their states and owners.
 
-    ``source``, ``[N]``, has the indices of the sources, which have the same columns and encoding.
+    ``ids``, ``source`` and ``index`` are ``[N]``: the ids of the rows, the number of each row's source, and its
+    position there. The sources have the same columns and encoding.
     """
 
     def read(column: Column, begin: int, end: int) -> Tensor:

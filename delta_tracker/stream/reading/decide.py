@@ -296,7 +296,7 @@ def _is_newer(log: SeenLog, order: Order, former: Order) -> bool:
 
 
 def _ordered(log: SeenLog, view: View, position: Position, order: Order) -> Apply | Stay:
-    """Follow an order of the position's stream, until the stream is continued by another one."""
+    """Follow an order of the position's stream, until another stream continues it."""
     is_there = order.is_followed_by(position)
     if is_there and order.kind == "release":
         return _forward(log, view, position)

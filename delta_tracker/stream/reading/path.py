@@ -352,7 +352,7 @@ def former_streams(log: Entries, head: Manifest) -> tuple[str, ...]:
 def forks(versions: list[int], stream: str, read: Callable[[int], Manifest | None]) -> Iterator[Manifest]:
     """Yield the claims that forked a stream and its former streams from others, newest first.
 
-    The ``versions`` of the log end with one of the stream, ascending.
+    ``versions`` are those of the log, ascending. The last one belongs to ``stream``.
     """
     found = {stream}
     while versions:

@@ -35,7 +35,7 @@ class OneThread:
         threading._register_atexit(_end, self._actions, self._thread)  # type: ignore[attr-defined]  # noqa: SLF001
 
     def submit(self, action: Callable[..., T], *args: object) -> Future[T]:
-        """Run an action after those submitted before. Return its future. Raises RuntimeError after :meth:`shutdown`."""
+        """Run an action after all earlier ones. Return its future. Raises RuntimeError after :meth:`shutdown`."""
         if self._is_ended:
             raise RuntimeError("the thread has ended: build a new object")
         future: Future[T] = Future()

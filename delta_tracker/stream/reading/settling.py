@@ -50,7 +50,7 @@ class Settling:
     def doubt(
         self, fault: StreamError, position: Position | None, storage: Storage, counts: Callable[[int], object]
     ) -> Storage | None:
-        """Begin or continue the delay. Return the store to read from again; None if all was read past the caches.
+        """Begin or continue the delay. Return the store to read from again; None if no object is left to read again.
 
         ``counts`` is called with the number of reads past the caches, after each.
         """
@@ -94,7 +94,7 @@ class DoubtedStore(Store):
         return Storage.over(self, self._cached)
 
     def doubt(self, names: set[str]) -> bool:
-        """Read some objects past the caches from now on. Return False if all of them already were."""
+        """Read some objects past the caches in later calls. Return False if all of them already are."""
         is_new = not names <= self._names
         self._names |= names
         return is_new

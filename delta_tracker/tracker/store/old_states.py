@@ -290,7 +290,7 @@ class DeviceStates(OldStates):
     def mark_new(self, marked: RowSet, ids: Tensor, read: ReadStates) -> None:
         """Mark rows, and keep the current states of those that were not marked before.
 
-        ``read`` may be called with more ids than these, all of them valid.
+        ``read`` may be called with additional ids, which are valid.
         """
         if self._lowest < self._num_rows:  # otherwise all rows are marked
             new, count = marked.mark_new_padded(ids)
