@@ -36,7 +36,7 @@ class OwnerChanges(Struct, frozen=True):
 
 
 class Entry(Struct, frozen=True, kw_only=True, rename={"num_rows": "rows", "num_bytes": "bytes", "num_parts": "parts"}):
-    """Summary of an entry's manifest, with the names of its JSON. Times are Unix seconds.
+    """Summary of an entry's manifest. The attributes have the names of the JSON output. Times are Unix seconds.
 
     Args:
         kind: claim, snapshot or delta.

@@ -20,7 +20,7 @@ _WIDTH_OF_FILES = 160
 
 
 class _Console(Console):
-    """Console that reports a closed pipe as an error, where rich ends the process with the exit code 1."""
+    """Console that raises an error for a closed pipe. By default, rich exits with code 1."""
 
     def on_broken_pipe(self) -> NoReturn:
         """Raise ``BrokenPipeError``, which :func:`~delta_tracker.cli.main.main` handles."""

@@ -229,9 +229,9 @@ def _svg(value: float) -> str:
 
 
 def _over_time(bins: Sequence[dict[str, Any]], about: str, legend: dict[str, str]) -> Chart:
-    """Return a chart over the life of a stream, to which the caller adds shapes and tips; there are bins.
+    """Return a chart over the life of a stream, without shapes and tips. ``bins`` must not be empty.
 
-    Marks show snapshots and publisher restarts. Ticks show the time and the newest version then.
+    Marks show snapshots and publisher restarts. Ticks show the time and the newest version at that time.
     """
     pauses = sorted(each["gap_seconds"] / each["gaps"] for each in bins if each["gaps"])
     usual = pauses[len(pauses) // 2] if pauses else _MINUTE

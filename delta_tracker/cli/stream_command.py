@@ -63,7 +63,7 @@ class Stream:
         return head
 
     def wait_for_head(self, every: float) -> Manifest:
-        """Return the newest entry; while there is no stream, look again after ``every`` seconds."""
+        """Return the newest entry. While there is no stream, poll every ``every`` seconds."""
         if (head := self.log.head()) is None:
             self.out.note(f"there is no stream at {self.storage.url} yet: waiting for its first version")
         while head is None:
@@ -129,7 +129,7 @@ class Number(click.FloatRange):
 
 @contextmanager
 def os_errors_of(option: str, value: object, remedy: str = "Choose another path") -> Iterator[None]:
-    """Context manager that reports an ``OSError`` as an InvalidArgumentError of an option; not a ``StorageError``."""
+    """Context manager that reports an ``OSError``, except StorageError, as an InvalidArgumentError of an option."""
     try:
         yield
     except StorageError:

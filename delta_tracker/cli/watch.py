@@ -157,7 +157,7 @@ class View:
         num_gone: number of predictors whose last heartbeat is older than an hour.
         skews: descriptions of clocks that differ from the store's by more than a minute.
         problem: error of the last read, or another message to show; None if there is no problem.
-        read: time of the last successful read, as ``now``. Rates are computed for this time, so that they do not fall
+        read: time of the last successful read, like ``now``. Rates are computed for this time, so that they do not fall
             to 0 if the store cannot be read.
     """
 

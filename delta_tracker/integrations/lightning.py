@@ -153,8 +153,8 @@ class TrackerCallback(Callback):
 
         ``load_from_checkpoint`` calls no callback. Build the tracker for the module that it returns, register the
         counters, and call this method on each rank. Every row also counts as changed if the checkpoint has no state, or
-        if the weights in its ``state_dict`` are others, such as the average of ``WeightAveraging``. Raises the errors
-        of :meth:`~delta_tracker.ModelDeltaTracker.load_state_dict`.
+        if its ``state_dict`` has different weights, such as the average of ``WeightAveraging``. Raises the errors of
+        :meth:`~delta_tracker.ModelDeltaTracker.load_state_dict`.
         """
         tracker.load_state_dict(checkpoint.get(_KEY, {}))
         if _has_other_weights(checkpoint):
@@ -316,7 +316,7 @@ class CountersCallback(Callback):
 
     Args:
         counters: the counters. They must exist before the trainer starts, for example as attributes of the module.
-        is_required: False to keep the present states, with a warning, if a checkpoint has no counters.
+        is_required: False to keep the current states, with a warning, if a checkpoint has no counters.
 
     Raises:
         InvalidArgumentError: if ``counters`` is not a :class:`~delta_tracker.RankCounters`.

@@ -55,7 +55,7 @@ class TotalReport:
 
     Args:
         figures: the aggregate. The sum of a counter also includes the total that was restored from a checkpoint.
-        function: for a gauge with a function, returns its value at present, or None for no data; None for other cells.
+        function: for a gauge with a function, returns its current value, or None for no data; None for other cells.
     """
 
     definition: Definition

@@ -119,8 +119,9 @@ class Subscription:
     def hand(self, until: float) -> None:
         """Call the handler with each queued event.
 
-        If the handler raises, that event is not delivered again, and the events after it stay queued. So do those that
-        remain at ``until``, a value of ``time.monotonic()``. The handler is called with at least one event.
+        If the handler raises, that event is not delivered again, and the events after it stay queued. Events that
+        remain at ``until``, a value of ``time.monotonic()``, also stay queued. The handler is called with at least one
+        event.
         """
         event = self._next()
         while event is not None:

@@ -93,7 +93,7 @@ class _Uncollected:
 
     Args:
         num_lost: number of windows dropped because too many were closed.
-        num_closed: number of windows closed since the cell exists.
+        num_closed: number of windows closed since the cell was created.
         num_rejected: number of values rejected before the last collection.
     """
 
@@ -114,7 +114,7 @@ class Cell:
         enabled: True if records are accepted.
         is_remote: True if the records come from a device and arrive with a delay. In this case, the source of the
             records calls :meth:`end_epoch`; otherwise, the stat does.
-        function: returns the value of a gauge at present, or None for no data; None if the values are recorded.
+        function: returns the current value of a gauge, or None for no data; None if the values are recorded.
     """
 
     def __init__(

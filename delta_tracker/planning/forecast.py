@@ -152,7 +152,7 @@ class Forecast:
     def tracker_bytes(self) -> int:
         """Maximum memory of the tracker on one rank: the sets of changed rows of rank 0, which has the most rows.
 
-        There are at most as many sets as consumers, one for the rows that change now, and one for an uncommitted read.
+        There is at most one set for each consumer, one for the rows that change now, and one for an uncommitted read.
         In a mode with old states, a set has an id and an old state for each row that changed.
         """
         load = self.workload

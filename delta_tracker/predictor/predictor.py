@@ -227,8 +227,8 @@ class Predictor(Uncopied, remedy="Save or copy its state_dict()"):
             NoSnapshotError: if the stream has no snapshot to start from.
             HeldVersionError: if the gate rejects the next version.
             StorageError: if the store cannot be read.
-            StaleCacheError: if an object is missing, short or altered behind an http cache, also when it is read past
-                the caches.
+            StaleCacheError: if an object is missing, short or altered behind an http cache, even if it is read past the
+                caches.
             StreamError: if the next version is missing, damaged, of another stream or an older copy, or does not fit
                 the model, and no resync is possible. ``guide/errors.md`` names the types and what to do.
         """

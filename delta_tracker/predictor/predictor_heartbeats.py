@@ -23,7 +23,7 @@ class Heartbeats:
         self._source = reader.source if given is None else None  # None if heartbeats do not move
 
     def write(self, error: Exception | None, poll_seconds: float | None, *, is_last: bool = False) -> None:
-        """Write a heartbeat if one is due or ``is_last`` is True. ``poll_seconds`` is that of :func:`lag`."""
+        """Write a heartbeat if one is due or ``is_last`` is True. See :func:`lag` for ``poll_seconds``."""
         reader, source = self._reader, self._reader.source
         if self._source not in (None, source):
             self._source = source

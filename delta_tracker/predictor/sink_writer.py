@@ -6,7 +6,7 @@ The order of each version is:
 2. Log the owners that change. The log is read only after a crash, and in step 6.
 3. Write the rows. In a table with raw ids, each under the raw id of its owner.
 4. Delete the rows of raw ids that own no row after the version.
-5. Store the state: the version is complete. Readers get it now.
+5. Store the state: the version is complete. Readers now read it.
 6. Copy the log to the stored map of owners, and clear it.
 
 The stored map is therefore always that of the last complete version. After a crash before step 5, the raw ids that only
@@ -115,7 +115,7 @@ class SinkWriter(Forkable):
         self._is_known = True
 
     def resolve(self, manifest: Manifest) -> Receiver:
-        """Return the tables of a version. Raise ModelMismatchError if the row store has other tables of its stream."""
+        """Return the tables of a version. Raise ModelMismatchError if the row store has different ones."""
         held = self._held(manifest)
         if held is not None:
             missing = held.tables.keys() - manifest.tables.keys() if manifest.kind == "snapshot" else set()

@@ -76,7 +76,7 @@ class Cadence:
 
 
 class Pace:
-    """Check on one rank whether a bound of the cadence is reached.
+    """Checker of the cadence's bounds on one rank.
 
     Counting the pending rows exactly is slow. They are counted only if the last exact count plus the number of rows
     recorded since then reaches a bound.

@@ -231,7 +231,7 @@ class Ballots(Exchange):
     Attributes:
         vote_every: number of calls of ``step()`` from one vote to the next.
         number: number of votes of this rank so far.
-        num_owed: number of votes that calls of ``step()`` should have sent, and did not.
+        num_owed: number of votes that are due because of calls of ``step()``, and were not sent.
         pending: votes that were sent and not counted; None if there are none.
         is_alone: True if there is one rank, whose votes are complete at once.
     """

@@ -220,7 +220,7 @@ class _Layout:
 
 
 def _base(chunk: Sequence[_BufferSpan]) -> int:
-    """Return the byte of a buffer at which memory for a chunk alone begins. Aligned for every dtype."""
+    """Return the byte of the whole buffer at which the memory of one chunk begins. Aligned for every dtype."""
     return chunk[0].begin // _ALIGNMENT * _ALIGNMENT
 
 

@@ -35,7 +35,7 @@ class Reports:
 
     Attributes:
         error: error of the last version, without a traceback; None if it was published.
-        is_over: True if this publisher can publish no more, because it is fenced or has lost a rank.
+        is_over: True if this publisher can publish no more versions, because it is fenced or has lost a rank.
     """
 
     def __init__(self, recorder: Recorder, writer: Coordinator) -> None:

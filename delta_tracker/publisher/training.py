@@ -62,7 +62,7 @@ class Stateful(Protocol):
     """Object with a state, such as an optimizer, a learning rate scheduler or a gradient scaler."""
 
     def state_dict(self) -> Any:  # noqa: ANN401  torch's classes return dicts of different types
-        """Return the state, of types in :mod:`delta_tracker.stream.format.state_tree`. Must not need other ranks."""
+        """Return the state, of types in :mod:`delta_tracker.stream.format.state_tree`. Must not call a collective."""
 
     def load_state_dict(self, state: Any, /) -> Any:  # noqa: ANN401
         """Restore a state."""

@@ -219,7 +219,7 @@ class Versions:
         self.beat()
 
     def beat(self) -> None:
-        """Write a heartbeat if one is due, unless this publisher can publish no more."""
+        """Write a heartbeat if one is due, unless this publisher can publish no more versions."""
         if self._beats is not None and not self._reports.is_over:
             self._beats.beat(self._writer.head)
 

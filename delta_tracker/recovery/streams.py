@@ -258,7 +258,8 @@ class ServingStreams:
     def claim(self, number: int, recovery: Manifest) -> Claim:
         """Claim a stream, unless another job has claimed the recovery stream after ``recovery``.
 
-        A job claims the recovery stream first: one that was suspended finds the claim of the other, and fences nothing.
+        A job claims the recovery stream first. A job that was suspended then finds the other job's claim, and fences
+        nothing.
         """
         storage = self.storages[number]
         storage.probe()

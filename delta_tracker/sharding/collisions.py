@@ -151,7 +151,7 @@ def local_owners(model: nn.Module, found: Discovery) -> dict[str, LocalOwners]:
 
     Raises:
         UnsupportedModelError: if a managed-collision module is of another class than those of this file, has an
-            ``input_hash_func`` that is not called, unlike in an unsharded module, or is apart from its table's module;
+            ``input_hash_func`` that is not called, unlike in an unsharded module, or is not in the module of its table;
             or if the ranges of slots do not fit the table's sharding plan.
     """
     torchrec = Torchrec()

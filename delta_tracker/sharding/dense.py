@@ -33,9 +33,9 @@ def dense_tensors(
             towers, instead of raising an error for them.
 
     Returns:
-        Name to detached tensor. Names are those of the model's ``state_dict``; of a module outside the model, those of
-        its own ``state_dict``, after its name in a mapping and a dot. A tensor with several names is returned under
-        each of them.
+        Name to detached tensor. Names are those of the model's ``state_dict``. For a module outside the model, they are
+        those of its own ``state_dict``, prefixed by its name in a mapping and a dot. A tensor with several names is
+        returned under each of them.
 
     Raises:
         InvalidArgumentError: if ``dense`` is a string, if the model has no dense tensor with a given name, if each rank

@@ -137,7 +137,7 @@ def holder_of(module: nn.Module, attributes: Mapping[type[nn.Module], str]) -> s
 
 
 def load_torchrec() -> Torchrec:
-    """Import torchrec and return the classes that discovery looks for. Raise MissingExtraError without it or fbgemm."""
+    """Import torchrec and return the classes that discovery looks for. Raise MissingExtraError if that fails."""
     try:
         for name in ("embedding", "embeddingbag", "model_parallel", "types"):
             import_module(f"torchrec.distributed.{name}")

@@ -104,9 +104,9 @@ class Watcher:
     """Base class of all hooks.
 
     Hooks never raise. After an error, the next read returns all rows of the hook's tables, with unknown old states. If
-    the hook failed before a write, so does every read until the write or its backward pass has ended, and the next read
-    after that. This needs no memory, lock or operation of the device, so that it works after any error. Then the error
-    is counted, and the first error is logged. While a CUDA graph is captured, hooks launch no operation.
+    the hook failed before a write, every read until the end of the write or of its backward pass returns them too, and
+    so does the next read. This needs no memory, lock or operation of the device, so that it works after any error. Then
+    the error is counted, and the first error is logged. While a CUDA graph is captured, hooks launch no operation.
 
     Args:
         tables: FQNs of the tables to report.

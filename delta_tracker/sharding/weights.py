@@ -144,7 +144,7 @@ def read_optimizer(shard: LocalShard, ids: Tensor) -> tuple[Tensor, ...]:
 
     Returns:
         Each state in the optimizer's order: ``[N, D]``, or ``[N, S]`` if it is one number per row and column range.
-        Empty for SGD, unfused kernels, and without rows here.
+        Empty for SGD and unfused kernels, and if the rank has no rows.
     """
     every = zip(*state_views(shard), strict=True)
     return tuple(_side_by_side([view.index_select(0, ids) for view in views]) for views in every)

@@ -88,7 +88,7 @@ class RedisSink(RowSink):
     connection of the former one has ended; a former writer that continues gets a SinkError and changes nothing.
 
     Redis acknowledges a batch before it is durable, depending on ``appendfsync``. A server that crashes loses the
-    newest batches, in order: the stored version then is an older one, of which all rows are stored, and the predictor
+    newest batches, in order: the stored version is then an older one whose rows are all stored, and the predictor
     continues from there. The same holds for a failover to a replica. A server without persistence loses all rows, and
     the predictor writes a snapshot.
 

@@ -1,7 +1,7 @@
 """Heartbeats: objects that predictors and publishers write to the stream's store to show their state.
 
 ``predictors/{name}.json`` is a JSON object with the fields of :class:`Heartbeat`. It is replaced every few seconds. The
-stream does not depend on heartbeats: one may be missing, old or forged. Retention deletes one that is a day old.
+stream does not depend on heartbeats, which may be missing, old or forged. Retention deletes them after a day.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ _SPREAD_SECONDS = 1.0  # readers that meet the same fault of a cache spread thei
 
 
 class StreamLog:
-    """Log of a stream, to read it and to claim it for writing. ``is_listed`` is True if the store can list entries."""
+    """Log of a stream, which can be read and claimed. ``is_listed`` is True if the store can list entries."""
 
     def __init__(self, storage: Storage, runtime: Runtime = REAL) -> None:
         self.storage = storage
@@ -211,7 +211,7 @@ class StreamLog:
     def pointed(self, *, is_due: bool = True) -> HeadPointer | None:
         """Return the newest pointer whose entry was read and has its hash, or a pointer to a newer entry that was read.
 
-        For a store that cannot list. With ``is_due=False``, sends no request for the pointer.
+        Used for a store that cannot list. With ``is_due=False``, sends no request for the pointer.
         """
         pointer = self.pointer.newest(is_due=is_due)
         if pointer is not None and pointer is not self.pointer.confirmed:

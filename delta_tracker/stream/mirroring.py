@@ -1,8 +1,8 @@
 """Mirror of a stream: a copy of its entries and objects in another store, which follows the source.
 
 The log of the destination is always a contiguous range of the source's log with the same bytes that begins with a
-snapshot. Every object that it names is complete. Below it are only the claims that started its stream and former ones.
-A mirror that was killed continues where it stopped. It stops if another program appends to the destination.
+snapshot. Every object that it names is complete. Below it are only the claims that started its stream and former
+streams. A mirror that was killed continues where it stopped. It stops if another program appends to the destination.
 """
 
 from __future__ import annotations

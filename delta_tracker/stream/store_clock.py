@@ -57,7 +57,7 @@ class StoreClock:
 
 
 def skew_problem(whose: str, seconds: float) -> str | None:
-    """Return a description of the clock of ``whose``, ``seconds`` ahead of the store's; None within a minute."""
+    """Describe the clock of ``whose``, which is ``seconds`` ahead of the store's. Return None for less than a minute."""
     if abs(seconds) <= SKEW_SECONDS:
         return None
     if seconds > 0:

@@ -169,8 +169,8 @@ class Progress:
         """Number of updates of tables since the last :meth:`step`.
 
         For fused tables, each backward pass counts once for each lookup in a kernel. For plain modules, each step of an
-        optimizer counts once. Lookups without a backward pass, as in an evaluation, do not count. Nor do updates of
-        sharded tables without a fused optimizer.
+        optimizer counts once. Lookups without a backward pass, as in an evaluation, do not count. Updates of sharded
+        tables without a fused optimizer do not count either.
         """
         return self._hooks.num_updates() - self._num_stepped
 

@@ -134,7 +134,7 @@ class RankGroup:
             self._group.send([tensor], rank, 0).wait()
 
     def receive(self, tensor: Tensor, rank: int) -> None:
-        """Fill ``tensor`` with the one of the same shape and dtype that ``rank`` passes to :meth:`send`."""
+        """Fill ``tensor`` with the tensor of the same shape and dtype that ``rank`` passes to :meth:`send`."""
         with self._typed_errors():
             self._group.recv([tensor], rank, 0).wait()
 
@@ -329,7 +329,7 @@ class _Meeting:
         return number
 
     def _meet(self, store: dist.Store, number: int) -> str:
-        """Wait until the attempt has ended or this rank has to end it, and return the result to set then."""
+        """Wait until the attempt ends or this rank must end it. Return the result to set."""
         has_left = self._has_left.is_set
         store.set(f"{number}/{self._rank}", "here")
         if not has_left() and store.add(f"{number}/count", 1) == self._world_size and not has_left():

@@ -504,7 +504,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
             top_k: return only the rows with the highest scores; the others stay pending. The call is then a collective.
                 Rows of a DATA_PARALLEL table are selected on rank 0; the deltas of the other ranks contain all changed
                 rows of the table. In 2D parallelism, the same holds for the first replica and the other replicas.
-            unknown: not accepted; the error says what replaces an argument of TorchRec's tracker.
+            unknown: not accepted; the error names the replacement of an argument of TorchRec's tracker.
 
         Returns:
             :class:`~delta_tracker.types.Delta`, a mapping from table FQN to rows; a table without changes is present

@@ -192,7 +192,7 @@ class DeviceCounter(_DeviceStat):
         self._record(value)
 
     def figures(self, sums: list[float]) -> Aggregate:
-        """Convert the sums of recorded values to an :class:`Aggregate`, whose total is an integer if it is whole."""
+        """Convert the sums of recorded values to an :class:`Aggregate`, whose total is an int if it has no fraction."""
         result = super().figures(sums)
         result.total = int(sums[0]) if sums[0].is_integer() else sums[0]
         return result

@@ -36,7 +36,7 @@ class TorchMetric(MetricSource):
     :class:`~delta_tracker.monitor.device.classification.DeviceClassification`.
 
     The monitor holds only a weak reference to this object. An object that is deleted is read once more and freed.
-    Objects of one name record in one gauge.
+    Objects with the same name record in the same gauge.
 
     Args:
         name: name of the gauge.
@@ -267,7 +267,7 @@ def _edition(value: object) -> int:
 def _check_unchanged(
     name: str, before: Mapping[str, tuple[object, object]], after: Mapping[str, tuple[object, object]]
 ) -> None:
-    """Raise InvalidArgumentError if two results of :func:`_outside` differ. ``name`` is that of the gauge."""
+    """Raise InvalidArgumentError if two results of :func:`_outside` differ. ``name`` is the name of the gauge."""
     missing = (_check_unchanged, 0)
     for key, (value, edition) in after.items():
         old, old_edition = before.get(key, missing)

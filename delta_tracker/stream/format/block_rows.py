@@ -63,7 +63,7 @@ class BlockRows:
         return self.block.num_rows * (self.block.row_bytes + states + num_ids * _ID_BYTES)
 
     def reader(self, column: Column) -> RowReader:
-        """Return the reader of the values, of the owners, or of the state with an index."""
+        """Return the reader of a column: the values, the owners, or the state with an index."""
         if column == "owners":
             assert self.owners is not None, "all blocks of a table have owners, or none has"
             return self.owners

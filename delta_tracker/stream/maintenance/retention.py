@@ -287,10 +287,10 @@ def _needed(
 ) -> tuple[int, int, list[Merged]]:
     """Return the version at which all readers can start, the lowest one to keep in the log, and superseded entries.
 
-    The first is that of the newest snapshot, also a merged one, committed at or before ``before``; -1 without one. The
-    superseded merged entries, sorted by name, are snapshots that end before it, deltas that end at or before it or are
-    covered by another one committed at or before ``before``, and all that end before it in a stream that a promotion
-    has ended. Merged entries that are ``lost`` supersede no others.
+    The first result is the version of the newest snapshot, of the log or merged, that was committed at or before
+    ``before``; -1 without one. The superseded merged entries, sorted by name, are snapshots that end before it, deltas
+    that end at or before it or are covered by another one committed at or before ``before``, and all that end before it
+    in a stream that a promotion has ended. Merged entries that are ``lost`` supersede no others.
     """
     in_time = [
         each

@@ -158,7 +158,7 @@ def path_to(log: Entries, version: int, *, position: Position | None = None, of_
     """Return the entries to apply to reach a version, in order: a snapshot and its successors up to the version.
 
     The version belongs to the newest stream of the log. The position of the reader, if there is one, must belong to it
-    too. With ``of_any``, accepts also a version of a former stream, and one below a malformed newest entry.
+    too. With ``of_any``, also accepts a version of a former stream, or below a malformed newest entry.
 
     Raises InvalidArgumentError if the version is invalid or not committed yet, StreamReplacedError if the position
     belongs to another stream, and the errors of :func:`path_to_entry`.
@@ -261,7 +261,7 @@ def _over(log: Entries, version: int, merged: Sequence[Merged], path: Sequence[M
 
 
 def _newest_below(log: Entries, version: int) -> Manifest | None:
-    """Return the newest entry; if it is malformed, the newest well-formed one, if that reaches ``version``."""
+    """Return the newest entry. If it is malformed, return the newest well-formed one that reaches ``version``."""
     try:
         return log.head()
     except MalformedError:
@@ -307,7 +307,7 @@ def _is_other_copy(log: Entries, position: Position) -> bool:
 
 
 def has_other_entry(log: Entries, position: Position) -> bool:
-    """Return True if a log has another entry in the place of the position's."""
+    """Return True if a log has another entry at the version of the position."""
     held = readable(log.read, position.version)
     return held is not None and not position.names(held)
 

@@ -75,7 +75,7 @@ class Runtime:
         sleep: waits for a number of seconds. A thread of a reader is interruptible meanwhile.
         wait: waits for an event, or for a number of seconds. Returns True if the event is set.
         clock: returns the Unix time of this host in seconds.
-        executor: starts a thread that runs actions, from the prefix of its name.
+        executor: creates a thread that runs actions, given the prefix of its name.
     """
 
     monotonic: Callable[[], float] = time.monotonic

@@ -104,7 +104,7 @@ class RankCounters:
         return part if strategy == "gather_or_local" and rank != 0 else gathered
 
     def plan_load(self, parts: Sequence[RankHeader]) -> list[RankHeader]:
-        """Check saved headers against the counters, and return which parts this rank loads.
+        """Check saved headers against the counters, and return the headers of the parts that this rank loads.
 
         Raises StateMismatchError if the parts do not belong together or to these counters, and CheckpointError if parts
         are missing or invalid.

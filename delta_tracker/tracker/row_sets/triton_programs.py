@@ -103,7 +103,7 @@ def mark_each(
     ``sets`` is ``[T, 5]`` int64: the addresses of the words and of the summary of a set, its number of rows, and the
     range of its ids in ``ids``. The rows of a set that were not marked before are appended to ``fresh``, ``[N]``, at
     the beginning of that range, and their number is added to the set's element of ``num_fresh``, ``[T]`` int64.
-    Instance ``(i, t)`` processes the ids ``i * size`` and following of set ``t``.
+    Instance ``(i, t)`` processes ``size`` ids of set ``t``, starting at ``i * size``.
     """
     which = tl.program_id(1)
     own = sets + which * 5

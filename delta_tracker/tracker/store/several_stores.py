@@ -30,7 +30,8 @@ def _replaced(stores: Mapping[str, SegmentStore], error: Exception) -> bool:
 def mark_in_each(stores: Mapping[str, SegmentStore], ids: Mapping[str, Tensor | None], key: int | None = None) -> None:
     """Call :meth:`SegmentStore.mark` of each store in ``ids``, or :meth:`SegmentStore.begin_write` for a write.
 
-    ``ids`` has the argument ``ids`` of :meth:`SegmentStore.mark` for each name. ``key`` is that of the write, or None.
+    ``ids`` has the argument ``ids`` of :meth:`SegmentStore.mark` for each name. ``key`` is the key of the write, or
+    None.
     """
     together = {
         name: own for name, own in ids.items() if own is not None and stores[name].pads and stores[name].num_rows
