@@ -138,7 +138,7 @@ def _compare_ids(before: Tensor, after: Tensor, limit: int) -> dict[str, Any]:
 
 
 def _compare_rows(before: Tensor, after: Tensor, limit: int) -> dict[str, Any]:
-    """Return the number of rows that differ in any bit, the L2 norms of the differences, and the rows with the largest."""
+    """Return the number of rows that differ in any bit, the norms of the differences, and the largest ones."""
     pieces = [(torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.float64))]
     num_rows = max(1, _CHUNK_BYTES // (before.shape[1] * before.element_size()))
     for begin in range(0, len(before), num_rows):

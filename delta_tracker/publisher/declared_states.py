@@ -14,7 +14,7 @@ from delta_tracker.types import TableSpec, TableStates
 
 
 def declared_states(messages: Sequence[Mapping[str, Any]], tables: Mapping[str, TableSpec]) -> dict[str, TableStates]:
-    """Return the states of whole tables, by FQN, from those of each rank's ranges, as JSON values and in rank order.
+    """Return the states of whole tables, by FQN. ``messages`` has those of each rank's column ranges as JSON values.
 
     Tables that no rank declares are missing. Raises RankFailedError if ranks declare different optimizers or states of
     a table, or their ranges do not divide its columns.

@@ -1,10 +1,10 @@
 """Raw ids of the rows of tables with managed collisions, without torchrec.
 
-Open ``raw_id_map.py`` first: it has the bucket of a raw id, the rules that the owners of rows obey, and
-:class:`RawIdMap`, the interface of a live mapping. ``index.py`` has the mapping of serving code. Elsewhere,
-``sharding/raw_id_maps.py`` and ``sharding/collisions.py`` change and read the mappings of TorchRec's modules,
-``sharding/collision_states.py`` saves and restores their training states, ``tracker/store/owner_store.py`` finds the
-rows with another owner, and ``predictor/identities.py`` applies those of a version.
+Open ``raw_id_map.py`` first: it has the bucket of a raw id, the rules for the owners of rows, and :class:`RawIdMap`,
+the interface of a live mapping. ``index.py`` has the mapping of serving code. Elsewhere, ``sharding/raw_id_maps.py``
+and ``sharding/collisions.py`` change and read the mappings of TorchRec's modules, ``sharding/collision_states.py``
+saves and restores their training states, ``tracker/store/owner_store.py`` finds the rows whose owner changed, and
+``predictor/identities.py`` applies the owners of a version.
 """
 
 from delta_tracker.raw_ids.raw_id_map import NO_OWNER as NO_OWNER

@@ -1,4 +1,4 @@
-"""Compare a version with the job on this rank, and write the version: :func:`prepare` and :class:`Plan`."""
+"""Compare a version with the job on this rank, and restore it: :func:`prepare` and :class:`Plan`."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ def _parsed(data: bytes) -> SinkState:
 
 
 def current_state(data: bytes | None) -> SinkState:
-    """Return the state of the stream that readers read from its JSON, which is parsed only if it changes.
+    """Parse the state of the current stream of a row store. JSON that equals the last one is not parsed again.
 
     Raises MalformedSinkError if it is invalid or missing.
     """

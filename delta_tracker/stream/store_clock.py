@@ -57,7 +57,7 @@ class StoreClock:
 
 
 def skew_problem(whose: str, seconds: float) -> str | None:
-    """Describe the clock of ``whose``, which is ``seconds`` ahead of the store's. Return None for less than a minute."""
+    """Describe the clock of ``whose``, which is ``seconds`` ahead of the store's; None for less than a minute."""
     if abs(seconds) <= SKEW_SECONDS:
         return None
     if seconds > 0:

@@ -223,7 +223,7 @@ class Gathering:
 
 
 class _Meeting:
-    """Creation of one gloo group, for which all ranks first wait for each other by keys of the default group's store.
+    """Creation of one gloo group. All ranks first wait for each other, using keys of the default group's store.
 
     Attempts to meet are numbered. An attempt ends when the last rank arrives or when the first rank times out, with the
     same result on all ranks: ``go`` after a success, otherwise the reason for the failure. A rank skips attempts that

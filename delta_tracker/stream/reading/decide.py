@@ -245,9 +245,9 @@ def _at(log: SeenLog, view: View) -> Apply | Stay | Doubt:
 
 
 def _beside(log: SeenLog, view: View, position: Position, order: Order) -> Apply | Stay:
-    """Follow an order of another stream, which may continue the position's stream.
+    """Move to the stream of a new order if it continues the position's stream; otherwise, continue that stream.
 
-    The former stream is continued until it ends or has a fault, as far as its own order allows.
+    The position's stream is followed until it ends or has a fault, as far as its own order allows.
     """
     joined = _joins(log, view, position, StreamReplacedError(log.url, position.version)) if order.is_new else None
     if isinstance(joined, Apply):

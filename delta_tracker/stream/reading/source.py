@@ -186,9 +186,10 @@ class Sources:
 class Lag:
     """Measurement of a reader's lag behind the newest version.
 
-    The age is the sum of two times, each by one clock: from the oldest version not applied to the newest one, by the
-    store's modification times, and since this reader first saw the newest one, by its monotonic clock. It is too low by
-    the time until the reader saw it, and by up to one second if the store truncates modification times.
+    The age is the sum of two times, so that each is measured by one clock: the time between the commits of the oldest
+    version that is not applied and the newest version (store's modification times), and the time since this reader
+    first saw the newest version (monotonic clock). It is too low by the time that the reader took to see that version,
+    and by up to one second if the store truncates modification times.
 
     Attributes:
         rested: version after which the last poll found no entry, and the monotonic time at which that poll began; None

@@ -304,7 +304,7 @@ class CounterSet:
         return merged
 
     def load(self, states: Mapping[str, State]) -> None:
-        """Replace every counter's state with a result of :meth:`merged`. If one raises, all keep their states."""
+        """Replace every counter's state with a result of :meth:`merged`. If a counter raises, all keep their states."""
         counters = self._counters
         before = {name: copy.deepcopy(counter.merge([counter.state_dict()])) for name, counter in counters.items()}
         begun: list[str] = []
