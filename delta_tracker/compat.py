@@ -5,7 +5,8 @@ do, with these differences:
 
 - A row counts as changed when its update is written, not when it is looked up. Pass ``record="lookups"`` to
   :class:`ModelDeltaTrackerTrec` for the latter.
-- ``top_percentage`` selects the rows that moved most in each table, and the others stay pending; TorchRec ignores it.
+- ``top_percentage`` selects the rows with the largest changes in each table, and the others stay pending; TorchRec
+  ignores it.
 - Old values in ``EMBEDDING`` mode and the states of several tables are exact: ``benchmarks/faults`` has the cases in
   which TorchRec's are not. A read without changed rows returns an empty dict; in TorchRec, it raises an error.
 
@@ -108,8 +109,8 @@ class ModelDeltaTrackerTrec(own.ModelDeltaTracker):
 
         Args:
             consumer: name of the reader; None for ``"default"``.
-            top_percentage: fraction of the changed rows of each table to return, those that moved most; 1 or None for
-                all. A smaller one needs a mode with states, and is a collective.
+            top_percentage: fraction of the changed rows of each table to return, those with the largest changes; 1 or
+                None for all. A smaller one needs a mode with states, and is a collective.
             per_table_percentage: not supported: call ``get_delta(top_k=...)``.
             sorted_by_indices: ids are always ascending.
 

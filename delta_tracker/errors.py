@@ -471,8 +471,8 @@ class LostEntryError(StorageError):
 class UnsupportedStoreError(StorageError):
     """The store at ``url`` does not support ``operation``: over http, it serves single objects only.
 
-    If it is None, the store has no atomic operation that creates an object only if it does not exist, so that a second
-    publisher could replace an entry of the stream.
+    If ``operation`` is None, the store has no atomic operation that creates an object only if it does not exist, so
+    that a second publisher could replace an entry of the stream.
     """
 
     def __init__(self, url: str, operation: str | None = None) -> None:

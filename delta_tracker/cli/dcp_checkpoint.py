@@ -60,7 +60,7 @@ def entries_of(log: StreamLog, version: int) -> list[Manifest]:
 def write_checkpoint(
     storage: Storage, path: Sequence[Manifest], directory: Path, work: Path, advance: Callable[[int], None]
 ) -> None:
-    """Write the last of some entries as a DCP checkpoint.
+    """Write the version of the last entry of ``path`` as a DCP checkpoint.
 
     The checkpoint has the keys of ``{"model": model.state_dict(), "optimizer": model.fused_optimizer.state_dict()}`` of
     a ``DistributedModelParallel``. ``optimizer`` is missing if the version has no states of fused optimizers.

@@ -32,7 +32,7 @@ _PACKAGES = ("pytorch_lightning", "lightning.pytorch")
 def _lightning_package() -> ModuleType:
     """Return the package that is already imported, otherwise the first one that is installed.
 
-    The classes of the two are different, and ``Trainer(callbacks=callback)`` without a list takes only its own.
+    The two packages have different classes, and ``Trainer(callbacks=callback)`` without a list accepts only its own.
     """
     for name in sorted(_PACKAGES, key=lambda name: sys.modules.get(name) is None):
         try:

@@ -291,7 +291,7 @@ class Gauge(Stat):
     def set_function(self, function: Callable[[], float | None], /, **labels: object) -> None:
         """Read the gauge from a function: at each collection, and at each scrape of a Prometheus endpoint.
 
-        The value is then never older than the scrape, also while the collection of other metrics waits. :meth:`remove`
+        The value is then never older than the scrape, even while the collection of other metrics waits. :meth:`remove`
         also removes the function.
 
         Args:

@@ -203,7 +203,7 @@ def check_indexes(indexes: Mapping[str, RawIdIndex], tables: Mapping[str, RowTar
 def check_maps(manifest: Manifest, maps: Mapping[str, tuple[RawIdMap, ...]]) -> None:
     """Raise ModelMismatchError for a version whose raw ids cannot be mapped as the trainer maps them.
 
-    A table with raw ids needs mappings that serve its buckets and no other table; one without needs to have none.
+    A table with raw ids needs mappings that serve its buckets and no other table. Any other table must have no mapping.
     """
     owners: dict[int, str] = {}  # address of a mapping to the first table
     for fqn, table in manifest.tables.items():

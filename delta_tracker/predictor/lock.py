@@ -1,7 +1,7 @@
 """Synchronization of lookups in many threads with the thread that writes rows.
 
-:class:`TableLock` orders them on the host. What a thread launched on CUDA while it held the lock may run after the
-thread has released the lock: :class:`TableFence` orders it on the devices. Work on one stream runs in the order of its
+:class:`TableLock` orders them on the host. Work that a thread launches on CUDA while it holds the lock may run after
+the lock is released. :class:`TableFence` orders this work on the devices. Work on one stream runs in the order of its
 launch, work on different streams is ordered by events only.
 """
 

@@ -52,7 +52,7 @@ class ModelWriter:
         written: versions that were written. While another stream is being written, the versions of the former one, with
             ``is_mixed``.
         position: position of the tables; None before the first version.
-        resolve: returns the tables that the model has now, for a version; see :meth:`ServedModel.resolve`.
+        resolve: function that returns the current tables of the model for a version; see :meth:`ServedModel.resolve`.
     """
 
     def __init__(self, target: ModelTarget, gauges: PredictorGauges) -> None:

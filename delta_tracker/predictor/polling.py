@@ -23,8 +23,8 @@ _HINTED_PAUSE_SECONDS = 0.25
 class PollSchedule:
     """Wait before the next poll, computed from the results of the last polls and hints.
 
-    A fixed schedule always waits ``seconds``. Otherwise the wait doubles up to ``longest`` while no version comes, and
-    a version resets it. After three consecutive hints that announced a version, it is ``longest_hinted``, until a
+    A fixed schedule always waits ``seconds``. Otherwise, the wait doubles up to ``longest`` while no version is found,
+    and a version resets it. After three consecutive hints that announced a version, it is ``longest_hinted``, until a
     version comes without a hint or the notifier fails. With ``is_delayed``, a version becomes visible some seconds
     after its hint, because a cache is in between. Not thread-safe.
 

@@ -81,8 +81,8 @@ class Predictor(Uncopied, remedy="Save or copy its state_dict()"):
             each version, so ``model.to(device)`` may be called between versions. The model must have all dense tensors
             of the stream, which are applied too. Pass a :class:`~delta_tracker.predictor.served_model.ModelTarget` to
             map names, to skip dense tensors, or to add mappings of raw ids. Pass a
-            :class:`~delta_tracker.sinks.row_sink.RowSink`to write all tables, without dense tensors, to a row store for
-            lookups in other processes.
+            :class:`~delta_tracker.sinks.row_sink.RowSink` to write all tables, without dense tensors, to a row store
+            for lookups in other processes.
         url: url of the stream, such as ``file:///directory``, ``s3://bucket/prefix`` or ``https://cache/prefix``, or an
             opened :class:`~delta_tracker.stream.storage.storage.Storage`. A sequence has the copies of one stream in
             order of preference: objects missing in one copy are read from another.

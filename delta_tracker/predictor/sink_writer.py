@@ -219,7 +219,7 @@ class SinkWriter(Forkable):
         return torch.cat(left), num_admitted
 
     def _recovered(self, state: SinkState) -> SinkState:
-        """Complete the map of a version that is complete, or undo the owners of one that is not."""
+        """Complete the map of owners of a complete version, or undo the owners of an incomplete one."""
         if state.is_settling:
             return self._settled(state)
         has_log = False

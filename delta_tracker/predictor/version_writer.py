@@ -19,7 +19,7 @@ Destination = ModelWriter | SinkWriter
 
 
 class VersionWriter:
-    """Writer that validates a whole version, also by the ``gate``, before it writes the version to ``destination``."""
+    """Writer that validates a whole version, checks it with the ``gate``, and then writes it to ``destination``."""
 
     def __init__(self, destination: Destination, *, gate: GateKeeper | None, cache: HostCache | None) -> None:
         self.destination = destination

@@ -76,7 +76,7 @@ class Vote(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Message of one rank to the others: JSON values, which describe the error ``failure`` if this rank has one."""
+    """Message of one rank to the others: JSON values, or a description of the error ``failure``."""
 
     content: Mapping[str, Any]
     failure: Exception | None = None

@@ -69,7 +69,7 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
         tracker: tracker of the rows.
         url: url of the stream, such as ``file:///directory`` or ``s3://bucket/prefix``, or an opened
             :class:`~delta_tracker.stream.storage.storage.Storage`. It must be the same store on every rank. After a
-            takeover, pass its :class:`~delta_tracker.stream.log.ClaimedStream` , which is not claimed again.
+            takeover, pass its :class:`~delta_tracker.stream.log.ClaimedStream`, which is not claimed again.
         consumer: name of the tracker's consumer; None if the tracker has only one.
         top_k: bound on the rows of a delta: only the rows that changed most are published, and the others stay pending.
             None publishes all changed rows.

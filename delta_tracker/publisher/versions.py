@@ -32,7 +32,7 @@ Publishes: TypeAlias = Literal["delta", "snapshot", "flush"]
 
 @dataclass(slots=True)
 class Copying:
-    """Before the cut of a snapshot: all rows of the tables with a fused optimizer are copied and written.
+    """State before the cut of a snapshot: all rows of the tables with a fused optimizer are copied and written.
 
     The rows that change meanwhile are read at the cut.
 
@@ -52,7 +52,7 @@ class Copying:
 
 @dataclass(slots=True, kw_only=True)
 class Cut:
-    """After the cut: the threads of the publisher complete the version.
+    """State after the cut: the threads of the publisher complete the version.
 
     Args:
         after: number of the votes that decided it, the same on all ranks.
@@ -94,7 +94,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The version ended on this rank. On other ranks, it may not have ended yet."""
+    """State after the version has ended on this rank. On other ranks, it may not have ended yet."""
 
     after: int
     outcome: Outcome

@@ -128,7 +128,7 @@ class RawIdIndex(SortedMap):
         num_rows: number of rows of the table.
 
     Raises:
-        InvalidArgumentError: if ``num_rows`` is not a count of 1 or more.
+        InvalidArgumentError: if ``num_rows`` is not an integer of 1 or more.
 
     Example:
         >>> index = RawIdIndex(4)

@@ -144,7 +144,7 @@ def check_warm(model: nn.Module) -> None:
     """Raise InvalidArgumentError unless ``DistributedDataParallel`` has trained enough to order the gradients.
 
     It changes the order of its buckets once, after the first backward pass, or with ``static_graph`` after the second.
-    With three ranks or more, another order gives other sums.
+    With three ranks or more, a different order gives different sums.
     """
     for name, module in model.named_modules():
         if isinstance(module, DistributedDataParallel) and _may_reorder(module):

@@ -156,7 +156,8 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
 
         Raises:
             NotRecoverableError: on all ranks with ``version`` None, if there is no stream, or if its publisher is
-                silent and no version was published: start a job without a restore. Also if the versions have no states.
+                silent and no version was published: start a job without a restore. It is also raised if the versions
+                have no states.
             StreamReplacedError: on all ranks, if the publisher is silent, and the stream that had versions has only a
                 claim now.
             TakeoverFailedError: if the takeover failed after the claim. Call :meth:`take_over` or this method again.
@@ -217,7 +218,7 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
         Raises:
             LivePublisherError: on all ranks, if the publisher is alive, or if another job claimed the stream meanwhile.
             TakeoverFailedError: on all ranks, without ``force``, if a version cannot be applied. Nothing was claimed.
-                Also if the takeover failed after the claim: call this method again.
+                It is also raised if the takeover failed after the claim: call this method again.
             StreamReplacedError: on all ranks, if the stream that had versions is missing or has only a claim.
             StorageError: if the store fails. If the stream was claimed nevertheless, the next call uses that claim.
         """

@@ -83,7 +83,7 @@ class StandbyGauges:
 
 
 class RecoveryStream:
-    """Decider of a standby's rank 0, which claims the recovery stream for a takeover.
+    """Recovery stream of a standby on rank 0, which decides on takeovers and claims the stream.
 
     A decision is a dict for all ranks. It is empty to continue, has ``is_due`` to take over, or one of
     ``nothing``, ``gone`` and ``live`` with the arguments of an error.

@@ -70,8 +70,8 @@ class StateWatch:
     def written(self) -> Iterator[str]:
         """Yield the FQNs of the tables whose states were written or replaced since the previous call.
 
-        The first call reports writes since the construction. Tables without states on this rank are omitted. If the
-        caller fails before it requests the next FQN, a later call yields the same one again.
+        The first call reports writes since this object was created. Tables without states on this rank are omitted. If
+        the caller fails before it requests the next FQN, a later call yields the same one again.
         """
         for fqn, versions in self._versions().items():
             if versions and versions != self._held.get(fqn):

@@ -180,7 +180,7 @@ class StepHook(Watcher):
         return {fqn: self._modules[fqn].weight._version + named for fqn in self._tables}  # noqa: SLF001
 
     def _rows(self, optimizer: torch.optim.Optimizer, step: _Step) -> dict[str, Tensor | None]:
-        """Return the rows that the current gradients let an optimizer write, by FQN; None for all rows."""
+        """Return the rows that an optimizer may write with the current gradients, by FQN; None for all rows."""
         tables: dict[int, list[str]] = {}
         for fqn, module in self._modules.items():  # a parameter may have several names, and may have been replaced
             tables.setdefault(id(module.weight), []).append(fqn)
@@ -279,7 +279,7 @@ class _Steps:
     """Hooks of all trackers, called by one pair of torch's hooks, which stays registered after the first use.
 
     torch iterates over its dictionary of hooks during each step of an optimizer. The garbage collector may delete a
-    tracker in the middle of a step; to remove a hook of torch there would raise an error in the step.
+    tracker in the middle of a step; removing one of torch's hooks there would raise an error in the step.
     """
 
     def __init__(self) -> None:

@@ -50,8 +50,8 @@ class WriteWatch:
     Torch's in-place operators increment the counter, for example when values are copied into the tensors of a state
     dict. The following do not increment it: the fused backward pass, the reads of this module, collectives that write
     to a tensor (``broadcast``, ``all_reduce``, ``recv``), and writes through ``.data``, ``untyped_storage()``, DLPack,
-    numpy or a raw pointer. Nor do the fused optimizers of ``torch.optim``, whose steps are hooked. The tables of one
-    kernel share a counter: a write to one table is reported for all of these tables. The functions of
+    numpy or a raw pointer. The fused optimizers of ``torch.optim`` do not increment it either; their steps are hooked.
+    The tables of one kernel share a counter: a write to one table is reported for all of these tables. The functions of
     :mod:`delta_tracker.sharding.named_writers` are reported for every table.
 
     Args:
@@ -67,7 +67,7 @@ class WriteWatch:
         self._named = num_named_writes()
 
     def __call__(self) -> bool:
-        """Return True if the weights were written or replaced since the previous call, or since the construction."""
+        """Return True if the weights were written or replaced since the previous call or the creation of this object."""
         # Takes less than a microsecond for most shards.
         shard = self._shard()
         named, self._named = self._named, num_named_writes()

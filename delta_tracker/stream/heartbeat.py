@@ -188,7 +188,7 @@ def see_heartbeats(
 ) -> tuple[list[SeenHeartbeat], int]:
     """Return the heartbeats of a stream's predictors, sorted by object name, and the number of those that are not read.
 
-    Not read are heartbeats older than ``max_age`` seconds by the store's clock, and all but the ``limit`` newest. All
+    Heartbeats older than ``max_age`` seconds by the store's clock, and all but the ``limit`` newest, are not read. All
     modification times update ``clock``. Logs and skips malformed heartbeats.
     """
     listed, now = _listed(storage, clock), clock.now()

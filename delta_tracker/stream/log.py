@@ -329,7 +329,7 @@ class StreamLog:
         return next((entry for each in reversed(found) if (entry := self.read_merged(each)) is not None), None)
 
     def successors(self, entry: Manifest) -> list[Manifest] | None:
-        """Return the entries that follow one which was read before; None if the log has another history now."""
+        """Return the entries after ``entry``, which was read before; None if the log has another history now."""
         there, found = self.read(entry.version), [entry]
         if there is None or (there.stream, there.link) != (entry.stream, entry.link):
             return None
@@ -381,8 +381,8 @@ class StreamLog:
 
         Args:
             after: link of the entry that the claim must follow; None to follow any entry.
-            writer: id of the claim, 32 hex digits; None to draw one. If the newest entry is a claim with this id, it is
-                returned: an earlier call created it, but the store's response was lost.
+            writer: id of the claim, 32 hex digits; None to generate one. If the newest entry is a claim with this id,
+                it is returned: an earlier call created it, but the store's response was lost.
             forks: True to start a new stream after the newest entry.
 
         Raises:
@@ -871,7 +871,7 @@ def _newer_publisher(storage: Storage, head: Manifest, entries: list[Manifest], 
 
 
 def check_version(entry: Manifest, version: int) -> Manifest:
-    """Return an entry read under the name of a version. Raise MalformedError if it is another or a merged one."""
+    """Return an entry read under the name of a version. Raise MalformedError if it has another version or is merged."""
     if entry.version != version or entry.merges is not None:
         raise MalformedError(entry_name(version), f"it is the entry of version {entry.version}, merged: {entry.merges}")
     return entry

@@ -172,7 +172,7 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
     def copy_pins(self) -> int:
         """Copy the pins of the source in the order of their counters, and return their number.
 
-        They wait until the destination has the entry that the newest one names. Raises MirrorDivergedError if the
+        Copies none until the destination has the entry that the newest pin names. Raises MirrorDivergedError if the
         destination has another pin with the same counter.
         """
         source, destination = self._source.storage, self._to.storage

@@ -198,8 +198,8 @@ class PinReader:
     def order(self, storage: Storage, *, stream: str = "", at_once: bool = False) -> Pin | None:
         """Return the newest pin that is known, None before the first.
 
-        ``stream`` is that of the rows. Its pins may count from 1 again, if its log replaced another one at the url.
-        With ``at_once``, look now, and past all caches.
+        ``stream`` is the stream of the reader's rows. Its pins may count from 1 again, if its log replaced another one
+        at the url. With ``at_once``, reads the pins now, past all caches.
         """
         now = self._runtime.monotonic()
         if self._next is not None and now < self._next and not at_once:

@@ -41,7 +41,7 @@ _NEVER = float("-inf")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PointedSnapshot:
-    """Newest snapshot to start from, which is an entry of the log or merged."""
+    """Newest snapshot that a reader can start from, an entry of the log or a merged entry."""
 
     version: Count
     merged: bool
@@ -153,10 +153,10 @@ class PointerReader(Forkable):
     """The pointers that one reader has read. Thread-safe.
 
     A pointer is **claimed** until the entry that it names was read, and then **confirmed**. The confirmed pointer is
-    replaced as a whole: no field is the maximum over several pointers. A lower one is late and ignored, unless its own
-    entry is there and the confirmed one's is not: then the log was restored from a copy. A pointer of another stream is
-    accepted only after it and its entry were read past all caches. If its generation is lower, it may be from a fenced
-    publisher, so the confirmed one's entry must also be missing.
+    replaced as a whole: no field is the maximum over several pointers. A lower pointer is late and ignored, unless its
+    entry exists and the confirmed pointer's entry does not: then the log was restored from a copy. A pointer of another
+    stream is accepted only after it and its entry were read past all caches. If its generation is lower, it may be from
+    a fenced publisher, so the confirmed pointer's entry must also be missing.
 
     Args:
         seconds: minimum time between two reads.
@@ -202,7 +202,7 @@ class PointerReader(Forkable):
         return self._claimed or self.confirmed
 
     def saw(self, entry: Manifest) -> None:
-        """Confirm the claimed pointer by an entry that was read, or raise the confirmed one to a newer entry."""
+        """Confirm the claimed pointer by an entry that was read, or advance the confirmed pointer to a newer entry."""
         claimed, known = self._claimed, self.confirmed
         if claimed is not None and claimed.names(entry):
             self.confirm(claimed)

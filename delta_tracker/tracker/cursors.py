@@ -112,7 +112,7 @@ class PendingState:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LogState:
-    """State of a change log at one moment.
+    """State of a change log at one point in time.
 
     Args:
         num_batches: number of ``step()`` calls.

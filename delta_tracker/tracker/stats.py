@@ -54,7 +54,7 @@ class TrackerStats:
 
     @classmethod
     def of(cls, log: ChangeLog, mode: TrackingMode, *, counts: bool) -> Self:
-        """Return the state of a log's tracker. The lock must be held. Counts pending rows if ``counts``."""
+        """Return the state of a log's tracker. The lock must be held. Counts pending rows if ``counts`` is True."""
         num_rows = {fqn: store.num_rows for fqn, store in log.segments.stores.items()}
         return cls(mode, log.cursors.num_batches, num_rows, log.consumers.lags(counts=counts), log.segments.memory())
 

@@ -95,7 +95,8 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         max_bytes: maximum size of the log on this rank, in bytes, including rows that top-k left out. If the log is
             larger, the consumer that lags furthest is dropped, and its next read raises
             :class:`~delta_tracker.errors.NeedsSnapshotError`. None for no limit. A CUDA device keeps the newest old
-            states and 64 MiB of older ones per table. The rest is moved to pinned host memory, which is included.
+            states and 64 MiB of older ones per table. The other old states are moved to pinned host memory, which
+            counts towards the limit.
         engine: implementation of the row sets, see :func:`~delta_tracker.tracker.row_sets.engines.choose_engine`. An
             engine that fails later is replaced by the torch engine.
         monitor: records this tracker's metrics; None for ``delta_tracker.monitor.MONITOR``.

@@ -166,7 +166,7 @@ def _single_bucket(sdk: Any, report: TotalReport, collection: CollectionReport) 
 def _common(report: TotalReport, collection: CollectionReport) -> dict[str, Any]:
     """Return the fields that both kinds of histograms have. None omits an optional field.
 
-    The sum is omitted if a record is negative: receivers take it for a monotonic counter, and each decrease for a
+    The sum is omitted if a record is negative: receivers treat it as a monotonic counter, and each decrease as a
     restart.
     """
     figures: Aggregate = report.figures

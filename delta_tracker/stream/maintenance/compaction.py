@@ -71,7 +71,7 @@ def compact(
 
     Returns:
         The merged entry, even if another process created it first; None if there is nothing to merge, or if retention
-        deleted some of it during the call.
+        deleted some of the entries during the call.
 
     Raises:
         MalformedError, CorruptPartError: if an entry or a part is invalid; nothing was merged.

@@ -2,7 +2,7 @@
 
 Open ``decide.py`` first: it has the decisions and their rules. ``position.py`` and ``seen.py`` define what they depend
 on, and ``path.py`` finds the entries that lead to a version. ``orders.py`` keeps pins, releases and rollbacks.
-``source.py`` has the urls, and looks up in one of them what a decision needs: ``catch_up.py`` entries that replace many
-versions, ``canary.py`` what a canary may apply. ``settling.py`` delays the reaction to faults over http, and
+``source.py`` has the urls and reads their logs, ``catch_up.py`` finds entries that replace many versions, and
+``canary.py`` finds the versions that a canary may apply. ``settling.py`` delays the reaction to faults over http, and
 ``runtime.py`` has the clock.
 """

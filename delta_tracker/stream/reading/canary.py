@@ -46,7 +46,7 @@ class Canary:
 
     @property
     def text(self) -> str:
-        """The distance in words."""
+        """Text of the distance, such as ``3 versions``."""
         return f"{self.versions} versions" if self.seconds is None else f"{self.seconds:g} seconds"
 
 

@@ -1,6 +1,6 @@
 """Rules by which a reader decides what to apply next: :func:`decide`, a function of a :class:`View`.
 
-A reader goes forward only: to a newer version of its stream, or to a stream that continues it. The exceptions are
+A reader only moves forward: to a newer version of its stream, or to a stream that continues it. The exceptions are
 orders, tables whose rows are mixed, and a log that was replaced by an unrelated one.
 """
 

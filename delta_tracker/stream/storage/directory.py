@@ -355,9 +355,9 @@ def list_files(
     The paths are relative to ``directory``. Unless ``needs_status``, the status may be None, which is faster, because
     most systems return none with a name.
 
-    Follows links to files. Skips directories, pipes, links that lead nowhere, and files that are deleted meanwhile. The
-    result is empty if ``prefix`` does not exist. Other failures raise OSError: if an entry of the log were missing from
-    the result, its predecessor would look like the head.
+    Follows links to files. Skips directories, pipes, broken links, and files that are deleted meanwhile. The result is
+    empty if ``prefix`` does not exist. Other failures raise OSError: if an entry of the log were missing from the
+    result, its predecessor would look like the head.
     """
     try:
         scanned = os.scandir(f"{directory}/{prefix}")

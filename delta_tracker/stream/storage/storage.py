@@ -118,7 +118,7 @@ class Storage:
 
     @property
     def uncached(self) -> Storage:
-        """Same store, read past all caches, if they support this; this object if it is not at an http URL."""
+        """This store, read past all caches that support it; this object if it is not at an http URL."""
         if self._uncached is None:
             store = self._store.past_caches()
             if store is self._store:

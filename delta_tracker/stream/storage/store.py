@@ -103,10 +103,10 @@ def pieces(buffers: Iterable[memoryview]) -> Iterator[memoryview]:
 class Store(ABC):
     """Objects of one kind of store. Thread-safe.
 
-    :class:`~delta_tracker.stream.storage.storage.Storage` calls it: it has then checked the name of the object, and
-    converts OSError and obstore's errors to :class:`StorageError`. A write has no effect that is visible before it is
-    complete, and is durable when the call returns; only :meth:`delete` may wait for :meth:`sync`. A store that is read
-    only (``is_read_only``) has :meth:`read` and :meth:`stat`, and neither writes nor lists. The attributes are those of
+    :class:`~delta_tracker.stream.storage.storage.Storage` calls it after a check of the object's name, and converts
+    OSError and obstore's errors to :class:`StorageError`. A write has no effect that is visible before it is complete,
+    and is durable when the call returns; only :meth:`delete` may wait for :meth:`sync`. A store that is read only
+    (``is_read_only``) has :meth:`read` and :meth:`stat`, and neither writes nor lists. The attributes are those of
     :class:`~delta_tracker.stream.storage.storage.Storage`.
     """
 
