@@ -99,7 +99,7 @@ class Source:
         return self._lineage[2]
 
     def known_former_streams(self) -> tuple[str, ...]:
-        """Return the former streams of the last minute, or of the last search if the log cannot be read now."""
+        """Return the result of a search in the last minute, or of the last one if the log cannot be read now."""
         if self._lineage is None or self._runtime.monotonic() - self._lineage[1] >= _LIST_SECONDS:
             with suppress(MalformedError, StorageError):
                 if (head := self.log.head()) is not None:

@@ -118,8 +118,7 @@ def is_http(url: str) -> bool:
 
 
 def connection(url: str, options: object, *, past_cache: bool = False) -> dict[str, Any]:
-    """Return obstore's arguments for the url of a remote store. ``past_cache`` requests the origin's object from
-    caches.
+    """Return obstore's arguments for the url of a remote store. ``past_cache`` bypasses caches.
 
     An error never shows the value of an option, which may be secret.
     """
