@@ -158,7 +158,7 @@ class UntrackedTrainingWarning(UserWarning):
 
 
 class ReservedConsumerError(DeltaTrackerError, RuntimeError):
-    """A consumer is reserved by ``owner``, such as a publisher, which would not publish rows that others commit."""
+    """A consumer is reserved by ``owner``, for example a publisher, which must be the only reader of its rows."""
 
     def __init__(self, consumer: str, owner: str, remedy: str) -> None:
         super().__init__(f"consumer {consumer!r} is reserved by {owner}", remedy)

@@ -95,8 +95,7 @@ def _refuse_existing(option: str, out: Path) -> None:
 
 
 def _write(stream: Stream, version: int, form: str, made: Path, work: Path) -> str:
-    """Write a version to the path ``made``, and return the id of its stream. ``work`` is an existing directory for
-    temporary files."""
+    """Write a version to ``made``, and return its stream id. ``work`` is an existing directory for temporary files."""
     if form == "dcp":
         from delta_tracker.cli.dcp_checkpoint import entries_of, write_checkpoint  # noqa: PLC0415  slow to import
 

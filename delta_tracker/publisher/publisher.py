@@ -343,7 +343,7 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
 
         When it returns, every row that changed before the call is in a committed version, including those that
         ``top_k`` has left out. A version that :meth:`step` started is completed first. Without changed rows on any
-        rank, no version is published, and the call costs an exchange of votes. Tables without a fused optimizer, dense
+        rank, no version is published, and the call only exchanges votes. Tables without a fused optimizer, dense
         tensors, states and raw ids are published if training has advanced since the last version.
 
         Every rank must call this method at the same batch. If it is interrupted, for example by Ctrl-C, call it again

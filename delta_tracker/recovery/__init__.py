@@ -5,6 +5,6 @@ afterwards. ``recovery_plan.py`` compares the entries with the job, and then wri
 ``training_states.py`` to read the states of the ranks, ``job.py`` to compare and load the states of objects, and
 ``targets.py`` to write rows. ``random_states.py`` has the global random generators.
 
-``standby.py`` is a job that replaces another one: ``shard_follower.py`` writes the rows of the versions on each
+``standby.py`` has the job that replaces another one: ``shard_follower.py`` writes the rows of the versions on each
 rank, and ``streams.py`` decides on rank 0 when to take over, and claims the streams.
 """

@@ -208,4 +208,4 @@ class RowSink(Protocol):
         """
 
     def close(self) -> None:
-        """Discard the uncommitted transaction, release the store for another writer, and disconnect. No-op if closed."""
+        """Discard the uncommitted transaction, release the store, and disconnect. No-op if closed."""

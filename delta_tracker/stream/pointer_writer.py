@@ -53,7 +53,7 @@ class PointerWriter:
     def after(self, head: Manifest) -> None:
         """Request a write of the pointer to a committed entry. Never blocks or raises.
 
-        If the entry is that of the last call, a later one may exist, for which the log is listed.
+        If the entry is that of the last call, the log is listed, because a later one may exist.
         """
         last = self._head
         if last is not None and (head.generation != last.generation or head.version == last.version):
