@@ -79,6 +79,12 @@ class _TrainedModel:
         return output
 
     @torch.no_grad()
+    def edit(self, choice: int) -> None:
+        """Write to a row of each table without a lookup."""
+        for tensor in (self.module.bag.weight, self.module.plain.weight):
+            tensor[choice // 5 % len(tensor)] /= 2
+
+    @torch.no_grad()
     def spoil(self, value: float, *, is_dense: bool) -> None:
         """Write a value to the dense layer, or to the rows of the last batch."""
         self._spoiled = self._batch, self.copy()
@@ -201,7 +207,7 @@ class Trainer:
         return Copy(self.trained.copy(), self.trained.states())
 
     def train(self, choice: int, *, scale: float = 1.0) -> None:
-        """Train one to three batches of random ids."""
+        """Train one to three batches of random ids, sometimes with another write before a step of the optimizer."""
         source, optimizer = torch.Generator().manual_seed(choice), self.trained.optimizer
         for _ in range(num_batches(choice)):
             output = self.trained.predict(source)
@@ -209,6 +215,8 @@ class Trainer:
             if optimizer is not None:
                 optimizer.zero_grad()
             loss.backward()
+            if choice % 5 == 3 and isinstance(self.trained, _TrainedModel):
+                self.trained.edit(choice)
             if optimizer is not None:
                 optimizer.step()
             self._tracker.step()
