@@ -19,6 +19,8 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from delta_tracker import Retention, Storage
 from delta_tracker.errors import DeltaTrackerError, FencedError, HeldVersionError, SinkError, StorageError
 from delta_tracker.monitor import Monitor
@@ -334,15 +336,28 @@ class World:
             key = trainer.restore(store.opened())
         if errors:
             return f"not restored: {errors[0]}"
-        self.trainer.discard()
-        self.trainer = trainer
+        former, self.trainer = self.trainer, trainer
+        former.discard()
         self._check_restored(key)
+        self._check_continued(former, choice)
         return f"restored version {key[1]}"
 
     def _check_restored(self, key: tuple[str, int]) -> None:
         difference = self._history.copies[key].lost(self.trainer.copy())
         if difference is not None:
             raise RuleError("restore", f"version {key[1]} is restored, but {difference}")
+
+    def _check_continued(self, former: Trainer | JobTrainer, choice: int) -> None:
+        """Check that a restored trainer continues as the former one does, unless that has trained since."""
+        if self.trainer.copy().lost(former.copy()) is not None:
+            return
+        for trainer in (former, self.trainer):
+            torch.manual_seed(choice)  # by which TorchRec resets the rows of evicted ids
+            for number in range(2):
+                self._step(trainer, 3 * (choice + number) + 2)
+        difference = former.copy().lost(self.trainer.copy())
+        if difference is not None:
+            raise RuleError("restore", f"the restored trainer trains something else: {difference}")
 
     def _stand_by(self, who: int, choice: int) -> str | None:
         """Start a standby, or let it apply the new versions."""
