@@ -90,7 +90,7 @@ def _run(revert: Revert, first: int, minutes: float) -> _Seen:
         for name in ("delta_tracker", "tests"):
             shutil.copytree(_ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
         apply(revert, root)
-        options = ["--first", str(first), "--minutes", str(minutes), "--stop", "--shrinks", "0"]
+        options = ["--seed", str(first), "--minutes", str(minutes), "--stop", "--shrinks", "0"]
         try:
             done = subprocess.run(
                 [sys.executable, "-W", "ignore", "-m", "tests.simulation", *options],
