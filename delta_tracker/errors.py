@@ -500,7 +500,7 @@ class StaleCacheError(StorageError):
 
 
 class UnreadablePointerError(StorageError):
-    """The server at ``url`` sends something other than the pointer object ``name``, see ``received`` and ``why``.
+    """The server at ``url`` sends something other than the pointer object ``name``; see ``received`` and ``why``.
 
     It is unknown whether there are newer versions. The read is retried, and applied rows are kept.
     """
@@ -830,7 +830,7 @@ def _distribution() -> str | None:
 
 
 def _brief(value: object) -> str:
-    """Return the ``repr`` of a value in a line of at most 500 characters; for a tensor or array, kind and shape."""
+    """Return the ``repr`` of a value in a line of at most 500 characters; for a tensor or array, its kind and shape."""
     text = " ".join(line.strip() for line in _shown(value).splitlines())
     return text if len(text) <= _MAX_REPR else f"{text[:_MAX_REPR]}..."
 

@@ -357,8 +357,8 @@ class DeltaRows:
             ``S`` column ranges.
         raw_ids: ``[N]`` int64 raw id that owned each row at the time of the read, 2**63 - 1 if none did. None for a
             table without managed collisions.
-        admitted: ``[N]`` int64 raw id that owns each row and did not when the consumer last received the row, otherwise
-            2**63 - 1. None for a table without managed collisions.
+        admitted: ``[N]`` int64 raw id that owns each row but did not own it when the consumer last received the row,
+            otherwise 2**63 - 1. None for a table without managed collisions.
         evicted: ``[N]`` int64 raw id that owned each row when the consumer last received it and that has lost the row
             since, otherwise 2**63 - 1. None for a table without managed collisions. After a restore or a reshard, the
             raw ids of earlier reads may be unknown: the row then counts as one that no raw id owned.

@@ -152,7 +152,8 @@ class TableLock(Forkable):
 class TableFence:
     """Fence that orders lookups and writes on the devices, as :class:`TableLock` orders them on the host.
 
-    Each lookup waits for the last write, and each write for the last write and all lookups since. Only devices wait.
+    Each lookup waits for the last write. Each write waits for the last write and for all lookups after it. Only devices
+    wait, not threads.
 
     Attributes:
         devices: the CUDA devices of the tables, none on the CPU. Changes only while no thread reads.

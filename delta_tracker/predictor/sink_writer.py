@@ -278,7 +278,7 @@ def _begun(
     """Return the state before the first row of a version.
 
     If the new version is older than the version that readers get, the state already has the new one as ``version``,
-    because rows may be as old.
+    because some rows may soon be as old as the new version.
     """
     begun = state.begun(manifest, is_elsewhere=is_elsewhere)
     if state.version is not None and manifest.version < state.version:

@@ -1,4 +1,4 @@
-"""Validation and write of versions, whether to a model in this process or to a row store: :class:`VersionWriter`."""
+"""Validation and writing of versions, to a model in this process or to a row store: :class:`VersionWriter`."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
     pending.
 
     Building a publisher claims the stream, fences every publisher of an older generation, and reserves the consumer.
-    The first version is a snapshot, unless the tracker was loaded from a checkpoint, see ``guide/train.md``.
+    The first version is a snapshot, unless the tracker was loaded from a checkpoint; see ``guide/train.md``.
 
     Args:
         tracker: tracker of the rows.

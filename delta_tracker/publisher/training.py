@@ -9,8 +9,8 @@ The state is a dict with these keys:
   - ``dense``, on rank 0: name to dense tensor, for those that are not in the version; ``buffers``, on other ranks: name
     to buffer.
   - ``publisher``: name of the publisher's consumer.
-  - ``consumers``: name of each other consumer of the tracker to a dict: ``version``, the newest version whose rows it
-    has all read, None if there is none; ``left_out``, FQN to global ids of rows of earlier versions that are still
+  - ``consumers``: name of each other consumer of the tracker to a dict: ``version``, the newest version of which it has
+    read all rows, None if there is none; ``left_out``, FQN to global ids of rows of earlier versions that are still
     pending for it; and ``place``, the position of the stream of its own publisher, if there is one, see
     :meth:`~delta_tracker.stream.reading.position.Position.to_dict`.
   - ``collisions``: FQN of each table with managed collisions to the state of its module on this rank, see

@@ -119,7 +119,7 @@ class SortedMap(RawIdMap):
 class RawIdIndex(SortedMap):
     """Index of the rows of raw ids in a table, on the CPU, for serving code without torchrec.
 
-    Pass it to a :class:`~delta_tracker.predictor.predictor.Predictor` as ``raw_ids``, which keeps it up to date. Look
+    Pass it as ``raw_ids`` to a :class:`~delta_tracker.predictor.predictor.Predictor`, which keeps it up to date. Look
     ids and rows up in one ``with predictor.reading()`` block. Takes 16 bytes per row, and up to 60 more while a version
     that changes the owners of all rows is applied. Serving code calls :meth:`rows_of`, :meth:`state_dict` and
     :meth:`load_state_dict`; the other methods are for the predictor, see :class:`~delta_tracker.raw_ids.RawIdMap`.
@@ -157,8 +157,8 @@ class RawIdIndex(SortedMap):
 
         Returns:
             int64 rows in the shape of ``raw_ids``. The row of an unknown id is the default row of its bucket; -1 if the
-            trainer's module has no default rows, or before the first version. Leave these ids out: as an index of a
-            tensor, -1 is its last row.
+            trainer's module has no default rows, or before the first version. Leave these ids out, because -1 as an
+            index of a tensor selects the last row.
 
         Raises:
             InvalidArgumentError: if ``raw_ids`` is not an int64 tensor on the CPU.

@@ -231,9 +231,9 @@ class ServingStreams:
     def check(self, version: Manifest | None) -> None:
         """Check that the streams exist, and that they are all streams that the trainer publishes.
 
-        ``version``, of the recovery stream, has the positions of the streams of the tracker's other consumers. A stream
-        that is not among them is accepted only for a consumer whose position is unknown. All of them must be given,
-        because the publisher of a missing one would not be fenced.
+        ``version`` is a version of the recovery stream. It has the positions of the streams of the tracker's other
+        consumers. A stream that is not among them is accepted only for a consumer whose position is unknown. All of
+        them must be given, because the publisher of a missing one would not be fenced.
         """
         storages = [open_storage(each) for each in self._urls]  # the directory may have been mounted meanwhile
         streams = [_stream_of(each) for each in storages]

@@ -1,6 +1,6 @@
 """Find the tables of a model, this rank's shards of them, and the kernels that hold the shards.
 
-In a model without sharded collections, the tables are torch's embedding modules, see ``plain_tables.py``.
+In a model without sharded collections, the tables are torch's embedding modules; see ``plain_tables.py``.
 """
 
 import logging

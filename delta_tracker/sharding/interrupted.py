@@ -37,7 +37,7 @@ def mark(model: nn.Module, version: int, *, is_following: bool = False) -> None:
 
 
 def is_following(model: nn.Module) -> bool:
-    """Return True if ``model`` follows a stream, and no restore has written it since, not even in part."""
+    """Return True if ``model`` follows a stream, and no later restore has written any part of it."""
     held = _mark_of(model)
     return held is not None and held.is_following
 

@@ -133,7 +133,7 @@ def write_scalars(shards: Mapping[str, LocalShard], scalars: Mapping[str, Scalar
 
 
 def unfused_storages(shard: LocalShard) -> set[int]:
-    """Return the addresses of the storages of a shard's weights; empty for a fused or frozen table and without rows.
+    """Return the addresses of the storages of a shard's weights; empty if it is fused, frozen or without rows.
 
     The weights are ordinary parameters: a parameter of an optimizer is one of them if its storage has such an address.
     """

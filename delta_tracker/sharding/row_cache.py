@@ -95,8 +95,8 @@ def _rows_and_location(spec: tuple[Any, ...]) -> tuple[int, Any]:
 def between_prefetches(tbe: Any) -> AbstractContextManager[None]:  # noqa: ANN401  one of several classes of FBGEMM
     """Return a context manager for launches that run after a kernel's earlier prefetches and before its later ones.
 
-    The current stream waits for the prefetch stream, and at the end the prefetch stream for the current stream. The
-    thread does not wait. No-op for a kernel that has not prefetched on a separate stream. No thread may launch a
+    The current stream waits for the prefetch stream, and at the end the prefetch stream waits for the current stream.
+    The thread does not wait. No-op for a kernel that has not prefetched on a separate stream. No thread may launch a
     prefetch inside the ``with`` statement. This has not been tested on a GPU.
     """
     prefetches = getattr(tbe, "prefetch_stream", None)

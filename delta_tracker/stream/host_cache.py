@@ -189,7 +189,7 @@ class HostCache:
         return None
 
     def _progress(self, part: Part) -> int:
-        """Return the modification time of a part's draft in nanoseconds, which each write updates; 0 without one."""
+        """Return the modification time of a part's draft in nanoseconds; 0 without a draft. Each write updates it."""
         try:
             return self._draft(part).stat().st_mtime_ns
         except FileNotFoundError:

@@ -129,7 +129,7 @@ class StreamLog:
         return False
 
     def read(self, version: int) -> Manifest | None:
-        """Return the entry of a version, None if it does not exist.
+        """Return the entry of a version; None if it does not exist.
 
         Over http, entries below the pointer's oldest one that it does not name do not exist. Raises MalformedError if
         the entry does not follow the format, belongs to another version, or is a merged entry.
@@ -165,7 +165,7 @@ class StreamLog:
         return versions
 
     def head(self) -> Manifest | None:
-        """Return the newest entry, None if the store is empty.
+        """Return the newest entry; None if the store is empty.
 
         Searches upwards from the newest known version. Lists the whole log if none is known. Over http, raises
         StaleCacheError if the entry is not the pointer's, and UnreadablePointerError if the pointer object is invalid,
@@ -289,7 +289,7 @@ class StreamLog:
         return sorted((each for each in found if each.last > after), key=lambda each: each.name)
 
     def read_merged(self, merged: Merged) -> Manifest | None:
-        """Return the merged entry that ``merged`` refers to, None if it does not exist."""
+        """Return the merged entry that ``merged`` refers to; None if it does not exist."""
         manifest = self._read(merged.name)
         return None if manifest is None else check_merged(manifest, merged)
 
@@ -713,7 +713,7 @@ def _adopted(log: StreamLog, entry: Manifest, writer: str) -> Claim | None:
 
 
 def _append(log: StreamLog, draft: Manifest, sent: set[str]) -> tuple[Manifest, bytes] | None:
-    """Add the hash of ``draft`` to ``sent``, and append it. Return entry and bytes; None if its version was taken."""
+    """Add the hash of ``draft`` to ``sent``, and append it. Return it with its bytes; None if its version was taken."""
     name, data = entry_name(draft.version), draft.to_json()
     entry = parse_manifest(name, data)
     sent.add(entry.xxh3)
@@ -786,7 +786,7 @@ def _create(storage: Storage, name: str, data: bytes) -> bool:
 
 
 def read_bytes(storage: Storage, name: str, max_bytes: int = MAX_ENTRY_BYTES) -> bytes | None:
-    """Return the bytes of an object, None if it does not exist. Raise MalformedError if it is larger."""
+    """Return the bytes of an object; None if it does not exist. Raise MalformedError if it is larger."""
     array = storage.read(name, max_bytes=max_bytes)
     return None if array is None else array.tobytes()
 

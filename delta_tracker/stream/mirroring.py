@@ -334,7 +334,7 @@ def promote(storage: Storage) -> Manifest:
     """Start a new stream after the newest entry of a log, so that a publisher can continue there; return its claim.
 
     Stop the former trainer and the mirror first: this function does not look for the publisher of the source. Restore
-    the trainer from the mirror before the call, and build the publisher afterwards, see ``guide/fleet.md``.
+    the trainer from the mirror before the call, and build the publisher afterwards; see ``guide/fleet.md``.
 
     The call is idempotent: if the newest entry has started a stream after another one, it is returned.
 
@@ -515,7 +515,7 @@ def _pinned_start(log: _Seen, head: Manifest) -> tuple[Manifest | None, str]:
 
 
 def _check(log: _Seen, head: Manifest) -> bytes | None:
-    """Return the bytes of the next entry, None if there is none.
+    """Return the bytes of the next entry; None if there is none.
 
     Raise MirrorDivergedError if the destination is not a prefix of the source.
     """

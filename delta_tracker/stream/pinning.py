@@ -111,7 +111,7 @@ def release_pin(storage: Storage, *, reason: str = "") -> Pin:
 
 
 def _former(log: StreamLog, *, replaces: bool) -> Pin | None:
-    """Return the pin that applies, None if there is none. Raise PinError if one applies and is not replaced."""
+    """Return the pin that applies; None if there is none. Raise PinError if one applies and is not replaced."""
     pin, head = newest_pin(log.storage), log.head()
     if pin is None or head is None or pin.kind != "pin" or pin.stream != head.stream:
         return None

@@ -108,7 +108,7 @@ class HeadPointer:
 
 
 def read_pointer(storage: Storage) -> HeadPointer | None:
-    """Return the pointer object, None if it is missing or malformed. A malformed one is logged once."""
+    """Return the pointer object; None if it is missing or malformed. A malformed one is logged once."""
     try:
         return load_pointer(storage)
     except UnreadablePointerError as error:
@@ -117,7 +117,7 @@ def read_pointer(storage: Storage) -> HeadPointer | None:
 
 
 def load_pointer(storage: Storage) -> HeadPointer | None:
-    """Return the pointer object, None if it is missing. Raise UnreadablePointerError if it is not a pointer."""
+    """Return the pointer object; None if it is missing. Raise UnreadablePointerError if it is not a pointer."""
     data = b""
     try:
         found = storage.read(POINTER_NAME, max_bytes=MAX_POINTER_BYTES)

@@ -110,8 +110,9 @@ class TrackerHooks:
     def check_batch(self, num_recorded: Mapping[str, int]) -> None:
         """Warn if other tensors are trained instead of the tables, at the end of a batch.
 
-        Warns after several updates of other tensors since the last update of a table, because a model that averages the
-        trained one is written later. Also warns after many batches without any update, write or recorded row.
+        Warns after several updates of other tensors since the last update of a table. Fewer may be those of an averaged
+        copy of the model, which is written after the tables. Also warns after many batches without any update, write or
+        recorded row.
         """
         if self._has_warned:
             return

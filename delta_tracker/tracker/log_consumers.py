@@ -212,7 +212,7 @@ class LogConsumers:
             )
 
     def remove(self, consumer: str) -> None:
-        """Remove a consumer, if it exists. With ``delete_on_read``, also drop the rows that only it has not read."""
+        """Remove a consumer, if it exists. With ``delete_on_read``, also drop the rows pending only for it."""
         with self.lock:
             self._known.pop(consumer, None)
             maintain(self._segments.compact)
@@ -346,7 +346,7 @@ class LogConsumers:
                 raise
 
     def abort(self, read: Read) -> None:
-        """Discard a read: its rows stay pending, after :meth:`commit` with unknown old states.
+        """Discard a read. Its rows stay pending; after :meth:`commit`, their old states are unknown.
 
         An earlier uncommitted read of the consumer stays valid. Does nothing if the read was discarded.
         """

@@ -228,7 +228,7 @@ class LogSegments:
     def replace(
         self, stores: Mapping[str, SegmentStore], owners: Mapping[str, OwnerStore], gone: Collection[str]
     ) -> None:
-        """Replace and remove the stores of some tables, see ``ChangeLog.replace()``.
+        """Replace and remove the stores of some tables; see ``ChangeLog.replace()``.
 
         All rows of the new stores are marked. Nothing is replaced if memory for the marks is missing.
         """

@@ -176,7 +176,7 @@ class RankGroup:
 
     @property
     def lost(self) -> RankLostError | None:
-        """Error of each later operation, because a rank was lost; None if none was."""
+        """Error that every later operation raises because a rank was lost; None if no rank was lost."""
         return None if self._lost is None else unraised(self._lost)
 
     @property

@@ -106,8 +106,8 @@ class TrackerGauges:
         """Set the gauges. The monitor calls this method in its own thread.
 
         Pending rows are counted only if all shards are on the CPU. On a GPU, counting would wait for the device, and
-        the next hook for the lock. The age of the oldest pending row is reported on every device. If the lock cannot be
-        acquired within a second, for example during a read with top-k, the gauges keep their values.
+        the next hook would wait for the lock. The age of the oldest pending row is reported on every device. If the
+        lock cannot be acquired within a second, for example during a read with top-k, the gauges keep their values.
         """
         if not log.lock.acquire(timeout=_PATIENCE_SECONDS):
             return

@@ -504,7 +504,8 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
             with_optimizer: add ``optimizer``, the current states of the fused optimizer for these rows.
             top_k: return only the rows with the highest scores; the others stay pending. The call is then a collective.
                 Rows of a DATA_PARALLEL table are selected on rank 0; the deltas of the other ranks contain all changed
-                rows of the table. In 2D parallelism, the same holds for the first replica and the other replicas.
+                rows of the table. In 2D parallelism, rows are selected on the first replica; the deltas of the others
+                contain all changed rows.
             unknown: not accepted; the error names the replacement of an argument of TorchRec's tracker.
 
         Returns:

@@ -72,8 +72,8 @@ class TorchMetric(MetricSource):
     def update(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401  arguments of the metric
         """Call the metric's ``update`` with the given arguments.
 
-        Raises InvalidArgumentError if the call has changed a value that is not one of the metric's states, which the
-        copy lacks: the update is then not recorded.
+        Raises InvalidArgumentError, and records nothing, if the call has changed a value that is not one of the
+        metric's states, because copies of the metric have only the states.
         """
         (args, kwargs), passed = _detached((args, kwargs))
         with self._lock:

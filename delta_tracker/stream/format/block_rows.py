@@ -170,8 +170,8 @@ class Overlay:
         """Return the rows of a whole block with the listed rows, their states and their owners, written over them.
 
         Ignores listed rows with another encoding, or another column range of quantized rows. If the block has states,
-        the overlapping listed rows must have the same column range and states; with owners, also owners and the same
-        encoding.
+        the overlapping listed rows must have the same column range and states. If it has owners, they must also have
+        owners and the same encoding.
         """
         block = whole.block
         found = [

@@ -44,10 +44,10 @@ class Entries(Protocol):
         """Url of the store."""
 
     def read(self, version: int) -> Manifest | None:
-        """Return the entry of a version, None if it does not exist."""
+        """Return the entry of a version; None if it does not exist."""
 
     def read_merged(self, merged: Merged) -> Manifest | None:
-        """Return a merged entry, None if it does not exist."""
+        """Return a merged entry; None if it does not exist."""
 
     def merged(self, *, after: int = -1) -> list[Merged]:
         """Return references to the merged entries with a last version above ``after``, ascending."""
@@ -56,7 +56,7 @@ class Entries(Protocol):
         """Return the versions above ``after``, ascending."""
 
     def head(self) -> Manifest | None:
-        """Return the newest entry, None if there is none."""
+        """Return the newest entry; None if there is none."""
 
     def is_committed(self, entry: Manifest) -> bool:
         """Return True if an entry that was read, such as a claim, is part of the log."""
@@ -77,7 +77,7 @@ def newest_readable(log: Entries) -> Manifest | None:
 
 
 def next_entry(log: Entries, position: Position, entry: Manifest | None) -> Manifest | None:
-    """Return the entry that :meth:`Source.next` found after a position, None if it found none.
+    """Return the entry that :meth:`Source.next` found after a position; None if it found none.
 
     Raises StreamReplacedError if it does not follow the position's, and MissingVersionError for a claim that is not
     part of the log.

@@ -107,14 +107,14 @@ class Written:
     Args:
         stream: id of the stream, 32 hex digits; empty if nothing was written.
         version: version that no row is older than; None until the first snapshot is complete.
-        xxh3: 128-bit xxh3 of the entry of ``version``, in hex; None if ``version`` is.
-        generation: generation of that entry; None if ``version`` is.
-        created: Unix time at which that entry was committed, in whole seconds; None if ``version`` is.
+        xxh3: 128-bit xxh3 of the entry of ``version``, in hex; None if ``version`` is None.
+        generation: generation of that entry; None if ``version`` is None.
+        created: Unix time at which that entry was committed, in whole seconds; None if ``version`` is None.
         pin: counter of the pin that led to ``version``; 0 without one.
         release: counter of the last release that was followed; 0 without one, or if ``pin`` is above 0.
         applying: newest version that may be partly written; None if there is no such version.
-        applying_xxh3: 128-bit xxh3 of the entry of ``applying``, in hex; None if ``applying`` is.
-        applying_generation: generation of that entry; None if ``applying`` is.
+        applying_xxh3: 128-bit xxh3 of the entry of ``applying``, in hex; None if ``applying`` is None.
+        applying_generation: generation of that entry; None if ``applying`` is None.
         is_mixed: True if the rows may be of unrelated versions, so that only a snapshot may be applied next.
     """
 

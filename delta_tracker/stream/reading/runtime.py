@@ -72,7 +72,7 @@ class Runtime:
     """Time, randomness and threads of a reader or a publisher. A simulation replaces them.
 
     Args:
-        sleep: waits for a number of seconds. A thread of a reader is interruptible meanwhile.
+        sleep: waits for a number of seconds. A reader's thread can be interrupted during the wait.
         wait: waits for an event, or for a number of seconds. Returns True if the event is set.
         clock: returns the Unix time of this host in seconds.
         executor: creates a thread that runs actions, given the prefix of its name.

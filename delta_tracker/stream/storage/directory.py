@@ -105,7 +105,7 @@ class DirectoryStore(Store):
             self._at(name, os.unlink)
 
     def objects(self, prefix: str, after: str) -> list[StoredObject]:
-        """Return the files of a directory. Skips names that are not valid for objects, see also :func:`list_files`."""
+        """Return the files of a directory. Skips names that are not valid for objects; see :func:`list_files`."""
         files = self._list(prefix, after, needs_status=True)
         return [StoredObject(name, each.st_size, each.st_mtime) for name, each in files if each is not None]
 

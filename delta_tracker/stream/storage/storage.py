@@ -186,7 +186,7 @@ class Storage:
         out: NDArray[np.uint8] | None = None,
         transfer: Transfer | None = None,
     ) -> NDArray[np.uint8] | None:
-        """Return the bytes of an object, None if it does not exist.
+        """Return the bytes of an object; None if it does not exist.
 
         Args:
             name: name of the object.
@@ -222,12 +222,12 @@ class Storage:
         return self.read_range(span.name, span.begin, span.end)
 
     def size(self, name: str) -> int | None:
-        """Return the size of an object in bytes, None if it does not exist."""
+        """Return the size of an object in bytes; None if it does not exist."""
         found = self.stat(name)
         return None if found is None else found.num_bytes
 
     def stat(self, name: str) -> StoredObject | None:
-        """Return size and modification time (0 if a web server sends none) of an object; None if it does not exist."""
+        """Return an object's size and modification time (0 if a web server sends none); None if it does not exist."""
         with self._operation("size", name):
             return self._store.stat(name)
 
@@ -267,7 +267,7 @@ class Storage:
     def objects(self, prefix: str, *, after: str | None = None) -> list[StoredObject]:
         """Return the objects in the directory ``prefix``, sorted by name, or only those after ``after``.
 
-        A local listing skips directories, and files whose names no method accepts, see also :func:`list_files`.
+        A local listing skips directories, and files whose names no method accepts; see :func:`list_files`.
         """
         with self._operation("list", prefix, "a listing", argument="prefix", after=after):
             return sorted(self._store.objects(prefix, after or ""), key=operator.attrgetter("name"))

@@ -1,4 +1,4 @@
-"""Interface of a kind of store. A new kind implements it in one file, see ``guide/extend.md``."""
+"""Interface of a kind of store. A new kind implements it in one file; see ``guide/extend.md``."""
 
 from __future__ import annotations
 
@@ -117,14 +117,14 @@ class Store(ABC):
 
     @abstractmethod
     def read(self, span: Span, transfer: Transfer) -> NDArray[np.uint8] | None:
-        """Return bytes of an object in ``span.memory(size)``, None if it does not exist.
+        """Return the bytes of an object in ``span.memory(size)``; None if it does not exist.
 
         Sets ``transfer.modified``, the modification time. A store may continue an interrupted transfer.
         """
 
     @abstractmethod
     def stat(self, name: str) -> StoredObject | None:
-        """Return the size and the modification time of an object, None if it does not exist."""
+        """Return the size and the modification time of an object; None if it does not exist."""
 
     def has_any(self, names: Sequence[str]) -> bool:
         """Return True if one of these objects, which are in one directory, exists."""
