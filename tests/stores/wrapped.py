@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 from delta_tracker.stream.storage.storage import Storage
 
 # Methods that call others of the same store, or return another view of it.
-_COMPOSED = {"is_same", "probe", "read_span", "reopened"}
+_COMPOSED = {"has_any", "is_same", "probe", "read_span", "reopened"}
 
 OPERATIONS = frozenset(
     kind

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any
 from unittest import mock
@@ -103,6 +103,9 @@ class TrueStorage(Storage):
     def stat(self, name: str) -> StoredObject | None:
         self.before_each()
         return StoredObject(name, len(self.data[name]), 0.0) if name in self.data else None
+
+    def has_any(self, names: Sequence[str]) -> bool:
+        return any(map(self.stat, names))
 
     def objects(self, prefix: str, *, after: str | None = None) -> list[StoredObject]:
         self.before_each()
