@@ -41,6 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
     parser.add_argument("--seeds", type=int, help="number of schedules; by default any with --minutes, otherwise none")
     parser.add_argument("--seed", type=int, default=0, help="seed of the first one")
+    parser.add_argument("--plain", action="store_true", help="one rank, local directories, no threads that follow")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="end after this time")
     parser.add_argument("--shrinks", type=int, default=1, help="number of findings of each unknown rule to minimise")
     parser.add_argument("--stop", action="store_true", help="end after the first finding that is not known")
@@ -65,7 +66,7 @@ def _sweep(arguments: argparse.Namespace) -> dict[str, object]:
         is_found = arguments.stop and not rules.keys() <= KNOWN_RULES
         if is_found or _now() - began > 60 * arguments.minutes:
             break
-        schedule = generate(seed)
+        schedule = generate(seed, is_plain=arguments.plain)
         count += 1
         first = {each.rule: each for each in reversed(run(schedule))}
         turns += threads.SCHEDULER.turns

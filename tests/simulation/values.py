@@ -33,7 +33,6 @@ WEIGHTS = {
     "release_pin": 2,
     "join": 4,
     "sync": 18,
-    "follow": 5,
     "restart": 5,
     "roll_back": 2,
     "release": 2,
@@ -170,6 +169,7 @@ _THEMES = (
     ),
 )
 _EMPHASIS = 5
+_FOLLOW_SHARE = 0.1
 _EPISODE_SHARE = 0.4
 _LEAST, _MOST = 12, 60
 
@@ -243,8 +243,8 @@ def _join(chance: random.Random, options: Mapping[str, tuple[int, ...]]) -> int:
     return number
 
 
-def generate(seed: int) -> Schedule:
-    """Return the schedule of a seed."""
+def generate(seed: int, *, is_plain: bool = False) -> Schedule:
+    """Return the schedule of a seed; a plain one has local directories, one rank and no threads that follow."""
     chance = random.Random(seed)
     theme, other = chance.sample(_THEMES, 2)
     frequent = {*theme.kinds, *other.kinds}
@@ -271,15 +271,24 @@ def generate(seed: int) -> Schedule:
     choices = [_join(chance, theme.readers) if kind == "join" else chance.randrange(20000) for kind, _ in steps]
     states = theme.settings.get("states", chance.random() < 0.5)
     has_web = chance.random() < 0.25
-    has_raw_ids = theme.settings.get("has_raw_ids", chance.random() < 0.15)
-    return Schedule(
+    schedule = Schedule(
         seed=seed,
         states=states,
         encoding=None if states else chance.choice([None, None, "F16", "INT8"]),
         operations=tuple(Operation(kind, who, choice) for (kind, who), choice in zip(steps, choices, strict=True)),
         has_web=has_web,
         has_upkeep=not has_web and chance.random() < 0.3,
-        has_raw_ids=has_raw_ids,
-        has_buckets=chance.random() < 0.3,
-        ranks=1 if has_raw_ids else chance.choice([1, 1, 1, 2, 3, 4]),
+        has_raw_ids=theme.settings.get("has_raw_ids", chance.random() < 0.15),
     )
+    return schedule if is_plain else _widened(schedule, random.Random(f"{seed} widened"))
+
+
+def _widened(schedule: Schedule, chance: random.Random) -> Schedule:
+    """Return a schedule with object stores, several ranks and threads that follow."""
+    steps = [
+        each
+        for step in schedule.operations
+        for each in ([Operation("follow", chance.randrange(5), 0), step] if chance.random() < _FOLLOW_SHARE else [step])
+    ]
+    ranks = 1 if schedule.has_raw_ids else chance.choice([1, 2, 3, 4])
+    return replace(schedule, operations=tuple(steps), has_buckets=chance.random() < 0.5, ranks=ranks)

@@ -198,7 +198,8 @@ class World:
 
     def _fault(self, who: int, choice: int) -> None:
         """Let the next operation fail in the middle of its first call."""
-        self._disk.fault = Fault(FAULTS[(who + choice) % len(FAULTS)], choice % 9 if choice % 3 else choice % 40)
+        kind = "conflict" if self._schedule.has_buckets and choice % 5 == 0 else FAULTS[who % (len(FAULTS) - 1)]
+        self._disk.fault = Fault(kind, choice % 9 if choice % 3 else choice % 40)
 
     @contextlib.contextmanager
     def _call(self, name: str, ranks: int = 1) -> Iterator[list[Exception]]:

@@ -49,10 +49,15 @@ def counts_of(worlds: Interpreter, *arguments: str) -> dict[str, Any]:
 @pytest.mark.timeout(600)
 def test_random_worlds_break_no_rule_but_the_known_ones(worlds: Interpreter) -> None:
     count = 60 if SWEEPS_ARE_WHOLE else 30  # which find the faults of tests/reverts/simulation.py
-    seen = counts_of(worlds, "--known", "--stop", "--seeds", str(count))
+    seen = counts_of(worlds, "--known", "--stop", "--plain", "--seeds", str(count))
     assert seen["schedules"] == count
     assert seen["known_but_not_found"] == []
     assert seen["faults"], "no operation failed in the middle of a call"
+
+
+@pytest.mark.timeout(600)
+def test_random_worlds_of_ranks_and_object_stores_break_no_rule(worlds: Interpreter) -> None:
+    assert counts_of(worlds, "--stop", "--seeds", "10")["schedules"] == 10
 
 
 def test_a_seed_gives_the_same_run_in_any_process(worlds: Interpreter) -> None:
@@ -194,7 +199,7 @@ def test_a_schedule_is_its_text() -> None:
 
 def test_every_kind_of_operation_is_generated() -> None:
     kinds = {operation.kind for seed in range(50) for operation in generate(seed).operations}
-    assert kinds == WEIGHTS.keys()
+    assert kinds == WEIGHTS.keys() | {"follow"}
 
 
 def test_a_minimised_schedule_has_only_the_operations_that_are_needed() -> None:
