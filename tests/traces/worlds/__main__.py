@@ -9,11 +9,13 @@ from tests.simulation import threads
 
 threads.install()
 
+from tests.simulation.everything import prepare  # noqa: E402
 from tests.simulation.values import generate  # noqa: E402
 from tests.simulation.world import run  # noqa: E402
 from tests.traces import recorder  # noqa: E402
 
 if __name__ == "__main__":
+    prepare()
     recorder.install()
     logging.disable(logging.CRITICAL)
     traces = {}
