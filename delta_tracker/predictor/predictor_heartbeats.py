@@ -42,7 +42,7 @@ class Heartbeats:
             error=error_text(error),
             canary_versions=None if canary is None else canary.versions,
             canary_seconds=None if canary is None else canary.seconds,
-            pin=reader.orders.followed,
+            pin=0 if reader.orders.followed is None else reader.orders.followed.counter,
             why=reader.why,
             next_step=error.remedy if isinstance(error, DeltaTrackerError) else "",
         )

@@ -187,6 +187,7 @@ class Reader:
             catches_up=self._skips_versions and is_usable and self._in_a_row >= _CATCH_UP,
             is_partial=len(sources) < len(self.sources.all),
             surveys=len(sources) > 1 and self.runtime.monotonic() - self._surveyed_at >= _SURVEY_SECONDS,
+            followed=self.orders.followed,
         )
         if view.catches_up:
             self._in_a_row = 0

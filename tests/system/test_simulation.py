@@ -178,6 +178,12 @@ def test_many_random_worlds_break_no_rule_but_the_known_ones(worlds: Interpreter
             {"seed": 9300419, "has_raw_ids": True},
             id="the pins of a log that was made again at its url count from 1",
         ),
+        pytest.param(
+            "publish 0 0, mirror 0 0, join 0 4247, publish 0 0, snapshot 0 0, pin 0 7947, settle 0 0, sync 0 0, "
+            "lose 0 0, promote 0 0, publish 0 0, pin 0 0, settle 0 0",
+            {"seed": 451, "states": True, "has_upkeep": True},
+            id="a canary at a pin does not allow the pin of the next stream yet",
+        ),
     ],
 )
 def test_a_schedule_that_broke_a_rule_breaks_none(

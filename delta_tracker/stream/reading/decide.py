@@ -88,6 +88,7 @@ class View:
         catches_up: True to look for an entry that replaces many versions.
         surveys: True to check the other urls even if the first one shows nothing new.
         is_partial: True if some urls are not read now, because they failed.
+        followed: the last pin or release that was carried out.
     """
 
     logs: tuple[SeenLog, ...]
@@ -99,6 +100,7 @@ class View:
     catches_up: bool = False
     surveys: bool = False
     is_partial: bool = False
+    followed: Order | None = None
 
     @property
     def is_patient(self) -> bool:
@@ -247,11 +249,17 @@ def _at(log: SeenLog, view: View) -> Apply | Stay | Doubt:
 def _beside(log: SeenLog, view: View, position: Position, order: Order) -> Apply | Stay:
     """Move to the stream of a new order if it continues the position's stream; otherwise, continue that stream.
 
-    The position's stream is followed until it ends or has a fault, as far as its own order allows.
+    The position's stream is followed until it ends or has a fault, as far as its own order allows. A reader at a pin
+    stays there until it can move, because the versions after the pin may be bad.
     """
-    joined = _joins(log, view, position, StreamReplacedError(log.url, position.version)) if order.is_new else None
+    pin = _pin_of(view, position)
+    joined = None
+    if order.is_new or pin is not None:
+        joined = _joins(log, view, position, StreamReplacedError(log.url, position.version))
     if isinstance(joined, Apply):
         return joined
+    if pin is not None:
+        return joined or _ordered(log, view, position, pin)
     own = log.order()
     if own is not None and own.stream == position.stream and not view.policy.has_released(own):
         return _ordered(log, view, position, own)
@@ -259,6 +267,14 @@ def _beside(log: SeenLog, view: View, position: Position, order: Order) -> Apply
 
 
 # Orders
+
+
+def _pin_of(view: View, position: Position) -> Order | None:
+    """Return the pin at which a reader is; None if it is at none, or if it no longer applies to this process."""
+    pin, policy = view.followed, view.policy
+    if pin is None or pin.kind != "pin" or policy.own is not None or policy.has_released(pin):
+        return None
+    return pin if pin.is_followed_by(position) else None
 
 
 def _order(log: SeenLog, view: View) -> Order | None:

@@ -95,9 +95,9 @@ class Orders:
         self._stream = ""  # of the position when the last round ended
 
     @property
-    def followed(self) -> int:
-        """Counter of the last pin or release that was followed; 0 before the first."""
-        return 0 if self._last is None else self._last.counter
+    def followed(self) -> Order | None:
+        """Last pin or release that was followed; None before the first."""
+        return self._last
 
     def begin(self) -> Policy:
         """Begin a round: process the calls of :meth:`release`, and return the policy."""

@@ -240,6 +240,20 @@ def promoted_orders(trunk: str) -> Iterator[State]:
                     yield World(logs), replace(reader, policy=_PINS, behind=1)
 
 
+def pinned_twice(trunk: str) -> Iterator[State]:
+    """Yield states of a reader at a pin of a stream, which a promoted url continues with an order of its own."""
+    for pin, tail in product(_orders(trunk), ("fs", "fsd", "fss", "fsdds")):
+        if pin.kind != "pin" or pin.link is None:
+            continue
+        word, former = trunk + tail, Log(trunk, orders=(pin,))
+        for order in _orders(word):
+            promoted = Log(word, orders=(pin, replace(order, counter=pin.counter + order.counter)), url="other")
+            for logs in ((former, promoted), (promoted, former), (replace(former, is_up=False), promoted), (promoted,)):
+                reader = at(pin.link.xxh3, policy=_PINS, known=pin, followed=pin, ended=pin.counter)
+                for behind in (0, 1, 2):
+                    yield World(logs), replace(reader, behind=behind)
+
+
 def restored(size: int) -> Iterator[State]:
     """Yield states of a url that lost the newest entries, among them claims, before a publisher continued there."""
     tails = ("r", "rs", "rsd", "rsds", "rsdd", "rss", "rscs", "rsrs", "rrs")
@@ -272,5 +286,6 @@ FAMILIES: dict[str, tuple[Callable[[], Iterator[State]], Callable[[], Iterator[S
     "three urls": (lambda: three_urls("csd", 0), lambda: three_urls("csdd", 1)),
     "restored": (lambda: restored(2), lambda: restored(3)),
     "promoted orders": (lambda: promoted_orders("cs"), lambda: promoted_orders("csdds")),
+    "pinned twice": (lambda: pinned_twice("csd"), lambda: pinned_twice("csddsd")),
 }
 """Name of each family to its short and its whole form."""

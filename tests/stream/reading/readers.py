@@ -25,6 +25,7 @@ from delta_tracker.stream.reading.decide import (
     Doubt,
     Fail,
     Fault,
+    Stay,
     View,
 )
 from delta_tracker.stream.reading.orders import Order, Policy
@@ -93,6 +94,7 @@ class Reader:
         known: newest pin or release that was seen.
         confirmed: the last one whose entry was read.
         ended: counter of the newest order when the last round ended.
+        followed: the last pin or release that was carried out.
         held: words that the gate has rejected.
         failures: number of consecutive rounds that failed.
         current: number of the url that is followed.
@@ -108,6 +110,7 @@ class Reader:
     known: Order | None = None
     confirmed: Order | None = None
     ended: int = 0
+    followed: Order | None = None
     held: frozenset[str] = frozenset()
     failures: int = 0
     current: int = 0
@@ -162,6 +165,7 @@ def advance(  # noqa: C901  one case for each decision
         num_failures=reader.failures,
         catches_up=catches_up and reader.word is not None and not reader.is_mixed,
         surveys=surveys and len(numbers) > 1,
+        followed=reader.followed,
     )
     num_tries = 0
     while True:
@@ -201,8 +205,7 @@ def advance(  # noqa: C901  one case for each decision
                 is_unsure = isinstance(error, NoSnapshotError | StorageError) and not isinstance(error, StaleCacheError)
                 return replace(reader, failures=reader.failures + 1 if is_unsure else 0), decision
             case _:
-                counter = 0 if reader.known is None else reader.known.counter
-                return replace(reader, failures=0, current=decision.log.number, ended=counter), decision
+                return _ended(reader, decision), decision
 
 
 class _Source:
@@ -292,7 +295,7 @@ def _check(world: World, reader: Reader, decision: Apply) -> None:
 
 
 def _written(reader: Reader, decision: Apply, cut: int | None) -> Reader:
-    before, last = reader, len(decision.entries) - 1
+    last = len(decision.entries) - 1
     for number, entry in enumerate(decision.entries):
         word, content, rows = word_of(entry), written_by(entry), list(reader.rows)
         is_elsewhere = entry.kind == "snapshot" if decision.order is not None else decision.is_elsewhere
@@ -315,5 +318,12 @@ def _written(reader: Reader, decision: Apply, cut: int | None) -> Reader:
             is_mixed=False,
             held=frozenset(),
         )
-    counter = 0 if before.known is None else before.known.counter
-    return replace(reader, failures=0, current=decision.log.number, ended=counter)
+    return _ended(reader, decision)
+
+
+def _ended(reader: Reader, decision: Apply | Stay) -> Reader:
+    """Return a reader after a round without an error."""
+    known = reader.known
+    followed = known if known is not None and known.is_followed_by(reader.position) else reader.followed
+    counter = 0 if known is None else known.counter
+    return replace(reader, failures=0, current=decision.log.number, ended=counter, followed=followed)

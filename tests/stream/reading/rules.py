@@ -165,6 +165,7 @@ def _is_released(order: Order, reader: Reader) -> bool:
 def _check_order(world: World, log: Log, before: Reader, decision: Apply, order: Order | None) -> None:
     last = decision.entries[-1]
     if order is None or order.stream != last.stream:
+        _check_left(before, last)
         return
     if order.kind != "release":
         if decision.order is not None:
@@ -178,6 +179,15 @@ def _check_order(world: World, log: Log, before: Reader, decision: Apply, order:
     is_above = is_above and len(before.word or "") > order.version
     if not is_above and (last.kind != "snapshot" or last.version < order.version):
         raise ViolationError(f"version {last.version} is applied below the released {order.version}")
+
+
+def _check_left(before: Reader, last: Manifest) -> None:
+    """Check that a reader at a pin does not go on in its stream because of an order of another stream."""
+    pin = before.followed
+    if pin is None or before.policy.own is not None or before.policy.released is not None:
+        return
+    if pin.is_followed_by(before.position) and last.stream == pin.stream and last.version <= pin.newest:
+        raise ViolationError(f"version {last.version}, which the pin to {pin.version} calls bad, is applied")
 
 
 def _is_barred(log: Log, reader: Reader, order: Order) -> bool:
