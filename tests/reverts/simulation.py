@@ -24,11 +24,7 @@ REVERTS = {
         Revert("retention ignores the grace", Replaces("retention._needed", "committed <= before", "True")),
         Revert(
             "a merged delta leads past a held version",
-            Replaces(
-                "_around",
-                "is_held or isinstance(fault, StreamReplacedError)",
-                "isinstance(fault, StreamReplacedError)",
-            ),
+            Replaces("GateKeeper.recall", "is_inside", "False"),
         ),
         Revert(
             "a gate ignores dense tensors",

@@ -412,7 +412,7 @@ class World:
         return f"{store.path.name}: {self._command('mirror', '--once', self._primary.url, store.url, *keeps)[1]}"
 
     def _compact(self, who: int, choice: int) -> str:
-        return self._command("compact", self._primary.url, "--fold", ("0.2", "1e9", "1e9")[choice % 3])[1]
+        return self._command("compact", self._primary.url, "--fold", ("0.2", "10", "10")[choice % 3])[1]
 
     def _retain(self, who: int, choice: int) -> str | None:
         if not self._primary.is_healthy:
@@ -492,7 +492,10 @@ class World:
         with self._call(words[0]), contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
             code = _program()(words)
         lines = (output if code == 0 else errors).getvalue().splitlines()
-        return code, lines[-1] if lines else "done"
+        said = lines[-1] if lines else "done"
+        if code and said.startswith("Error: "):  # of the parser of arguments; errors of the library begin otherwise
+            raise RuleError("usage", f"{words}: {said}")
+        return code, said
 
     # Stores
 

@@ -525,17 +525,13 @@ def _around(log: SeenLog, view: View, position: Position, fault: StreamError, bo
         raise fault
     if (joined := _joins(log, view, position, fault)) is not None:
         return joined
-    # A merged entry would contain the rows of a held version, also at another url.
-    is_held = any(isinstance(each.error, HeldVersionError) and position.leads_to(each.entry) for each in view.faults)
-    if not (is_held or isinstance(fault, StreamReplacedError)):
+    if not isinstance(fault, StreamReplacedError):
         merged = merged_deltas(log, position, allows=_allows(log, view, bound), skips_unreadable=not view.is_patient)
         merged = (entry for entry in merged if continues(log, position, entry))
         if (found := _first(log, view, merged, Rule.RESYNC, fault)) is not None:
             return found
     allowed = _snapshots(log, view, bound)
     newer: Iterator[Manifest] = takewhile(lambda each: _is_forward(log, view, position, each), allowed)
-    if is_held:
-        newer = (snapshot for snapshot in newer if snapshot.merges is None)
     if (found := _first(log, view, newer, Rule.RESYNC, fault)) is not None:
         return found
     if isinstance(fault, StreamReplacedError):

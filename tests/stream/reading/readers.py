@@ -15,7 +15,7 @@ from delta_tracker.errors import (
     StreamError,
     StreamReplacedError,
 )
-from delta_tracker.stream.format.manifest import Link, Manifest
+from delta_tracker.stream.format.manifest import Link, Manifest, Merged
 from delta_tracker.stream.reading import decide as rules
 from delta_tracker.stream.reading import position as positions
 from delta_tracker.stream.reading.decide import (
@@ -272,6 +272,11 @@ def leaves_rows(reader: Reader, entry: Manifest) -> bool:
     return is_fenced or len(reader.ahead) - 1 == entry.version
 
 
+def covers(entry: Manifest, word: str) -> bool:
+    """Return True if a merged entry has the rows of a version."""
+    return word_of(entry).startswith(word) and Merged.of(entry).first < len(word)
+
+
 def _check(world: World, reader: Reader, decision: Apply) -> None:
     """Read the parts of all entries, and ask the gate about them.
 
@@ -288,8 +293,9 @@ def _check(world: World, reader: Reader, decision: Apply) -> None:
         if error is not None:
             raise error
         is_rejected = word_of(entry) in world.bad and entry.merges is None
-        if entry.merges is not None and world.sees_merged:
-            is_rejected = bool(world.bad & set(written_by(entry).values()))
+        if entry.merges is not None:  # the gate recalls what it has rejected
+            is_rejected = any(covers(entry, each) for each in reader.held)
+            is_rejected |= world.sees_merged and bool(world.bad & set(written_by(entry).values()))
         if is_rejected and decision.order is None:
             raise HeldVersionError(entry.version, "values")
 

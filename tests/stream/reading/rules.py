@@ -13,7 +13,7 @@ from delta_tracker.stream.format.manifest import Manifest, Merged
 from delta_tracker.stream.reading.decide import Apply, Decision, Fail, Stay
 from delta_tracker.stream.reading.orders import Order
 from tests.stream.reading.logs import Log, created, generation_of, lineage, rows_after, stream_of, word_of
-from tests.stream.reading.readers import Reader, ViolationError, World, leaves_rows
+from tests.stream.reading.readers import Reader, ViolationError, World, covers, leaves_rows
 
 
 def check(world: World, before: Reader, decision: Decision, after: Reader, *, is_cut: bool = False) -> None:
@@ -141,12 +141,8 @@ def _check_held(world: World, before: Reader, entry: Manifest) -> None:
     if entry.merges is None:
         if word_of(entry) in world.bad:
             raise ViolationError("a held version is applied")
-    elif any(_covers(entry, bad) for bad in before.held):
+    elif any(covers(entry, bad) for bad in before.held):
         raise ViolationError("a merged entry with rows of a held version is applied")
-
-
-def _covers(entry: Manifest, word: str) -> bool:
-    return word_of(entry).startswith(word) and Merged.of(entry).first < len(word)
 
 
 def order_of(reader: Reader) -> Order | None:
@@ -183,11 +179,17 @@ def _check_order(world: World, log: Log, before: Reader, decision: Apply, order:
 
 def _check_left(before: Reader, last: Manifest) -> None:
     """Check that a reader at a pin does not go on in its stream because of an order of another stream."""
-    pin = before.followed
-    if pin is None or before.policy.own is not None or before.policy.released is not None:
-        return
-    if pin.is_followed_by(before.position) and last.stream == pin.stream and last.version <= pin.newest:
+    pin = _pin_of(before)
+    if pin is not None and last.stream == pin.stream and last.version <= pin.newest:
         raise ViolationError(f"version {last.version}, which the pin to {pin.version} calls bad, is applied")
+
+
+def _pin_of(reader: Reader) -> Order | None:
+    """Return the pin at which a reader is; None if it is at none."""
+    pin = reader.followed
+    if pin is None or pin.kind != "pin" or reader.policy.own is not None or reader.policy.released is not None:
+        return None
+    return pin if pin.is_followed_by(reader.position) else None
 
 
 def _is_barred(log: Log, reader: Reader, order: Order) -> bool:
@@ -208,6 +210,8 @@ def chances(world: World, reader: Reader) -> Iterator[str]:
             chance = _ordered(world, log, reader, order)
         elif order is not None and reader.word is not None and stream_of(reader.word) == order.stream:
             chance = _succeeding(world, log, reader, order)
+        elif order is not None and (pin := _pin_of(reader)) is not None and head.stream == pin.stream:
+            continue  # until the order can be followed
         else:
             chance = _newer(world, log, reader)
         if chance:
@@ -219,7 +223,7 @@ def _is_usable(world: World, log: Log, reader: Reader, entry: Manifest) -> bool:
         return False
     if entry.merges is None:
         return word_of(entry) not in world.bad
-    return not any(_covers(entry, bad) for bad in world.bad)
+    return not any(covers(entry, bad) for bad in world.bad)
 
 
 def _starts(world: World, log: Log, reader: Reader, stream: str) -> list[Manifest]:
