@@ -78,7 +78,7 @@ _START = {
     ],
 }
 
-# Around a fault: only what is newer, or of a stream that continues this one, and without the rows of a held version.
+# Around a fault: only what is newer, or of a stream that continues this one.
 _RESYNC = {
     "two urls": [
         Revert("any snapshot is newer", Returns("decide._is_forward", "True")),
@@ -87,15 +87,6 @@ _RESYNC = {
         Revert("a snapshot of any stream is newer", Loses("decide._is_forward", "_check_may_follow(...)")),
     ],
     "gates": [
-        Revert(
-            "a merged delta contains a held version",
-            Replaces(
-                "decide._around",
-                "is_held or isinstance(fault, StreamReplacedError)",
-                "isinstance(fault, StreamReplacedError)",
-            ),
-        ),
-        Revert("a merged snapshot contains a held version", Loses("decide._around", "newer", nth=2)),
         Revert("a held version blocks newer snapshots", Replaces("decide._around", "takewhile(...)", "()")),
     ],
     "restored": [

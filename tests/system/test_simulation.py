@@ -184,6 +184,11 @@ def test_many_random_worlds_break_no_rule_but_the_known_ones(worlds: Interpreter
             {"seed": 451, "states": True, "has_upkeep": True},
             id="a canary at a pin does not allow the pin of the next stream yet",
         ),
+        pytest.param(
+            "publish 0 0, publish 0 0, publish 0 0, compact 0 0, pin 0 0, snapshot 0 0, retain 0 0",
+            {"seed": 94},
+            id="a merged snapshot leads to a pin, which retention keeps",
+        ),
     ],
 )
 def test_a_schedule_that_broke_a_rule_breaks_none(
