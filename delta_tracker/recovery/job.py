@@ -267,7 +267,7 @@ def _names(saved: Iterable[str], found: Iterable[str], ignore: Collection[str]) 
 
 
 def check_same(what: str, saved: object, found: object) -> None:
-    """Raise RestoreMismatchError unless ``saved`` and ``found`` are equal. None stands for a missing ``what``."""
+    """Raise RestoreMismatchError unless ``saved`` and ``found`` are equal. Either is None if ``what`` is missing."""
     if saved != found:
         missing = "missing"
         raise RestoreMismatchError(what, missing if saved is None else saved, missing if found is None else found)

@@ -406,8 +406,8 @@ def _check_identities(manifest: Manifest) -> None:
 
 def _cover(blocks: Sequence[Block], table: TableSpec) -> np.ndarray[Any, np.dtype[np.int64]]:
     """Return the number of blocks over each cell, ``[row ranges, column ranges]``. Block edges bound the cells."""
-    rows = np.unique([0, table.num_rows, *(edge for block in blocks for edge in block.rows)])
-    columns = np.unique([0, table.dim, *(edge for block in blocks for edge in block.columns)])
+    rows = np.array(sorted({0, table.num_rows, *(edge for block in blocks for edge in block.rows)}))
+    columns = np.array(sorted({0, table.dim, *(edge for block in blocks for edge in block.columns)}))
     if len(rows) * len(columns) > _MAX_CELLS:
         raise ValueError(f"its {len(blocks)} blocks of table {table.fqn!r} are too many")
     # A 2-D prefix sum over block corners: filling the cells of each block would take hours for many large blocks.
