@@ -80,24 +80,20 @@ class Orders:
 
     Attributes:
         policy: choices of the process, without the calls of :meth:`release` since :meth:`begin`.
+        followed: the last pin or release that was carried out; None before the first.
     """
 
     def __init__(self, policy: Policy, sources: Sequence[Source]) -> None:
         self.policy = policy
         self._sources = sources  # by number
         self._releases: deque[Order | None] = deque()  # calls of release(), with the order that was followed then
-        self._last: Order | None = None  # that was followed
+        self.followed: Order | None = None
         self._begun: Order | None = None  # pin on the way to which versions may be written
         self._shown: dict[int, Order | None] = {}  # number of a url to its newest order
         self._newest: Order | None = None  # newest order of this round
         self._known: Order | None = None  # newest order when a round ended
         self._overruled: tuple[Order, ...] = ()  # orders of its stream that were known at an own rollback
         self._stream = ""  # of the position when the last round ended
-
-    @property
-    def followed(self) -> Order | None:
-        """Last pin or release that was followed; None before the first."""
-        return self._last
 
     def begin(self) -> Policy:
         """Begin a round: process the calls of :meth:`release`, and return the policy."""
@@ -122,7 +118,7 @@ class Orders:
         if (drop := source.pins.take_drop()) is not None:
             self._drop(*drop)
         self._shown[number] = None if pin is None else Order.of(pin)
-        found = [each for each in (*self._shown.values(), self._last) if each is not None]
+        found = [each for each in (*self._shown.values(), self.followed) if each is not None]
         newest = max(self._present(found, source), key=lambda each: each.counter, default=None)
         if newest is None:
             return None
@@ -163,22 +159,22 @@ class Orders:
             return None
         if order.kind == "pin":
             self._confirm(order)  # its entry is that of the position
-        self._last, self._begun = self._known, None
+        self.followed, self._begun = self._known, None
         return order
 
     def load(self, written: Written) -> None:
         """Start from a saved position, and from the order that was followed there."""
         position, counter = written.position, written.pin or written.release
-        self._last = self._begun = None
+        self.followed = self._begun = None
         self._stream = "" if position is None else position.stream
         if counter and position is not None:
             kind, link = "pin" if written.pin else "release", position.link
-            self._last = Order(counter, kind, position.stream, link.version, link, link.version)
+            self.followed = Order(counter, kind, position.stream, link.version, link, link.version)
 
     def roll_back(self, entry: Manifest) -> None:
         """Order this process to apply an entry and stay there. Known orders do not apply until the release."""
         former = () if self.begin().own is None else self._overruled
-        known = {*former, *self._shown.values(), self._last}
+        known = {*former, *self._shown.values(), self.followed}
         self._overruled = tuple(each for each in known if each is not None and each.stream == entry.stream)
         self._roll_back(Order(0, "rollback", entry.stream, entry.version, None, entry.version))
 
@@ -191,15 +187,15 @@ class Orders:
 
         Any thread may call it at any time. It takes effect in the next round.
         """
-        self._releases.append(self._begun or self._last)
+        self._releases.append(self._begun or self.followed)
 
     def _drop(self, pin: Pin, counter: int) -> None:
         """Drop a forged pin. From its url, only pins up to a counter are accepted afterwards."""
         order = Order.of(pin)
         if self._begun == order:
             self._begun = None
-        if self._last == order:
-            self._last = None
+        if self.followed == order:
+            self.followed = None
         if self.policy.released == order:
             self.policy = replace(self.policy, released=replace(order, counter=counter))
         if self.policy.own is not None and order in self._overruled:
