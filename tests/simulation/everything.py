@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import pkgutil
 from contextlib import suppress
@@ -28,3 +29,4 @@ def prepare() -> None:
     for settings in ({"ranks": 2}, {"has_raw_ids": True, "ranks": 1}, {"ranks": 1}):  # torchrec keeps some results
         run(replace(generate(1), **settings))
     SCHEDULER.restart(0)  # frees the groups, whose threads are lost in a fork
+    gc.freeze()  # each run collects garbage, which is faster without what stays

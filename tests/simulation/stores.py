@@ -6,7 +6,7 @@ import functools
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -238,6 +238,13 @@ class Store:
                         os.utime(path, (SCHEDULER.now, SCHEDULER.now), follow_symlinks=False)
 
     @_alone
+    def touch(self) -> None:
+        """Date the newest entry now: retention takes the newest time of an object for the time of the store."""
+        path = max((self.path / "log").glob("*.json"), default=None)
+        if path is not None:
+            os.utime(path, (SCHEDULER.now, SCHEDULER.now))
+
+    @_alone
     def entries(self) -> list[Entry]:
         """Return the entries whose objects are there, by their versions."""
         return [each for each in self._entries() if each is not None]
@@ -278,6 +285,25 @@ class Store:
         return Entry(fields["stream"], first, version, fields["kind"], is_merged, fields["created"])
 
     @_alone
+    def garbage(self, pinned: int | None) -> list[str]:
+        """Return the objects that no entry names, and the entries that nobody needs.
+
+        Needed are those from the newest snapshot on, or up to the pinned version, and claims and what is before them.
+        """
+        paths = sorted((self.path / "log").glob("*.json"))
+        entries = {int(path.stem): json.loads(path.read_bytes()) for path in paths}
+        merged = [json.loads(path.read_bytes()) for path in (self.path / "merged").glob("*.json")]
+        start = max((number for number, each in entries.items() if each["kind"] == "snapshot"), default=0)
+        claims = {number for number, each in entries.items() if each["kind"] == "claim"}
+        needed = {number for number in entries if number >= start - 1} | claims | {number - 1 for number in claims}
+        named = set(_names_of((*entries.values(), *merged)))
+        parts = [f"parts/{path.name}" for path in (self.path / "parts").glob("*")]
+        folders = ("drafts", "probe", "predictors", "publishers", "control/retention")
+        left = [f"{name}/{path.name}" for name in folders for path in (self.path / name).glob("*")]
+        old = [f"log/{number}" for number in entries if number not in needed and (pinned is None or number > pinned)]
+        return [*left, *old, *(name for name in parts if name not in named)]
+
+    @_alone
     def is_whole(self) -> bool:
         """Return True if the newest entry has its objects, or some parts are damaged for ever."""
         newest = max((self.path / "log").glob("*.json"), default=None)
@@ -301,6 +327,13 @@ class Store:
     def orders(self) -> list[dict[str, Any]]:
         """Return the pins and releases, the oldest first."""
         return [json.loads(path.read_bytes()) for path in sorted((self.path / "control" / "pins").glob("*.json"))]
+
+
+def _names_of(entries: Iterable[dict[str, Any]]) -> Iterator[str]:
+    """Yield the names of the objects of entries: parts, states of their rows, and training states."""
+    for entry in entries:
+        objects = [*entry["parts"], *(part.get("states") or {} for part in entry["parts"]), *entry.get("training", ())]
+        yield from (each["name"] for each in objects if each)
 
 
 def _block(folder: Path) -> None:

@@ -47,6 +47,7 @@ _SINGLE_ROUNDS = 3  # in which one version is applied, so that the rules see it
 _FOLLOW_ROUNDS, _FOLLOW_SECONDS = 200, 10.0
 _FOLLOWED_SECONDS = 8.0  # more than two polls and a look for a pin
 _POINTER_SECONDS = 2000.0  # in which a pointer names a version, also after failures
+_ORPHAN_SECONDS = 90_000.0  # after which an object that nobody names is deleted
 _SECONDS = (1.0, 6.0, 12.0, 35.0, 120.0, 700.0)
 CALLS: Counter[str] = Counter()
 """Number of calls of the library in all runs of this process, by kind. Threads that follow poll besides."""
@@ -76,12 +77,21 @@ def run(schedule: Schedule, say: Callable[[str], None] = lambda _: None) -> list
         say: called with a line for each operation.
     """
     gc.collect()
-    before = _num_open()
+    before, live = _num_open(), _live()
     found = _run(schedule, say)
     gc.collect()
+    gc.collect()  # what a finalizer has left
     if (num_left := _num_open() - before) > 0:
         found.append(Finding("descriptors", f"{num_left} files are open after the run", len(schedule.operations)))
+    if left := _live() - live:
+        found.append(Finding("memory", f"objects are left after the run: {dict(left)}", len(schedule.operations)))
     return found
+
+
+def _live() -> Counter[str]:
+    """Return the number of objects of the library, by class."""
+    types = (type(each) for each in gc.get_objects())
+    return Counter(each.__qualname__ for each in types if str(each.__module__).startswith("delta_tracker."))
 
 
 def _num_open() -> int:
@@ -103,6 +113,8 @@ def _run(schedule: Schedule, say: Callable[[str], None]) -> list[Finding]:
             world.found("unexpected error", f"{type(error).__name__}: {error} at {frames[-1].name} {frames[-1].lineno}")
         try:
             world.close()
+        except RuleError as error:
+            world.found(error.rule, error.text)
         except Exception as error:  # noqa: BLE001  whatever keeps a world from its end
             world.found("end", f"{type(error).__name__}: {error}")
             world.kill()
@@ -155,7 +167,22 @@ class World:
             trainer.discard()
             trainer.end()
         self._group.close()
+        if SCHEDULER.names():
+            raise RuleError("threads", f"threads are left after all was closed: {SCHEDULER.names()}")
+        if self._primary.is_healthy and not self._primary.has_lost_parts:
+            self._check_garbage()
         self._disk.folder = None
+
+    def _check_garbage(self) -> None:
+        """Check that retention leaves no object that nobody needs, once the processes that may need them have ended."""
+        self._primary.date()
+        SCHEDULER.sleep(_ORPHAN_SECONDS)
+        self._primary.touch()
+        with self._call("retain") as errors:
+            retain(Storage(self._primary.url), Retention(versions=1, grace_seconds=0.0))
+        garbage = self._primary.garbage(None if self._history.pin is None else self._history.pin.version)
+        if garbage and not errors:
+            raise RuleError("objects", f"retention leaves {garbage}")
 
     def kill(self) -> None:
         """End all processes."""
