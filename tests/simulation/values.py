@@ -170,6 +170,7 @@ _THEMES = (
 )
 _EMPHASIS = 5
 _FOLLOW_SHARE = 0.1
+_COPY_SHARE = 0.15
 _EPISODE_SHARE = 0.4
 _LEAST, _MOST = 12, 60
 
@@ -284,11 +285,24 @@ def generate(seed: int, *, is_plain: bool = False) -> Schedule:
 
 
 def _widened(schedule: Schedule, chance: random.Random) -> Schedule:
-    """Return a schedule with object stores, several ranks and threads that follow."""
+    """Return a schedule with object stores, several ranks, threads that follow, and damaged copies in caches."""
     steps = [
         each
         for step in schedule.operations
         for each in ([Operation("follow", chance.randrange(5), 0), step] if chance.random() < _FOLLOW_SHARE else [step])
     ]
     ranks = 1 if schedule.has_raw_ids else chance.choice([1, 2, 3, 4])
-    return replace(schedule, operations=tuple(steps), has_buckets=chance.random() < 0.5, ranks=ranks)
+    has_buckets = chance.random() < 0.5
+    if schedule.has_web:
+        steps = _inserted(steps, "spoil_copy", _COPY_SHARE, random.Random(f"{schedule.seed} copies"))
+    return replace(schedule, operations=tuple(steps), has_buckets=has_buckets, ranks=ranks)
+
+
+def _inserted(steps: list[Operation], kind: str, share: float, chance: random.Random) -> list[Operation]:
+    """Return operations with others of a kind before some of them."""
+    found: list[Operation] = []
+    for step in steps:
+        if chance.random() < share:
+            found.append(Operation(kind, chance.randrange(5), chance.randrange(20000)))
+        found.append(step)
+    return found

@@ -15,6 +15,8 @@ from tests.simulation.threads import SCHEDULER
 
 _HOST = "http://web.example"
 _CONTROL_SECONDS, _MISSING_SECONDS = 1.0, 5.0  # for which a copy of a control object and a 404 are served
+_OLD_SECONDS = 30.0  # for which an old copy of a control object is served
+_DAMAGES = ("cut", "flipped", "empty")
 _OK, _FORBIDDEN, _MISSING = 200, 403, 404
 
 
@@ -28,6 +30,9 @@ class Web:
 
     stores: dict[str, stores.Store] = field(default_factory=dict)
     _copies: dict[str, tuple[int, bytes, float]] = field(default_factory=dict)
+    _former: dict[str, bytes] = field(default_factory=dict)  # control objects before they were replaced
+    _wrong: set[str] = field(default_factory=set)  # paths of damaged copies
+    _choices: list[int] = field(default_factory=list)  # of the damage to the next copies
 
     def serve(self, served: list[stores.Store]) -> None:
         """Serve other stores, without the copies of the former ones."""
@@ -35,8 +40,44 @@ class Web:
         self._copies.clear()
 
     def forget(self) -> None:
-        """Delete all copies, as an operator does after damage at the origin was repaired."""
-        self._copies.clear()
+        """Delete the copies, as an operator does after damage at the origin was repaired.
+
+        Those that were damaged here are kept: readers replace them without an operator.
+        """
+        self._copies = {path: copy for path, copy in self._copies.items() if path in self._wrong}
+        self._choices.clear()
+
+    def spoil(self, choice: int, *, is_next: bool) -> str | None:
+        """Damage a copy, or the next one, while the origin is right. A control object may get an old copy instead.
+
+        Args:
+            choice: number of the copy and of the damage.
+            is_next: True to damage the next copy of an object instead of one that is there.
+
+        Returns:
+            Path of the copy, None if there is none.
+        """
+        if is_next:
+            self._choices.append(choice)
+            return "next copy"
+        paths = [path for path, copy in self._copies.items() if copy[0] == _OK and copy[1] and path not in self._wrong]
+        if not paths:
+            return None
+        choice, place = divmod(choice, len(paths))
+        self._damage(paths[place], choice)
+        return paths[place]
+
+    def _damage(self, path: str, choice: int) -> None:
+        _, data, end = self._copies[path]
+        if path in self._former and choice % 2 == 0:
+            self._copies[path] = _OK, self._former[path], SCHEDULER.now + _OLD_SECONDS
+            return
+        choice, how = divmod(choice, len(_DAMAGES))
+        at = choice % len(data)
+        flipped = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+        wrong = {"cut": data[: len(data) // 2], "flipped": flipped, "empty": b""}[_DAMAGES[how]]
+        self._copies[path] = _OK, wrong, end
+        self._wrong.add(path)
 
     def store_of(self, store: stores.Store) -> Storage:
         """Return a store as this server shows it."""
@@ -52,8 +93,18 @@ class Web:
         if code != _FORBIDDEN:
             seconds = _MISSING_SECONDS if code == _MISSING else math.inf
             seconds = min(seconds, _CONTROL_SECONDS) if "/control/" in path else seconds
-            self._copies[path] = code, data, SCHEDULER.now + seconds
+            self._keep(path, code, data, seconds)
+            if code == _OK and data and self._choices and not is_uncached:
+                self._damage(path, self._choices.pop())
+                return self._copies[path][:2]
         return code, data
+
+    def _keep(self, path: str, code: int, data: bytes, seconds: float) -> None:
+        former = self._copies.get(path)
+        if former is not None and former[0] == _OK and former[1] != data and path not in self._wrong:
+            self._former[path] = former[1]
+        self._wrong.discard(path)
+        self._copies[path] = code, data, SCHEDULER.now + seconds
 
     def _fetch(self, path: str) -> tuple[int, bytes]:
         first, _, name = path.partition("/")

@@ -542,6 +542,10 @@ class World:
             said = [self._synced(reader, limit=1) for reader in readers]
         return f"pin of {store.path.name}: {said}"
 
+    def _spoil_copy(self, who: int, choice: int) -> str | None:
+        """Damage a copy in the cache while the origin is right."""
+        return None if self._web is None else self._web.spoil(choice, is_next=who % 2 == 0)
+
     def _fail(self, who: int, choice: int) -> None:
         self._stores[who % 3].fail()
 
