@@ -11,6 +11,7 @@ from delta_tracker.errors import DeltaTrackerError
 from delta_tracker.monitor import Monitor
 from tests.simulation.ranks import Job
 from tests.simulation.shards import joined, pieces
+from tests.simulation.threads import SCHEDULER
 from tests.simulation.trainer import Copy, Trainer
 from tests.simulation.values import Schedule
 
@@ -47,6 +48,7 @@ class JobTrainer:
     """Trainer of sharded tables. See :class:`~tests.simulation.trainer.Trainer`."""
 
     def __init__(self, schedule: Schedule, seed: int) -> None:
+        self.clock = SCHEDULER.clock
         self._job = Job(f"trainer {seed}", schedule.ranks, lambda rank: Trainer(schedule, seed + rank, Monitor()))
         self._copied = Copy({}, {})
 

@@ -14,7 +14,7 @@ from delta_tracker.monitor import Monitor
 from tests.simulation.history import Order, Place
 from tests.simulation.served import Served, ServedRows, served
 from tests.simulation.stores import Store
-from tests.simulation.threads import SCHEDULER, Process
+from tests.simulation.threads import SCHEDULER, Clock, Process
 from tests.simulation.values import Schedule, options_of
 from tests.simulation.web import Web
 
@@ -108,6 +108,7 @@ class Reader:
         baselines: kind of version and tensor of which its gate has a baseline without large values.
         is_interrupted: True from an error of what it writes to until a call succeeds.
         is_following: True while a thread of its own follows.
+        clock: wall clock of its host.
     """
 
     name: str
@@ -128,6 +129,7 @@ class Reader:
     baselines: set[tuple[str, str]] = field(default_factory=set)
     is_interrupted: bool = False
     is_following: bool = False
+    clock: Clock = field(default_factory=Clock)
 
     def __post_init__(self) -> None:
         settings = self.settings
@@ -150,7 +152,7 @@ class Reader:
 
     def follow(self) -> None:
         """Start the thread that follows."""
-        with SCHEDULER.inside(self._process):
+        with SCHEDULER.inside(self._process), SCHEDULER.by(self.clock):
             self.predictor.follow(_POLL_SECONDS)
         self.is_following = True
 
@@ -201,7 +203,9 @@ class Reader:
         stores = self.settings.stores[::-1] if turns else self.settings.stores
         settings = replace(self.settings, stores=stores)
         if saved is None or not (self.has_row_store or "version" in saved.state):
-            return Reader.new(self.name, settings)
+            new = Reader.new(self.name, settings)
+            new.clock = self.clock
+            return new
         if isinstance(self.served, ServedRows):
             after = Reader(self.name, settings, self.served.restarted())
         else:
@@ -209,7 +213,7 @@ class Reader:
             after.served.load(saved.tables)
             after.predictor.load_state_dict(saved.state)
         after.floor, after.may_serve_held, after.pinned = self.floor, self.may_serve_held, self.pinned
-        after.is_interrupted, after.seen = self.is_interrupted, self.seen
+        after.is_interrupted, after.seen, after.clock = self.is_interrupted, self.seen, self.clock
         return after
 
     def released(self) -> None:

@@ -32,7 +32,8 @@ class Entry:
         version: last version that it covers.
         kind: ``claim``, ``snapshot`` or ``delta``.
         is_merged: True for a merged entry.
-        created: time in seconds.
+        created: time in seconds, by the clock of its publisher.
+        committed: time in seconds, by the clock of the store.
     """
 
     stream: str
@@ -41,6 +42,7 @@ class Entry:
     kind: str
     is_merged: bool
     created: float
+    committed: float
 
 
 def _alone(method: Callable[_P, _T]) -> Callable[_P, _T]:
@@ -253,7 +255,7 @@ class Store:
     def newest(self) -> Entry | None:
         """Return the newest entry of the log, also if its objects are not there; None if there is none."""
         path = max((self.path / "log").glob("*.json"), default=None)
-        return None if path is None else self._described(json.loads(path.read_bytes()), is_merged=False)
+        return None if path is None else _described(path, is_merged=False)
 
     @_alone
     def listed(self) -> list[Entry]:
@@ -261,7 +263,7 @@ class Store:
         paths = [
             (path, folder == "merged") for folder in ("log", "merged") for path in (self.path / folder).glob("*.json")
         ]
-        return [self._described(json.loads(path.read_bytes()), is_merged=is_merged) for path, is_merged in paths]
+        return [_described(path, is_merged=is_merged) for path, is_merged in paths]
 
     @_alone
     def has_log(self) -> bool:
@@ -270,19 +272,14 @@ class Store:
     def _entries(self) -> Iterator[Entry | None]:
         for folder in ("log", "merged"):
             for path in sorted((self.path / folder).glob("*.json")):
-                yield self._entry(json.loads(path.read_bytes()), is_merged=folder == "merged")
+                yield self._entry(path, is_merged=folder == "merged")
 
-    def _entry(self, fields: dict[str, Any], *, is_merged: bool = False) -> Entry | None:
-        for part in fields["parts"]:
+    def _entry(self, entry: Path, *, is_merged: bool = False) -> Entry | None:
+        for part in json.loads(entry.read_bytes())["parts"]:
             path = self.path / part["name"]
             if not path.is_file() or path.stat().st_size != part["num_bytes"]:
                 return None
-        return self._described(fields, is_merged=is_merged)
-
-    def _described(self, fields: dict[str, Any], *, is_merged: bool) -> Entry:
-        parent, version = fields["parent"], fields["version"]
-        first = version if not is_merged else 0 if parent is None else parent["version"] + 1
-        return Entry(fields["stream"], first, version, fields["kind"], is_merged, fields["created"])
+        return _described(entry, is_merged=is_merged)
 
     @_alone
     def garbage(self, pinned: int | None) -> list[str]:
@@ -307,14 +304,14 @@ class Store:
     def is_whole(self) -> bool:
         """Return True if the newest entry has its objects, or some parts are damaged for ever."""
         newest = max((self.path / "log").glob("*.json"), default=None)
-        return self.has_lost_parts or newest is None or self._entry(json.loads(newest.read_bytes())) is not None
+        return self.has_lost_parts or newest is None or self._entry(newest) is not None
 
     @_alone
     def following(self, version: int) -> list[Entry]:
         """Return the entries of the log after a version, up to the first one that is missing."""
         found: list[Entry] = []
         while (path := self.path / "log" / f"{version + 1 + len(found):020d}.json").is_file():
-            found.append(self._described(json.loads(path.read_bytes()), is_merged=False))
+            found.append(_described(path, is_merged=False))
         return found
 
     @_alone
@@ -334,6 +331,14 @@ def _names_of(entries: Iterable[dict[str, Any]]) -> Iterator[str]:
     for entry in entries:
         objects = [*entry["parts"], *(part.get("states") or {} for part in entry["parts"]), *entry.get("training", ())]
         yield from (each["name"] for each in objects if each)
+
+
+def _described(path: Path, *, is_merged: bool) -> Entry:
+    fields = json.loads(path.read_bytes())
+    parent, version = fields["parent"], fields["version"]
+    first = version if not is_merged else 0 if parent is None else parent["version"] + 1
+    committed = path.stat().st_mtime
+    return Entry(fields["stream"], first, version, fields["kind"], is_merged, fields["created"], committed)
 
 
 def _block(folder: Path) -> None:

@@ -36,7 +36,7 @@ def targets(reader: Reader, history: History) -> set[Place] | None:
         listed = [each for store in stores for each in store.listed() if each.stream == stream]
         cached = reached([each for each in listed if is_allowed(each, head, reader.settings.canary)], start)
         newest |= {history.without_claims((number, version)) for version in cached if not ends or version > max(ends)}
-    found = set(newest)
+    found = newest | _while_held(entries, allowed, start, number, ends, history)
     if reader.own is not None:
         own = history.without_claims(reader.own)
         found = {own} | (found if own[0] != number else set())
@@ -60,6 +60,17 @@ def targets(reader: Reader, history: History) -> set[Place] | None:
             # A pin that a canary does not allow yet ends an own rollback, and leads up to what the canary allows.
             found |= {each for each in newest if each[1] < order.version}
     return found or None
+
+
+def _while_held(
+    entries: Sequence[Entry], allowed: Sequence[Entry], start: int | None, number: int, ends: set[int], history: History
+) -> set[Place]:
+    """Return where a canary may wait below what it allows: a clock that was set back makes later entries older."""
+    held = {each.version for each in entries if not each.is_merged and each not in allowed}
+    first = min((version for version in held if start is None or version > start), default=None)
+    if first is None or not ends or first > max(ends):
+        return set()
+    return {history.without_claims((number, each)) for each in {first - 1} & ends}
 
 
 def _while_waiting(floor: Place, number: int, history: History) -> set[Place]:

@@ -38,6 +38,17 @@ class Killed(BaseException):
 
 
 @dataclass(eq=False)
+class Clock:
+    """Wall clock of a host.
+
+    Attributes:
+        offset: its time minus that of the stores, in seconds.
+    """
+
+    offset: float = 0.0
+
+
+@dataclass(eq=False)
 class Process:
     """Threads that are killed together.
 
@@ -58,6 +69,7 @@ class _Task:
 
     name: str
     process: Process
+    clock: Clock
     gate: Any = field(default_factory=_thread.allocate_lock)
     is_ready: Callable[[], bool] | None = None  # None if it can run
     deadline: float = math.inf
@@ -70,7 +82,7 @@ class Scheduler:
     """Order of the threads of a simulation.
 
     Attributes:
-        now: time in Unix seconds.
+        now: time in Unix seconds, by the clock of the stores.
         turns: number of turns so far.
         failures: exceptions that ended a thread.
     """
@@ -78,7 +90,7 @@ class Scheduler:
     def __init__(self) -> None:
         self.now, self.turns = EPOCH, 0
         self.failures: list[BaseException] = []
-        self._main = self._current = _Task("main", Process("main"))
+        self._main = self._current = _Task("main", Process("main"), Clock())
         self._tasks = [self._main]
         self._chance = random.Random(0)
         self._ids = random.Random(0)
@@ -120,6 +132,21 @@ class Scheduler:
             yield
         finally:
             task.process = before
+
+    @property
+    def clock(self) -> Clock:
+        """Wall clock of the running thread. A new thread has that of the one that starts it."""
+        return self._current.clock
+
+    @contextmanager
+    def by(self, clock: Clock) -> Iterator[None]:
+        """Context manager in which the running thread has a wall clock."""
+        task = self._current
+        before, task.clock = task.clock, clock
+        try:
+            yield
+        finally:
+            task.clock = before
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -163,7 +190,7 @@ class Scheduler:
 
     def start(self, name: str, run: Callable[[], None]) -> None:
         """Start a thread."""
-        task = _Task(name, self._current.process)
+        task = _Task(name, self._current.process, self._current.clock)
         self._tasks.append(task)
         _thread.start_new_thread(self._run, (task, run))
 
@@ -220,6 +247,13 @@ class Scheduler:
 
     def time_ns(self) -> int:
         return int(self.now * 1e9)
+
+    def wall_time(self) -> float:
+        """Return the time by the wall clock of the running thread."""
+        return self.now + self._current.clock.offset
+
+    def wall_time_ns(self) -> int:
+        return int(self.wall_time() * 1e9)
 
     def token(self, num_bytes: int | None = None) -> str:
         """Return a random text as :func:`secrets.token_hex` does."""
@@ -347,9 +381,9 @@ def install() -> None:
         queue: {"SimpleQueue": SimpleQueue},
         time: {
             "monotonic": SCHEDULER.time,
-            "time": SCHEDULER.time,
+            "time": SCHEDULER.wall_time,
             "monotonic_ns": SCHEDULER.time_ns,
-            "time_ns": SCHEDULER.time_ns,
+            "time_ns": SCHEDULER.wall_time_ns,
             "sleep": SCHEDULER.sleep,
         },
         secrets: {"token_hex": SCHEDULER.token},

@@ -13,6 +13,7 @@ from torch import distributed as dist
 from delta_tracker import Encoding, ModelDeltaTracker, Publisher, Recovery, Retention, Standby, Upkeep, restore
 from delta_tracker.errors import DeltaTrackerError
 from delta_tracker.monitor import Monitor
+from tests.simulation.threads import SCHEDULER
 from tests.simulation.values import Schedule
 
 NUM_BAGS, NUM_PLAIN = 12, 10
@@ -193,11 +194,15 @@ class Trainer:
         schedule: settings of the publishers.
         seed: seed of the first weights.
         monitor: monitor of the process.
+
+    Attributes:
+        clock: wall clock of its host, that of the thread that builds it.
     """
 
     def __init__(self, schedule: Schedule, seed: int, monitor: Monitor) -> None:
         torch.manual_seed(seed)
         self._schedule, self._monitor = schedule, monitor
+        self.clock = SCHEDULER.clock
         self.trained = _trained(schedule)
         self.standby: Any = None
         self._tracker = ModelDeltaTracker(self.trained.module, monitor=monitor)
@@ -251,12 +256,15 @@ class Trainer:
 
     def publish(self, call: str) -> Any:
         """Call a method of the publisher. Return the version."""
-        return getattr(self.publisher, call)()
+        with SCHEDULER.by(self.clock):
+            return getattr(self.publisher, call)()
 
     def open(self, url: Any) -> None:
         """Build a publisher if there is none."""
-        if self.publisher is None:
-            schedule = self._schedule
+        if self.publisher is not None:
+            return
+        schedule = self._schedule
+        with SCHEDULER.by(self.clock):
             self.publisher = Publisher(
                 self._tracker,
                 url,

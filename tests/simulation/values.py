@@ -171,6 +171,7 @@ _THEMES = (
 _EMPHASIS = 5
 _FOLLOW_SHARE = 0.1
 _COPY_SHARE = 0.15
+_CLOCK_SHARE = 0.06
 _EPISODE_SHARE = 0.4
 _LEAST, _MOST = 12, 60
 
@@ -245,7 +246,7 @@ def _join(chance: random.Random, options: Mapping[str, tuple[int, ...]]) -> int:
 
 
 def generate(seed: int, *, is_plain: bool = False) -> Schedule:
-    """Return the schedule of a seed; a plain one has local directories, one rank and no threads that follow."""
+    """Return the schedule of a seed; a plain one has local directories, one rank and operations of ``WEIGHTS``."""
     chance = random.Random(seed)
     theme, other = chance.sample(_THEMES, 2)
     frequent = {*theme.kinds, *other.kinds}
@@ -285,7 +286,7 @@ def generate(seed: int, *, is_plain: bool = False) -> Schedule:
 
 
 def _widened(schedule: Schedule, chance: random.Random) -> Schedule:
-    """Return a schedule with object stores, several ranks, threads that follow, and damaged copies in caches."""
+    """Return a schedule with the stores, ranks and operations that plain schedules lack."""
     steps = [
         each
         for step in schedule.operations
@@ -295,6 +296,9 @@ def _widened(schedule: Schedule, chance: random.Random) -> Schedule:
     has_buckets = chance.random() < 0.5
     if schedule.has_web:
         steps = _inserted(steps, "spoil_copy", _COPY_SHARE, random.Random(f"{schedule.seed} copies"))
+    clocks = random.Random(f"{schedule.seed} clocks")
+    if clocks.random() < 0.5:
+        steps = _inserted(steps, "set_clock", _CLOCK_SHARE, clocks)
     return replace(schedule, operations=tuple(steps), has_buckets=has_buckets, ranks=ranks)
 
 

@@ -32,7 +32,7 @@ from tests.simulation.rules import check, check_partial
 from tests.simulation.served import InterruptionError, ServedRows, ServedTables
 from tests.simulation.stores import Entry, Store
 from tests.simulation.targets import reached, targets
-from tests.simulation.threads import SCHEDULER
+from tests.simulation.threads import SCHEDULER, Clock
 from tests.simulation.trainer import Trainer, num_batches
 from tests.simulation.values import Operation, Schedule
 from tests.simulation.web import Web
@@ -49,6 +49,8 @@ _FOLLOWED_SECONDS = 8.0  # more than two polls and a look for a pin
 _POINTER_SECONDS = 2000.0  # in which a pointer names a version, also after failures
 _ORPHAN_SECONDS = 90_000.0  # after which an object that nobody names is deleted
 _SECONDS = (1.0, 6.0, 12.0, 35.0, 120.0, 700.0)
+_CLOCK_SECONDS = 60.0  # greatest difference of two clocks
+_OFFSETS = (-29.5, 29.5, -29.5, 29.5, -8.0, 8.0, 0.0)  # of wall clocks: two of them may differ by a minute
 CALLS: Counter[str] = Counter()
 """Number of calls of the library in all runs of this process, by kind. Threads that follow poll besides."""
 _FOLDER = "/dev/shm" if Path("/dev/shm").is_dir() else None
@@ -148,6 +150,7 @@ class World:
         self._former: list[Trainer | JobTrainer] = []  # replaced, with a publisher
         self._standby: tuple[Any, Trainer | JobTrainer] | None = None
         self._num_joined = self._num_done = 0
+        self._has_set_clocks = False
         self._has_large_values = False  # a gate may have begun with them
         self.findings: list[Finding] = []
         self._group = contextlib.ExitStack()
@@ -247,12 +250,13 @@ class World:
     # The trainer
 
     def _trainer(self, seed: int) -> Trainer | JobTrainer:
-        if self._schedule.ranks == 1:
-            self._trainers.append(Trainer(self._schedule, seed, self._monitor))
-        else:
-            from tests.simulation.job import JobTrainer  # noqa: PLC0415  torchrec takes seconds
+        with SCHEDULER.by(Clock()):
+            if self._schedule.ranks == 1:
+                self._trainers.append(Trainer(self._schedule, seed, self._monitor))
+            else:
+                from tests.simulation.job import JobTrainer  # noqa: PLC0415  torchrec takes seconds
 
-            self._trainers.append(JobTrainer(self._schedule, seed))
+                self._trainers.append(JobTrainer(self._schedule, seed))
         return self._trainers[-1]
 
     def _step(self, trainer: Trainer | JobTrainer, choice: int) -> None:
@@ -446,7 +450,7 @@ class World:
             return None
         bounds = Retention(versions=1 + choice % 3, grace_seconds=(0.0, 0.0, 10.0, 600.0)[choice // 3 % 4])
         before, entries = self._led_to(), self._primary.entries()
-        with self._call("retain") as errors:
+        with self._call("retain") as errors, SCHEDULER.by(self.trainer.clock):
             deleted = retain(Storage(self._primary.url), bounds).versions
         self._check_retained(before)
         self._check_grace(entries, SCHEDULER.now - bounds.grace_seconds)
@@ -463,8 +467,9 @@ class World:
             raise RuleError("retention", f"no entries lead to versions {before - self._led_to()} after a pass")
 
     def _check_grace(self, before: list[Entry], latest: float) -> None:
-        """Check that all entries of the log are left that follow each snapshot that was created by a time."""
-        start = max((each.version for each in before if each.kind == "snapshot" and each.created <= latest), default=-1)
+        """Check that all entries of the log are left that follow each snapshot that was committed by a time."""
+        snapshots = [each for each in before if each.kind == "snapshot" and each.committed <= latest]
+        start = max((each.version for each in snapshots), default=-1)
         left = {each.version for each in self._primary.entries() if not each.is_merged}
         gone = {each.version for each in before if not each.is_merged and each.version > start} - left
         if gone:
@@ -566,6 +571,14 @@ class World:
         SCHEDULER.sleep(_SECONDS[choice % len(_SECONDS)])
         return f"{SCHEDULER.now:.0f}"
 
+    def _set_clock(self, who: int, choice: int) -> str:
+        """Set the wall clock of the trainer's host, or of a predictor's."""
+        hosts: list[Trainer | JobTrainer | Reader] = [self.trainer, *self._readers]
+        host = hosts[who % len(hosts)]
+        self._has_set_clocks = True
+        host.clock.offset = _OFFSETS[choice % len(_OFFSETS)]
+        return f"{host.name if isinstance(host, Reader) else 'trainer'} {host.clock.offset:+g} s"
+
     # Predictors
 
     def _join(self, who: int, choice: int) -> str | None:
@@ -615,7 +628,7 @@ class World:
             self._check(reader, is_complete=False)
             return f"{reader.name} followed to {reader.floor}"
         saved = reader.save() if self._disk.fault is not None else None
-        with self._call("sync") as errors:
+        with self._call("sync") as errors, SCHEDULER.by(reader.clock):
             if reader.floor is None and limit is None and saved is None:
                 reader.predictor.sync(1)  # so that the rules see with which version it begins
                 self._check(reader, is_complete=False)
@@ -652,7 +665,7 @@ class World:
             return None
         before, version = reader.predictor.version, max(0, reader.floor[1] + 1 - choice % 5)
         is_known = not reader.is_interrupted  # otherwise, the call first asks a row store which version it has
-        with self._call("roll back") as errors:
+        with self._call("roll back") as errors, SCHEDULER.by(reader.clock):
             reader.predictor.rollback(version)
         if self._dies():
             return f"died; {self._restarted(reader, None, turns=False)}"  # no position was saved before the call
@@ -700,7 +713,7 @@ class World:
     def _held(self, reader: Reader) -> int | None:
         """Apply one version; return the one that the gate of a predictor holds instead."""
         self._disk.fault = None
-        with self._call("sync") as errors:
+        with self._call("sync") as errors, SCHEDULER.by(reader.clock):
             reader.predictor.sync(1)
         return next((each.version for each in errors if isinstance(each, HeldVersionError)), None)
 
@@ -811,7 +824,8 @@ class World:
     def _publish_for_bounds(self) -> None:
         """Let each canary reach the last snapshot."""
         for _ in range(2 if self._has_bounds else 0):
-            SCHEDULER.sleep(11.0)  # more than the seconds of a canary
+            # More than the seconds of a canary, and until no earlier version is newer by the clock of its publisher.
+            SCHEDULER.sleep(11.0 + (_CLOCK_SECONDS if self._has_set_clocks else 0.0))
             self._commit_last("publish")
 
     def _commit_last(self, call: str) -> None:
