@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
+import zlib
 from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +15,83 @@ from numpy.typing import NDArray
 
 from delta_tracker.stream.storage.store import Span, Store, StoredObject, Transfer
 from tests.simulation.disk import disk
+from tests.simulation.threads import SCHEDULER
 
 _DRAFT = ".uploads"
+_PIECES = 4  # of a slow response with a part; other objects come in one
+_LIMIT_SECONDS = 30.0  # for which the library waits for a response of few bytes
+
+
+class SlowCallError(Exception):
+    """Raised in a call of a predictor that does not end."""
+
+
+@dataclass
+class Pace:
+    """Speed at which responses of a store arrive at predictors.
+
+    Attributes:
+        seconds: time of each piece of a response, 0 if it arrives at once.
+        ended: time at which responses were slow last.
+        deadline: time after which no read may wait.
+    """
+
+    seconds: float = 0.0
+    ended: float = -math.inf
+    deadline: float = math.inf
+
+    def set(self, seconds: float) -> None:
+        """Change the speed."""
+        if self.seconds:
+            self.ended = SCHEDULER.now
+        self.seconds = seconds
+
+    @property
+    def is_slow(self) -> bool:
+        """True if responses take time. The world itself does not wait, so that it sees one state of a predictor."""
+        return self.seconds > 0 and not SCHEDULER.is_alone
+
+    @property
+    def slow_at(self) -> float:
+        """Last time at which responses were slow."""
+        return SCHEDULER.now if self.seconds else self.ended
+
+    def wait(self, began: float) -> None:
+        """Wait for a piece of a response that was requested at a time. Raise OSError if it arrives too slowly."""
+        if SCHEDULER.now > self.deadline:
+            raise SlowCallError("a predictor reads on from a slow store")
+        left = began + _LIMIT_SECONDS - SCHEDULER.now
+        SCHEDULER.sleep(min(left, self.seconds))
+        if self.seconds > left:
+            raise OSError("the response arrives too slowly")
+
+    def wait_for_all(self, name: str) -> None:
+        """Wait for a whole response. Raise OSError if it arrives too slowly."""
+        began = SCHEDULER.now
+        for _ in range(_num_pieces(name) if self.is_slow else 0):
+            self.wait(began)
+
+    def received(self, data: bytes, span: Span, transfer: Transfer) -> NDArray[np.uint8]:
+        """Return the bytes of a response, piece by piece. A failed transfer is continued."""
+        assert transfer.modified is not None, "the store has its time"
+        source = len(data), str(zlib.crc32(data)), datetime.fromtimestamp(transfer.modified, UTC)
+        if transfer.source not in (None, source):
+            transfer.out, transfer.num_bytes, transfer.source = None, 0, None
+            raise OSError("the object has changed while it was read")
+        if transfer.out is None:
+            transfer.out, transfer.source = span.memory(len(data)), source
+        began, out = SCHEDULER.now, transfer.out
+        expected = np.frombuffer(data, dtype=np.uint8)[span.begin : span.begin + len(out)]
+        while (first := transfer.num_bytes) < len(out):
+            if self.is_slow:
+                self.wait(began)
+            transfer.num_bytes = min(len(out), first + -(-len(out) // _num_pieces(span.name)))
+            out[first : transfer.num_bytes] = expected[first : transfer.num_bytes]
+        return out
+
+
+def _num_pieces(name: str) -> int:
+    return _PIECES if name.startswith("parts/") else 1
 
 
 class Bucket(Store):
@@ -22,15 +101,17 @@ class Bucket(Store):
     made is a lost answer.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, pace: Pace) -> None:
         self.url = f"s3://bucket/{path.name}"
-        self._path = path
+        self._path, self._pace = path, pace
 
     def read(self, span: Span, transfer: Transfer) -> NDArray[np.uint8] | None:
         data = self._data(span.name)
         if data is None:
             return None
         transfer.modified = (self._path / span.name).stat().st_mtime
+        if self._pace.is_slow or transfer.num_bytes:
+            return self._pace.received(data, span, transfer)
         return span.of(data)
 
     def stat(self, name: str) -> StoredObject | None:

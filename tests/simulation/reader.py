@@ -138,7 +138,10 @@ class Reader:
             self.served.target
             if self.has_row_store
             else ModelTarget(self.served.target, raw_ids=self.served.raw_ids or {}),
-            [store.opened() if settings.web is None else settings.web.store_of(store) for store in settings.stores],
+            [
+                store.opened_by_predictor() if settings.web is None else settings.web.store_of(store)
+                for store in settings.stores
+            ],
             rollout=Rollout(gate=settings.gate, canary=settings.canary, follows_pins=settings.follows_pins),
             cache=settings.cache if settings.kind == "cache" else None,
             monitor=settings.monitor,
@@ -174,7 +177,7 @@ class Reader:
 
     def url_of(self, store: Store) -> str:
         """Return the url at which it reads a store."""
-        opened = store.opened() if self.settings.web is None else self.settings.web.store_of(store)
+        opened = store.opened_by_predictor() if self.settings.web is None else self.settings.web.store_of(store)
         return opened if isinstance(opened, str) else opened.url
 
     @property

@@ -143,7 +143,8 @@ def _check_start(reader: Reader, key: Key, pin: Order | None) -> None:
     """Check that the first version of a predictor is not one after a pin."""
     if not reader.settings.follows_pins or reader.settings.canary is not None or pin is None:
         return
-    since = max(pin.time, reader.blind_at)
+    slow_at = max(store.pace.slow_at for store in reader.settings.stores)
+    since = max(pin.time, reader.blind_at, slow_at)
     if pin.counter > reader.excused and since + LOOK_SECONDS < SCHEDULER.now and _is_after(key, pin):
         raise RuleError("bad version", f"{reader.describe()} begins with {key[1]} in spite of {pin}")
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from delta_tracker import Storage
-from tests.simulation.bucket import Bucket
+from tests.simulation.bucket import Bucket, Pace
 from tests.simulation.threads import EPOCH, SCHEDULER
 
 _FOLDERS = ("log", "parts", "merged", "control", "drafts", "probe")
@@ -67,6 +67,7 @@ class Store:
         is_former: True after the promotion of a mirror of it.
         has_lost_parts: True if some parts are damaged for ever.
         is_bucket: True if trainers and predictors access it as an object store.
+        pace: speed of its responses to predictors.
     """
 
     path: Path
@@ -76,6 +77,7 @@ class Store:
     is_former: bool = False
     has_lost_parts: bool = False
     is_bucket: bool = False
+    pace: Pace = field(default_factory=Pace)
     _pointer: bytes = b""  # before it was forged
     _wrong: bytes = b""
     _damaged: list[tuple[Path, Path]] = field(default_factory=list)
@@ -88,8 +90,12 @@ class Store:
         return self.path.as_uri()
 
     def opened(self) -> str | Storage:
-        """Return what trainers and predictors get as the url."""
-        return Storage(Bucket(self.path)) if self.is_bucket else self.url
+        """Return what trainers get as the url."""
+        return Storage(Bucket(self.path, Pace())) if self.is_bucket else self.url
+
+    def opened_by_predictor(self) -> str | Storage:
+        """Return what predictors get as the url, which may answer slowly."""
+        return Storage(Bucket(self.path, self.pace)) if self.is_bucket else self.url
 
     @property
     def is_healthy(self) -> bool:
@@ -197,6 +203,7 @@ class Store:
     @_alone
     def repair(self) -> None:
         """End all faults, except a loss."""
+        self.pace.set(0.0)
         if self.is_lost:
             return
         if self.is_unmounted:

@@ -157,6 +157,11 @@ class Scheduler:
         finally:
             self._alone = before
 
+    @property
+    def is_alone(self) -> bool:
+        """True inside :meth:`alone` of the running thread."""
+        return self._alone is self._current
+
     def kill(self, process: Process) -> None:
         """End all threads of a process, and wait until they have ended. Call it from another process."""
         process.is_killed = True

@@ -172,6 +172,7 @@ _EMPHASIS = 5
 _FOLLOW_SHARE = 0.1
 _COPY_SHARE = 0.15
 _CLOCK_SHARE = 0.06
+_SLOW_SHARE = 0.06
 _EPISODE_SHARE = 0.4
 _LEAST, _MOST = 12, 60
 
@@ -299,6 +300,8 @@ def _widened(schedule: Schedule, chance: random.Random) -> Schedule:
     clocks = random.Random(f"{schedule.seed} clocks")
     if clocks.random() < 0.5:
         steps = _inserted(steps, "set_clock", _CLOCK_SHARE, clocks)
+    if schedule.has_web or has_buckets:
+        steps = _inserted(steps, "slow", _SLOW_SHARE, random.Random(f"{schedule.seed} slow"))
     return replace(schedule, operations=tuple(steps), has_buckets=has_buckets, ranks=ranks)
 
 

@@ -113,8 +113,9 @@ class Web:
             return _FORBIDDEN, b""
         file = store.path / name
         try:
+            store.pace.wait_for_all(name)
             return (_OK, file.read_bytes()) if file.is_file() else (_MISSING, b"")
-        except OSError:  # a fault in the middle of a call
+        except OSError:  # a fault in the middle of a call, or a slow response
             return _FORBIDDEN, b""
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import io
+import math
 import tempfile
 import traceback
 from collections import Counter
@@ -50,6 +51,8 @@ _POINTER_SECONDS = 2000.0  # in which a pointer names a version, also after fail
 _ORPHAN_SECONDS = 90_000.0  # after which an object that nobody names is deleted
 _SECONDS = (1.0, 6.0, 12.0, 35.0, 120.0, 700.0)
 _CLOCK_SECONDS = 60.0  # greatest difference of two clocks
+_PACES = (0.5, 3.0, 9.0, 40.0)  # seconds of a piece of a response. Four of 9 s take too long, and one of 40 s
+_CALL_SECONDS = 3600.0  # in which a call of a predictor ends, also if the store is slow
 _OFFSETS = (-29.5, 29.5, -29.5, 29.5, -8.0, 8.0, 0.0)  # of wall clocks: two of them may differ by a minute
 CALLS: Counter[str] = Counter()
 """Number of calls of the library in all runs of this process, by kind. Threads that follow poll besides."""
@@ -551,6 +554,23 @@ class World:
         """Damage a copy in the cache while the origin is right."""
         return None if self._web is None else self._web.spoil(choice, is_next=who % 2 == 0)
 
+    def _slow(self, who: int, choice: int) -> str:
+        """Let each read of a predictor take its time until a repair."""
+        store = self._stores[who % 3]
+        store.pace.set(_PACES[choice % len(_PACES)])
+        return f"{store.path.name}: {store.pace.seconds:g} s"
+
+    @contextlib.contextmanager
+    def _bounded(self) -> Iterator[None]:
+        """Context manager for a call of a predictor that must end, even if the stores are slow."""
+        for store in self._stores:
+            store.pace.deadline = SCHEDULER.now + _CALL_SECONDS
+        try:
+            yield
+        finally:
+            for store in self._stores:
+                store.pace.deadline = math.inf
+
     def _fail(self, who: int, choice: int) -> None:
         self._stores[who % 3].fail()
 
@@ -628,7 +648,7 @@ class World:
             self._check(reader, is_complete=False)
             return f"{reader.name} followed to {reader.floor}"
         saved = reader.save() if self._disk.fault is not None else None
-        with self._call("sync") as errors, SCHEDULER.by(reader.clock):
+        with self._call("sync") as errors, SCHEDULER.by(reader.clock), self._bounded():
             if reader.floor is None and limit is None and saved is None:
                 reader.predictor.sync(1)  # so that the rules see with which version it begins
                 self._check(reader, is_complete=False)
@@ -664,8 +684,9 @@ class World:
         if reader is None or reader.floor is None:
             return None
         before, version = reader.predictor.version, max(0, reader.floor[1] + 1 - choice % 5)
-        is_known = not reader.is_interrupted  # otherwise, the call first asks a row store which version it has
-        with self._call("roll back") as errors, SCHEDULER.by(reader.clock):
+        # Otherwise, the call first asks a row store which version it has, or another thread changes the version.
+        is_known = not reader.is_interrupted and not reader.is_following
+        with self._call("roll back") as errors, SCHEDULER.by(reader.clock), self._bounded():
             reader.predictor.rollback(version)
         if self._dies():
             return f"died; {self._restarted(reader, None, turns=False)}"  # no position was saved before the call
