@@ -744,6 +744,8 @@ class World:
     def _check(self, reader: Reader, *, is_complete: bool) -> None:
         """Check a predictor after a call, and remove it if a rule does not hold."""
         with SCHEDULER.alone():
+            if reader.is_following:
+                reader.predictor.status()  # waits until its thread is between two versions
             self._check_alone(reader, is_complete=is_complete)
 
     def _check_alone(self, reader: Reader, *, is_complete: bool) -> None:
