@@ -9,7 +9,8 @@ ranks with sharded tables (``job.py``, ``shards.py``), which are threads in simu
 ``targets.py`` finds by brute force where a predictor must end. ``stores.py`` has the stores, which ``bucket.py`` shows
 as object stores, and ``web.py`` through a caching web server. ``served.py`` has what predictors write to. ``disk.py``
 lets an operation in the middle of a call fail, or kills a rank there. ``shrink.py`` removes operations while the
-finding stays, and ``known.py`` keeps the findings that are not fixed yet.
+finding stays, and ``known.py`` keeps the findings that are not fixed yet. ``operators.py`` follows
+the advice of errors.
 
 Run it by ``python -m tests.simulation``. It uses public names only, so that the library can be changed under it.
 ``put_back.py`` shows which of the known faults of ``tests/reverts`` it finds, and after how many operations.

@@ -173,6 +173,7 @@ _FOLLOW_SHARE = 0.1
 _COPY_SHARE = 0.15
 _CLOCK_SHARE = 0.06
 _SLOW_SHARE = 0.06
+_ADVISED_SHARE = 0.25
 _EPISODE_SHARE = 0.4
 _LEAST, _MOST = 12, 60
 
@@ -293,6 +294,7 @@ def _widened(schedule: Schedule, chance: random.Random) -> Schedule:
         for step in schedule.operations
         for each in ([Operation("follow", chance.randrange(5), 0), step] if chance.random() < _FOLLOW_SHARE else [step])
     ]
+    steps = _inserted(steps, "advised", _ADVISED_SHARE, random.Random(f"{schedule.seed} advised"))
     ranks = 1 if schedule.has_raw_ids else chance.choice([1, 2, 3, 4])
     has_buckets = chance.random() < 0.5
     if schedule.has_web:

@@ -28,6 +28,7 @@ from delta_tracker.monitor import Monitor
 from delta_tracker.stream.maintenance.retention import retain
 from tests.simulation.disk import FAULTS, Fault, disk
 from tests.simulation.history import History, Key, RuleError
+from tests.simulation.operators import Refused, follow, ignore
 from tests.simulation.reader import Reader, Saved, Settings
 from tests.simulation.rules import check, check_partial
 from tests.simulation.served import InterruptionError, ServedRows, ServedTables
@@ -155,6 +156,9 @@ class World:
         self._num_joined = self._num_done = 0
         self._has_set_clocks = False
         self._has_large_values = False  # a gate may have begun with them
+        self._refused: list[Refused] = []  # by the last operation
+        self._last = Operation("train", 0, 0)
+        self._unforced: tuple[Any, Trainer | JobTrainer] | None = None  # standby whose takeover was refused
         self.findings: list[Finding] = []
         self._group = contextlib.ExitStack()
         if schedule.has_raw_ids:
@@ -204,6 +208,9 @@ class World:
     def apply(self, operation: Operation) -> None:
         """Run one operation. An operation that cannot apply does nothing."""
         fault = self._disk.fault
+        if operation.kind != "advised":
+            self._refused.clear()
+            self._last, self._unforced = operation, None
         said = getattr(self, f"_{operation.kind}")(operation.who, operation.choice)
         if fault is not None:
             self._disk.fault = None
@@ -244,6 +251,8 @@ class World:
                 yield errors
             except (DeltaTrackerError, InterruptionError, ChildProcessError) as error:
                 errors.append(error)
+                if isinstance(error, DeltaTrackerError):
+                    self._refused.append(Refused.by(name, error))
 
     def _dies(self) -> bool:
         """Return True if the process of the last call has died in it. It is discarded with its requests failing."""
@@ -412,7 +421,7 @@ class World:
         if self._standby is None:
             return None
         (standby, trainer), former = self._standby, self.trainer
-        self._standby, taken = None, None
+        self._standby, self._unforced, taken = None, self._standby, None
         with self._call("take over", self._schedule.ranks) as errors:
             # follow() waits for a store, and for a part.
             is_due = self._primary.is_healthy and not self._primary.has_lost_parts
@@ -438,12 +447,14 @@ class World:
     # Maintenance and operators
 
     def _mirror(self, who: int, choice: int) -> str | None:
-        index = self._stores.index(self._primary)
-        store = self._stores[(index + 1 + who % 2) % 3]
+        store = self._mirror_of(who)
         if store.is_lost or store.is_former or store.is_unmounted or self._primary.is_lost:
             return None
         keeps = ["--keep-versions", str(2 + choice % 3)] if choice % 5 == 0 else []
         return f"{store.path.name}: {self._command('mirror', '--once', self._primary.url, store.url, *keeps)[1]}"
+
+    def _mirror_of(self, who: int) -> Store:
+        return self._stores[(self._stores.index(self._primary) + 1 + who % 2) % 3]
 
     def _compact(self, who: int, choice: int) -> str:
         return self._command("compact", self._primary.url, "--fold", ("0.2", "10", "10")[choice % 3])[1]
@@ -530,7 +541,60 @@ class World:
         said = lines[-1] if lines else "done"
         if code and said.startswith("Error: "):  # of the parser of arguments; errors of the library begin otherwise
             raise RuleError("usage", f"{words}: {said}")
+        if code:
+            self._refused.append(Refused.printed(words[0], said))
         return code, said
+
+    def _advised(self, who: int, choice: int) -> str | None:
+        """Follow the advice of the last error of the operation before."""
+        self._disk.fault = None
+        refused, self._refused = self._refused, []
+        if not refused:
+            return None
+        if self._primary.is_lost or (refused[-1].call in ("sync", "roll back") and not self._can_read(self._last.who)):
+            ignore(refused[-1])
+            return None
+        return follow(refused[-1], self._last, self._done)
+
+    def _can_read(self, who: int) -> bool:
+        """Return True if a predictor reads the trainer's store, and no store that is lost."""
+        reader = self._reader(who)
+        stores = () if reader is None else reader.settings.stores
+        return self._primary in stores and not any(each.is_lost or each.is_former for each in stores)
+
+    def _done(self, kind: str, who: int, choice: int) -> list[Refused]:
+        """Run an operation, and return the calls that were refused."""
+        self._refused = []
+        said = getattr(self, f"_{kind}")(who, choice)
+        self._say(f"  {kind} {who} {choice}: {said or 'nothing'}")
+        return self._refused
+
+    def _claim(self, who: int, choice: int) -> str:
+        """Let a trainer that another one has replaced build a new publisher."""
+        former = self._former.pop(who % len(self._former))
+        former.discard()
+        if self.trainer.has_publisher:
+            self._former.append(self.trainer)
+        self.trainer = former
+        return str(self._commit("publish"))
+
+    def _force(self, who: int, choice: int) -> str | None:
+        """Let the standby take over by force."""
+        self._standby = self._unforced
+        return self._take_over(who, 1)
+
+    def _empty(self, who: int, choice: int) -> str:
+        """Delete everything in a mirror."""
+        store = self._mirror_of(who)
+        store.repair()
+        store.clear()
+        return store.path.name
+
+    def _accept_held(self, who: int, choice: int) -> str | None:
+        """Accept the version that the gate of this predictor holds."""
+        gated = [each for each in self._readers if each.settings.gate is not None]
+        reader = self._reader(who)
+        return self._accept(gated.index(reader), choice) if reader in gated else None
 
     # Stores
 
