@@ -235,6 +235,14 @@ class Store:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     @_alone
+    def renew(self) -> None:
+        """Replace the volume by an empty one without faults."""
+        self.is_lost = False
+        self.repair()
+        self.clear()
+        self.is_former = self.has_lost_parts = False
+
+    @_alone
     def date(self) -> None:
         """Date the files that the system has dated at the world's time."""
         if self.is_unmounted:

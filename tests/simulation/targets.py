@@ -32,10 +32,10 @@ def targets(reader: Reader, history: History) -> set[Place] | None:
     start = floor[1] if floor is not None and floor[0] == number else None
     ends = reached(allowed, start)
     newest = {history.without_claims((number, max(ends)))} if ends else set()
-    if reader.settings.kind == "cache":  # it may have a lost part, because another part has the same bytes
+    if reader.settings.kind == "cache" and ends:  # it may have a lost part, because another part has the same bytes
         listed = [each for store in stores for each in store.listed() if each.stream == stream]
         cached = reached([each for each in listed if is_allowed(each, head, reader.settings.canary)], start)
-        newest |= {history.without_claims((number, version)) for version in cached if not ends or version > max(ends)}
+        newest |= {history.without_claims((number, version)) for version in cached if version > max(ends)}
     found = newest | _while_held(entries, allowed, start, number, ends, history)
     if reader.own is not None:
         own = history.without_claims(reader.own)

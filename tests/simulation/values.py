@@ -168,6 +168,14 @@ _THEMES = (
         settings={"states": True},
     ),
 )
+# Sequences that :func:`_widened` inserts, each into some schedules.
+_SEQUENCES = (
+    "publish mirror publish publish sync promote_lagging restart sync snapshot settle",
+    "publish mirror publish sync promote_lagging sync restart snapshot publish sync restart settle",
+    "mirror sync publish promote_lagging publish sync rebuild sync repair restart settle",
+    "publish mirror publish promote_lagging restart repair snapshot publish rebuild publish sync restart settle",
+)
+_SEQUENCE_SHARE = 0.3
 _EMPHASIS = 5
 _FOLLOW_SHARE = 0.1
 _COPY_SHARE = 0.15
@@ -289,25 +297,24 @@ def generate(seed: int, *, is_plain: bool = False) -> Schedule:
 
 def _widened(schedule: Schedule, chance: random.Random) -> Schedule:
     """Return a schedule with the stores, ranks and operations that plain schedules lack."""
-    steps = [
-        each
-        for step in schedule.operations
-        for each in ([Operation("follow", chance.randrange(5), 0), step] if chance.random() < _FOLLOW_SHARE else [step])
-    ]
-    steps = _inserted(steps, "advised", _ADVISED_SHARE, random.Random(f"{schedule.seed} advised"))
-    ranks = 1 if schedule.has_raw_ids else chance.choice([1, 2, 3, 4])
+    steps = _inserted(schedule.operations, "follow", _FOLLOW_SHARE, chance)
+    steps = _inserted(steps, "advised", _ADVISED_SHARE, chance)
     has_buckets = chance.random() < 0.5
     if schedule.has_web:
-        steps = _inserted(steps, "spoil_copy", _COPY_SHARE, random.Random(f"{schedule.seed} copies"))
-    clocks = random.Random(f"{schedule.seed} clocks")
-    if clocks.random() < 0.5:
-        steps = _inserted(steps, "set_clock", _CLOCK_SHARE, clocks)
+        steps = _inserted(steps, "spoil_copy", _COPY_SHARE, chance)
+    if chance.random() < 0.5:
+        steps = _inserted(steps, "set_clock", _CLOCK_SHARE, chance)
     if schedule.has_web or has_buckets:
-        steps = _inserted(steps, "slow", _SLOW_SHARE, random.Random(f"{schedule.seed} slow"))
+        steps = _inserted(steps, "slow", _SLOW_SHARE, chance)
+    while chance.random() < _SEQUENCE_SHARE:
+        place, who = chance.randrange(3, len(steps) + 1), chance.randrange(5)
+        kinds = chance.choice(_SEQUENCES).split()
+        steps[place:place] = [Operation(kind, who, chance.randrange(20000)) for kind in kinds]
+    ranks = 1 if schedule.has_raw_ids else chance.choice([1, 2, 3, 4])
     return replace(schedule, operations=tuple(steps), has_buckets=has_buckets, ranks=ranks)
 
 
-def _inserted(steps: list[Operation], kind: str, share: float, chance: random.Random) -> list[Operation]:
+def _inserted(steps: Sequence[Operation], kind: str, share: float, chance: random.Random) -> list[Operation]:
     """Return operations with others of a kind before some of them."""
     found: list[Operation] = []
     for step in steps:

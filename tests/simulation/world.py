@@ -516,9 +516,28 @@ class World:
         found = [store for store in mirrors if store.is_healthy and any(not each.is_merged for each in store.entries())]
         if not (former.is_lost or choice % 8 == 7) or not found or head is None:
             return None
-        store = found[who % len(found)]
-        newest = store.newest()  # a log continues after its newest entry, also if a part of it is lost
-        if newest is None or newest.stream != head[0]:
+        return self._promoted(found[who % len(found)], choice)
+
+    def _promote_lagging(self, who: int, choice: int) -> str | None:
+        """Promote a mirror by force that lacks the newest versions of the primary, which can still be read or fails."""
+        former, head = self._primary, self._history.head
+        mirrors = [store for store in self._stores if store is not former and store.is_healthy and not store.is_former]
+        found = [
+            store
+            for store in mirrors
+            if head is not None and (newest := store.newest()) is not None and newest.version < head[1]
+        ]
+        if former.is_lost or not found:
+            return None
+        if choice % 3 == 0:
+            former.fail() if choice % 2 else former.unmount()
+        return self._promoted(found[who % len(found)], choice)
+
+    def _promoted(self, store: Store, choice: int) -> str | None:
+        """Continue at a mirror."""
+        former, head, newest = self._primary, self._history.head, store.newest()
+        # A log continues after its newest entry, also if a part of it is lost.
+        if newest is None or head is None or newest.stream != head[0]:
             return None  # a mirror of a former stream
         self.trainer.discard()
         self._standby = None
@@ -531,6 +550,15 @@ class World:
         self._primary, former.is_former = store, True
         self._history.promoted(store, fork.stream, fork.version)
         return f"{store.path.name} after version {newest.version}, trainer {said}"
+
+    def _rebuild(self, who: int, choice: int) -> str | None:
+        """Empty a former primary, and let it be a mirror of the present one."""
+        found = [store for store in self._stores if store.is_former and store is not self._primary]
+        if not found or self._primary.is_lost or not self._history.has_snapshot:
+            return None
+        store = found[who % len(found)]
+        store.renew()
+        return f"{store.path.name}: {self._command('mirror', '--once', self._primary.url, store.url)[1]}"
 
     def _command(self, *words: str) -> tuple[int, str]:
         """Run the command line; return its exit code, and the last line of its output or errors."""

@@ -189,6 +189,11 @@ def test_many_random_worlds_break_no_rule_but_the_known_ones(worlds: Interpreter
             {"seed": 94},
             id="a merged snapshot leads to a pin, which retention keeps",
         ),
+        pytest.param(
+            "join 0 4311, publish 0 0, damage 0 0, snapshot 0 0, settle 0 0",
+            {"seed": 12000002, "encoding": "INT8", "has_upkeep": True, "has_buckets": True, "ranks": 2},
+            id="nothing leads a host cache to a version of which a part is lost",
+        ),
     ],
 )
 def test_a_schedule_that_broke_a_rule_breaks_none(
@@ -210,7 +215,8 @@ def test_a_schedule_is_its_text() -> None:
 
 def test_every_kind_of_operation_is_generated() -> None:
     kinds = {operation.kind for seed in range(50) for operation in generate(seed).operations}
-    assert kinds == WEIGHTS.keys() | {"follow", "spoil_copy", "set_clock", "slow", "advised"}
+    inserted = {"follow", "spoil_copy", "set_clock", "slow", "advised", "promote_lagging", "rebuild"}
+    assert kinds == WEIGHTS.keys() | inserted
 
 
 def test_a_minimised_schedule_has_only_the_operations_that_are_needed() -> None:
