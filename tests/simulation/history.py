@@ -153,6 +153,15 @@ class History:
         self.ordered |= {(each.stream, each.counter): each for each in found}
         return found
 
+    def returned(self, head: Key) -> dict[Key, Copy]:
+        """Continue after a former head; return the tables of the versions that are lost."""
+        stream, version = head
+        lost = {key: copy for key, copy in self.copies.items() if key[0] == stream and key[1] > version}
+        for key in lost:
+            del self.copies[key], self.kinds[key], self.created[key]
+        self.head = head
+        return lost
+
     def promoted(self, store: Store, stream: str, version: int) -> None:
         """Continue with a stream that was forked at a mirror, whose orders count from now on."""
         assert self.head is not None, "a mirror has a version"

@@ -192,6 +192,12 @@ class Reader:
         with self.predictor.reading() as held:
             return held.applying
 
+    @property
+    def is_late(self) -> bool:
+        """True while a row store states a version that a thread that follows has written and does not state yet."""
+        stated = self.served.stated if isinstance(self.served, ServedRows) else None
+        return self.is_following and stated is not None and stated.version != self.predictor.version
+
     def save(self) -> Saved:
         """Return what a restart needs. A row store keeps its own position."""
         return Saved({} if self.has_row_store else self.predictor.state_dict(), self.served.state())

@@ -243,6 +243,18 @@ class Store:
         self.is_former = self.has_lost_parts = False
 
     @_alone
+    def copy_to(self, path: Path) -> None:
+        """Copy all files to a directory, whose former files are deleted."""
+        shutil.rmtree(path, ignore_errors=True)
+        shutil.copytree(self.path, path)
+
+    @_alone
+    def return_from(self, path: Path) -> None:
+        """Replace all files by those of a copy."""
+        self.clear()
+        shutil.copytree(path, self.path, dirs_exist_ok=True)
+
+    @_alone
     def date(self) -> None:
         """Date the files that the system has dated at the world's time."""
         if self.is_unmounted:

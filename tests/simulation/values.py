@@ -174,6 +174,9 @@ _SEQUENCES = (
     "publish mirror publish sync promote_lagging sync restart snapshot publish sync restart settle",
     "mirror sync publish promote_lagging publish sync rebuild sync repair restart settle",
     "publish mirror publish promote_lagging restart repair snapshot publish rebuild publish sync restart settle",
+    "publish publish back_up publish publish sync return_backup sync publish settle",
+    "back_up publish restart_trainer publish publish sync return_backup publish sync",
+    "publish mirror back_up publish sync mirror return_backup publish mirror settle",
 )
 _SEQUENCE_SHARE = 0.3
 _EMPHASIS = 5

@@ -13,7 +13,7 @@ import math
 import tempfile
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import entry_points
@@ -23,11 +23,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from delta_tracker import Retention, Storage
-from delta_tracker.errors import DeltaTrackerError, FencedError, HeldVersionError, SinkError, StorageError
+from delta_tracker.errors import (
+    DeltaTrackerError,
+    FencedError,
+    HeldVersionError,
+    OlderCopyError,
+    SinkError,
+    StorageError,
+)
 from delta_tracker.monitor import Monitor
 from delta_tracker.stream.maintenance.retention import retain
 from tests.simulation.disk import FAULTS, Fault, disk
-from tests.simulation.history import History, Key, RuleError
+from tests.simulation.history import History, Key, Place, RuleError
 from tests.simulation.operators import Refused, follow, ignore
 from tests.simulation.reader import Reader, Saved, Settings
 from tests.simulation.rules import check, check_partial
@@ -35,7 +42,7 @@ from tests.simulation.served import InterruptionError, ServedRows, ServedTables
 from tests.simulation.stores import Entry, Store
 from tests.simulation.targets import reached, targets
 from tests.simulation.threads import SCHEDULER, Clock
-from tests.simulation.trainer import Trainer, num_batches
+from tests.simulation.trainer import Copy, Trainer, num_batches
 from tests.simulation.values import Operation, Schedule
 from tests.simulation.web import Web
 
@@ -144,7 +151,7 @@ class World:
         self._schedule, self._say = schedule, say
         self._stores = [Store(folder / name, is_bucket=schedule.has_buckets) for name in "abc"]
         self._primary = self._stores[0]
-        self._cache = folder / "cache"
+        self._cache, self._copy = folder / "cache", folder / "backup"
         self._web = Web() if schedule.has_web else None
         if self._web is not None:
             self._web.serve(self._stores)
@@ -153,6 +160,7 @@ class World:
         self._followers: list[Reader] = []  # that have followed
         self._former: list[Trainer | JobTrainer] = []  # replaced, with a publisher
         self._standby: tuple[Any, Trainer | JobTrainer] | None = None
+        self._backup: tuple[Store, Key, int] | None = None  # the store, its newest version, and the number of orders
         self._num_joined = self._num_done = 0
         self._has_set_clocks = False
         self._has_large_values = False  # a gate may have begun with them
@@ -560,6 +568,98 @@ class World:
         store.renew()
         return f"{store.path.name}: {self._command('mirror', '--once', self._primary.url, store.url)[1]}"
 
+    def _back_up(self, who: int, choice: int) -> str | None:
+        """Copy the files of the primary."""
+        head, store = self._history.head, self._primary
+        if head is None or not store.is_healthy or store.has_lost_parts or not store.has_entry(*head):
+            return None
+        store.copy_to(self._copy)
+        self._backup = store, head, len(self._history.ordered)
+        return f"{store.path.name} at {head[1]}"
+
+    def _return_backup(self, who: int, choice: int) -> str | None:
+        """Replace the files of the primary by the copy, and restart the trainer, whose next version is a snapshot.
+
+        A predictor of a lost version keeps its rows until that snapshot. The mirrors are started again.
+        """
+        store, history, head = self._primary, self._history, self._history.head
+        if self._backup is None or head is None or store.is_lost or history.pin is not None:
+            return None
+        copied, backup, num_ordered = self._backup
+        if copied is not store or backup[0] != head[0] or num_ordered != len(history.ordered):
+            return None
+        self._backup = self._disk.fault = None
+        for trainer in (self.trainer, *self._former):
+            trainer.discard()
+        self._standby, self._former = None, []
+        self._repair_all()
+        readers = self._readers_after(history.place(*backup))
+        store.return_from(self._copy)
+        self._forget()
+        for reader in readers:
+            self._check_kept(reader)
+        SCHEDULER.sleep(100.0)  # a lost claim delays predictors by a minute
+        lost = history.returned(backup)
+        said = self._restore(store, choice) if self._schedule.states and choice % 2 else "continues"
+        self._commit_last("snapshot")
+        for mirror in self._stores:
+            if mirror is not store and mirror.has_log() and not (mirror.is_former or mirror.is_lost):
+                self._mirror_last(mirror)
+        self._forget()
+        for reader in readers:
+            self._check_continues(reader, history.place(*backup), lost)
+        return f"{store.path.name} from {head[1]} to {backup[1]}, trainer {said}, {len(readers)} predictors"
+
+    def _forget(self) -> None:
+        if self._web is not None:
+            self._web.forget()
+
+    def _readers_after(self, place: Place) -> list[Reader]:
+        """Return the predictors of lost versions. Those that may not follow each snapshot are removed."""
+        for reader in list(self._readers):
+            reader.stop()
+            self._check(reader, is_complete=False)  # its thread may have applied versions since its last check
+        after = [reader for reader in self._readers if reader.floor is not None and reader.floor > place]
+        free = [reader for reader in after if self._is_free(reader)]
+        self._readers = [reader for reader in self._readers if reader not in after or reader in free]
+        return free
+
+    def _is_free(self, reader: Reader) -> bool:
+        """Return True if nothing keeps a predictor from a snapshot: it waits for ever while it cannot read a url."""
+        stores = reader.settings.stores
+        is_kept = reader.settings.is_bounded or reader.own is not None or reader.is_interrupted
+        return not is_kept and self._primary in stores and not any(store.is_lost for store in stores)
+
+    def _check_kept(self, reader: Reader) -> None:
+        """Check that a predictor keeps its version while its primary shows an older copy."""
+        before = reader.floor
+        with self._call("sync") as errors:
+            reader.predictor.sync()
+        self._check(reader, is_complete=False)
+        mirrors = [each for each in reader.settings.stores if each is not self._primary]
+        is_kept = reader.floor == before and isinstance(errors[0] if errors else None, OlderCopyError)
+        if not mirrors and not is_kept and reader in self._readers:
+            raise RuleError("older copy", f"{reader.describe()} from {before} to {reader.floor}: {errors}")
+
+    def _check_continues(self, reader: Reader, place: Place, lost: Mapping[Key, Copy]) -> None:
+        """Check that a predictor of a lost version continues from the next snapshot, with its rows until then."""
+        if reader not in self._readers:
+            return
+        status = reader.predictor.status()
+        before = lost[status.stream or "", status.version or 0]
+        for _ in range(_ROUNDS):
+            with self._call("sync") as errors:
+                reader.predictor.sync()
+            if before.difference(reader.served.copy(), self._schedule.encoding) is not None:
+                break
+            SCHEDULER.sleep(_ROUND_SECONDS)
+        reader.floor, reader.pinned, reader.held = place, None, None
+        self._check(reader, is_complete=not errors)
+        version = reader.predictor.version
+        if reader in self._readers and version != (head := self._history.head or ("", -1))[1]:
+            self._readers.remove(reader)
+            self.found("older copy", f"{reader.describe()} at {version} instead of {head}: {errors}")
+
     def _command(self, *words: str) -> tuple[int, str]:
         """Run the command line; return its exit code, and the last line of its output or errors."""
         output, errors = io.StringIO(), io.StringIO()
@@ -841,7 +941,7 @@ class World:
             self._check_alone(reader, is_complete=is_complete)
 
     def _check_alone(self, reader: Reader, *, is_complete: bool) -> None:
-        is_partial = reader.is_interrupted or reader.applying is not None
+        is_partial = reader.is_interrupted or reader.applying is not None or reader.is_late
         try:
             if is_partial and not self._has_rows_of_one_version(reader):
                 check_partial(reader, self._history, self._schedule.encoding)
@@ -881,8 +981,7 @@ class World:
         for store in self._stores:
             store.repair()
         SCHEDULER.sleep(8.0 if self._web is None else 700.0)  # the pointer follows deletions after ten minutes
-        if self._web is not None:
-            self._web.forget()
+        self._forget()
 
     def _wait_for_all(self, clean: Key | None) -> None:
         """Let the mirrors copy everything, and wait for each predictor.

@@ -216,7 +216,7 @@ def test_a_schedule_is_its_text() -> None:
 def test_every_kind_of_operation_is_generated() -> None:
     kinds = {operation.kind for seed in range(50) for operation in generate(seed).operations}
     inserted = {"follow", "spoil_copy", "set_clock", "slow", "advised", "promote_lagging", "rebuild"}
-    assert kinds == WEIGHTS.keys() | inserted
+    assert kinds == WEIGHTS.keys() | inserted | {"back_up", "return_backup"}
 
 
 def test_a_minimised_schedule_has_only_the_operations_that_are_needed() -> None:
