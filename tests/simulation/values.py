@@ -178,6 +178,15 @@ _SEQUENCES = (
     "back_up publish restart_trainer publish publish sync return_backup publish sync",
     "publish mirror back_up publish sync mirror return_backup publish mirror settle",
 )
+# Sequences of worlds that restore tables of raw ids, from the states in the stream.
+_RAW_ID_RESTORES = (
+    "publish train publish restart_trainer publish sync train publish settle",
+    "publish snapshot train restart_trainer train publish restart_trainer publish sync",
+    "publish stand_by train publish stand_by take_over publish sync restart_trainer publish settle",
+    "publish train mirror publish promote_lagging publish restart_trainer publish sync",
+)
+_RAW_ID_SHARE = 0.08
+_RESTORES = 4, 1  # modulus and rest of the choices by which restart_trainer restores the newest version
 _SEQUENCE_SHARE = 0.3
 _EMPHASIS = 5
 _FOLLOW_SHARE = 0.1
@@ -300,6 +309,10 @@ def generate(seed: int, *, is_plain: bool = False) -> Schedule:
 
 def _widened(schedule: Schedule, chance: random.Random) -> Schedule:
     """Return a schedule with the stores, ranks and operations that plain schedules lack."""
+    sequences, share = _SEQUENCES, _SEQUENCE_SHARE
+    if chance.random() < _RAW_ID_SHARE:
+        schedule, sequences = replace(schedule, has_raw_ids=True, states=True, encoding=None), _RAW_ID_RESTORES
+        share = _EPISODE_SHARE
     steps = _inserted(schedule.operations, "follow", _FOLLOW_SHARE, chance)
     steps = _inserted(steps, "advised", _ADVISED_SHARE, chance)
     has_buckets = chance.random() < 0.5
@@ -309,10 +322,9 @@ def _widened(schedule: Schedule, chance: random.Random) -> Schedule:
         steps = _inserted(steps, "set_clock", _CLOCK_SHARE, chance)
     if schedule.has_web or has_buckets:
         steps = _inserted(steps, "slow", _SLOW_SHARE, chance)
-    while chance.random() < _SEQUENCE_SHARE:
+    while chance.random() < share:
         place, who = chance.randrange(3, len(steps) + 1), chance.randrange(5)
-        kinds = chance.choice(_SEQUENCES).split()
-        steps[place:place] = [Operation(kind, who, chance.randrange(20000)) for kind in kinds]
+        steps[place:place] = [_in_sequence(kind, who, chance) for kind in chance.choice(sequences).split()]
     ranks = 1 if schedule.has_raw_ids else chance.choice([1, 2, 3, 4])
     return replace(schedule, operations=tuple(steps), has_buckets=has_buckets, ranks=ranks)
 
@@ -325,3 +337,12 @@ def _inserted(steps: Sequence[Operation], kind: str, share: float, chance: rando
             found.append(Operation(kind, chance.randrange(5), chance.randrange(20000)))
         found.append(step)
     return found
+
+
+def _in_sequence(kind: str, who: int, chance: random.Random) -> Operation:
+    """Return an operation of a sequence, in which trainers are mostly restored."""
+    choice = chance.randrange(20000)
+    modulus, rest = _RESTORES
+    if kind == "restart_trainer" and chance.random() < 0.8:
+        choice += rest - choice % modulus
+    return Operation(kind, who, choice)
