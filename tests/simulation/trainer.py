@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from delta_tracker import Encoding, ModelDeltaTracker, Publisher, Recovery, Retention, Standby, Upkeep, restore
 from delta_tracker.errors import DeltaTrackerError
+from delta_tracker.integrations.dcp import SavedTracker
 from delta_tracker.monitor import Monitor
 from tests.simulation.threads import SCHEDULER
 from tests.simulation.values import Schedule
@@ -290,6 +294,25 @@ class Trainer:
         module = self.trained.module
         restored = restore(module, url, tracker=self._tracker, recovery=self._recovery)
         return restored.stream, restored.version
+
+    def save(self, path: Path) -> None:
+        """Write a checkpoint of torch.distributed.checkpoint."""
+        dcp.save({**self._checkpointed(), "tracker": self._tracker}, checkpoint_id=path, no_dist=True)
+
+    def load(self, path: Path) -> None:
+        """Load a checkpoint, before a publisher is built."""
+        states = {**self._checkpointed(), "tracker": SavedTracker(self._tracker, path)}
+        dcp.load(states, checkpoint_id=path, no_dist=True)
+        set_optimizer_state_dict(self.trained.module, self._optimizer, optim_state_dict=states["optimizer"])
+
+    @property
+    def _optimizer(self) -> torch.optim.Optimizer:
+        assert self.trained.optimizer is not None, "no optimizer runs in the backward pass of the model"
+        return self.trained.optimizer
+
+    def _checkpointed(self) -> dict[str, Any]:
+        module = self.trained.module
+        return {"model": module, "optimizer": get_optimizer_state_dict(module, self._optimizer)}
 
     def stand_by(self, url: Any) -> Standby:
         """Return a standby of the trainer at the url."""

@@ -177,6 +177,9 @@ _SEQUENCES = (
     "publish publish back_up publish publish sync return_backup sync publish settle",
     "back_up publish restart_trainer publish publish sync return_backup publish sync",
     "publish mirror back_up publish sync mirror return_backup publish mirror settle",
+    "publish train save_checkpoint publish publish sync load_checkpoint publish sync publish settle",
+    "publish save_checkpoint publish load_checkpoint train publish sync load_checkpoint publish sync",
+    "train save_checkpoint mirror publish promote_lagging load_checkpoint publish sync settle",
 )
 # Sequences of worlds that restore tables of raw ids, from the states in the stream.
 _RAW_ID_RESTORES = (
@@ -188,6 +191,10 @@ _RAW_ID_RESTORES = (
 _RAW_ID_SHARE = 0.08
 _RESTORES = 4, 1  # modulus and rest of the choices by which restart_trainer restores the newest version
 _SEQUENCE_SHARE = 0.3
+INSERTED = {"follow", "advised", "spoil_copy", "set_clock", "slow"} | {
+    kind for each in _SEQUENCES for kind in each.split() if kind not in WEIGHTS
+}
+"""Kinds of operations that plain schedules lack."""
 _EMPHASIS = 5
 _FOLLOW_SHARE = 0.1
 _COPY_SHARE = 0.15

@@ -151,7 +151,7 @@ class World:
         self._schedule, self._say = schedule, say
         self._stores = [Store(folder / name, is_bucket=schedule.has_buckets) for name in "abc"]
         self._primary = self._stores[0]
-        self._cache, self._copy = folder / "cache", folder / "backup"
+        self._cache, self._copy, self._checkpoints = folder / "cache", folder / "backup", folder / "checkpoints"
         self._web = Web() if schedule.has_web else None
         if self._web is not None:
             self._web.serve(self._stores)
@@ -161,6 +161,7 @@ class World:
         self._former: list[Trainer | JobTrainer] = []  # replaced, with a publisher
         self._standby: tuple[Any, Trainer | JobTrainer] | None = None
         self._backup: tuple[Store, Key, int] | None = None  # the store, its newest version, and the number of orders
+        self._checkpoint: tuple[Path, Copy] | None = None  # what the trainer had then
         self._num_joined = self._num_done = 0
         self._has_set_clocks = False
         self._has_large_values = False  # a gate may have begun with them
@@ -351,6 +352,30 @@ class World:
             self.trainer = self._trainer(self._schedule.seed + choice)
             return "new weights"
         return "closed"
+
+    def _save_checkpoint(self, who: int, choice: int) -> str | None:
+        """Write a checkpoint of the model, its optimizer and its tracker."""
+        trainer = self.trainer
+        if isinstance(trainer, Trainer) and not self._schedule.has_raw_ids:
+            path = self._checkpoints / str(self._num_done)
+            trainer.save(path)
+            self._checkpoint = path, trainer.copy()
+            return f"checkpoint {path.name}"
+        return None
+
+    def _load_checkpoint(self, who: int, choice: int) -> str | None:
+        """Start another trainer, which loads the last checkpoint."""
+        if self._checkpoint is None:
+            return None
+        path, copy = self._checkpoint
+        self.trainer.discard()
+        self.trainer = trainer = self._trainer(self._schedule.seed + choice)
+        assert isinstance(trainer, Trainer), "one rank has written the checkpoint"
+        trainer.load(path)
+        difference = copy.lost(trainer.copy())
+        if difference is not None:
+            raise RuleError("checkpoint", f"checkpoint {path.name} is loaded, but {difference}")
+        return f"checkpoint {path.name}"
 
     def _succeed_alive(self, choice: int) -> str | None:
         """Start another trainer while the publisher of this one lives, as if it had been taken for dead."""
