@@ -195,9 +195,7 @@ class Reader:
         return _Round(view, looks_for_gap)
 
     def _unseen(self, sources: Iterable[Source]) -> tuple[SeenLog, ...]:
-        current = self.sources.current
-        doubted = None if current.storage.lists else current.number
-        return tuple([SeenLog(each, self.orders, each.number == doubted) for each in sources])
+        return tuple([SeenLog(each, self.orders, not each.storage.lists) for each in sources])
 
     def _run(self, state: _Round) -> bool:
         while True:
@@ -303,13 +301,13 @@ class Reader:
 
         Raises StaleCacheError if no object is left to retry, but a stale cache may still be the cause.
         """
-        source, again = self.source, state.retry
+        source, again = self.sources.all[doubt.log.number], state.retry
         state.retry = None
         if again is None:
             counts = self.gauges.recorder.past_cache_reads.cell().add
             doubted = source.settling.doubt(doubt.error, state.view.position, source.storage, counts)
             if doubted is None:
-                self._believe(state, doubt.error)
+                self._believe(state, source, doubt.error)
                 return
             again = source.through(doubted)
             if not state.has_waited:
@@ -321,10 +319,10 @@ class Reader:
         logs = self._unseen([again if log.number == source.number else log.source for log in state.view.logs])
         state.view = replace(state.view, logs=logs, faults=(), looks_for_gap=True, catches_up=False)
 
-    def _believe(self, state: _Round, fault: StreamError) -> None:
-        settling = self.source.settling
+    def _believe(self, state: _Round, source: Source, fault: StreamError) -> None:
+        settling = source.settling
         if not settling.is_over and not self._is_retired():
-            raise StaleCacheError(self.storage.url, _subject(fault), settling.seconds)
+            raise StaleCacheError(source.storage.url, _subject(fault), settling.seconds)
         state.view = replace(state.view, logs=tuple(replace(log, is_doubted=False) for log in state.view.logs))
 
     def _is_retired(self) -> bool:
@@ -346,7 +344,7 @@ class Reader:
         former = self.sources.current
         if log.source.number == former.number:
             return former
-        source = log.source
+        source = self.sources.all[log.number]
         _logger.warning("continue from another source: url=%s former=%s", source.url, former.url)
         self.sources.use(source)
         source.lag.rested = None

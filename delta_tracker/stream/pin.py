@@ -115,11 +115,12 @@ def newest_pin(storage: Storage, *, after: int = 0) -> Pin | None:
 
 def _read_pin(storage: Storage, counter: int) -> Pin | None:
     name = pin_name(counter)
-    try:
-        data = storage.read(name, max_bytes=MAX_PIN_BYTES)
-        return None if data is None else _parsed(data.tobytes(), counter)
-    except (ValueError, RecursionError, MalformedError) as error:
-        text = f"url={storage.url} name={name} error={str(error)[:MAX_REASON]}"
+    for each in dict.fromkeys((storage, storage.uncached)):  # the copy in a cache may be damaged
+        try:
+            data = each.read(name, max_bytes=MAX_PIN_BYTES)
+            return None if data is None else _parsed(data.tobytes(), counter)
+        except (ValueError, RecursionError, MalformedError) as error:
+            text = f"url={storage.url} name={name} error={str(error)[:MAX_REASON]}"
     if text not in _reported and len(_reported) < _MAX_REPORTED:
         _reported.add(text)
         _logger.warning("ignored malformed pin: %s", text)

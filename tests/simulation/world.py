@@ -710,10 +710,12 @@ class World:
         return follow(refused[-1], self._last, self._done)
 
     def _can_read(self, who: int) -> bool:
-        """Return True if a predictor reads the trainer's store, and no store that is lost."""
+        """Return True if a predictor reads the trainer's store, and no store that is lost or not mounted."""
         reader = self._reader(who)
         stores = () if reader is None else reader.settings.stores
-        return self._primary in stores and not any(each.is_lost or each.is_former for each in stores)
+        return self._primary in stores and not any(
+            each.is_lost or each.is_former or each.is_unmounted for each in stores
+        )
 
     def _done(self, kind: str, who: int, choice: int) -> list[Refused]:
         """Run an operation, and return the calls that were refused."""

@@ -204,15 +204,20 @@ def _elsewhere(view: View, decision: Decision) -> Decision:
     # Another log at rest is better then. If it lacks a version too, the fault of that one must be seen.
     error = decision.error if isinstance(decision, Fail) else None
     is_unusable = isinstance(error, StorageError | OlderCopyError)
+    doubt: Doubt | None = None
     for other in others:
         try:
-            found = _at(other, replace(view, looks_for_gap=True, surveys=False))
+            found = _at(replace(other, is_doubted=False), replace(view, looks_for_gap=True, surveys=False))
+        except CACHE_FAULTS as fault:
+            doubt = doubt or (Doubt(other, fault) if other.is_doubted else None)
+            continue
         except StreamError:
             continue
         is_better = is_unusable or (other.number < lead.number and not isinstance(error, HeldVersionError))
         if isinstance(found, Apply) or (isinstance(found, Stay) and is_better):
             return found
-    return decision
+    # The copies of another log in a cache may be all that is in the way.
+    return doubt if doubt is not None and isinstance(error, NoSnapshotError | StorageError) else decision
 
 
 def _asks_others(decision: Decision, view: View) -> bool:
