@@ -23,7 +23,12 @@ from tests.sweeps import SWEEPS_ARE_WHOLE
 _ROOT = Path(__file__).parents[2]
 # One pass of retention: the publisher's own passes come after 16 versions.
 _UNADVERTISED = {"delta_tracker.stream.maintenance.retention.retain"}
-_PACKAGES = ("delta_tracker.errors.", "delta_tracker.monitor.", "delta_tracker.stream.storage.store.")
+_PACKAGES = (
+    "delta_tracker.errors.",
+    "delta_tracker.integrations.",
+    "delta_tracker.monitor.",
+    "delta_tracker.stream.storage.store.",
+)
 
 
 @pytest.fixture(scope="module")
@@ -183,6 +188,16 @@ def test_many_random_worlds_break_no_rule_but_the_known_ones(worlds: Interpreter
             "lose 0 0, promote 0 0, publish 0 0, pin 0 0, settle 0 0",
             {"seed": 451, "states": True, "has_upkeep": True},
             id="a canary at a pin does not allow the pin of the next stream yet",
+        ),
+        pytest.param(
+            "join 0 82, restart 0 0, spoil_copy 0 0, spoil_copy 0 3989, publish 0 0, follow 0 0",
+            {"seed": 14000000, "encoding": "F16", "has_web": True, "ranks": 3},
+            id="the first url has no stream yet, and a cache has a damaged copy of the second one",
+        ),
+        pytest.param(
+            "publish 0 0, join 0 9, publish 0 0, pin 0 17881, settle 0 0, spoil_copy 0 0, restart 0 0, sync 0 4175",
+            {"seed": 14000056, "states": True, "has_web": True, "ranks": 3},
+            id="a cache has a malformed copy of a pin",
         ),
         pytest.param(
             "publish 0 0, publish 0 0, publish 0 0, compact 0 0, pin 0 0, snapshot 0 0, retain 0 0",
