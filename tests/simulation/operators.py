@@ -111,7 +111,8 @@ def _read(do: Do, refused: Operation) -> Sequence[Refused]:
 
 
 def _read_snapshot(do: Do, refused: Operation) -> Sequence[Refused]:
-    """Publish a snapshot, and versions by which a canary allows it."""
+    """Check the stores, and publish a snapshot, and versions by which a canary allows it."""
+    do("repair", 0, _ALL)
     for kind in ("heal", "snapshot", "publish", "advance", "publish"):
         do(kind, refused.who, _TWELVE)
     return _read(do, refused)

@@ -195,6 +195,12 @@ def test_many_random_worlds_break_no_rule_but_the_known_ones(worlds: Interpreter
             id="the first url has no stream yet, and a cache has a damaged copy of the second one",
         ),
         pytest.param(
+            "join 0 0, publish 0 0, spoil_copy 0 0, spoil_copy 0 0, follow 0 0, slow 0 19661, sync 0 0, sync 0 0, "
+            "sync 0 0, sync 0 0, forge 0 10219, sync 0 0, spoil_copy 0 0",
+            {"seed": 21000021, "states": True, "has_web": True, "has_buckets": True, "ranks": 4},
+            id="a cache gets a damaged copy of an object that was read past it before",
+        ),
+        pytest.param(
             "publish 0 0, join 0 9, publish 0 0, pin 0 17881, settle 0 0, spoil_copy 0 0, restart 0 0, sync 0 4175",
             {"seed": 14000056, "states": True, "has_web": True, "ranks": 3},
             id="a cache has a malformed copy of a pin",

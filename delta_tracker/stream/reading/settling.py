@@ -16,14 +16,15 @@ from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.stream.storage.store import Span, Store, StoredObject, Transfer
 
 _MAX_KEPT_BYTES = 64 << 20
+_AGAIN_SECONDS = 300.0  # after which a fault that lasts is doubted again: a cache may have got a damaged copy meanwhile
 
 
 class Settling:
     """Delay before a reader over http acts on a fault, because a stale cache may be the cause.
 
-    A doubt begins with the first fault at a stream position, and ends when a version is applied. All faults at one
-    position belong to the same doubt. During a doubt, each object is read once past the caches. The reader acts on a
-    fault after ``seconds``, which must exceed the time for which a cache keeps a 404.
+    A doubt begins with the first fault at a stream position, and ends when a version is applied, or after five minutes.
+    All faults at one position belong to the same doubt. During a doubt, each object is read once past the caches. The
+    reader acts on a fault after ``seconds``, which must exceed the time for which a cache keeps a 404.
 
     Attributes:
         has_read_pointer: True if the reader has read the pointer past the caches, once per doubt.
@@ -54,7 +55,7 @@ class Settling:
 
         ``counts`` is called with the number of reads past the caches, after each.
         """
-        if self._doubted is None or self._position != position:
+        if self._doubted is None or self._position != position or self._clock() - self._began >= _AGAIN_SECONDS:
             self.clear()
             self._position, self._began, self._doubted = position, self._clock(), DoubtedStore(storage, counts)
         return self._doubted.view() if self._doubted.doubt(_doubtful(fault, position)) else None
