@@ -21,6 +21,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -58,6 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="draws the faults and the schedules")
     parser.add_argument("--count", type=int, default=40, help="number of faults")
     parser.add_argument("--minutes", type=float, default=2.0, help="time of each run")
+    parser.add_argument("--at-once", type=int, default=1, help="number of runs at once")
     arguments = parser.parse_args(argv)
     words, reverts = arguments.words or [""], [each for each in all_reverts() if each[1].mutations]
     shuffled = random.Random(arguments.seed).sample(reverts, len(reverts))
@@ -72,13 +74,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unchanged.finding:
         return 1
     counts, numbers = Counter[str](), list[int]()
-    for each in drawn:
+
+    def seen_of(each: Revert) -> tuple[bool, _Seen]:
         is_called = any(mutation.function in called for mutation in each.mutations)
-        seen = _run(each, first, arguments.minutes) if is_called else _Seen(0)
-        result = "found" if seen.finding else "not found" if is_called else "not called"
-        numbers += [seen.operations] if seen.finding else []
-        counts[result] += 1
-        print(f"{result}, {seen.operations} operations, {each.defect}: {seen.finding}", flush=True)
+        return is_called, _run(each, first, arguments.minutes) if is_called else _Seen(0)
+
+    with ThreadPoolExecutor(arguments.at_once) as pool:
+        for each, (is_called, seen) in zip(drawn, pool.map(seen_of, drawn), strict=True):
+            result = "found" if seen.finding else "not found" if is_called else "not called"
+            numbers += [seen.operations] if seen.finding else []
+            counts[result] += 1
+            print(f"{result}, {seen.operations} operations, {each.defect}: {seen.finding}", flush=True)
     print(f"{dict(counts)}, median of those found: {statistics.median(numbers or [0]):.0f} operations")
     return 0
 
