@@ -17,7 +17,7 @@ _HOST = "http://web.example"
 _CONTROL_SECONDS, _MISSING_SECONDS = 1.0, 5.0  # for which a copy of a control object and a 404 are served
 _OLD_SECONDS = 30.0  # for which an old copy of a control object is served
 _DAMAGES = ("cut", "empty", "flipped")
-_PINS = "/control/pins/"  # which have no digest, so that a flipped bit in an id is not seen
+_PARTS = "/parts/"  # which alone have a digest, so that a flipped bit is seen at once
 _OK, _FORBIDDEN, _MISSING = 200, 403, 404
 
 
@@ -73,7 +73,7 @@ class Web:
         if path in self._former and choice % 2 == 0:
             self._copies[path] = _OK, self._former[path], SCHEDULER.now + _OLD_SECONDS
             return
-        choice, how = divmod(choice, len(_DAMAGES) - (_PINS in path))
+        choice, how = divmod(choice, len(_DAMAGES) - (_PARTS not in path))
         at = choice % len(data)
         flipped = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
         wrong = {"cut": data[: len(data) // 2], "flipped": flipped, "empty": b""}[_DAMAGES[how]]

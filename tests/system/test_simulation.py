@@ -190,7 +190,7 @@ def test_many_random_worlds_break_no_rule_but_the_known_ones(worlds: Interpreter
             id="a canary at a pin does not allow the pin of the next stream yet",
         ),
         pytest.param(
-            "join 0 82, restart 0 0, spoil_copy 0 0, spoil_copy 0 3989, publish 0 0, follow 0 0",
+            "publish 0 0, join 0 0, sync 0 0, join 0 82, restart 1 0, spoil_copy 1 1, follow 1 0",
             {"seed": 14000000, "encoding": "F16", "has_web": True, "ranks": 3},
             id="the first url has no stream yet, and a cache has a damaged copy of the second one",
         ),

@@ -22,8 +22,8 @@ _AGAIN_SECONDS = 300.0  # after which a fault that lasts is doubted again: a cac
 class Settling:
     """Delay before a reader over http acts on a fault, because a stale cache may be the cause.
 
-    A doubt begins with the first fault at a stream position, and ends when a version is applied, or after five minutes.
-    All faults at one position belong to the same doubt. During a doubt, each object is read once past the caches. The
+    A doubt begins with the first fault at a stream position, and ends when a version is applied. All faults at one
+    position belong to the same doubt. During a doubt, each object is read past the caches once in five minutes. The
     reader acts on a fault after ``seconds``, which must exceed the time for which a cache keeps a 404.
 
     Attributes:
@@ -34,7 +34,7 @@ class Settling:
         self.seconds = seconds
         self._clock = clock
         self._position: Position | None = None
-        self._began = 0.0
+        self._began = self._again_at = 0.0
         self._doubted: DoubtedStore | None = None  # None without a doubt
         self.has_read_pointer = False
 
@@ -55,9 +55,14 @@ class Settling:
 
         ``counts`` is called with the number of reads past the caches, after each.
         """
-        if self._doubted is None or self._position != position or self._clock() - self._began >= _AGAIN_SECONDS:
+        now = self._clock()
+        is_new = self._doubted is None or self._position != position
+        if is_new:
             self.clear()
-            self._position, self._began, self._doubted = position, self._clock(), DoubtedStore(storage, counts)
+            self._position, self._began = position, now
+        if is_new or now >= self._again_at:  # the delay does not begin again, because calls may be far apart
+            self._doubted, self._again_at = DoubtedStore(storage, counts), now + _AGAIN_SECONDS
+        assert self._doubted is not None, "set above"
         return self._doubted.view() if self._doubted.doubt(_doubtful(fault, position)) else None
 
 
