@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import random
 import shutil
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from delta_tracker import Gate, ModelTarget, Predictor, Rollout, Storage
 from delta_tracker.errors import HeldVersionError, StreamError
@@ -19,15 +15,12 @@ from delta_tracker.monitor import Monitor
 from delta_tracker.stream.format.manifest import Merged, entry_name
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.maintenance.compaction import compact
-from delta_tracker.stream.maintenance.retention import Retention, retain
 from delta_tracker.stream.reading.position import Position
 from tests.monitor.figures import Figures
-from tests.predictor.serving import Breakable, empty_model, same
+from tests.predictor.serving import Breakable
 from tests.stores.rules import fails, on
 from tests.stores.wrapped import WrappedStorage
-from tests.stream.histories import Clock, History, clocked
 from tests.stream.streams import FQN, Writer
-from tests.sweeps import SWEEPS_ARE_WHOLE
 
 
 def _writer(num_deltas: int, *, every: int | None = None) -> Writer:
@@ -248,46 +241,6 @@ def test_a_replaced_stream_is_not_continued_with_its_merged_versions() -> None:
     assert predictor.sync() == other.claim.head.version
     assert predictor.status().resyncs == 1
     assert torch.equal(model[FQN], other.table)
-
-
-def _steps(history: History, chance: random.Random, clock: Clock) -> Iterator[None]:
-    """Publish versions, and merge or delete some of them."""
-    for _ in range(chance.randrange(10, 60)):
-        name = chance.choice(["delta"] * 8 + ["claim", "snapshot", "compact", "retain", "wait"])
-        if name == "compact":
-            compact(
-                history.storage, fold=chance.choice([0.5, 1e9]), max_bytes=chance.choice([1 << 30, 3000]), now=clock
-            )
-        elif name == "retain":
-            retain(history.storage, Retention(versions=chance.randrange(5, 30), grace_seconds=0), clock)
-        elif name == "wait":
-            clock.seconds += 1000
-        else:
-            getattr(history, name)()
-            if name == "claim":  # it may have other tables, as a publisher's first version
-                history.snapshot()
-        yield
-
-
-@pytest.mark.sweep("short")
-@settings(max_examples=60 if SWEEPS_ARE_WHOLE else 4, deadline=None)
-@given(st.integers(0, 2**32))
-def test_random_histories_end_with_the_rows_of_reading_each_version(seed: int) -> None:
-    chance, clock = random.Random(seed), Clock()
-    with clock.of_the_log():
-        history = History(clocked(clock), seed)
-        history.snapshot()
-        late = [(model := empty_model(), Predictor(model, history.storage)) for _ in range(2)]
-        for _ in _steps(history, chance, clock):
-            if chance.random() < 0.03:
-                late[0][1].sync()
-            if chance.random() < 0.2:
-                late[1][1].sync(limit=chance.randrange(1, 5))
-                assert same(late[1][0], history.states[late[1][1].version])
-        for model, predictor in late:
-            predictor.sync()
-            assert predictor.version == history.held.head.version
-            assert same(model, history.states[predictor.version])
 
 
 def test_names_of_entries_are_those_of_the_format() -> None:

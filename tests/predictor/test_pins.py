@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import random
-from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +15,6 @@ from delta_tracker.errors import (
     MissingVersionError,
     NoSnapshotError,
     PinError,
-    StreamError,
 )
 from delta_tracker.stream.format.manifest import entry_name
 from delta_tracker.stream.log import StreamLog
@@ -493,88 +488,3 @@ def test_a_malformed_pin_leaves_the_one_before(fleet: Fleet, caplog: pytest.LogC
     assert pin_version(fleet.storage, 2, replaces=True).counter == 6
     predictor.sync()
     fleet.assert_holds(predictor, 2)
-
-
-_ACTIONS = ["delta", "delta", "delta", "snapshot", "claim", "pin", "release", "keep", "merge", "promote"]
-
-
-@pytest.mark.sweep("short")
-@pytest.mark.parametrize("seed", range(300 if SWEEPS_ARE_WHOLE else 20))
-def test_all_predictors_end_at_one_version(tmp_path: Path, seed: int) -> None:
-    """Writes are interrupted, predictors restart, and none applies a version after a pin of its stream."""
-    random.seed(seed)
-    chance = random.Random(seed)
-    torch.manual_seed(seed)
-    fleet = Fleet(tmp_path)
-    for _ in range(5):
-        _watch(fleet.join(is_fragile=True))
-    num_done = 0
-    for _ in range(40):
-        num_done += _acted(fleet, chance)
-        predictor = _restarted(fleet, chance) if chance.random() < 0.3 else chance.choice(fleet.predictors)
-        if chance.random() < 0.3:
-            fleet.tables[predictor].left = chance.randrange(8)
-        with suppress(RuntimeError, StreamError):  # the write fails, or the new stream has no snapshot yet
-            predictor.sync(chance.choice([1, 2, None]))
-        fleet.tables[predictor].left = -1
-    fleet.published("snapshot")
-    newest, pin = fleet.newest, newest_pin(fleet.storage)
-    assert (0 if pin is None else pin.counter) == num_done
-    applies = pin is not None and pin.kind == "pin" and pin.stream == fleet.writer.claim.head.stream
-    expected = pin.version if pin is not None and applies else newest
-    for predictor in fleet.predictors:
-        predictor.sync()
-        fleet.assert_holds(predictor, expected)
-
-
-def _acted(fleet: Fleet, chance: random.Random) -> bool:
-    """Publish a version, or do what an operator does. Return True if a pin or a release was written."""
-    action = chance.choice(_ACTIONS)
-    if action == "pin":
-        return _tried(lambda: pin_version(fleet.storage, chance.choice(list(fleet.bits)), replaces=True))
-    if action == "release":
-        return _tried(lambda: release_pin(fleet.storage))
-    if action == "keep":
-        retain(fleet.storage, Retention(versions=chance.randrange(1, 9), grace_seconds=0.0))
-    elif action == "merge":
-        compact(fleet.storage)
-    elif action == "promote":
-        fleet.promoted()
-        if chance.random() < 0.5:
-            fleet.published("snapshot")
-    else:
-        fleet.published("snapshot" if fleet.writer.claim.head.snapshot is None else action)
-    return False
-
-
-def _restarted(fleet: Fleet, chance: random.Random) -> Predictor:
-    """Start a predictor again, perhaps from its position. Its rows may be newer than the position."""
-    former = chance.choice(fleet.predictors)
-    position, rows = former.state_dict(), fleet.rows_of(former)
-    fleet.leave(former)
-    predictor = fleet.join(is_fragile=True) if chance.random() < 0.5 else fleet.restart(position, rows)
-    _watch(predictor)
-    return predictor
-
-
-def _watch(predictor: Predictor) -> None:
-    """Assert that a predictor applies no version after the pin of its stream."""
-    applied = predictor._reader._applied
-
-    def watched(state: Any, decision: Any) -> None:
-        applied(state, decision)
-        manifest = decision.entries[-1]
-        pin = newest_pin(predictor._reader.storage)
-        if pin is not None and pin.kind == "pin" and pin.stream == manifest.stream:
-            assert manifest.version <= pin.version
-
-    predictor._reader._applied = watched  # type: ignore[method-assign]
-
-
-def _tried(call: Callable[[], object]) -> bool:
-    """Call an operator's command, which may be refused. Return True if it was not."""
-    try:
-        call()
-    except (StreamError, ValueError):
-        return False
-    return True
