@@ -162,7 +162,7 @@ def ignore(refused: Refused) -> None:
 def follow(refused: Refused, operation: Operation, do: Do) -> str | None:
     """Follow the advice, and return what was done. Return None if no line of the table fits.
 
-    Raise RuleError if the operation is then refused for the same reason. Another reason has an advice of its own.
+    Raise RuleError if the operation is then refused with the same advice. Another reason has an advice of its own.
 
     Args:
         refused: the refusal.
@@ -173,7 +173,7 @@ def follow(refused: Refused, operation: Operation, do: Do) -> str | None:
         if re.fullmatch(call, refused.call) and re.search(words, refused.text):
             FOLLOWED[_kind(refused)] += 1
             left = action(do, operation)
-            if any(_kind(each) == _kind(refused) for each in left):
+            if any(_kind(each) == _kind(refused) and re.search(words, each.text) for each in left):
                 raise RuleError("advice", f"{refused} was followed, and then {left[-1]}")
             for each in left:
                 ignore(each)
