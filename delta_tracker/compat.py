@@ -1,16 +1,21 @@
-"""Names of TorchRec's own tracker, so that its users need to change only one import.
+"""Names of TorchRec's own tracker, so that its users need to change only imports.
 
-Replace ``from torchrec.distributed.model_tracker...`` by ``from delta_tracker.compat``. The classes do what TorchRec's
-do, with these differences:
+Replace ``from torchrec.distributed.model_tracker...`` by ``from delta_tracker.compat``, also for the modules of that
+package. The classes do what TorchRec's do, with these differences:
 
 - A row counts as changed when its update is written, not when it is looked up. Pass ``record="lookups"`` to
   :class:`ModelDeltaTrackerTrec` for the latter.
 - ``top_percentage`` selects the rows with the largest changes in each table, and the others stay pending; TorchRec
   ignores it.
 - Old values in ``EMBEDDING`` mode and the states of several tables are exact: ``benchmarks/faults`` has the cases in
-  which TorchRec's are not. A read without changed rows returns an empty dict; in TorchRec, it raises an error.
+  which TorchRec's are not. ``EMBEDDING`` mode also tracks an ``EmbeddingBagCollection``, which TorchRec rejects.
+- A read returns every tracked table, those without changed rows with no ids. TorchRec omits a table before its first
+  lookup and after ``clear()``, and raises an error if nothing was looked up since the last read.
+- A wrong argument raises :class:`TorchrecAssertionError`, where TorchRec has an ``assert``.
 
-There is no ``RawIdTracker``: deltas have the raw ids of tables with managed collisions.
+There is no ``RawIdTracker`` and no store of one: deltas have the raw ids of tables with managed collisions. With a
+``RawIdTrackerConfig``, ``DistributedModelParallel`` creates TorchRec's own. The hooks ``record_momentum`` and
+``record_rowwise_optim_state`` are missing: momentum modes read the states of the optimizer.
 
 Example:
     >>> import torch
@@ -23,25 +28,34 @@ Example:
     [7, 42]
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
+from enum import Enum
 
+import torch
 from torch import Tensor, nn
 
 from delta_tracker.errors import InvalidArgumentError
+from delta_tracker.sharding.kernel_hooks import KeyedIds
 from delta_tracker.tracker import tracker as own
-from delta_tracker.tracker.store.lookups import DeltaStore
+from delta_tracker.tracker.store import lookups
 from delta_tracker.tracker.top_k import TopK
-from delta_tracker.types import Delta, EmbdUpdateMode, IndexedLookup, TrackingMode
+from delta_tracker.types import Delta, EmbdUpdateMode, TrackingMode
 
 UpdateMode = EmbdUpdateMode
 
 __all__ = [
     "DeltaStore",
+    "DeltaStoreTrec",
     "DeltaTrackerConfig",
     "IndexedLookup",
     "ModelDeltaTracker",
     "ModelDeltaTrackerTrec",
+    "ModelTrackerConfigs",
+    "RawIdTrackerConfig",
+    "TorchrecAssertionError",
+    "Trackers",
     "TrackingMode",
     "UniqueRows",
     "UpdateMode",
@@ -50,8 +64,50 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """Return ``SUPPORTED_MODULES``, TorchRec's classes that can be tracked. The access imports TorchRec."""
+    """Return ``SUPPORTED_MODULES``, TorchRec's classes that can be tracked, or ``UPDATE_MODE_MAP``.
+
+    The access imports TorchRec.
+    """
     return getattr(own, name)
+
+
+class TorchrecAssertionError(InvalidArgumentError, AssertionError):
+    """An argument is invalid. Programs for TorchRec's tracker catch it as the ``AssertionError`` that they expect."""
+
+
+@contextmanager
+def _assertions() -> Iterator[None]:
+    try:
+        yield
+    except InvalidArgumentError as error:
+        raise TorchrecAssertionError(error.argument, error.value, error.remedy) from None
+
+
+# Types
+
+
+class Trackers(Enum):
+    """Kinds of trackers. Their names are the keys of ``DistributedModelParallel.model_trackers``."""
+
+    DELTA_TRACKER = "delta_tracker"
+    RAW_ID_TRACKER = "raw_id_tracker"
+
+
+@dataclass
+class IndexedLookup:
+    """Lookup of one batch in one table.
+
+    Args:
+        batch_idx: index of the batch.
+        ids: ``[N]`` ids, in any order, duplicates allowed.
+        states: ``[N, ...]`` recorded states, or None.
+        compact: not used, as in TorchRec.
+    """
+
+    batch_idx: int
+    ids: Tensor
+    states: Tensor | None
+    compact: bool = False
 
 
 @dataclass
@@ -86,6 +142,114 @@ class DeltaTrackerConfig:
     fqns_to_skip: Sequence[str] = field(default_factory=list)
 
 
+@dataclass
+class RawIdTrackerConfig:
+    """Arguments of TorchRec's ``RawIdTracker``, which ``DistributedModelParallel`` creates itself.
+
+    Args:
+        delete_on_read: drop ids once every consumer has read them.
+        fqns_to_skip: tables not to track.
+    """
+
+    delete_on_read: bool = True
+    fqns_to_skip: Sequence[str] = field(default_factory=list)
+
+
+@dataclass
+class ModelTrackerConfigs:
+    """Argument ``model_tracker_configs`` of ``DistributedModelParallel``.
+
+    Args:
+        raw_id_tracker_config: arguments of a ``RawIdTracker``; None for no such tracker.
+    """
+
+    raw_id_tracker_config: RawIdTrackerConfig | None = None
+
+
+# Stores
+
+
+class _RawLookups(lookups.DeltaStore):
+    """Store that accepts states in mode NONE, as TorchRec's does. Only the lookups have them."""
+
+    def _check_mode(self, states: Tensor | None) -> None:
+        if self._mode is not UpdateMode.NONE:
+            super()._check_mode(states)
+
+
+class DeltaStoreTrec:
+    """:class:`~delta_tracker.DeltaStore` with the names of TorchRec's store. It stores copies of the tensors.
+
+    Args:
+        updateMode: the state to return for each id: no state, the first state or the last state.
+
+    Example:
+        >>> store = DeltaStoreTrec(updateMode=UpdateMode.LAST)
+        >>> store.append(batch_idx=0, fqn="user", ids=torch.tensor([7, 3, 7]), states=torch.tensor([0.7, 0.3, 1.7]))
+        >>> store.get_unique()["user"]
+        UniqueRows(ids=tensor([3, 7]), states=tensor([0.3000, 1.7000]))
+    """
+
+    def __init__(self, updateMode: UpdateMode = UpdateMode.NONE) -> None:  # noqa: N803  TorchRec's name
+        self.updateMode = updateMode
+        self._store = _RawLookups(updateMode)
+
+    @property
+    def per_fqn_lookups(self) -> dict[str, list[IndexedLookup]]:
+        """Stored lookups of each table, by FQN. The tensors belong to the store: do not write to them."""
+        return self.get_indexed_lookups(-(1 << 63), 1 << 63)
+
+    def append(
+        self,
+        batch_idx: int,
+        fqn: str,
+        ids: Tensor,
+        states: Tensor | None = None,
+        raw_ids: Tensor | None = None,
+        runtime_meta: Tensor | None = None,
+    ) -> None:
+        """Append one lookup, see :meth:`~delta_tracker.DeltaStore.append`. The last two arguments are not used."""
+        del raw_ids, runtime_meta
+        with _assertions():
+            self._store.append(batch_idx, fqn, ids, states)
+
+    def delete(self, up_to_idx: int | None = None) -> None:
+        """Delete the lookups of all batches before ``up_to_idx``. None deletes all lookups and tables."""
+        self._store.delete(up_to_idx)
+
+    def compact(self, start_idx: int, end_idx: int) -> None:
+        """Merge each table's lookups of batches in ``[start_idx, end_idx)`` into one lookup of batch ``start_idx``."""
+        with _assertions():
+            self._store.compact(start_idx, end_idx)
+
+    def get_unique(self, from_idx: int = 0) -> dict[str, UniqueRows]:
+        """Return the ids of batch ``from_idx`` and all later ones, ascending and unique, with one state each."""
+        return {fqn: UniqueRows(rows.ids, rows.states) for fqn, rows in self._store.get_delta(from_idx).items()}
+
+    def get_indexed_lookups(self, start_idx: int, end_idx: int) -> dict[str, list[IndexedLookup]]:
+        """Return the stored lookups of batches in ``[start_idx, end_idx)`` by table FQN."""
+        found = self._store.get_indexed_lookups(start_idx, end_idx)
+        return {
+            fqn: [IndexedLookup(each.batch_idx, each.ids, each.states) for each in held] for fqn, held in found.items()
+        }
+
+
+DeltaStore = DeltaStoreTrec
+
+
+def _compute_unique_rows(ids: Sequence[Tensor], states: Sequence[Tensor] | None, mode: UpdateMode) -> UniqueRows:
+    """Return the unique ids of several lookups, as TorchRec's function of this name, which its tests call."""
+    store = lookups.DeltaStore(mode)
+    with _assertions():
+        for index, each in enumerate(ids):
+            store.append(index, "", each, None if states is None else states[index])
+    (rows,) = store.get_delta().values()
+    return UniqueRows(rows.ids, rows.states)
+
+
+# Trackers
+
+
 class ModelDeltaTrackerTrec(own.ModelDeltaTracker):
     """:class:`~delta_tracker.ModelDeltaTracker` with the methods of TorchRec's tracker of the same name.
 
@@ -95,7 +259,7 @@ class ModelDeltaTrackerTrec(own.ModelDeltaTracker):
         >>> import torch
         >>> model = torch.nn.Sequential(torch.nn.Embedding(1000, 16))
         >>> ModelDeltaTrackerTrec(model, mode=TrackingMode.EMBEDDING).get_unique_ids()
-        {}
+        {'0': tensor([], dtype=torch.int64)}
     """
 
     def get_unique(
@@ -105,7 +269,7 @@ class ModelDeltaTrackerTrec(own.ModelDeltaTracker):
         per_table_percentage: Mapping[str, tuple[float, str]] | None = None,
         sorted_by_indices: bool | None = True,  # noqa: FBT001, FBT002  TorchRec's signature
     ) -> dict[str, UniqueRows]:
-        """Return the rows that changed since the consumer's last read, by table FQN, and move its cursor.
+        """Return the rows that changed since the consumer's last read, by FQN of each table, and move its cursor.
 
         Args:
             consumer: name of the reader; None for ``"default"``.
@@ -115,25 +279,71 @@ class ModelDeltaTrackerTrec(own.ModelDeltaTracker):
             sorted_by_indices: ids are always ascending.
 
         Raises:
-            InvalidArgumentError: if ``per_table_percentage`` is given, or ``top_percentage`` is not in ``(0, 1]``.
+            TorchrecAssertionError: if there is no such consumer, ``per_table_percentage`` is given, or
+                ``top_percentage`` is not in ``(0, 1]``.
             NeedsSnapshotError: if the consumer was dropped, see :meth:`~delta_tracker.ModelDeltaTracker.get_delta`.
         """
         del sorted_by_indices
-        if per_table_percentage is not None:
-            text = "Call get_delta(top_k=TopK(...)) for budgets that differ between tables"
-            raise InvalidArgumentError("per_table_percentage", dict(per_table_percentage), text)
-        top_k = None if top_percentage in (None, 1) else TopK(fraction=top_percentage, per_table=True)
-        return self._reader.read(self._log.consumers.resolve(consumer), _unique, top_k=top_k)
+        with _assertions():
+            if per_table_percentage is not None:
+                text = "Call get_delta(top_k=TopK(...)) for budgets that differ between tables"
+                raise InvalidArgumentError("per_table_percentage", dict(per_table_percentage), text)
+            top_k = None if top_percentage in (None, 1) else TopK(fraction=top_percentage, per_table=True)
+            self._hooks.check_read()
+            return self._reader.read(self._log.consumers.resolve(consumer), _unique, top_k=top_k)
 
     def get_unique_ids(self, consumer: str | None = None) -> dict[str, Tensor]:
         """Return the ids of :meth:`get_unique`, ``[N]`` int64 by table FQN, and move the consumer's cursor."""
-        return self._reader.read(
-            self._log.consumers.resolve(consumer), lambda delta: {fqn: rows.ids for fqn, rows in _unique(delta).items()}
-        )
+        with _assertions():
+            self._hooks.check_read()
+            return self._reader.read(self._log.consumers.resolve(consumer), _ids)
+
+    def clear(self, consumer: str | None = None) -> None:
+        """Discard the pending rows of a consumer, or of all, see :meth:`~delta_tracker.ModelDeltaTracker.clear`."""
+        with _assertions():
+            super().clear(consumer)
+
+    def record_lookup(
+        self, kjt: KeyedIds, states: Tensor, emb_module: nn.Module | None = None, raw_ids: Tensor | None = None
+    ) -> None:
+        """Record a lookup, see :meth:`~delta_tracker.ModelDeltaTracker.record_lookup`.
+
+        The last two arguments are not needed.
+        """
+        del emb_module, raw_ids
+        with _assertions():
+            super().record_lookup(kjt, states)
+
+    @property
+    def table_to_fqn(self) -> dict[str, str]:
+        """Mapping from the name of a table to its FQN; the last one if several modules have a table of the name."""
+        return {fqn.rpartition(".")[2]: fqn for fqn in self.tables}
+
+    def get_latest(self) -> dict[str, Tensor]:
+        """Return the first optimizer state of each table that this rank trains with a fused optimizer, by table FQN.
+
+        Returns:
+            ``[R]`` for a state of one number per row, such as the sum of row-wise Adagrad, otherwise ``[R, D]``, for
+            the ``R`` rows of this rank. Training overwrites it. A table with ``S`` column ranges on this rank has a
+            copy, ``[R, S]`` or ``[R, D]``. Tables without such a state, such as those of SGD, are missing.
+        """
+        found = {}
+        for fqn, table in self.live.table_states.items():
+            if table.states:
+                views = [states[0] for states in self.live.state_views(fqn)]
+                if len(views) > 1:
+                    found[fqn] = torch.cat(views, dim=1)
+                else:
+                    found[fqn] = views[0].squeeze(1) if table.states[0].width == "range" else views[0]
+        return found
 
 
 def _unique(delta: Delta) -> dict[str, UniqueRows]:
-    return {fqn: UniqueRows(rows.ids, rows.states) for fqn, rows in delta.items() if len(rows.ids)}
+    return {fqn: UniqueRows(rows.ids, rows.states) for fqn, rows in delta.items()}
+
+
+def _ids(delta: Delta) -> dict[str, Tensor]:
+    return {fqn: rows.ids for fqn, rows in delta.items()}
 
 
 ModelDeltaTracker = ModelDeltaTrackerTrec

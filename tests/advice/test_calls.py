@@ -23,7 +23,7 @@ from delta_tracker import (
 )
 from delta_tracker.cli import diff as diff_command
 from delta_tracker.cli.main import main
-from delta_tracker.compat import ModelDeltaTrackerTrec
+from delta_tracker.compat import ModelDeltaTrackerTrec, TorchrecAssertionError
 from delta_tracker.errors import HeldVersionError, InvalidArgumentError, MalformedError, NoSnapshotError
 from delta_tracker.monitor import Monitor
 from delta_tracker.monitor.device.metrics import DeviceCounter, DeviceMean
@@ -323,7 +323,7 @@ def test_budgets_that_differ_are_passed_to_get_delta() -> None:
     model = small_model()
     tracker = ModelDeltaTrackerTrec(model, mode="EMBEDDING")
     refused(
-        InvalidArgumentError,
+        TorchrecAssertionError,
         lambda: tracker.get_unique(per_table_percentage={"0": (1, 0.5)}),
         "get_delta(top_k=TopK(...))",
     )

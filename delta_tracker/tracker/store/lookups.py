@@ -88,7 +88,9 @@ class DeltaStore:
         """
         if ids.dim() != 1 or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
             raise InvalidArgumentError("ids", (tuple(ids.shape), ids.dtype), "Pass a [N] tensor of integers")
-        self._check_states(ids, states)
+        self._check_mode(states)
+        if states is not None and (states.dim() == 0 or states.shape[0] != ids.shape[0]):
+            raise InvalidArgumentError("states", tuple(states.shape), f"Pass one row for each of {len(ids)} ids")
         lookup = IndexedLookup(
             batch_idx, ids.to(torch.int64, copy=True), None if states is None else states.detach().clone()
         )
@@ -142,13 +144,11 @@ class DeltaStore:
         """
         return {fqn: table.lookups[table.range(start_idx, end_idx)] for fqn, table in self._tables.items()}
 
-    def _check_states(self, ids: Tensor, states: Tensor | None) -> None:
+    def _check_mode(self, states: Tensor | None) -> None:
         if (states is None) != (self._mode is EmbdUpdateMode.NONE):
             expected = "no states" if states is not None else "one state for each id"
             found = None if states is None else tuple(states.shape)
             raise InvalidArgumentError("states", found, f"Pass {expected}, as the update mode {self._mode} needs")
-        if states is not None and (states.dim() == 0 or states.shape[0] != ids.shape[0]):
-            raise InvalidArgumentError("states", tuple(states.shape), f"Pass one row for each of {len(ids)} ids")
 
     def _merged(self, table: _Table, lookups: list[IndexedLookup]) -> tuple[Tensor, Tensor | None]:
         """Return the unique ids of ``lookups``, ascending, and the state of each that the update mode selects."""
