@@ -1,7 +1,8 @@
 """Names of TorchRec's own tracker, so that its users need to change only imports.
 
 Replace ``from torchrec.distributed.model_tracker...`` by ``from delta_tracker.compat``, also for the modules of that
-package. The classes do what TorchRec's do, with these differences:
+package. If the program calls ``init_torchrec_delta_tracker`` of ``DistributedModelParallel``, call
+:func:`patch_torchrec` before. The classes do what TorchRec's do, with these differences:
 
 - A row counts as changed when its update is written, not when it is looked up. Pass ``record="lookups"`` to
   :class:`ModelDeltaTrackerTrec` for the latter.
@@ -37,6 +38,7 @@ import torch
 from torch import Tensor, nn
 
 from delta_tracker.errors import InvalidArgumentError
+from delta_tracker.sharding.dmp_patch import TorchrecPatch
 from delta_tracker.sharding.kernel_hooks import KeyedIds
 from delta_tracker.tracker import tracker as own
 from delta_tracker.tracker.store import lookups
@@ -55,11 +57,13 @@ __all__ = [
     "ModelTrackerConfigs",
     "RawIdTrackerConfig",
     "TorchrecAssertionError",
+    "TorchrecPatch",
     "Trackers",
     "TrackingMode",
     "UniqueRows",
     "UpdateMode",
     "init_torchrec_delta_tracker",
+    "patch_torchrec",
 ]
 
 
@@ -250,7 +254,10 @@ def _compute_unique_rows(ids: Sequence[Tensor], states: Sequence[Tensor] | None,
 # Trackers
 
 
-class ModelDeltaTrackerTrec(own.ModelDeltaTracker):
+class ModelDeltaTrackerTrec(
+    own.ModelDeltaTracker,
+    remedy="Save or copy its state_dict(). To copy a DistributedModelParallel, take it out of model_trackers meanwhile",
+):
     """:class:`~delta_tracker.ModelDeltaTracker` with the methods of TorchRec's tracker of the same name.
 
     The arguments are those of :class:`~delta_tracker.ModelDeltaTracker`.
@@ -352,9 +359,11 @@ ModelDeltaTracker = ModelDeltaTrackerTrec
 def init_torchrec_delta_tracker(model: nn.Module, delta_tracker_config: DeltaTrackerConfig) -> ModelDeltaTrackerTrec:
     """Return a tracker of a model, as ``DistributedModelParallel.init_torchrec_delta_tracker`` does.
 
+    ``DistributedModelParallel`` does not call this tracker: call its ``step()`` after each batch.
+
     Args:
         model: a ``DistributedModelParallel``, or another model, see :class:`~delta_tracker.ModelDeltaTracker`.
-        delta_tracker_config: the tracker's arguments, by TorchRec's names.
+        delta_tracker_config: the tracker's arguments; TorchRec's own class is accepted, too.
 
     Raises InvalidArgumentError if the second argument is not a :class:`DeltaTrackerConfig`, and the errors of
     :class:`~delta_tracker.ModelDeltaTracker`.
@@ -362,11 +371,33 @@ def init_torchrec_delta_tracker(model: nn.Module, delta_tracker_config: DeltaTra
     if not all(hasattr(delta_tracker_config, each.name) for each in fields(DeltaTrackerConfig)):
         remedy = "Pass the model first, and then a DeltaTrackerConfig(consumers=[...])"
         raise InvalidArgumentError("delta_tracker_config", delta_tracker_config, remedy)
+    mode = delta_tracker_config.tracking_mode
     return ModelDeltaTrackerTrec(
         model,
         delta_tracker_config.consumers,
         delta_tracker_config.delete_on_read,
         delta_tracker_config.auto_compact,
-        delta_tracker_config.tracking_mode,
+        getattr(mode, "name", mode),  # TorchRec's enum has the same names
         delta_tracker_config.fqns_to_skip,
     )
+
+
+def patch_torchrec() -> TorchrecPatch:
+    """Make the tracker methods of each ``DistributedModelParallel`` use the trackers of this module, in this process.
+
+    Call it once, before ``init_torchrec_delta_tracker(config)`` of a ``DistributedModelParallel``, which then creates a
+    :class:`ModelDeltaTrackerTrec`; ``get_delta_tracker()`` returns it. Keep the returned patch to undo the call with
+    ``remove()``, or use it in a ``with`` block.
+
+    ``DistributedModelParallel.forward`` calls the tracker's ``step()`` at the start of each forward pass, also in an
+    evaluation. An explicit ``step()`` counts the batch a second time. No row is lost or returned twice, but
+    ``curr_batch_idx``, a publisher's cadence in batches and the ``max_age`` of top-k advance by 2 for each batch, and a
+    publisher rejects the position of ``attach_data``.
+
+    A publisher with ``recovery=`` needs a ``step()`` between the update and its own ``step()``. Create its tracker with
+    the function :func:`init_torchrec_delta_tracker`: ``DistributedModelParallel`` does not call that one.
+
+    Example:
+        >>> patch_torchrec().remove()
+    """
+    return TorchrecPatch(init_torchrec_delta_tracker)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import inspect
 from importlib.metadata import version
+from pathlib import Path
 from types import ModuleType
 from unittest import mock
 
 import pytest
 import torch
 from torch import nn
+from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.model_tracker import delta_store, model_delta_tracker, types
 
 from delta_tracker import compat
@@ -53,6 +55,19 @@ def test_the_latest_states_are_those_of_the_optimizer(
     answers = two_ranks.run(f"{_CASES}:latest_states", optimizer=optimizer, kind=kind)
     assert [list(answer["shapes"].values()) for answer in answers] == shapes
     assert all(answer["compared"] for answer in answers) == (optimizer != "SGD" and "column" not in kind)
+
+
+@_from_1_5
+@pytest.mark.parametrize("case", ["methods_of_dmp", "patches_in_any_order", "a_copy_of_the_model"])
+def test_the_methods_of_dmp_are_patched(two_ranks: RankPool, case: str) -> None:
+    two_ranks.run(f"{_CASES}:{case}")
+
+
+@_from_1_5
+def test_a_publisher_of_states_needs_a_tracker_that_the_model_does_not_step(
+    two_ranks: RankPool, tmp_path: Path
+) -> None:
+    two_ranks.run(f"{_CASES}:publisher_and_data", url=f"file://{tmp_path}")
 
 
 def _small() -> nn.Sequential:
@@ -159,6 +174,19 @@ def test_the_names_and_arguments_of_torchrec_are_there(module: ModuleType) -> No
             assert found[: len(wanted)] == wanted, f"{name}.{key}"
         if hasattr(theirs[name], "__members__"):
             assert {each.name: each.value for each in theirs[name]} == {each.name: each.value for each in ours}
+
+
+@pytest.mark.advice("InvalidArgumentError: TorchrecPatch.__init__")
+def test_an_old_torchrec_is_not_patched() -> None:
+    model = _small()
+    methods = {"init_torchrec_delta_tracker", "get_delta_tracker", "_init_delta_tracker"}
+    others = {name: each for name, each in vars(DistributedModelParallel).items() if name not in methods}
+    with (
+        mock.patch("torchrec.distributed.model_parallel.DistributedModelParallel", type("Old", (nn.Module,), others)),
+        pytest.raises(InvalidArgumentError, match=r"Call init_torchrec_delta_tracker\(model, config\)"),
+    ):
+        compat.patch_torchrec()
+    assert compat.init_torchrec_delta_tracker(model, compat.DeltaTrackerConfig()).get_unique_ids()
 
 
 def test_other_names() -> None:

@@ -33,7 +33,7 @@ def _copy(value: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _groups_are_shared() -> Iterator[None]:
+def groups_are_shared() -> Iterator[None]:
     """Let copies share process groups. TorchRec's own context does so for the groups of other releases of torch."""
     has_nccl = hasattr(_NATIVE, "ProcessGroupNCCL")
     if not has_nccl:
@@ -101,7 +101,7 @@ def copied(rank: int, world_size: int, how: str, mode: str) -> dict[str, Any]:
     original, control = (_Trainer(spec, shard(spec), mode, rank) for _ in range(2))
     for each in (original, control):
         each.train()
-    with _groups_are_shared():
+    with groups_are_shared():
         model = COPIES[how](original.model)
     for each in (original, control):
         each.train()
@@ -122,7 +122,7 @@ def copied(rank: int, world_size: int, how: str, mode: str) -> dict[str, Any]:
         model.load_state_dict(model.state_dict())
         assert original.tracker.get_delta().num_rows == 0
         # The copy is tracked, and has the rows of the original, with the same batches.
-        with _groups_are_shared():
+        with groups_are_shared():
             again = _Trainer(spec, COPIES[how](original.model), mode, 7 + rank)
         same = _Trainer(spec, original.model, mode, 7 + rank)
         again.train()
@@ -156,7 +156,7 @@ def shared_collisions(rank: int, world_size: int) -> int:
     tracker = ModelDeltaTracker(model)
     draw = torch.Generator().manual_seed(rank)
     model(collision_batch(draw)).backward()
-    with _groups_are_shared():
+    with groups_are_shared():
         copied = _torchrec_copy(model)
     tracker.get_delta()
     num_rows = 0
@@ -179,7 +179,7 @@ def copied_collisions(rank: int, world_size: int) -> list[int]:
     draw = torch.Generator().manual_seed(rank)
     for _ in range(5):
         model(collision_batch(draw)).backward()
-    with _groups_are_shared():
+    with groups_are_shared():
         copied = _copy(model)
     tracker.get_delta()
     before = {fqn: owners.clone() for fqn, owners in tracker.live.owner_views().items()}
@@ -205,7 +205,7 @@ def copied_replicas(rank: int, world_size: int) -> int:
     draw = torch.Generator().manual_seed(rank)
     model(batch(spec, draw)).backward()
     model.sync()
-    with _groups_are_shared():
+    with groups_are_shared():
         copied = _copy(model)
     tracker.get_delta()
     copied(batch(spec, draw)).backward()

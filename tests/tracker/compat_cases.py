@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
+from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.model_tracker import model_delta_tracker, types
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from delta_tracker import compat
+from delta_tracker import DataPosition, Publisher, Recovery, compat
+from delta_tracker.errors import InvalidArgumentError, UncopyableError, UnfinishedStepError
 from tests.models import Spec, Table, batch, shard
+from tests.sharding.copies_cases import COPIES, groups_are_shared
 
 _THEIRS = SimpleNamespace(**{**vars(types), **vars(model_delta_tracker)})
 _SPEC = Spec([Table("t", 17, "row"), Table("u", 9, "row")])
@@ -74,3 +79,113 @@ def latest_states(rank: int, world_size: int, optimizer: str, kind: str) -> dict
             fqn: _plain(each) for fqn, each in theirs.items()
         }
     return {"shapes": {fqn: list(each.shape) for fqn, each in latest.items()}, "compared": theirs is not None}
+
+
+def methods_of_dmp(rank: int, world_size: int) -> None:
+    """The methods of ``DistributedModelParallel`` create, keep and step our tracker until the patch is removed."""
+    original = DistributedModelParallel.__dict__["_init_delta_tracker"]
+    model = shard(_SPEC)
+    with compat.patch_torchrec():
+        assert model.get_delta_tracker() is None
+        tracker = model.init_torchrec_delta_tracker(compat.DeltaTrackerConfig(consumers=["a", "b"]))
+        assert type(tracker) is compat.ModelDeltaTrackerTrec
+        assert tracker is model.get_delta_tracker() is model.model_trackers[compat.Trackers.DELTA_TRACKER.name]
+        assert tracker is model.init_torchrec_delta_tracker(compat.DeltaTrackerConfig())
+        theirs = shard(_SPEC).init_torchrec_delta_tracker(types.DeltaTrackerConfig(types.TrackingMode.EMBEDDING))
+        assert (type(theirs), theirs.mode) == (compat.ModelDeltaTrackerTrec, compat.TrackingMode.EMBEDDING)
+    generator = torch.Generator().manual_seed(rank)
+    other = compat.init_torchrec_delta_tracker(model, compat.DeltaTrackerConfig())  # which the model does not know
+    for number in range(1, 4):
+        model(batch(_SPEC, generator)).backward()
+        assert (tracker.curr_batch_idx, other.curr_batch_idx) == (number, 0)
+    assert tracker.get_delta("a").batches == (0, 3)
+    model(batch(_SPEC, generator)).backward()
+    tracker.step()
+    delta, expected = tracker.get_delta("b"), other.get_unique_ids()
+    assert delta.batches == (0, 5)  # the last batch counts twice, and has its rows once
+    assert {fqn: rows.ids.tolist() for fqn, rows in delta.items()} == {
+        fqn: ids.tolist() for fqn, ids in expected.items()
+    }
+    assert DistributedModelParallel.__dict__["_init_delta_tracker"] is original
+    assert type(shard(_SPEC).init_torchrec_delta_tracker(types.DeltaTrackerConfig())) is _THEIRS.ModelDeltaTrackerTrec
+
+
+def publisher_and_data(rank: int, world_size: int, url: str) -> None:
+    """A publisher of states needs a step after each update. A position in the data needs one step for each batch."""
+    model, generator = shard(_SPEC), torch.Generator().manual_seed(rank)
+    config = compat.DeltaTrackerConfig(consumers=["a"])
+    with compat.patch_torchrec():
+        tracker = model.init_torchrec_delta_tracker(config)
+    position = DataPosition(_Batches(generator))
+    tracker.attach_data(position)
+    data = iter(position)
+    with Publisher(tracker, f"{url}/model", recovery=Recovery()) as publisher:
+        model(next(data)).backward()
+        position.check()
+        with pytest.raises(UnfinishedStepError, match=r"tracker.step\(\), publisher.step\(\)"):
+            publisher.publish()
+        tracker.step()
+        with pytest.raises(InvalidArgumentError, match="steps without a batch"):
+            publisher.publish()
+    other, position = compat.init_torchrec_delta_tracker(model, config), DataPosition(_Batches(generator))
+    other.attach_data(position)
+    data = iter(position)
+    with Publisher(other, f"{url}/program", recovery=Recovery()) as publisher:
+        for number in (1, 2):
+            model(next(data)).backward()
+            other.step()
+            assert publisher.publish().batches[1] == number
+
+
+class _Batches:
+    """Batches without end."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self._generator = generator
+
+    def __iter__(self) -> Iterator[KeyedJaggedTensor]:
+        while True:
+            yield batch(_SPEC, self._generator)
+
+    def state_dict(self) -> dict[str, object]:
+        return {}
+
+    def load_state_dict(self, state: object) -> None:
+        pass
+
+
+def patches_in_any_order(rank: int, world_size: int) -> None:
+    """Each patch can be removed, in any order and twice, and the last one leaves TorchRec's method."""
+    original = DistributedModelParallel.__dict__["_init_delta_tracker"]
+
+    def kind() -> type:
+        return type(shard(_SPEC).init_torchrec_delta_tracker(types.DeltaTrackerConfig()))
+
+    first, second = compat.patch_torchrec(), compat.patch_torchrec()
+    first.remove()
+    assert kind() is compat.ModelDeltaTrackerTrec
+    second.remove()
+    second.remove()
+    assert kind() is _THEIRS.ModelDeltaTrackerTrec
+    third = compat.patch_torchrec()
+    assert kind() is compat.ModelDeltaTrackerTrec
+    third.remove()
+    assert kind() is _THEIRS.ModelDeltaTrackerTrec
+    DistributedModelParallel._init_delta_tracker = original
+
+
+def a_copy_of_the_model(rank: int, world_size: int) -> None:
+    """A model with a tracker is copied without it, as the error says."""
+    model = shard(_SPEC)
+    with compat.patch_torchrec():
+        tracker = model.init_torchrec_delta_tracker(compat.DeltaTrackerConfig())
+    with groups_are_shared():
+        with pytest.raises(UncopyableError, match="take it out of model_trackers meanwhile"):
+            COPIES["deepcopy"](model)
+        held = model.model_trackers.pop("DELTA_TRACKER")
+        copied = COPIES["deepcopy"](model)
+        model.model_trackers["DELTA_TRACKER"] = held
+    assert copied.get_delta_tracker() is None
+    assert model.get_delta_tracker() is tracker
+    model(batch(_SPEC, torch.Generator().manual_seed(rank))).backward()
+    assert tracker.curr_batch_idx == 1
