@@ -323,7 +323,8 @@ class Reader:
         settling = source.settling
         if not settling.is_over and not self._is_retired():
             raise StaleCacheError(source.storage.url, _subject(fault), settling.seconds)
-        state.view = replace(state.view, logs=tuple(replace(log, is_doubted=False) for log in state.view.logs))
+        logs = (replace(log, is_doubted=log.is_doubted and log.number != source.number) for log in state.view.logs)
+        state.view = replace(state.view, logs=tuple(logs))
 
     def _is_retired(self) -> bool:
         """Return True if the pointer, read past the caches, shows that retention has deleted the next version."""

@@ -217,7 +217,7 @@ def _elsewhere(view: View, decision: Decision) -> Decision:
         if isinstance(found, Apply) or (isinstance(found, Stay) and is_better):
             return found
     # The copies of another log in a cache may be all that is in the way.
-    return doubt if doubt is not None and isinstance(error, NoSnapshotError | StorageError) else decision
+    return decision if doubt is None or error is None or isinstance(error, HeldVersionError) else doubt
 
 
 def _asks_others(decision: Decision, view: View) -> bool:
