@@ -209,6 +209,8 @@ class Reader:
                 case Stay():
                     self._stay(state, decision)
                     return False
+                case Fail(error) if self.source.settling.has_unread(error, state.view.position):
+                    self._doubt(state, Doubt(state.view.logs[0], error))  # another fault was believed before
                 case Fail():
                     if state.view.surveys and isinstance(decision.error, HeldVersionError):
                         self._surveyed_at = self.runtime.monotonic()

@@ -65,6 +65,16 @@ class Settling:
         assert self._doubted is not None, "set above"
         return self._doubted.view() if self._doubted.doubt(_doubtful(fault, position)) else None
 
+    def has_unread(self, fault: StreamError, position: Position | None) -> bool:
+        """Return True if a damaged object was not read past the caches yet, although there is a doubt."""
+        if (
+            self._doubted is None
+            or self._position != position
+            or not isinstance(fault, CorruptPartError | MalformedError)
+        ):
+            return False
+        return not self._doubted.reads(fault.path)
+
 
 def _doubtful(fault: StreamError, position: Position | None) -> set[str]:
     if isinstance(fault, CorruptPartError | MalformedError):
@@ -98,6 +108,10 @@ class DoubtedStore(Store):
     def view(self) -> Storage:
         """Return the storage that reads through this object."""
         return Storage.over(self, self._cached)
+
+    def reads(self, name: str) -> bool:
+        """Return True if an object is read past the caches."""
+        return name in self._names
 
     def doubt(self, names: set[str]) -> bool:
         """Read some objects past the caches in later calls. Return False if all of them already are."""
