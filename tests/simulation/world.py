@@ -710,12 +710,13 @@ class World:
         return follow(refused[-1], self._last, self._done)
 
     def _can_read(self, who: int) -> bool:
-        """Return True if a predictor reads the trainer's store, and no store that is lost or not mounted."""
+        """Return True if a predictor reads the trainer's store and no lost or missing one, and no gate holds all."""
         reader = self._reader(who)
-        stores = () if reader is None else reader.settings.stores
-        return self._primary in stores and not any(
-            each.is_lost or each.is_former or each.is_unmounted for each in stores
-        )
+        if reader is None or (reader.settings.gate is not None and not self.trainer.copy().is_healthy):
+            return False
+        stores = reader.settings.stores
+        is_gone = any(each.is_lost or each.is_former or each.is_unmounted for each in stores)
+        return self._primary in stores and not is_gone
 
     def _done(self, kind: str, who: int, choice: int) -> list[Refused]:
         """Run an operation, and return the calls that were refused."""
