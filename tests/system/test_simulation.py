@@ -201,6 +201,12 @@ def test_many_random_worlds_break_no_rule_but_the_known_ones(worlds: Interpreter
             id="a cache gets a damaged copy of an object that was read past it before",
         ),
         pytest.param(
+            "join 0 5140, publish 0 0, publish 0 0, publish 0 0, sync 0 0, restart 0 18866, publish 0 0, publish 0 0, "
+            "spoil_copy 3 17572, pin 0 0",
+            {"seed": 25000098, "encoding": "INT8", "has_web": True},
+            id="a fault of the first url is believed, and a cache has a damaged copy of the second one",
+        ),
+        pytest.param(
             "publish 0 0, join 0 9, publish 0 0, pin 0 17881, settle 0 0, spoil_copy 0 0, restart 0 0, sync 0 4175",
             {"seed": 14000056, "states": True, "has_web": True, "ranks": 3},
             id="a cache has a malformed copy of a pin",
