@@ -212,7 +212,7 @@ class Reader:
                 case Fail(error) if self.source.settling.has_unread(error, state.view.position):
                     self._doubt(state, Doubt(state.view.logs[0], error))  # another fault was believed before
                 case Fail():
-                    if state.view.surveys and isinstance(decision.error, HeldVersionError):
+                    if state.view.surveys and isinstance(decision.error, HeldVersionError | StaleCacheError):
                         self._surveyed_at = self.runtime.monotonic()
                     self._log_skipped(state, decision.error)
                     raise decision.error
@@ -307,7 +307,8 @@ class Reader:
         state.retry = None
         if again is None:
             counts = self.gauges.recorder.past_cache_reads.cell().add
-            doubted = source.settling.doubt(doubt.error, state.view.position, source.storage, counts)
+            faults = [doubt.error, *doubt.log.errors]
+            doubted = source.settling.doubt(faults, state.view.position, source.storage, counts)
             if doubted is None:
                 self._believe(state, source, doubt.error)
                 return

@@ -366,17 +366,17 @@ def test_a_doubt_lasts_for_its_time_and_belongs_to_one_position() -> None:
     settling, storage = Settling(10.0, clock=lambda: now[0]), Storage("http://127.0.0.1:1")
     place = Position("0" * 32, Link(4, "0" * 32), 1, 0)
     part, entry = CorruptPartError("parts/x", "short"), MissingVersionError(5, 6)
-    assert settling.doubt(part, place, storage, print) is not None
-    assert settling.doubt(part, place, storage, print) is None, "once per doubt"
+    assert settling.doubt([part], place, storage, print) is not None
+    assert settling.doubt([part], place, storage, print) is None, "once per doubt"
     now[0] = 9.0
-    assert settling.doubt(entry, place, storage, print) is not None, "another object"
+    assert settling.doubt([entry], place, storage, print) is not None, "another object"
     assert not settling.is_over
     now[0] = 10.0
     assert settling.is_over, "another kind of fault does not begin another doubt"
-    assert settling.doubt(part, Position("0" * 32, Link(5, "0" * 32), 1, 0), storage, print) is not None
+    assert settling.doubt([part], Position("0" * 32, Link(5, "0" * 32), 1, 0), storage, print) is not None
     assert not settling.is_over
     settling.clear()
-    assert settling.doubt(part, place, storage, print) is not None
+    assert settling.doubt([part], place, storage, print) is not None
 
 
 def test_a_view_is_not_for_writing() -> None:

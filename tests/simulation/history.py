@@ -67,6 +67,7 @@ class History:
         head: newest version of the trainer's stream, None for none.
         orders: pins and releases, the oldest first. A promotion removes those that the mirror lacks.
         ordered: all pins and releases by their stream and counter.
+        clock_seconds: most by which the clocks of two hosts may differ.
     """
 
     copies: dict[Key, Copy] = field(default_factory=dict)
@@ -76,6 +77,7 @@ class History:
     head: Key | None = None
     orders: list[Order] = field(default_factory=list)
     ordered: dict[Key, Order] = field(default_factory=dict)
+    clock_seconds: float = 0.0
 
     def absorb(self, store: Store, copy: Copy) -> list[Entry]:
         """Record the entries that a store has after the head, and return them.

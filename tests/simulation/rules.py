@@ -114,7 +114,8 @@ def _check_canary(reader: Reader, place: Place, history: History, key: Key) -> N
         is_too_close = place[1] + canary.versions > history.newest(place)
     else:
         assert canary.seconds is not None, "one of both"
-        is_too_close = history.created[key] + canary.seconds > max(history.created.values())
+        seconds = canary.seconds - history.clock_seconds
+        is_too_close = history.created[key] + seconds > max(history.created.values())
     if is_too_close:
         raise RuleError("canary", f"{reader.describe()} at {place} of {history.head}")
 

@@ -163,7 +163,6 @@ class World:
         self._backup: tuple[Store, Key, int] | None = None  # the store, its newest version, and the number of orders
         self._checkpoint: tuple[Path, Copy] | None = None  # what the trainer had then
         self._num_joined = self._num_done = 0
-        self._has_set_clocks = False
         self._has_large_values = False  # a gate may have begun with them
         self._refused: list[Refused] = []  # by the last operation
         self._last = Operation("train", 0, 0)
@@ -815,7 +814,7 @@ class World:
         """Set the wall clock of the trainer's host, or of a predictor's."""
         hosts: list[Trainer | JobTrainer | Reader] = [self.trainer, *self._readers]
         host = hosts[who % len(hosts)]
-        self._has_set_clocks = True
+        self._history.clock_seconds = _CLOCK_SECONDS
         host.clock.offset = _OFFSETS[choice % len(_OFFSETS)]
         return f"{host.name if isinstance(host, Reader) else 'trainer'} {host.clock.offset:+g} s"
 
@@ -1067,7 +1066,7 @@ class World:
         """Let each canary reach the last snapshot."""
         for _ in range(2 if self._has_bounds else 0):
             # More than the seconds of a canary, and until no earlier version is newer by the clock of its publisher.
-            SCHEDULER.sleep(11.0 + (_CLOCK_SECONDS if self._has_set_clocks else 0.0))
+            SCHEDULER.sleep(11.0 + self._history.clock_seconds)
             self._commit_last("publish")
 
     def _commit_last(self, call: str) -> None:

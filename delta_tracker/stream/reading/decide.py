@@ -225,9 +225,10 @@ def _asks_others(decision: Decision, view: View) -> bool:
     if not isinstance(decision, Fail):
         return isinstance(decision, Stay) and view.surveys
     error = decision.error
-    if isinstance(error, HeldVersionError):  # another log may have a newer snapshot, for example after a promotion
+    # Another log may have a newer snapshot, for example after a promotion, or be left if this one was deleted.
+    if isinstance(error, HeldVersionError | StaleCacheError):
         return view.surveys
-    if isinstance(error, (StaleCacheError, *OF_ALL_URLS)):
+    if isinstance(error, OF_ALL_URLS):
         return False
     if isinstance(error, NoSnapshotError | StorageError):  # it may be over soon
         return view.num_failures >= NUM_TRIES - 2

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,10 +49,15 @@ class Settling:
         self.has_read_pointer = False
 
     def doubt(
-        self, fault: StreamError, position: Position | None, storage: Storage, counts: Callable[[int], object]
+        self,
+        faults: Sequence[StreamError],
+        position: Position | None,
+        storage: Storage,
+        counts: Callable[[int], object],
     ) -> Storage | None:
         """Begin or continue the delay. Return the store to read from again; None if no object is left to read again.
 
+        ``faults`` are that of a decision, and those that it has ignored, such as a malformed merged entry.
         ``counts`` is called with the number of reads past the caches, after each.
         """
         now = self._clock()
@@ -63,17 +68,14 @@ class Settling:
         if is_new or now >= self._again_at:  # the delay does not begin again, because calls may be far apart
             self._doubted, self._again_at = DoubtedStore(storage, counts), now + _AGAIN_SECONDS
         assert self._doubted is not None, "set above"
-        return self._doubted.view() if self._doubted.doubt(_doubtful(fault, position)) else None
+        names = set[str]().union(*(_doubtful(each, position) for each in faults))
+        return self._doubted.view() if self._doubted.doubt(names) else None
 
     def has_unread(self, fault: StreamError, position: Position | None) -> bool:
         """Return True if a damaged object was not read past the caches yet, although there is a doubt."""
-        if (
-            self._doubted is None
-            or self._position != position
-            or not isinstance(fault, CorruptPartError | MalformedError)
-        ):
+        if self._doubted is None or self._position != position:
             return False
-        return not self._doubted.reads(fault.path)
+        return isinstance(fault, CorruptPartError | MalformedError) and not self._doubted.reads(fault.path)
 
 
 def _doubtful(fault: StreamError, position: Position | None) -> set[str]:
