@@ -207,6 +207,19 @@ def test_many_random_worlds_break_no_rule_but_the_known_ones(worlds: Interpreter
             id="a fault of the first url is believed, and a cache has a damaged copy of the second one",
         ),
         pytest.param(
+            "join 0 3864, publish 0 0, follow 0 0, sync 0 0, sync 0 0, sync 0 0, publish 0 0, spoil_copy 0 0, "
+            "spoil_copy 0 0, publish 0 0, compact 0 0, spoil_copy 0 0, publish 0 0, publish 0 0, spoil_copy 0 0, "
+            "snapshot 0 0, publish 0 0, pin 0 15799, retain 0 0",
+            {"seed": 27000118, "states": True, "has_web": True, "has_raw_ids": True},
+            id="a cache has a damaged copy of the merged snapshot that leads to a pin",
+        ),
+        pytest.param(
+            "publish 0 0, mirror 0 0, join 0 755, mirror 3 0, publish 0 0, promote_lagging 3 0, sync 0 0, "
+            "snapshot 0 0, settle 3 0, advised 0 0",
+            {"seed": 28000014, "states": True, "has_web": True, "has_buckets": True, "ranks": 2},
+            id="the first url was emptied, over http",
+        ),
+        pytest.param(
             "publish 0 0, join 0 9, publish 0 0, pin 0 17881, settle 0 0, spoil_copy 0 0, restart 0 0, sync 0 4175",
             {"seed": 14000056, "states": True, "has_web": True, "ranks": 3},
             id="a cache has a malformed copy of a pin",
