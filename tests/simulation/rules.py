@@ -48,9 +48,6 @@ def check(reader: Reader, history: History, encoding: str | None, *, is_complete
     is_pinned = reader.settings.follows_pins and any(
         (each.kind, each.stream, each.version) == ("pin", *key) for each in history.ordered.values()
     )
-    reader.may_serve_held |= is_pinned  # an order bypasses the gate
-    _check_gate(reader, Copy(held, {}), version)
-    _check_held(reader, place, history, is_pinned=is_pinned)
     # Rows that may be ahead of a saved version are replaced from a snapshot on. An interrupted call shows the way.
     is_on_the_way = (
         not is_complete
@@ -59,6 +56,10 @@ def check(reader: Reader, history: History, encoding: str | None, *, is_complete
             (each.kind, each.stream) == ("pin", stream) and each.version > version for each in history.ordered.values()
         )
     )
+    reader.may_serve_held |= is_pinned  # an order bypasses the gate
+    is_led = is_pinned or (reader.is_following and is_on_the_way)
+    _check_gate(reader, Copy(held, {}), version, is_led=is_led)
+    _check_held(reader, place, history, is_led=is_led)
     if reader.floor is not None and place < reader.floor and not is_pinned and not is_on_the_way:
         raise RuleError("backwards", f"{reader.describe()} from {reader.floor} to {place} without an order")
     _check_canary(reader, place, history, key)
@@ -84,9 +85,9 @@ def check_partial(reader: Reader, history: History, encoding: str | None) -> Non
         raise RuleError("rows", f"{reader.describe()} has rows of no version of {versions}")
 
 
-def _check_gate(reader: Reader, held: Copy, version: int) -> None:
+def _check_gate(reader: Reader, held: Copy, version: int, *, is_led: bool) -> None:
     gate = reader.settings.gate
-    if gate is None or reader.may_serve_held:
+    if gate is None or reader.may_serve_held or is_led:
         return
     if not held.is_finite:
         raise RuleError("gate", f"{reader.describe()} serves the NaN of version {version}")
@@ -95,14 +96,14 @@ def _check_gate(reader: Reader, held: Copy, version: int) -> None:
         raise RuleError("gate", f"{reader.describe()} serves the large values of version {version}")
 
 
-def _check_held(reader: Reader, place: Place, history: History, *, is_pinned: bool) -> None:
+def _check_held(reader: Reader, place: Place, history: History, *, is_led: bool) -> None:
     """Check that only a snapshot of the log, or an order, leads past the version that a gate holds."""
     held = reader.held
     if held is None or place < held:
         return
     reader.held = None
     places = {history.place(*key) for key, kind in history.kinds.items() if kind == "snapshot"}
-    if not is_pinned and not any(held < each <= place for each in places):
+    if not is_led and not any(held < each <= place for each in places):
         raise RuleError("gate", f"{reader.describe()} went past {held}, which its gate holds, to {place}")
 
 
