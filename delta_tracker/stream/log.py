@@ -257,6 +257,14 @@ class StreamLog:
         self.pointer.refuse(pointer, trouble)
         return None
 
+    def readable(self, version: int) -> Manifest | None:
+        """Return an entry; None if it is missing, or malformed, over http also past the caches."""
+        with suppress(MalformedError):
+            return self.read(version)
+        with suppress(MalformedError):
+            return None if self.is_listed else self._read_past_cache(entry_name(version))
+        return None
+
     def _may_doubt(self, name: str) -> bool:
         """Return False if an entry was read past the caches less than 10 s ago."""
         doubted = self._doubted

@@ -343,9 +343,14 @@ def check_is_newer(log: Entries, position: Position) -> None:
         raise OlderCopyError(log.url, head.version, position.version)
 
 
-def former_streams(log: Entries, head: Manifest) -> tuple[str, ...]:
-    """Return the streams that the stream of the newest entry continues, the last one first."""
-    claims = forks(log.versions(), head.stream, partial(readable, log.read))
+def former_streams(
+    log: Entries, head: Manifest, read: Callable[[int], Manifest | None] | None = None
+) -> tuple[str, ...]:
+    """Return the streams that the stream of the newest entry continues, the last one first.
+
+    ``read`` returns an entry, None if it cannot be read; by default, :meth:`Entries.read` is asked.
+    """
+    claims = forks(log.versions(), head.stream, read or partial(readable, log.read))
     return tuple(each.forked_from.stream for each in claims if each.forked_from is not None)
 
 

@@ -95,7 +95,7 @@ class Source:
         """Return the former streams of the newest entry's stream. The search runs once per minute."""
         now = self._runtime.monotonic()
         if self._lineage is None or self._lineage[0] != head.stream or now - self._lineage[1] >= _LIST_SECONDS:
-            self._lineage = head.stream, now, former_streams(self.log, head)
+            self._lineage = head.stream, now, former_streams(self.log, head, self.log.readable)
         return self._lineage[2]
 
     def known_former_streams(self) -> tuple[str, ...]:
