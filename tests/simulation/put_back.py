@@ -46,10 +46,11 @@ class _Marks(Mutation):
 
 
 class _Seen(NamedTuple):
-    """Number of operations of a run, and its first finding or why it has no result; an empty text for none."""
+    """Number of operations of a run, its first finding, and why it has no result; empty texts for none."""
 
     operations: int
     finding: str = ""
+    failure: str = ""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -70,8 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         functions = sorted({mutation.function for each in drawn for mutation in each.mutations})
         unchanged = _run(Revert("", *(_Marks(each, Path(folder)) for each in functions)), first, arguments.minutes)
         called = {path.name for path in Path(folder).iterdir()}
-    print(f"unchanged code, {unchanged.operations} operations: {unchanged.finding}", flush=True)
-    if unchanged.finding:
+    print(f"unchanged code, {unchanged.operations} operations: {unchanged.finding or unchanged.failure}", flush=True)
+    if unchanged.finding or unchanged.failure:
         return 1
     counts, numbers = Counter[str](), list[int]()
 
@@ -81,10 +82,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     with ThreadPoolExecutor(arguments.at_once) as pool:
         for each, (is_called, seen) in zip(drawn, pool.map(seen_of, drawn), strict=True):
-            result = "found" if seen.finding else "not found" if is_called else "not called"
+            result = "found" if seen.finding else seen.failure[:9] or ("not found" if is_called else "not called")
             numbers += [seen.operations] if seen.finding else []
             counts[result] += 1
-            print(f"{result}, {seen.operations} operations, {each.defect}: {seen.finding}", flush=True)
+            print(f"{result}, {seen.operations} operations, {each.defect}: {seen.finding or seen.failure}", flush=True)
     print(f"{dict(counts)}, median of those found: {statistics.median(numbers or [0]):.0f} operations")
     return 0
 
@@ -108,9 +109,9 @@ def _run(revert: Revert, first: int, minutes: float) -> _Seen:
                 timeout=60 * minutes + _MORE_SECONDS,
             )
         except subprocess.TimeoutExpired:
-            return _Seen(0, "no end")
+            return _Seen(0, failure="no end")
     if not done.stdout.endswith("}\n"):
-        return _Seen(0, f"no result: {done.stderr[-_NUM_SHOWN:]}")
+        return _Seen(0, failure=f"no result: {done.stderr[-_NUM_SHOWN:]}")
     *findings, counts = done.stdout.splitlines()
     seen = json.loads(counts)
     num_operations = sum(seen["calls"].values()) + sum(seen["faults"].values())
