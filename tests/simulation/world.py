@@ -128,6 +128,7 @@ def _run(schedule: Schedule, say: Callable[[str], None]) -> list[Finding]:
             world.close()
         except RuleError as error:
             world.found(error.rule, error.text)
+            world.kill()
         except Exception as error:  # noqa: BLE001  whatever keeps a world from its end
             world.found("end", f"{type(error).__name__}: {error}")
             world.kill()
