@@ -220,6 +220,13 @@ def test_many_random_worlds_break_no_rule_but_the_known_ones(worlds: Interpreter
             id="the first url was emptied, over http",
         ),
         pytest.param(
+            "publish 0 0, mirror 0 0, join 0 6979, lose 0 0, promote 0 0, snapshot 0 0, follow 0 0, mirror 0 0, "
+            "settle 0 0, publish 0 0, pin 0 2716, publish 0 0, mirror 0 0, restart 0 0, sync 0 0, sync 0 0, lose 0 0, "
+            "promote 0 0, spoil_copy 3 9411",
+            {"seed": 2026112836, "states": True, "has_web": True},
+            id="a cache has a damaged copy of the claim that proves a succession",
+        ),
+        pytest.param(
             "publish 0 0, join 0 9, publish 0 0, pin 0 17881, settle 0 0, spoil_copy 0 0, restart 0 0, sync 0 4175",
             {"seed": 14000056, "states": True, "has_web": True, "ranks": 3},
             id="a cache has a malformed copy of a pin",
