@@ -11,7 +11,7 @@ import torch
 from delta_tracker import ModelDeltaTracker
 from delta_tracker.errors import UntrackedTrainingWarning
 from tests.models import Model, Spec, Table, batch, shard
-from tests.sharding.copies_cases import COPIES, _groups_are_shared
+from tests.sharding.copies_cases import COPIES, groups_are_shared
 
 
 @contextmanager
@@ -31,7 +31,7 @@ def trained(rank: int, world_size: int) -> list[str]:
     model = shard(spec)
     tracker = ModelDeltaTracker(model)
     draw = torch.Generator().manual_seed(rank)
-    with _groups_are_shared():
+    with groups_are_shared():
         copied = COPIES["deepcopy"](model)
     with torch.no_grad():
         copied(batch(spec, draw))
