@@ -21,6 +21,7 @@ from delta_tracker.errors import (
     RankFailedError,
     ReservedConsumerError,
     RestoreMismatchError,
+    StorageError,
     StreamReplacedError,
     TakeoverFailedError,
     UnsupportedModelError,
@@ -379,8 +380,11 @@ def test_a_standby_waits_for_the_store_of_its_stream(tmp_path: Path) -> None:
     standby = job.standby()
     standby.sync()
     (tmp_path / "stream").rename(tmp_path / "unmounted")
-    refused(StreamReplacedError, lambda: standby.take_over(force=True), "Check the url, mount or restore its store")
+    refused(StorageError, lambda: standby.take_over(force=True), "Mount its volume and try again")
     (tmp_path / "unmounted").rename(tmp_path / "stream")
+    (tmp_path / "stream" / "log").rename(tmp_path / "log")
+    refused(StreamReplacedError, lambda: standby.take_over(force=True), "Check the url, mount or restore its store")
+    (tmp_path / "log").rename(tmp_path / "stream" / "log")
     standby.take_over(force=True)
     assert job.equals(trainer)
     empty = tmp_path / "empty"

@@ -239,6 +239,36 @@ def test_another_stream_is_followed_only_if_no_source_has_the_applied_one(state:
     assert "version 2 to 1" in predictor.status().last_resync
 
 
+@pytest.mark.usefixtures("no_pause")
+@pytest.mark.parametrize("leaves", ["nothing", "an empty directory"])
+def test_a_directory_that_was_unmounted_may_have_the_applied_stream(tmp_path: Path, leaves: str) -> None:
+    writer = Writer(Storage("memory://"))
+    writer.snapshot()
+    root = tmp_path / "promoted"
+    mirrored(writer, promoted := Storage(root.as_uri(), create=True))
+    promote(promoted)
+    second = Writer(promoted)
+    second.snapshot()
+    table = torch.zeros(20, 4)
+    predictor = Predictor({FQN: table}, [writer.storage, root.as_uri()])
+    predictor.sync()
+    stream = predictor.status().stream
+    assert stream == second.claim.head.stream
+    root.rename(tmp_path / "volume")
+    if leaves == "an empty directory":
+        root.mkdir()
+    for _ in range(4):
+        with contextlib.suppress(StreamError):
+            predictor.sync()
+    assert predictor.status().stream == stream, "a reader goes back to a former stream"
+    if leaves == "an empty directory":
+        root.rmdir()
+    (tmp_path / "volume").rename(root)
+    second.delta([1])
+    assert predictor.sync() == second.claim.head.version
+    assert torch.equal(table, second.table)
+
+
 def test_a_pinned_version_is_not_left_for_a_stream_that_no_promotion_connects() -> None:
     writer = Writer(Storage("memory://"))
     writer.snapshot()

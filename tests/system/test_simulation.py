@@ -241,6 +241,12 @@ def test_many_random_worlds_break_no_rule_but_the_known_ones(worlds: Interpreter
             {"seed": 12000002, "encoding": "INT8", "has_upkeep": True, "has_buckets": True, "ranks": 2},
             id="nothing leads a host cache to a version of which a part is lost",
         ),
+        pytest.param(
+            "join 0 3817, publish 0 0, mirror 0 0, publish 0 0, promote_lagging 0 10769, restart 0 0, snapshot 0 0, "
+            "sync 0 0, mirror 0 0, publish 0 0, promote_lagging 0 0, sync 0 0",
+            {"seed": 31000444, "states": True, "has_upkeep": True, "has_buckets": False, "ranks": 3},
+            id="the directory of the own stream is unmounted, and that of a former one is mounted again",
+        ),
     ],
 )
 def test_a_schedule_that_broke_a_rule_breaks_none(

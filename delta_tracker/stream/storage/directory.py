@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import IO, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +27,7 @@ T = TypeVar("T")
 _EARLY_BYTES = 16 << 20
 # Errors of a deleted file, and of a link that leads to no file, such as a circle.
 _NOWHERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
+_GONE = "was unmounted, deleted or replaced since it was opened"
 # Non-blocking, because a named pipe must not block the reader.
 _open = partial(os.open, flags=os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
 
@@ -122,7 +123,7 @@ class DirectoryStore(Store):
         return delete_draft(self.directory / name)
 
     def has_directory(self, prefix: str) -> bool:
-        return self._has_folder(prefix)
+        return not self._is_gone() and self._has_folder(prefix)
 
     def is_same(self, other: Store) -> bool:
         if not isinstance(other, DirectoryStore):
@@ -225,10 +226,9 @@ class DirectoryStore(Store):
             path = f"{self.directory}/{name}"
             try:
                 status = os.lstat(path)
-            except FileNotFoundError:
-                return False
-            except NotADirectoryError:
-                self._find()  # raises an error if the store itself is a file
+            except (FileNotFoundError, NotADirectoryError):
+                if self._find() and self._is_gone():
+                    raise StorageError(self.url, f"its directory {_GONE}", "Mount its volume and try again") from None
                 return False
             if not stat.S_ISDIR(status.st_mode):
                 found = _no_directory(name, path, status)
@@ -249,6 +249,14 @@ class DirectoryStore(Store):
         self._found = self._found or status
         return True
 
+    def _is_gone(self) -> bool:
+        """Return True if the directory had folders, and the path leads to none or to another one that lacks them."""
+        if not self._folders or any(os.path.isdir(f"{self.directory}/{each}") for each in self._folders):  # noqa: PTH112
+            return False
+        with suppress(FileNotFoundError, NotADirectoryError):
+            return not os.path.samestat(self.directory.stat(), cast("os.stat_result", self._found))
+        return True
+
     def _check(self) -> None:
         """Check that the directory is the one that was found before, if any, and has not lost its objects."""
         if self._found is None:
@@ -263,7 +271,7 @@ class DirectoryStore(Store):
                 return
         raise WriteRefusedError(
             self.url,
-            "its directory was unmounted, deleted or replaced since it was opened",
+            f"its directory {_GONE}",
             "Mount its volume and try again; if the directory is the right one, build a new Publisher from the url",
         )
 
