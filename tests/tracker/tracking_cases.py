@@ -537,7 +537,6 @@ def rewound(rank: int, world_size: int) -> None:
 
 def detach_beside_another(rank: int, world_size: int) -> None:
     """The memory for reads stays while another tracker is attached."""
-    gc.collect()  # trackers of earlier cases
     model = shard(Spec([Table("large", 40_000, "table:0", dim=64)]))
     first, second = ModelDeltaTracker(model), ModelDeltaTracker(model)
     (fqn,) = first.tables
