@@ -636,9 +636,10 @@ class ModelMismatchError(StreamError, ValueError):
         names = f"; the model has: {_listed(self.known)}" if self.known else ""
         super().__init__(
             f"{kind} {name!r} is {expected} in the stream but {found} in the predictor's model{names}",
-            "Build the predictor's model with the trainer's names and sizes, or map differing names with "
+            "Build the predictor's model with the trainer's names and sizes, map differing names with "
             "ModelTarget(model, names={stream: model})"
-            + (", or pass dense=False there" if kind == "dense tensor" else ""),
+            + (", pass dense=False there" if kind == "dense tensor" else "")
+            + ", or name what you need in Predictor(tables=[...])",
         )
 
 

@@ -43,14 +43,26 @@ Examples:
 @click.option("--name", help="Write heartbeats with this name to URL.")
 @click.option("--poll", type=Number(0.01), metavar="SECONDS", help="Polling interval. Default: by URL.")
 @click.option("--cache", metavar="DIRECTORY", help="Directory in which the predictors of this host keep parts.")
-def command(stream: Stream, target: str, name: str | None, poll: float | None, cache: str | None, *, once: bool) -> int:
+@click.option(
+    "--table", "tables", multiple=True, metavar="PATTERN", help="Write the tables of this name or pattern only."
+)
+def command(
+    stream: Stream,
+    target: str,
+    name: str | None,
+    poll: float | None,
+    cache: str | None,
+    tables: tuple[str, ...],
+    *,
+    once: bool,
+) -> int:
     """Write the stream until SIGTERM or Ctrl-C, or with ``once`` up to its newest version, and print each version."""
     if once and poll is not None:
         raise InvalidArgumentError("--poll", poll, "Pass it without --once, which does not poll")
     sink = _opened(target)
     shown: int | None = None
     try:
-        predictor = Predictor(sink, stream.storage, name=name, cache=cache)
+        predictor = Predictor(sink, stream.storage, tables=tables or None, name=name, cache=cache)
         if once:
             stream.out.answer({"version": predictor.sync()}, f"version {predictor.version} is stored")
             return 0

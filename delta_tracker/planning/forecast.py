@@ -18,7 +18,7 @@ from delta_tracker.stream.format.codec import pack_ids
 from delta_tracker.stream.format.digests import PIECE_BYTES
 from delta_tracker.stream.format.manifest import Block, DenseSpec, IdForm, Kind, Link, Manifest, Part
 from delta_tracker.stream.format.object_reader import MEMORY_BYTES
-from delta_tracker.stream.format.part_writer import safetensors_header
+from delta_tracker.stream.format.part_writer import hashes_tensors, safetensors_header
 from delta_tracker.stream.heartbeat import BEAT_SECONDS
 from delta_tracker.stream.log import part_name
 from delta_tracker.stream.maintenance.retention import GRACE_SECONDS
@@ -307,8 +307,13 @@ def version_size(workload: Workload, kind: Kind) -> VersionSize:
         blocks = list(_blocks(workload, rank, kind))
         dense_bytes = workload.dense_bytes if rank == 0 else 0
         if blocks or dense_bytes:
-            name = part_name(1, 1, f"r{rank}")
-            parts.append(Part(name, _part_bytes(blocks, dense_bytes), _HASH, tuple(blocks), ()))
+            tensors = _tensors(blocks, dense_bytes)
+            num_bytes = sum(each.num_bytes for each in tensors.values())
+            digests = len(tensors) if hashes_tensors(blocks, num_bytes, has_dense=bool(dense_bytes)) else 0
+            num_bytes += len(safetensors_header(tensors.items()))
+            parts.append(
+                Part(part_name(1, 1, f"r{rank}"), num_bytes, _HASH, tuple(blocks), (), tensors=(_HASH,) * digests)
+            )
     entry = Manifest(
         stream=_HASH,
         generation=1,
@@ -338,7 +343,7 @@ def _blocks(workload: Workload, rank: int, kind: Kind) -> Iterator[Block]:
             yield Block(table.fqn, (first, end), (0, table.dim), num_rows, form, encoding)
 
 
-def _part_bytes(blocks: Sequence[Block], dense_bytes: int) -> int:
+def _tensors(blocks: Sequence[Block], dense_bytes: int) -> dict[str, DenseSpec]:
     tensors: dict[str, DenseSpec] = {}
     for index, block in enumerate(blocks):
         if block.ids == "list":
@@ -351,7 +356,7 @@ def _part_bytes(blocks: Sequence[Block], dense_bytes: int) -> int:
         tensors[f"{index}.values"] = DenseSpec(block.encoding.dtype_name, (block.num_rows, width))
     if dense_bytes:
         tensors["dense.0"] = DenseSpec("uint8", (dense_bytes,))
-    return len(safetensors_header(tensors.items())) + sum(each.num_bytes for each in tensors.values())
+    return tensors
 
 
 @cache

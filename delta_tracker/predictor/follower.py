@@ -275,7 +275,7 @@ class Follower(Forkable):
             _logger.info("the newest version was not checked before follow(): %s", error)
             return
         for manifest in newest:
-            self._reader.writer.destination.resolve(manifest)
+            self._reader.writer.check_fits(manifest)
 
     @contextmanager
     def _held_lock(self) -> Iterator[None]:

@@ -24,6 +24,7 @@ from delta_tracker.predictor.reader import Reader
 from delta_tracker.predictor.served_model import Model, ModelTarget
 from delta_tracker.predictor.sink_writer import SinkWriter
 from delta_tracker.predictor.status import Served, Status, error_text
+from delta_tracker.predictor.table_choice import TableChoice
 from delta_tracker.predictor.version_writer import Destination, VersionWriter
 from delta_tracker.sinks.row_sink import RowSink
 from delta_tracker.stream.format.manifest import Manifest
@@ -86,6 +87,8 @@ class Predictor(Uncopied, remedy="Save or copy its state_dict()"):
         url: url of the stream, such as ``file:///directory``, ``s3://bucket/prefix`` or ``https://cache/prefix``, or an
             opened :class:`~delta_tracker.stream.storage.storage.Storage`. A sequence has the copies of one stream in
             order of preference: objects missing in one copy are read from another.
+        tables: names or patterns, such as ``"user.*"``, of the tables and dense tensors of the stream that are read and
+            applied; None for all. ``guide/serve.md`` says what is read.
         rollout: which versions are applied; None for ``Rollout()``, which applies all.
         name: name of the heartbeat that is written to the stream every few seconds, which requires write permission;
             None disables it. It is also the label ``predictor`` of the metrics, by default ``"predictor"``. If another
@@ -111,11 +114,12 @@ class Predictor(Uncopied, remedy="Save or copy its state_dict()"):
         True
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  all but two have a default that most users keep
         self,
         model: Model | ModelTarget | RowSink,
         url: Location | Sequence[Location],
         *,
+        tables: str | Sequence[str] | None = None,
         rollout: Rollout | None = None,
         cache: str | Path | HostCache | None = None,
         name: str | None = None,
@@ -135,16 +139,17 @@ class Predictor(Uncopied, remedy="Save or copy its state_dict()"):
         sources = Sources(url, rollout.canary, runtime=runtime)
         self._cache = HostCache(cache) if isinstance(cache, str | Path) else cache
         self._gate = None if rollout.gate is None else GateKeeper(rollout.gate)
+        self._choice = TableChoice(tables)
         self._destination: Destination
         if isinstance(model, RowSink):
-            self._destination = SinkWriter(model, self._gauges)
+            self._destination = SinkWriter(model, self._gauges, self._choice)
         else:
             target = model if isinstance(model, ModelTarget) else ModelTarget(model)
             self._destination = ModelWriter(target, self._gauges)
-        writer = VersionWriter(self._destination, gate=self._gate, cache=self._cache)
+        self._writer = VersionWriter(self._destination, choice=self._choice, gate=self._gate, cache=self._cache)
         self._reader = Reader(
             sources,
-            writer,
+            self._writer,
             self._gauges,
             Policy(follows_pins=rollout.follows_pins, is_canary=rollout.canary is not None),
             # The norms of a merged version cannot show which of its versions violates a bound.
@@ -157,7 +162,10 @@ class Predictor(Uncopied, remedy="Save or copy its state_dict()"):
 
     @property
     def manifest(self) -> Manifest | None:
-        """Manifest of the last applied snapshot or delta; None before the first, and after :meth:`load_state_dict`."""
+        """Manifest of the last applied snapshot or delta; None before the first, and after :meth:`load_state_dict`.
+
+        With ``tables``, it has only what was applied.
+        """
         return self._destination.manifest
 
     @property
@@ -210,6 +218,7 @@ class Predictor(Uncopied, remedy="Save or copy its state_dict()"):
             poll_seconds=self._follower.poll_seconds,
             notice=reader.ignored.notice,
             why=reader.why,
+            left_out=self._writer.left_out,
         )
 
     def sync(self, limit: int | None = None) -> int:
@@ -364,7 +373,7 @@ class Predictor(Uncopied, remedy="Save or copy its state_dict()"):
             an interrupted call left rows of unrelated versions in the tables: after such a dict is loaded, only a
             snapshot can be applied.
         """
-        return self._destination.state_dict()
+        return self._destination.state_dict() | self._choice.saved()
 
     def load_state_dict(self, state: Mapping[str, str | int]) -> None:
         """Restore the stream position of tables that were saved together with ``state``.
@@ -375,7 +384,7 @@ class Predictor(Uncopied, remedy="Save or copy its state_dict()"):
         """
         self._refuse_inside_reading("load_state_dict()")
         with self._follower.lock:
-            self._destination.load_state_dict(state)
+            self._destination.load_state_dict(self._choice.position_in(state))
             self._gauges.served = None
             self._reader.loaded()
         self._follower.moved()

@@ -173,16 +173,17 @@ class ServedModel:
         sent = {self._names.get(name, name).removesuffix(".weight") for name in (*manifest.tables, *manifest.dense)}
         self._has_compared = True
         if others := sorted(_table_names(self._model) - sent):
-            _logger.warning("the stream has no rows for these tables of the model, which keep their values: %s", others)
+            text = "no rows of the stream are applied to these tables of the model, which keep their values: %s"
+            _logger.warning(text, others)
         if self._takes_dense and isinstance(self._model, nn.Module):
             named = (name.replace(_COMPILED, "") for name, _ in self._model.named_parameters())
             trained = {name.removesuffix(".weight") for name in named} - sent
             held = {name.removesuffix(".weight"): name for name in _tensors(self._model)}
             if dense := sorted(held[name] for name in trained & held.keys() - _table_names(self._model)):
                 _logger.warning(
-                    "the stream has no values for these dense parameters of the model, which keep their own: %s. "
-                    "Publish them with Publisher(dense=True), or pass ModelTarget(model, dense=False) if they are set "
-                    "elsewhere",
+                    "no values of the stream are applied to these dense parameters of the model, which keep their own: "
+                    "%s. Publish them with Publisher(dense=True), name them in tables= if it is given, or pass "
+                    "ModelTarget(model, dense=False) if they are set elsewhere",
                     dense,
                 )
 

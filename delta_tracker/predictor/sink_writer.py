@@ -30,6 +30,7 @@ from delta_tracker.predictor.placement import Placement
 from delta_tracker.predictor.predictor_gauges import PredictorGauges
 from delta_tracker.predictor.served_model import Receiver
 from delta_tracker.predictor.status import Served
+from delta_tracker.predictor.table_choice import TableChoice
 from delta_tracker.raw_ids import NO_OWNER, default_rows
 from delta_tracker.row_target import RowTarget
 from delta_tracker.sinks.row_sink import RowSink, SinkState
@@ -61,12 +62,12 @@ class SinkWriter(Forkable):
 
     is_reading = False  # lookups read the row store
 
-    def __init__(self, sink: RowSink, gauges: PredictorGauges) -> None:
+    def __init__(self, sink: RowSink, gauges: PredictorGauges, choice: TableChoice) -> None:
         self.manifest: Manifest | None = None
         self.identities: Mapping[str, Identity] = {}
         self.written = SinkState(stream="")
         self.position: Position | None = None
-        self._gauges, self._sink = gauges, sink
+        self._gauges, self._sink, self._choice = gauges, sink, choice
         self._is_known = False  # False if the row store may have another state
         self._has_logged_dense = False
         self.restore()
@@ -118,6 +119,9 @@ class SinkWriter(Forkable):
         """Return the tables of a version. Raise ModelMismatchError if the row store has different ones."""
         held = self._held(manifest)
         if held is not None:
+            for fqn, stored in held.tables.items():
+                if not self._choice.takes(fqn):
+                    raise ModelMismatchError(fqn, "left out by tables=", f"stored as {stored}").advising(_ANEW)
             missing = held.tables.keys() - manifest.tables.keys() if manifest.kind == "snapshot" else set()
             for fqn in sorted({*manifest.tables, *missing}):
                 _check_table(fqn, manifest, held)

@@ -44,6 +44,8 @@ class Status:
             ``guide/fleet.md``.
         cache: number of parts that the host cache had (``hits``), fetched (``misses``) or did not serve (``bypasses``),
             with those of other predictors with the same ``HostCache`` object; empty without a cache.
+        left_out: names of the tables and dense tensors of the stream that are not applied, because the argument
+            ``tables`` of the predictor leaves them out.
         poll_seconds: current interval between two polls of :meth:`Predictor.follow`; None if it does not run.
     """
 
@@ -64,6 +66,7 @@ class Status:
     cache: Mapping[str, int] = field(default_factory=dict)
     notice: str = ""
     why: str = ""
+    left_out: tuple[str, ...] = ()
 
 
 def error_text(error: Exception | None) -> str | None:

@@ -9,6 +9,7 @@ from delta_tracker.predictor.gate import GateKeeper
 from delta_tracker.predictor.identities import identities_after, version_owners
 from delta_tracker.predictor.model_writer import ModelWriter
 from delta_tracker.predictor.sink_writer import SinkWriter
+from delta_tracker.predictor.table_choice import TableChoice
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.format.part_reader import Contents, PartBuffer
 from delta_tracker.stream.host_cache import HostCache
@@ -19,12 +20,19 @@ Destination = ModelWriter | SinkWriter
 
 
 class VersionWriter:
-    """Writer that validates a whole version, checks it with the ``gate``, and then writes it to ``destination``."""
+    """Writer that validates a whole version, checks it with the ``gate``, and then writes it to ``destination``.
 
-    def __init__(self, destination: Destination, *, gate: GateKeeper | None, cache: HostCache | None) -> None:
+    It reads and writes the tables of ``choice`` only. ``left_out`` has the names of those that the last version had
+    beside them.
+    """
+
+    def __init__(
+        self, destination: Destination, *, choice: TableChoice, gate: GateKeeper | None, cache: HostCache | None
+    ) -> None:
         self.destination = destination
         self.gate = gate
-        self._cache = cache
+        self.left_out: tuple[str, ...] = ()
+        self._choice, self._cache = choice, cache
         self._storage: Storage | None = None  # that the buffer was filled from
         self._buffer = PartBuffer()
 
@@ -32,15 +40,22 @@ class VersionWriter:
         """Drop data read from a store, because it will be read from another store."""
         self._buffer = PartBuffer()
 
+    def check_fits(self, entry: Manifest) -> None:
+        """Raise an error if the tables of a version do not fit the destination."""
+        self.destination.resolve(self._choice.narrowed(entry))
+
     def apply(self, entry: Manifest, storage: Storage, *, is_elsewhere: bool) -> None:
         """Read and validate a version, then write it."""
         if self.destination.written.leaves_rows(entry):
             raise StreamReplacedError(storage.url, entry.version)
         gate = self.gate if entry.kind != "claim" else None
-        receiver = self.destination.resolve(entry)
+        narrowed = self._choice.narrowed(entry)
+        receiver = self.destination.resolve(narrowed)
         if gate is not None:
             gate.recall(entry)
-        contents = self._contents(entry, storage)
+        contents = self._contents(entry, narrowed, storage)
+        if narrowed is not entry:
+            self.left_out = self._choice.left_out(entry)
         measure = {} if gate is None else gate.check(entry, contents)
         self.destination.write(receiver, contents, is_elsewhere=is_elsewhere)
         if gate is not None:
@@ -51,26 +66,28 @@ class VersionWriter:
         identities = self.destination.identities
         for entry in entries:
             yield entry
-            receiver, identities = self.destination.resolve(entry), identities_after(entry, identities)
-            contents = self._contents(entry, storage)
+            narrowed = self._choice.narrowed(entry)
+            receiver, identities = self.destination.resolve(narrowed), identities_after(narrowed, identities)
+            contents = self._contents(entry, narrowed, storage)
             receiver.placements(contents)
             version_owners(contents)
 
     def write_path(self, entries: Sequence[Manifest], storage: Storage) -> None:
         """Write the versions of a path that was checked. The gate only records their values."""
-        receivers = [self.destination.resolve(entry) for entry in entries]
+        narrowed = [self._choice.narrowed(entry) for entry in entries]
+        receivers = [self.destination.resolve(each) for each in narrowed]
         if self.gate is not None:
             self.gate.restart()
-        for entry, receiver in zip(entries, receivers, strict=True):
-            contents = self._contents(entry, storage)
+        for entry, chosen, receiver in zip(entries, narrowed, receivers, strict=True):
+            contents = self._contents(entry, chosen, storage)
             self.destination.write(receiver, contents, is_elsewhere=entry.kind == "snapshot")
             if self.gate is not None:
                 self.gate.passed(entry, self.gate.measure(entry, contents)[0])
 
-    def _contents(self, entry: Manifest, storage: Storage) -> Contents:
+    def _contents(self, entry: Manifest, narrowed: Manifest, storage: Storage) -> Contents:
         """Return the contents of a version, read through the host cache if there is one."""
         if storage is not self._storage:  # the buffer may hold a part of the former one
             self._storage, self._buffer = storage, PartBuffer()
         if self._cache is not None:
             storage = self._cache.over(storage, entry)
-        return Contents(storage, entry, buffer=self._buffer)
+        return Contents(storage, entry, buffer=self._buffer, narrowed=None if narrowed is entry else narrowed)

@@ -11,7 +11,7 @@ from delta_tracker.stream.storage.storage import Storage
 from tests.cli.commands import Cli, url_of
 from tests.cli.sqlite_sink import assert_holds
 from tests.heartbeats import read_heartbeats
-from tests.stream.streams import Writer
+from tests.stream.streams import FQN, Writer
 
 _TARGET = "tests.cli.sqlite_sink:sink"
 
@@ -30,6 +30,13 @@ def test_once_writes_the_newest_version(cli: Cli, writer: Writer, file: Path) ->
     assert json.loads(cli("sink", url_of(writer), _TARGET, "--once", "--json", "--name", "sink-1")) == {"version": 5}
     assert_holds(file, writer, 5)
     assert [beat.version for beat in read_heartbeats(writer.storage)] == [5]
+
+
+def test_only_the_chosen_tables_are_written(cli: Cli, writer: Writer, file: Path) -> None:
+    cli("sink", url_of(writer), _TARGET, "--once", "--table", "item", code=2)
+    assert "Pass names of the stream" in cli.err
+    assert cli("sink", url_of(writer), _TARGET, "--once", "--table", "ec.*", "--table", FQN) == "version 4 is stored\n"
+    assert_holds(file, writer, 4)
 
 
 def test_a_stream_without_a_snapshot_has_exit_code_1(cli: Cli, tmp_path: Path, file: Path) -> None:

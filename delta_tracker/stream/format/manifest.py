@@ -95,6 +95,8 @@ class Part:
     body: Count = 0
     # record of the object with the optimizer's states of the same rows; None if no table has states
     states: Stored | None = None
+    # 128-bit xxh3 of each tensor before these digests, in hex and in the order of the object; empty if it has none
+    tensors: tuple[Hex, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -269,8 +271,11 @@ class Manifest:
             }
         else:
             del entry["event_time"], entry["training"]
-            for part in entry["parts"]:
+        for part in entry["parts"]:
+            if not has_states:
                 del part["body"], part["states"]
+            if not part["tensors"]:
+                del part["tensors"]
         return json.dumps(entry, separators=(",", ":")).encode()
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
+from operator import itemgetter
 from typing import TypeAlias
 
 import numpy as np
@@ -19,7 +21,7 @@ from delta_tracker.stream.storage.store import Transfer
 # Parts up to this size are held in memory while they are applied. Larger ones are read twice, piece by piece.
 MEMORY_BYTES = 256 << 20
 _READ_BYTES = 8 << 20  # of an object that is checked while it is copied
-PartSource: TypeAlias = "InMemory | Ranged"
+PartSource: TypeAlias = "InMemory | Ranged | Tensors"
 
 
 def source_of(storage: Storage, part: Part | Stored, memory_bytes: int, out: NDArray[np.uint8] | None) -> PartSource:
@@ -122,11 +124,54 @@ class Ranged:
         self._is_begun = True
 
     def _fetch(self, begin: int, end: int) -> NDArray[np.uint8]:
-        check()
-        data = self._storage.read_range(self._stored.name, begin, end)
-        if data is None:
-            raise CorruptPartError(self._stored.name, "it was deleted while it was read")
-        return data
+        return _fetched(self._storage, self._stored, begin, end)
+
+
+class Tensors:
+    """Source that reads tensors of a part whole, and checks each against its digest in the record. It keeps them.
+
+    The bytes before the first tensor are unchecked, but a reader derives them from the entry.
+    """
+
+    def __init__(self, storage: Storage, part: Part) -> None:
+        self._storage = storage
+        self._part = part
+        self._ranges: list[tuple[int, int]] = []  # of the tensors, ascending
+        self._held: dict[int, NDArray[np.uint8]] = {}  # tensors by number
+        self._is_begun = False
+
+    def lay_out(self, ranges: list[tuple[int, int]]) -> None:
+        """Set the half-open byte ranges of the tensors, ascending. Raises ValueError for another number of digests."""
+        if len(ranges) != len(self._part.tensors):
+            raise ValueError(f"{len(self._part.tensors)} digests of its {len(ranges)} tensors")
+        self._ranges = ranges
+
+    def read(self, begin: int, end: int) -> NDArray[np.uint8]:
+        """Return the bytes ``[begin, end)`` of one tensor, or of the header. After a StorageError, call it again."""
+        if not self._is_begun:
+            check_size(self._part, self._storage.size(self._part.name))
+            self._is_begun = True
+        number = bisect_right(self._ranges, begin, key=itemgetter(0)) - 1
+        if number < 0:
+            return _fetched(self._storage, self._part, begin, end)
+        first, last = self._ranges[number]
+        if number not in self._held:
+            data = _fetched(self._storage, self._part, first, last)
+            if xxhash.xxh3_128_hexdigest(data.data) != self._part.tensors[number]:
+                raise CorruptPartError(self._part.name, f"the bytes of its tensor {number} do not match their digest")
+            self._held[number] = data
+        return self._held[number][begin - first : end - first]
+
+    def finish(self) -> None:
+        """Do nothing: each tensor is checked when it is read."""
+
+
+def _fetched(storage: Storage, stored: Part | Stored, begin: int, end: int) -> NDArray[np.uint8]:
+    check()
+    data = storage.read_range(stored.name, begin, end)
+    if data is None:
+        raise CorruptPartError(stored.name, "it was deleted while it was read")
+    return data
 
 
 def _check_hash(part: Part | Stored, digest: str) -> None:

@@ -93,9 +93,10 @@ class _Part(Struct):
     xxh3: Hex
     blocks: Raw
     dense: Raw
+    tensors: tuple[Hex, ...] = ()
 
 
-class _StatesPart(_Part):
+class _StatesPart(_Part, kw_only=True):
     body: Count
     states: Stored | None
 

@@ -24,7 +24,7 @@ from delta_tracker.stream.format.block_rows import BlockRows, newest
 from delta_tracker.stream.format.codec import unpack_ids
 from delta_tracker.stream.format.digests import DIGESTS_KEY, total_bytes
 from delta_tracker.stream.format.manifest import DTYPE_NAMES, Block, Manifest, Part, Stored
-from delta_tracker.stream.format.object_reader import MEMORY_BYTES, PartSource, Ranged, source_of
+from delta_tracker.stream.format.object_reader import MEMORY_BYTES, PartSource, Ranged, Tensors, source_of
 from delta_tracker.stream.format.parse import load_json, reason_of
 from delta_tracker.stream.format.part_writer import ALIGNMENT, SIZE_BYTES, TRAINING_KEY
 from delta_tracker.stream.format.state_tree import StateReader
@@ -34,6 +34,7 @@ from delta_tracker.types import dtype_name
 
 _MAX_FREE_BYTES = 320 << 20
 _MAX_HEADER_BYTES = 64 << 20  # a header has some 200 bytes per table
+_IDS_BYTES = 16  # at most, of the row id and the raw id of a row
 _FAULTS = (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OverflowError)
 _Expected: TypeAlias = dict[str, tuple[torch.dtype, tuple[int, ...] | None]]
 
@@ -58,6 +59,8 @@ class _File:
         if stored.body:
             expected = {**expected, DIGESTS_KEY: (torch.uint8, (total_bytes(stored.body) - stored.body,))}
         self.spans = self._layout(stored, expected)
+        if isinstance(source, Tensors):
+            source.lay_out([(span.begin, span.end) for key, span in self.spans.items() if key != DIGESTS_KEY])
         if stored.body and (list(self.spans)[-1], self.spans[DIGESTS_KEY].begin) != (DIGESTS_KEY, stored.body):
             raise ValueError(f"its digests are not its last tensor, after {stored.body} bytes")
 
@@ -125,6 +128,7 @@ class PartReader:
             verifies the returned data.
         blocks: indices of the blocks to read; None for all. The ids of other blocks are neither read nor checked. The
             dense tensors are then checked when they are read, and owners are not checked.
+        dense: names of dense tensors to check together with the owners of ``blocks``; None to check neither.
 
     Raises:
         CorruptPartError: if the bytes do not match the record. Later reads may also raise it.
@@ -140,6 +144,7 @@ class PartReader:
         memory_bytes: int = MEMORY_BYTES,
         source: PartSource | None = None,
         blocks: Collection[int] | None = None,
+        dense: Collection[str] | None = None,
     ) -> None:
         self.part = part
         self._storage = storage
@@ -155,16 +160,18 @@ class PartReader:
                 for index, block in enumerate(part.blocks)
                 if blocks is None or index in blocks
             }
-            if blocks is None:
-                for index, name in enumerate(part.dense):
-                    if manifest.dense[name].dtype == torch.bool:
-                        self._dense(index, name)
-                for rows in self.rows if manifest.identities else ():
-                    for ids, owners in rows.owned():
-                        slots = torch.arange(ids.start, ids.stop) if isinstance(ids, slice) else ids
-                        # A raw id may be mapped to another row while a whole block is copied: then both rows have it.
-                        is_unique = rows.ids is not None
-                        check_owners(manifest.identities[rows.block.table], slots, owners, is_unique=is_unique)
+            names = part.dense if blocks is None else dense
+            for name in names or ():
+                if isinstance(source, Tensors) or manifest.dense[name].dtype == torch.bool:
+                    self._dense(name)
+            for rows in self.rows if names is not None and manifest.identities else ():
+                for ids, owners in rows.owned():
+                    slots = torch.arange(ids.start, ids.stop) if isinstance(ids, slice) else ids
+                    # A raw id may be mapped to another row while a whole block is copied: then both rows have it.
+                    is_unique = rows.ids is not None
+                    check_owners(manifest.identities[rows.block.table], slots, owners, is_unique=is_unique)
+            for index in self._ids if isinstance(source, Tensors) else ():
+                self._file.tensor(f"{index}.values")
 
     @property
     def rows(self) -> list[BlockRows]:
@@ -198,13 +205,13 @@ class PartReader:
             for index, rows in zip(self._ids, self.rows, strict=True)
         ]
 
-    def dense(self) -> dict[str, Tensor]:
-        """Return the dense tensors of the part, by name."""
+    def dense(self, names: Collection[str] | None = None) -> dict[str, Tensor]:
+        """Return dense tensors of the part by name: those in ``names``, or all."""
         with _Refusals(self.part.name):
-            return {name: self._dense(index, name) for index, name in enumerate(self.part.dense)}
+            return {name: self._dense(name) for name in self.part.dense if names is None or name in names}
 
-    def _dense(self, index: int, name: str) -> Tensor:
-        tensor = self._file.tensor(f"dense.{index}")
+    def _dense(self, name: str) -> Tensor:
+        tensor = self._file.tensor(f"dense.{self.part.dense.index(name)}")
         if tensor.dtype == torch.bool:
             _check_flags(name, tensor)
         return tensor
@@ -290,46 +297,85 @@ class PartBuffer:
 
 
 def read_parts(
-    storage: Storage, manifest: Manifest, *, memory_bytes: int = MEMORY_BYTES, buffer: PartBuffer | None = None
+    storage: Storage,
+    manifest: Manifest,
+    *,
+    memory_bytes: int = MEMORY_BYTES,
+    buffer: PartBuffer | None = None,
+    narrowed: Manifest | None = None,
 ) -> list[PartReader]:
     """Read and check all parts of a version, and return a reader for each.
+
+    With ``narrowed``, which has some tables and dense tensors of ``manifest``, reads only their parts, and of a part
+    with digests of its tensors only their tensors.
 
     Parts of at most ``memory_bytes`` in total are held in memory, in that of ``buffer`` if it is given. After a
     :class:`StorageError` or an interruption, ``buffer`` keeps the bytes read so far, and the next call for the same
     parts continues, except within a local file.
     """
-    parts = manifest.parts
+    chosen = None if narrowed is None else {part.name: part for part in narrowed.parts}
+    parts = manifest.parts if chosen is None else tuple([part for part in manifest.parts if part.name in chosen])
     begun = None
     if buffer is not None:
         begun, buffer.begun = buffer.begun, None
     sources = [] if begun is None or begun[0] != parts else begun[1]
     if not sources:
         for part in parts:
-            held = part.num_bytes if part.num_bytes <= memory_bytes else 0
+            needed = part.num_bytes if chosen is None else _needed_bytes(part, chosen[part.name], manifest)
+            held = needed if needed <= memory_bytes else 0
             memory_bytes -= held
-            sources.append(source_of(storage, part, held, None if buffer is None else buffer.pool.lend(held)))
+            if held < part.num_bytes and held:
+                sources.append(Tensors(storage, part))
+            else:
+                sources.append(source_of(storage, part, held, None if buffer is None else buffer.pool.lend(held)))
+    readers = []
     try:
-        return [PartReader(storage, each, manifest, source=source) for each, source in zip(parts, sources, strict=True)]
+        for part, source in zip(parts, sources, strict=True):
+            if chosen is None or chosen[part.name] is part:
+                readers.append(PartReader(storage, part, manifest, source=source))
+            else:
+                readers.append(_narrowed(storage, part, manifest, source, chosen[part.name]))
+        return readers
     except (StorageError, Interrupted):
         if buffer is not None:
             buffer.begun = parts, sources
         raise
 
 
-def dense_of(readers: Iterable[PartReader]) -> dict[str, Tensor]:
-    """Return the dense tensors of all parts in ``readers``, by name."""
+def _needed_bytes(part: Part, chosen: Part, manifest: Manifest) -> int:
+    """Return the number of bytes to read, or a few more, if only ``chosen`` is needed of a part."""
+    if chosen is part or not part.tensors:
+        return part.num_bytes
+    num_bytes = sum(manifest.dense[name].num_bytes for name in chosen.dense)
+    for block in chosen.blocks:
+        values = block.encoding.width(block.num_columns) * block.encoding.dtype.itemsize
+        num_bytes += block.num_rows * (values + _IDS_BYTES)
+    return min(num_bytes, part.num_bytes)
+
+
+def _narrowed(storage: Storage, part: Part, manifest: Manifest, source: PartSource, chosen: Part) -> PartReader:
+    """Return a reader of what ``chosen`` has of a part. What it returns was read and checked."""
+    tables = {block.table for block in chosen.blocks}
+    blocks = [index for index, block in enumerate(part.blocks) if block.table in tables]
+    return PartReader(storage, part, manifest, source=source, blocks=blocks, dense=chosen.dense)
+
+
+def dense_of(readers: Iterable[PartReader], names: Collection[str] | None = None) -> dict[str, Tensor]:
+    """Return dense tensors of the parts in ``readers`` by name: those in ``names``, or all."""
     found: dict[str, Tensor] = {}
     for reader in readers:
         if reader.part.dense:
-            found |= reader.dense()
+            found |= reader.dense(names)
     return found
 
 
 class Contents:
     """Rows and dense tensors of a version. The constructor reads and checks all parts, see :func:`read_parts`.
 
+    With ``narrowed``, which has some tables and dense tensors of the version, it reads only these.
+
     Attributes:
-        manifest: manifest of the version.
+        manifest: manifest of the version, or ``narrowed``.
         whole: whole blocks, decoded, with the listed rows, which may be newer, written over them. Apply these first.
         listed: listed rows, decoded. Rows whose listed columns all lie in one whole block are omitted.
         dense: name to dense tensor.
@@ -342,13 +388,14 @@ class Contents:
         *,
         memory_bytes: int = MEMORY_BYTES,
         buffer: PartBuffer | None = None,
+        narrowed: Manifest | None = None,
     ) -> None:
-        self.manifest = manifest
-        readers = read_parts(storage, manifest, memory_bytes=memory_bytes, buffer=buffer)
-        tables = manifest.tables
+        self.manifest = narrowed or manifest
+        readers = read_parts(storage, manifest, memory_bytes=memory_bytes, buffer=buffer, narrowed=narrowed)
+        tables = self.manifest.tables
         rows = [each.decoded(tables[each.block.table].dtype) for reader in readers for each in reader.rows]
         self.whole, self.listed = newest(rows)
-        self.dense = dense_of(readers)
+        self.dense = dense_of(readers, self.manifest.dense)
 
     def owners(self) -> Iterator[tuple[str, Tensor | slice, Tensor]]:
         """Yield the raw ids of all rows of tables with raw ids: of the whole blocks first, then of the listed rows.

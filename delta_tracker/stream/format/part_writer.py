@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, count
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor
 from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.codec import pack_ids
 from delta_tracker.stream.format.digests import DIGEST_BYTES, DIGESTS_KEY, PieceHasher, num_digests, total_bytes
-from delta_tracker.stream.format.manifest import DTYPE_NAMES, DenseSpec, Part, Stored
+from delta_tracker.stream.format.manifest import DTYPE_NAMES, Block, DenseSpec, Part, Stored
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.stream.storage.store import Repeatable, pieces
 from delta_tracker.types import dtype_name
@@ -30,6 +30,7 @@ from delta_tracker.types import dtype_name
 SIZE_BYTES = 8
 ALIGNMENT = 8
 TRAINING_KEY = "state"
+_LEAST_BYTES = 1 << 20  # size from which a part of several tables has a digest of each tensor
 METADATA_KEY = "__metadata__"
 
 
@@ -54,9 +55,11 @@ class _FileWriter(Iterable[memoryview]):
     # tensors in the order of the file. The chunks of each are read once per iteration of the file
     entries: Sequence[_Entry]
     has_digests: bool  # True for a file of format 2, which ends with the digests of the pieces before them
+    hashes_tensors: bool  # True to hash each tensor, too
     num_bytes: int = 0  # size of the file in bytes; 0 until an iteration is complete
     body: int = 0  # number of bytes before the digests; 0 without digests
     xxh3: str = ""  # 128-bit xxh3 of the bytes from `body` on, in hex; empty until an iteration is complete
+    tensors: list[xxhash.xxh3_128] = field(default_factory=list)  # of each tensor, up to the current one
 
     def __iter__(self) -> Iterator[memoryview]:
         """Yield buffers whose concatenation is the file. Write each one before requesting the next."""
@@ -66,6 +69,8 @@ class _FileWriter(Iterable[memoryview]):
         hasher = PieceHasher() if self.has_digests else xxhash.xxh3_128()
         for buffer in pieces(self._contents(head)):  # small pieces stay in the cache until written
             hasher.update(buffer)
+            if self.tensors:
+                self.tensors[-1].update(buffer)
             yield buffer
         if isinstance(hasher, PieceHasher):
             digests = memoryview(hasher.digests())
@@ -85,9 +90,12 @@ class _FileWriter(Iterable[memoryview]):
             number = num_digests(len(head) + size)
 
     def _contents(self, head: bytes) -> Iterator[memoryview]:
+        self.tensors.clear()
         yield memoryview(head)
         for entry in self.entries:
             given = 0
+            if self.hashes_tensors:
+                self.tensors.append(xxhash.xxh3_128())
             for chunk in entry.chunks:
                 given += chunk.nbytes
                 if chunk.nbytes:
@@ -127,16 +135,28 @@ def put_part(
     entries = list(chain.from_iterable(map(_entries, count(), rows)))
     for index, tensor in enumerate(dense.values()):
         entries.append(_Entry(f"dense.{index}", tensor.dtype, tuple(tensor.shape), [tensor]))
-    stored = _put(storage, name, entries, has_digests=states_name is not None)
     blocks = tuple(map(attrgetter("block"), rows))
-    part = Part(name, stored.num_bytes, stored.xxh3, blocks, tuple(dense), stored.body)
+    file = _put(
+        storage,
+        name,
+        entries,
+        has_digests=states_name is not None,
+        hashes_tensors=hashes_tensors(blocks, sum(map(attrgetter("num_bytes"), entries)), has_dense=bool(dense)),
+    )
+    tensors = tuple(map(methodcaller("hexdigest"), file.tensors))
+    part = Part(name, file.num_bytes, file.xxh3, blocks, tuple(dense), file.body, tensors=tensors)
     if states_name is None:
         for each in rows:
             assert not each.states, "format 1 has no states"
             assert each.owners is None, "format 1 has no owners"
         return part
     entries = list(chain.from_iterable(map(_state_entries, count(), rows)))
-    return replace(part, states=_put(storage, states_name, entries)) if entries else part
+    return replace(part, states=_stored(states_name, _put(storage, states_name, entries))) if entries else part
+
+
+def hashes_tensors(blocks: Sequence[Block], num_bytes: int, *, has_dense: bool) -> bool:
+    """Return True if a part with ``num_bytes`` bytes of tensors gets a digest of each, for readers of some tables."""
+    return num_bytes >= _LEAST_BYTES and len(set(map(attrgetter("table"), blocks))) + has_dense > 1
 
 
 def put_training(storage: Storage, name: str, buffers: Iterable[memoryview], num_bytes: int) -> Stored:
@@ -145,13 +165,25 @@ def put_training(storage: Storage, name: str, buffers: Iterable[memoryview], num
     The training state has ``num_bytes`` bytes, the concatenation of ``buffers``, which are iterated again if the write
     is repeated. If the store fails, the object may have been created.
     """
-    return _put(storage, name, [_Entry(TRAINING_KEY, torch.uint8, (num_bytes,), buffers)])
+    return _stored(name, _put(storage, name, [_Entry(TRAINING_KEY, torch.uint8, (num_bytes,), buffers)]))
 
 
-def _put(storage: Storage, name: str, entries: Iterable[_Entry], *, has_digests: bool = True) -> Stored:
+def _put(
+    storage: Storage,
+    name: str,
+    entries: Iterable[_Entry],
+    *,
+    has_digests: bool = True,
+    hashes_tensors: bool = False,
+) -> _FileWriter:
     # Wide items first, so that each tensor starts at a multiple of its item size.
-    file = _FileWriter(sorted(entries, key=attrgetter("dtype.itemsize"), reverse=True), has_digests)
+    ordered = sorted(entries, key=attrgetter("dtype.itemsize"), reverse=True)
+    file = _FileWriter(ordered, has_digests, hashes_tensors)
     storage.put(name, file)
+    return file
+
+
+def _stored(name: str, file: _FileWriter) -> Stored:
     return Stored(name, file.num_bytes, file.body, file.xxh3)
 
 
