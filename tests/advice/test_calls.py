@@ -27,7 +27,6 @@ from delta_tracker.compat import ModelDeltaTrackerTrec, TorchrecAssertionError
 from delta_tracker.errors import HeldVersionError, InvalidArgumentError, MalformedError, NoSnapshotError
 from delta_tracker.monitor import Monitor
 from delta_tracker.monitor.device.metrics import DeviceCounter, DeviceMean
-from delta_tracker.monitor.device.torchmetric import TorchMetric
 from delta_tracker.monitor.state import LogicalCounters
 from delta_tracker.sinks.lmdb import LmdbSink
 from delta_tracker.stream.format.manifest import entry_name
@@ -272,37 +271,9 @@ def test_a_synchronized_metric_is_unsynced_before_it_is_saved() -> None:
     assert metric.compute() == 3
 
 
-class _Hidden(torchmetrics.Metric):
-    """A metric that counts outside of its states, unless they are declared."""
-
-    def __init__(self, *, declares: bool) -> None:
-        super().__init__()
-        self.add_state("total", torch.zeros(()), dist_reduce_fx="sum")
-        self.declares = declares
-        if declares:
-            self.add_state("num_seen", torch.zeros(()), dist_reduce_fx="sum")
-        else:
-            self.num_seen = 0
-
-    def update(self, value: torch.Tensor) -> None:
-        self.total += value
-        self.num_seen = self.num_seen + 1
-
-    def compute(self) -> torch.Tensor:
-        return self.total / self.num_seen
-
-
-@pytest.mark.advice("InvalidArgumentError: _check_unchanged _state_names", "InvalidArgumentError: _check")
-def test_what_a_metric_changes_is_declared_as_a_state() -> None:
-    monitor = Monitor()
-    refused(
-        InvalidArgumentError,
-        lambda: TorchMetric("a", _Hidden(declares=False), monitor=monitor).update(3.0),
-        "add_state()",
-    )
-    stat = TorchMetric("b", _Hidden(declares=True), monitor=monitor)
-    stat.update(3.0)
-    mean = DeviceMean("c", monitor=monitor)
+@pytest.mark.advice("InvalidArgumentError: _check")
+def test_a_weight_is_on_the_device_of_its_values() -> None:
+    mean = DeviceMean("c", monitor=Monitor())
     refused(
         InvalidArgumentError, lambda: mean.update(torch.ones(1), weight=torch.ones(1, device="meta")), "Move it to cpu"
     )

@@ -1,4 +1,4 @@
-"""Device stats: correct values, no sync, counted NaNs, exact ends of epochs, and metrics of all ranks."""
+"""Device stats: correct values, no sync, counted NaNs, and exact ends of epochs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torchmetrics
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -29,10 +28,8 @@ from delta_tracker.monitor.device.metrics import (
     DeviceSum,
     reader_of,
 )
-from delta_tracker.monitor.device.torchmetric import TorchMetric
 from tests.fake_streams.simulation import fake_streams
 from tests.monitor.clocks import ManualClock
-from tests.ranks import RankPool
 from tests.syncs import SIMULATED, SyncError, assert_no_sync, find_syncs, held, on_device
 
 _CASES = "tests.monitor.monitoring_cases"
@@ -339,185 +336,6 @@ def test_invalid_classes_are_counted(monitor) -> None:
             DeviceClassification("d", monitor=monitor, **bad)
 
 
-# torchmetrics
-
-
-class _Reduced(torchmetrics.Metric):
-    """A sum whose state has another reduction over ranks."""
-
-    def __init__(self, reduction: str | None) -> None:
-        super().__init__()
-        self.add_state("total", torch.tensor(0.0), dist_reduce_fx=reduction)
-
-    def update(self, value) -> None:
-        self.total += value
-
-    def compute(self):
-        return self.total
-
-
-def _values(monitor, name):
-    return {each.labels[0][1]: each.values["value"] for each in _windows(monitor, name)}
-
-
-@pytest.mark.filterwarnings("ignore:Metric `SpearmanCorrcoef` will save")
-def test_metrics_of_torchmetrics_are_read(monitor) -> None:
-    made = {
-        "sum": (torchmetrics.SumMetric(), 6.0),
-        "max": (torchmetrics.MaxMetric(), 3.0),
-        "min": (torchmetrics.MinMetric(), 1.0),
-        "mean": (torchmetrics.MeanMetric(), 2.0),
-    }
-    stats = {name: TorchMetric(name, metric, monitor=monitor) for name, (metric, _) in made.items()}
-    median = TorchMetric("cat", torchmetrics.SpearmanCorrCoef(), monitor=monitor)
-    for value in (1.0, 2.0, 3.0):
-        for stat in stats.values():
-            stat.update(torch.tensor(value))
-        median.update(torch.tensor([value, -value]), torch.tensor([value * 2, -value]))
-    collection = monitor.collect()
-    values = {each.definition.name: each.values["value"] for each in collection.windows}
-    assert {name: values[name] for name in made} == {name: exact for name, (_, exact) in made.items()}
-    assert values["cat"] == pytest.approx(median.metric.compute().item())
-    assert not _values(monitor, "sum"), "nothing new"
-    stats["sum"].reset()
-    assert not _values(monitor, "sum"), "nothing at all"
-    stats["sum"].update(5.0)
-    assert _values(monitor, "sum") == {"value": 5.0}
-
-
-@pytest.mark.parametrize("reduction", ["mean", None])
-def test_a_metric_with_any_reduction_is_read(monitor: Monitor, reduction: str | None) -> None:
-    stat = TorchMetric("m", _Reduced(reduction), monitor=monitor)
-    for value in (1.0, 2.0):
-        stat.update(torch.tensor(value))
-    assert _values(monitor, "m") == {"value": 3.0}
-
-
-def test_merged_over_ranks(two_ranks: RankPool) -> None:
-    answers = two_ranks.run(f"{_CASES}:merged")
-    assert answers[0] == answers[1]
-    assert answers[0]["metric max"] == 8.0
-    assert answers[0]["metric mean"] == pytest.approx(5.5)
-    assert answers[0]["metric cat"] == pytest.approx(answers[0]["exact cat"])
-
-
-def test_a_merge_over_ranks_takes_no_reading_from_the_collector(two_ranks: RankPool) -> None:
-    for rank, answer in enumerate(two_ranks.run(f"{_CASES}:merged_before_a_reading")):
-        assert answer == {"merged": 30.0, "own": [{"value": 10.0 * (rank + 1)}, {}]}
-
-
-class _Kept(torchmetrics.Metric):
-    """It keeps what it is given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.add_state("newest", torch.tensor(0.0), dist_reduce_fx="sum")
-        self.add_state("every", [], dist_reduce_fx="cat")
-
-    def update(self, value) -> None:
-        self.newest = value
-        self.every.append(value[None])
-
-    def compute(self):
-        return self.newest + torch.cat(self.every).sum()
-
-
-def test_a_metric_keeps_neither_the_values_nor_their_graph(monitor) -> None:
-    stat = TorchMetric("m", _Kept(), monitor=monitor)
-    weight = torch.ones(3, requires_grad=True)
-    loss = (weight * weight).sum()
-    gone = weakref.ref(loss)
-    stat.update(loss)
-    del loss
-    assert gone() is None
-    value = torch.tensor(4.0)
-    stat.update(value=value)
-    value += 100
-    assert _values(monitor, "m") == {"value": 4 + 3 + 4}
-    tensors = [stat.metric.newest, *stat.metric.every]
-    assert not any(each.requires_grad for each in tensors)
-
-
-class _Counting(torchmetrics.SumMetric):
-    """It counts outside of its states."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_seen = 0
-
-    def update(self, value) -> None:
-        super().update(value)
-        self.num_seen += 1
-
-    def compute(self):
-        return self.sum_value / max(self.num_seen, 1)
-
-
-class _Listed(_Counting):
-    """It counts in a list, and later in a tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen, self.total = [], torch.zeros(2)
-
-    def update(self, value) -> None:
-        if self.seen:
-            self.total[0] += 1
-        else:
-            self.seen.append(1)
-
-
-class _Holding(torchmetrics.SumMetric):
-    """It hides a metric in a list."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.hidden = {"list": [torchmetrics.SumMetric()]}
-
-
-def test_metrics_with_values_outside_of_their_states_are_refused(monitor) -> None:
-    with pytest.raises(InvalidArgumentError, match="inner metrics: SumMetric"):
-        TorchMetric("hidden", _Holding(), monitor=monitor)
-    stat = TorchMetric("m", _Counting(), monitor=monitor)
-    with pytest.raises(InvalidArgumentError, match="Declare 'num_seen'"):
-        stat.update(3.0)
-    with pytest.raises(InvalidArgumentError, match="Declare 'seen'"):
-        TorchMetric("listed", _Listed(), monitor=monitor).update(3.0)
-    later = _Listed()
-    later.seen = [1]
-    with pytest.raises(InvalidArgumentError, match="Declare 'total'"):
-        TorchMetric("later", later, monitor=monitor).update(3.0)
-    monitor.collect()
-    assert not _values(monitor, "m")
-
-
-def test_a_metric_starts_no_collective_in_the_collector(two_ranks: RankPool) -> None:
-    """It would interleave with those of training, in another order on every rank."""
-    answers = two_ranks.run(f"{_CASES}:metrics_during_training")
-    for answer in answers:
-        assert set(answer["own"].values()) == {2**53 + 1}
-        assert set(answer["merged"].values()) == {2 * (2**53 + 1)}
-        assert answer["errors"] == 0
-        assert answer["readings"] > 1
-        assert answer["threads"] == ["MainThread"]
-
-
-@pytest.mark.parametrize(
-    "metric",
-    [
-        torchmetrics.MinMaxMetric(torchmetrics.SumMetric()),
-        torchmetrics.SumMetric() + torchmetrics.SumMetric(),
-        torchmetrics.MetricCollection([torchmetrics.SumMetric()]),
-        torch.nn.Linear(1, 1),
-    ],
-    ids=lambda metric: type(metric).__name__,
-)
-def test_metrics_whose_states_are_elsewhere_are_refused(monitor, metric) -> None:
-    with pytest.raises(InvalidArgumentError, match="metric"):
-        TorchMetric("m", metric, monitor=monitor)
-    assert not monitor.find("m")
-
-
 @pytest.mark.parametrize("kind", _STATS)
 def test_a_stat_that_is_deleted_is_read_once_more_and_freed(monitor: Monitor, kind: type[DeviceMean]) -> None:
     stat = kind("s", monitor=monitor)
@@ -555,79 +373,6 @@ def test_a_stat_that_is_deleted_is_read_after_a_copy_that_failed(monitor: Monito
     assert (windows.get("kept"), windows.get("s")) == (2.0, 2.0)
     gc.collect()  # the errors hold frames
     assert alive() is None
-
-
-def test_a_metric_that_is_deleted_is_read_once_more_and_freed(monitor: Monitor) -> None:
-    stat = TorchMetric("m", torchmetrics.SumMetric(), monitor=monitor)
-    stat.update(1.0)
-    assert [window.values["value"] for window in _windows(monitor, "m")] == [1.0]
-    alive = weakref.ref(stat.metric)
-    stat.update(2.0)
-    del stat
-    assert [window.values["value"] for window in _windows(monitor, "m")] == [3.0]
-    gc.collect()
-    assert alive() is None
-    TorchMetric("other", torchmetrics.SumMetric(), monitor=monitor)  # removes the sources that have ended
-    assert "m" not in [source.name for source in monitor.registry.sources]
-
-
-@pytest.mark.parametrize("is_deleted_first", [True, False])
-def test_a_metric_that_replaces_a_deleted_one_loses_none_of_its_updates(
-    monitor: Monitor, *, is_deleted_first: bool
-) -> None:
-    alive = []
-    stat: TorchMetric | None = None
-    for number in range(1, 4):
-        if is_deleted_first:
-            stat = None
-        stat = TorchMetric("m", torchmetrics.SumMetric(), monitor=monitor)
-        stat.update(float(number))
-        alive.append(weakref.ref(stat))
-    aggregates = [window.window.aggregate for window in _windows(monitor, "m")]
-    assert [(each.count, each.total) for each in aggregates] == [(3, 6.0)]
-    assert [window.values["value"] for window in _windows(monitor, "m")] in ([], [3.0])
-    gc.collect()
-    assert [each() for each in alive] == [None, None, stat]
-    stat.update(4.0)
-    assert [window.values["value"] for window in _windows(monitor, "m")] == [7.0]
-
-
-class _Total(torchmetrics.Metric):
-    """Weighted sum of values on a device."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.add_state("total", torch.zeros(4), "sum")
-
-    def update(self, values: torch.Tensor) -> None:
-        self.total = self.total.to(values.device)
-        self.total *= 2  # the order of updates counts
-        self.total += values
-
-    def compute(self) -> torch.Tensor:
-        return self.total.sum()
-
-
-@pytest.mark.parametrize(
-    ("index", "aside"),
-    [(0, False), (0, True), (1, False)],
-    ids=["same stream", "another stream", "another device"],
-)
-@pytest.mark.parametrize("num_updates", [1, 4])
-def test_a_metric_is_read_after_the_updates_of_any_stream(num_updates: int, index: int, aside: bool) -> None:
-    for seed in range(6):
-        monitor = Monitor(ManualClock())
-        stat = TorchMetric("m", _Total(), monitor=monitor)
-        with fake_streams(seed, num_devices=2):
-            device = torch.device("cuda", index)
-            streams = [torch.cuda.Stream(device) if aside else torch.cuda.default_stream(device) for _ in range(2)]
-            for number in range(num_updates):
-                with torch.cuda.stream(streams[number % 2]):
-                    stat.update(torch.full((4,), float(number + 1), device=device))
-            stat.read(is_last=True)
-            assert [window.values["value"] for window in _windows(monitor, "m")] == [
-                4.0 if num_updates == 1 else 4.0 * (8 + 2 * 4 + 3 * 2 + 4)
-            ]
 
 
 def test_sums_are_read_after_the_updates_of_any_stream() -> None:

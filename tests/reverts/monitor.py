@@ -6,20 +6,6 @@ from tests.reverts.mutation import DoesNothing, Loses, Replaces
 from tests.reverts.revert import Revert
 
 REVERTS = {
-    "tests/monitor/test_device.py::test_a_metric_is_read_after_the_updates_of_any_stream": [
-        Revert(
-            "a metric whose first update moves it to a device is read before this update",
-            Loses("TorchMetric.update", "_enter(...)", nth=2),
-        ),
-        Revert(
-            "a metric on a device is updated on several streams at once",
-            Loses("TorchMetric.update", "_enter(...)", nth=1),
-        ),
-        Revert(
-            "a metric is copied on the current stream of the collector",
-            Replaces("TorchMetric._to_host", "last_stream(...)", "None"),
-        ),
-    ],
     "tests/monitor/test_device.py::test_sums_are_read_after_the_updates_of_any_stream": [
         Revert(
             "sums are copied on the current stream of the collector",

@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-import torchmetrics
 from torch import distributed as dist
 from torch.distributed import _functional_collectives as functional
 
 from delta_tracker import ModelDeltaTracker, Predictor, Publisher, TopK, TrackingMode, Upkeep
 from delta_tracker.monitor import Monitor
-from delta_tracker.monitor.device.torchmetric import TorchMetric
+from delta_tracker.monitor.device.metrics import DeviceMean
 from delta_tracker.monitor.sinks.jsonl import JsonlSink
 from delta_tracker.publisher.cadence import Cadence
 from delta_tracker.stream.maintenance.retention import Retention
@@ -94,7 +93,7 @@ def whole_library(rank: int, world_size: int, root: str) -> dict[str, list[str]]
     model = shard(spec)
     generator = torch.Generator().manual_seed(rank)
     monitor = Monitor()
-    metric = TorchMetric("metric", torchmetrics.MeanMetric(), monitor=monitor)
+    metric = DeviceMean("metric", monitor=monitor)
     url = f"file://{root}/stream"
     with (
         watch_collectives(["publisher-exchange"]) as started,
@@ -124,7 +123,6 @@ def whole_library(rank: int, world_size: int, root: str) -> dict[str, list[str]]
         predictor.stop()
         publisher.close()
         assert monitor.stop()
-        metric.compute()
         dist.barrier()
     assert predictor.version
     threads: dict[str, set[str]] = {}

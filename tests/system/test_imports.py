@@ -19,7 +19,7 @@ _ROOT = Path(__file__).parent.parent.parent
 
 _BLOCKED = """
 import sys
-blocked = {"prometheus_client", "opentelemetry", "tensorboard", "mlflow", "pynvml", "torchmetrics"}
+blocked = {"prometheus_client", "opentelemetry", "tensorboard", "mlflow", "pynvml"}
 sys.modules.update(dict.fromkeys(blocked))  # an import of them raises; torch has imported pynvml
 """
 
@@ -46,10 +46,6 @@ from delta_tracker.monitor.sinks.opentelemetry import OpenTelemetrySink
 from delta_tracker.monitor.sinks.prometheus import PrometheusFileSink, PrometheusSink
 from delta_tracker.monitor.sinks.tensorboard import TensorBoardSink
 from delta_tracker.monitor.sinks.torch_monitor import TorchMonitorSink
-from delta_tracker.monitor.device.torchmetric import TorchMetric
-
-class Fake:
-    _reductions = {{}}
 
 refused = {{
     "prometheus": [lambda: PrometheusSink(0), lambda: PrometheusFileSink("x")],
@@ -57,7 +53,6 @@ refused = {{
     "tensorboard": [lambda: TensorBoardSink("x")],
     "mlflow": [lambda: MlflowSink("x")],
     "nvml": [lambda: NvmlMetrics(Monitor().registry)],
-    "torchmetrics": [lambda: TorchMetric("x", Fake())],
 }}
 for extra, builds in refused.items():
     for build in builds:

@@ -1,5 +1,5 @@
 """Metrics that accumulate on a device and are read without synchronizing training with the device.
 
 Open ``metrics.py`` first: it defines sums, means and counters. ``device_state.py`` copies their values to the
-host, and ``torchmetric.py`` does the same for metrics of torchmetrics.
+host.
 """
