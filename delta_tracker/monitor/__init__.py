@@ -2,18 +2,25 @@
 
 Open ``monitor.py`` first. The functions of this package are the methods of the program's default :class:`Monitor`.
 Trackers, publishers and predictors record the metrics listed in ``library.py`` with the recorders of ``recorder.py``.
-From the rest of the library, this package imports only ``errors``, ``live_objects`` and ``buffers``. A sink is imported
-at the first use of its name, for example ``from delta_tracker.monitor import PrometheusSink``.
+From the rest of the library, this package imports only ``errors``, ``live_objects`` and ``buffers``. A sink imports the
+package that it needs when it is built.
 """
-
-import importlib
-from typing import TYPE_CHECKING
 
 from delta_tracker.monitor.event import Event as Event
 from delta_tracker.monitor.event import Severity as Severity
 from delta_tracker.monitor.monitor import MONITOR as MONITOR
 from delta_tracker.monitor.monitor import Monitor as Monitor
 from delta_tracker.monitor.policy import Window as Window
+from delta_tracker.monitor.sinks.base_sink import Sink as Sink
+from delta_tracker.monitor.sinks.chrome_trace import ChromeTraceSink as ChromeTraceSink
+from delta_tracker.monitor.sinks.jsonl import JsonlSink as JsonlSink
+from delta_tracker.monitor.sinks.logs import LoggingSink as LoggingSink
+from delta_tracker.monitor.sinks.mlflow import MlflowSink as MlflowSink
+from delta_tracker.monitor.sinks.opentelemetry import OpenTelemetrySink as OpenTelemetrySink
+from delta_tracker.monitor.sinks.prometheus import PrometheusFileSink as PrometheusFileSink
+from delta_tracker.monitor.sinks.prometheus import PrometheusSink as PrometheusSink
+from delta_tracker.monitor.sinks.tensorboard import TensorBoardSink as TensorBoardSink
+from delta_tracker.monitor.sinks.torch_monitor import TorchMonitorSink as TorchMonitorSink
 from delta_tracker.monitor.stat import Kind as Kind
 
 metrics = MONITOR.metrics
@@ -35,35 +42,3 @@ start = MONITOR.start
 stop = MONITOR.stop
 flush = MONITOR.flush
 collect = MONITOR.collect
-
-if TYPE_CHECKING:
-    from delta_tracker.monitor.sinks.base_sink import Sink as Sink
-    from delta_tracker.monitor.sinks.chrome_trace import ChromeTraceSink as ChromeTraceSink
-    from delta_tracker.monitor.sinks.jsonl import JsonlSink as JsonlSink
-    from delta_tracker.monitor.sinks.logs import LoggingSink as LoggingSink
-    from delta_tracker.monitor.sinks.mlflow import MlflowSink as MlflowSink
-    from delta_tracker.monitor.sinks.opentelemetry import OpenTelemetrySink as OpenTelemetrySink
-    from delta_tracker.monitor.sinks.prometheus import PrometheusFileSink as PrometheusFileSink
-    from delta_tracker.monitor.sinks.prometheus import PrometheusSink as PrometheusSink
-    from delta_tracker.monitor.sinks.tensorboard import TensorBoardSink as TensorBoardSink
-    from delta_tracker.monitor.sinks.torch_monitor import TorchMonitorSink as TorchMonitorSink
-
-_SINKS = {
-    "ChromeTraceSink": "chrome_trace",
-    "JsonlSink": "jsonl",
-    "LoggingSink": "logs",
-    "MlflowSink": "mlflow",
-    "OpenTelemetrySink": "opentelemetry",
-    "PrometheusFileSink": "prometheus",
-    "PrometheusSink": "prometheus",
-    "Sink": "base_sink",
-    "TensorBoardSink": "tensorboard",
-    "TorchMonitorSink": "torch_monitor",
-}
-
-
-def __getattr__(name: str) -> object:
-    """Import and return a sink."""
-    if name not in _SINKS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.sinks.{_SINKS[name]}"), name)
