@@ -13,7 +13,7 @@ import base64
 import hashlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ _TEMPLATE = Path(__file__).with_name("report.html.jinja")
 _SCRIPT = Path(__file__).with_name("report.js")
 _NUM_SERIES = 8
 _NUM_CARDS = 12
-_NUM_TICKS, _NUM_CARD_TICKS = 6, 4
+_NUM_TICKS = 6
 _MAX_GAPS = 60  # gaps between bars are visible on a phone up to about 60 bars
 _MINUTE, _DAY = 60.0, 86_400.0
 WIDTH, HEIGHT = 1000, 100
@@ -53,7 +53,7 @@ def render(figures: Figures) -> str:
     return template.render(
         figures=figures,
         sizes=_sizes(figures),
-        cards=[_card(table) for table in figures["tables"] if table["histogram"]][:_NUM_CARDS],
+        moved=[table for table in figures["tables"] if table["moves"]["count"]],
         hot=[table for table in figures["tables"] if table["hottest"]][:_NUM_CARDS],
         script=script,
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
@@ -112,37 +112,6 @@ class Slot:
     left: float
     width: float
 
-    @property
-    def middle(self) -> float:
-        """Midpoint between the left and the right edge."""
-        return self.left + self.width / 2
-
-
-@dataclass(slots=True, kw_only=True)
-class Chart:
-    """Chart of a report.
-
-    Args:
-        about: alternative text for screen readers.
-        legend: mapping from the CSS class of each series to its label.
-        slots: parts of the horizontal axis, from left to right.
-        shapes: CSS class of the series, which sets the color, and SVG path data of each shape, from back to front.
-        tips: title and values of the tooltip of each slot: one value per series, in the order of the legend, or none.
-        marks: positions of vertical lines in percent from the left, by their CSS class: ``snapshot``, ``restart`` or
-            ``median``.
-        axis: title of the horizontal axis; empty if it has none.
-    """
-
-    about: str
-    legend: dict[str, str]
-    slots: Sequence[Slot]
-    shapes: list[tuple[str, str]] = field(default_factory=list)
-    y_ticks: list[Tick] = field(default_factory=list)
-    x_ticks: list[Tick] = field(default_factory=list)
-    tips: list[tuple[str, Sequence[str]]] = field(default_factory=list)
-    marks: dict[str, list[float]] = field(default_factory=dict)
-    axis: str = ""
-
 
 @dataclass(frozen=True, slots=True)
 class Scale:
@@ -175,17 +144,15 @@ class Scale:
         return [Tick(round(self(value), 2), labels(value)) for value in values]
 
 
-def bars(
-    slots: Sequence[Slot], heights: Sequence[float], below: Sequence[float] | None = None, gap: float = 0.0
-) -> str:
+def bars(slots: Sequence[Slot], heights: Sequence[float], below: Sequence[float], gap: float) -> str:
     """Return the SVG path data of bars.
 
     ``heights`` are in percent; a bar of height 0 is not drawn. ``below`` has the distance of each bar's lower edge from
-    the bottom of the chart, in percent; None if all are 0. ``gap`` is a fraction of a bar's slot.
+    the bottom of the chart, in percent. ``gap`` is a fraction of a bar's slot.
     """
     width = WIDTH / 100
     steps = []
-    for slot, height, bottom in zip(slots, heights, below or [0.0] * len(slots), strict=True):
+    for slot, height, bottom in zip(slots, heights, below, strict=True):
         if height > 0:
             left, across = width * (slot.left + slot.width * gap / 2), width * slot.width * (1 - gap)
             steps.append(f"M{_svg(left)} {_svg(HEIGHT - bottom)}v{_svg(-height)}h{_svg(across)}v{_svg(height)}z")
@@ -214,30 +181,21 @@ def slots_of(spans: Sequence[tuple[float, float]], usual: float) -> list[Slot]:
     return slots
 
 
-def even_slots(count: int) -> list[Slot]:
-    """Return ``count`` slots of equal width that fill the axis.
-
-    Example:
-        >>> even_slots(2)
-        [Slot(left=0.0, width=50.0), Slot(left=50.0, width=50.0)]
-    """
-    return slots_of([(index, index) for index in range(count)], 1)
-
-
 def _svg(value: float) -> str:
     return f"{round(value, 2):g}"
 
 
-def _over_time(bins: Sequence[dict[str, Any]], about: str, legend: dict[str, str]) -> Chart:
-    """Return a chart over the life of a stream, without shapes and tips. ``bins`` must not be empty.
+def _over_time(bins: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return slots, marks and ticks of a chart over the life of a stream. ``bins`` must not be empty.
 
-    Marks show snapshots and publisher restarts. Ticks show the time and the newest version at that time.
+    Marks show snapshots and publisher restarts, in percent from the left, by their CSS class. Ticks show the time and
+    the newest version at that time.
     """
     pauses = sorted(each["gap_seconds"] / each["gaps"] for each in bins if each["gaps"])
     usual = pauses[len(pauses) // 2] if pauses else _MINUTE
     slots = slots_of([(each["begin"], each["end"]) for each in bins], usual)
     marks = {
-        "snapshot": [slot.middle for each, slot in zip(bins, slots, strict=True) if each["snapshots"]],
+        "snapshot": [slot.left + slot.width / 2 for each, slot in zip(bins, slots, strict=True) if each["snapshots"]],
         "restart": [slot.left for each, slot in zip(bins, slots, strict=True) if each["restarts"]],
     }
     low, high = bins[0]["begin"] - usual, bins[-1]["end"]
@@ -246,18 +204,20 @@ def _over_time(bins: Sequence[dict[str, Any]], about: str, legend: dict[str, str
     if _in_utc(low, "%Y-%m-%d") != _in_utc(high, "%Y-%m-%d"):
         form = "%Y-%m-%d" if seconds > _NUM_TICKS * _DAY else f"%m-%d {form}"
     ticks = []
-    for position in _tick_positions(_NUM_TICKS):
+    for index in range(_NUM_TICKS):
+        position = 100 * index / (_NUM_TICKS - 1)
         time = low + seconds * position / 100
         past = [each["last"] for each in bins if each["end"] <= time]
         ticks.append(Tick(position, _in_utc(time, form), f"v{past[-1]}" if past else ""))
-    axis = "time (UTC), and the newest version then"
-    return Chart(about=about, legend=legend, slots=slots, marks=marks, x_ticks=ticks, axis=axis)
+    return {"slots": slots, "marks": marks, "x_ticks": ticks}
 
 
-def _sizes(figures: Figures) -> Chart | None:
+def _sizes(figures: Figures) -> dict[str, Any] | None:
     """Return the bar chart of the mean delta size in each bin, divided into the bytes of each table and the rest.
 
-    None for a stream without versions.
+    ``legend`` has the label of each series by its CSS class. ``shapes`` are pairs of a CSS class and SVG path data,
+    from back to front. ``tips`` has the title and the values of the tooltip of each slot, one per series or none.
+    Returns None for a stream without versions.
     """
     if not figures["bins"]:
         return None
@@ -277,41 +237,19 @@ def _sizes(figures: Figures) -> Chart | None:
         for series, layer in layers.items()
     }
     scale = Scale.up_to(max((sum(at) for at in zip(*means.values(), strict=True)), default=0.0))
-    chart = _over_time(bins, "Mean bytes of a delta, by table", legend)
-    chart.y_ticks = scale.ticks(size)
+    chart = _over_time(bins)
     below = [0.0] * len(bins)
     gap = 0.15 if len(bins) <= _MAX_GAPS else 0.0
+    shapes = []
     for series, values in means.items():
         heights = [scale(value) for value in values]
-        chart.shapes.append((series, bars(chart.slots, heights, below, gap)))
+        shapes.append((series, bars(chart["slots"], heights, below, gap)))
         below = [start + height for start, height in zip(below, heights, strict=True)]
+    tips = []
     for index, each in enumerate(bins):
         values = [size(layer[index]) for layer in means.values()] if each["deltas"] else []
-        chart.tips.append((f"{_version_title(each)} · {_contents(each)}", values))
-    return chart
-
-
-def _card(table: dict[str, Any]) -> dict[str, Any]:
-    """Return the template's variables for one table: ``table`` itself, and ``chart``, the histogram of L2 distances."""
-    histogram, moves = table["histogram"], table["moves"]
-    slots, shares = even_slots(len(histogram)), [bar["count"] / moves["count"] for bar in histogram]
-    scale = Scale.up_to(max(shares))
-    chart = Chart(about="L2 distance", legend={"s0": "share of moves", "s1": "rows"}, slots=slots)
-    chart.y_ticks = scale.ticks(share)
-    chart.shapes.append(("s0", bars(slots, [scale(each) for each in shares], gap=0.1)))
-    low, ratio = histogram[0]["above"], histogram[-1]["to"] / histogram[0]["above"]
-    for position in _tick_positions(_NUM_CARD_TICKS):
-        chart.x_ticks.append(Tick(position, number(low * ratio ** (position / 100))))
-    chart.marks["median"] = [100 * math.log(moves["p50"] / low, ratio)]
-    for bar, each in zip(histogram, shares, strict=True):
-        title = f"moved by {number(bar['above'])} to {number(bar['to'])}"
-        chart.tips.append((title, (share(each), count(bar["count"]))))
-    return {"table": table, "chart": chart}
-
-
-def _tick_positions(count: int) -> list[float]:
-    """Return positions of ticks at equal distances, in percent."""
-    return [100 * index / (count - 1) for index in range(count)]
+        tips.append((f"{_version_title(each)} · {_contents(each)}", values))
+    return chart | {"legend": legend, "shapes": shapes, "y_ticks": scale.ticks(size), "tips": tips}
 
 
 def _version_title(each: dict[str, Any]) -> str:

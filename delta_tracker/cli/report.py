@@ -25,14 +25,13 @@ from delta_tracker.errors import (
     StreamError,
     import_optional,
 )
-from delta_tracker.monitor.buckets import PER_OCTAVE, LogBuckets, upper_bound
+from delta_tracker.monitor.buckets import LogBuckets
 from delta_tracker.stream.format.manifest import DTYPE_NAMES, entry_name
 from delta_tracker.stream.pin import Pin, newest_pin
 from delta_tracker.stream.store_clock import StoreClock
 
 MAX_TABLES = 40
 _HOT_ROWS = 10
-_MAX_BARS = 48
 _SUMS = ("deltas", "snapshots", "restarts", "delta_bytes", "snapshot_bytes", "full_bytes")
 _BIN_FIELDS = [each.name for each in fields(Bin) if each.name != "tables"]
 
@@ -267,7 +266,6 @@ def _table(bins: Sequence[Bin], sent: Amount, moved: TableMovement) -> dict[str,
         "hottest_error": moved.counts.error,
         "deltas_read": moved.num_deltas,
         "moves": _quantiles(moved.moves) | {"unmoved": moved.unmoved, "one_row_in": moved.stride},
-        "histogram": _histogram(moved.moves),
     }
 
 
@@ -279,23 +277,3 @@ def _quantiles(buckets: LogBuckets) -> dict[str, Any]:
     names = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
     found = {name: buckets.quantile(fraction) if buckets.count else None for name, fraction in names.items()}
     return {"count": buckets.count} | found
-
-
-def _histogram(buckets: LogBuckets) -> list[dict[str, float]]:
-    """Return the bars of a histogram: bounds ``above`` and ``to``, and the ``count`` of values between them.
-
-    All bars cover the same number of buckets: the smallest power of two for which ``to`` is at least ``2 ** (1 / 8)``
-    times ``above`` and there are at most ``_MAX_BARS`` bars. The list is empty if there are no positive values.
-    """
-    if not buckets.positive:
-        return []
-    low, high, width = min(buckets.positive), max(buckets.positive), 1
-    while high // width - low // width >= _MAX_BARS or width < PER_OCTAVE // 8:
-        width *= 2
-    bars = dict.fromkeys(range(low // width, high // width + 1), 0)
-    for index, count in buckets.positive.items():
-        bars[index // width] += count
-    return [
-        {"above": upper_bound(place * width - 1), "to": upper_bound((place + 1) * width - 1), "count": count}
-        for place, count in bars.items()
-    ]

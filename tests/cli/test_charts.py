@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from delta_tracker.cli.page import Scale, bars, even_slots, slots_of
+from delta_tracker.cli.page import Scale, Slot, bars, slots_of
 
 _NUMBER = r"(-?[\d.]+)"
 
@@ -34,14 +34,14 @@ def test_a_scale_of_nothing_has_a_height() -> None:
 
 
 def test_bars_are_stacked_side_by_side() -> None:
-    path = bars(even_slots(4), [50, 0, 25, 100], [0, 0, 10, 0], 0.2)
+    path = bars([Slot(25.0 * index, 25.0) for index in range(4)], [50, 0, 25, 100], [0, 0, 10, 0], 0.2)
     found = re.findall(rf"M{_NUMBER} {_NUMBER}v{_NUMBER}h{_NUMBER}v{_NUMBER}z", path)
     assert [tuple(map(float, each)) for each in found] == [
         (25.0, 100.0, -50.0, 200.0, 50.0),
         (525.0, 90.0, -25.0, 200.0, 25.0),
         (775.0, 100.0, -100.0, 200.0, 100.0),
     ]
-    assert bars([], []) == bars(even_slots(1), [0.0]) == ""
+    assert bars([], [], [], 0.2) == bars([Slot(0.0, 100.0)], [0.0], [0.0], 0.2) == ""
 
 
 @given(st.lists(st.tuples(st.floats(0, 1e5), st.floats(0, 1e5)), min_size=2, max_size=30), st.floats(0.1, 1e4))

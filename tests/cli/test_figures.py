@@ -49,11 +49,6 @@ def test_the_figures_are_those_of_an_independent_count(trainer: Trainer, capsys,
         for name, fraction in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99), ("max", 1.0)):
             expected = distances[max(1, math.ceil(round(fraction * len(distances), 6))) - 1]  # the nearest rank
             assert moves[name] == pytest.approx(expected, rel=1.1 * RELATIVE_ERROR)
-        for bar in table["histogram"]:
-            within = sum(bar["above"] * (1 + 1e-6) < distance <= bar["to"] * (1 + 1e-6) for distance in distances)
-            assert bar["count"] == within
-        assert sum(bar["count"] for bar in table["histogram"]) == len(distances)
-        assert len(table["histogram"]) <= 48
 
 
 def test_a_long_stream_is_read_as_far_as_asked_and_the_page_says_so(trainer: Trainer, capsys) -> None:

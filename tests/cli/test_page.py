@@ -144,7 +144,7 @@ def test_tables_name_each_cell_for_narrow_pages(trainer: Trainer, tmp_path: Path
     page = page_of(trainer.writer, tmp_path)
     cells = [each for tag, each in page.elements if tag == "td"]
     labelled = [each for each in cells if "data-label" in each]
-    assert {each["data-label"] for each in labelled} >= {"version", "behind", "rows sent", "median move"}
+    assert {each["data-label"] for each in labelled} >= {"version", "behind", "rows sent", "p50"}
     rest = Counter(each.get("class") for each in cells if "data-label" not in each)
     assert set(rest) <= {"name", "text state", "text", "bar", None}
     num_hot = sum(tag == "td" and each.get("class") == "bar" for tag, each in page.elements)
