@@ -171,38 +171,31 @@ class SinkQueue:
         self._lock = threading.Lock()
         self._windows: list[WindowReport] = []
         self._events: list[Event] = []
-        # Number of leading windows and events that are being delivered and must not be dropped.
-        self._num_windows = self._num_events = 0
 
     def add(self, windows: Sequence[WindowReport], events: Sequence[Event]) -> tuple[list[WindowReport], int]:
-        """Queue windows and events. If the queue exceeds a limit, drop the oldest ones that are not being delivered.
+        """Queue windows and events, and drop the oldest ones beyond a limit.
 
         Return the dropped windows, and the number of dropped events.
         """
         with self._lock:
             self._windows += windows
             self._events += events
-            first = self._num_windows
-            dropped = self._windows[first : max(first, len(self._windows) - _MAX_WINDOWS)]
-            del self._windows[first : first + len(dropped)]
-            num_dropped = max(0, len(self._events) - self._num_events - self._max_events)
-            del self._events[self._num_events : self._num_events + num_dropped]
+            dropped = self._windows[:-_MAX_WINDOWS]
+            num_dropped = max(0, len(self._events) - self._max_events)
+            del self._windows[:-_MAX_WINDOWS], self._events[:num_dropped]
             return dropped, num_dropped
 
     def deliver(self, collection: CollectionReport) -> None:
         """Call the sink with a copy of ``collection`` that contains all queued windows and events.
 
-        When the sink returns, even if it exceeded the deadline, the delivered windows and events are removed from the
-        queue. If the sink raises, all windows and events stay queued.
+        They leave the queue meanwhile, and return to it if the sink raises.
         """
         with self._lock:
-            windows, events = tuple(self._windows), tuple(self._events)
-            self._num_windows, self._num_events = len(windows), len(events)
-        num_windows = num_events = 0
+            windows, events = self._windows, self._events
+            self._windows, self._events = [], []
         try:
-            self.sink.deliver(replace(collection, windows=windows, events=events))
-            num_windows, num_events = len(windows), len(events)
-        finally:
+            self.sink.deliver(replace(collection, windows=tuple(windows), events=tuple(events)))
+        except BaseException:
             with self._lock:
-                del self._windows[:num_windows], self._events[:num_events]
-                self._num_windows = self._num_events = 0
+                self._windows[:0], self._events[:0] = windows, events
+            raise
