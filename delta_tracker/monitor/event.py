@@ -183,6 +183,7 @@ def launched_run_id() -> str:
     return f"{new_trace():032x}"
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Span:
     """Named range of time that emits one event when it starts and another when it stops.
 
@@ -196,23 +197,16 @@ class Span:
             new random trace if there is no parent.
     """
 
-    def __init__(
-        self,
-        emit: Callable[[Event], None],
-        clock: Clock,
-        name: str,
-        data: Mapping[str, Value],
-        severity: Severity,
-        trace: int | None,
-    ) -> None:
-        self._emit = emit
-        self._clock = clock
-        self._name = name
-        self._data = data
-        self._severity = severity
-        self._trace = trace
-        self._token: contextvars.Token[tuple[int, int]] | None = None
-        self.id = 0
+    _emit: Callable[[Event], None]
+    _clock: Clock
+    _name: str
+    _data: Mapping[str, Value]
+    _severity: Severity
+    _trace: int | None
+    _token: contextvars.Token[tuple[int, int]] | None = field(default=None, init=False)
+    _parent: int = field(default=0, init=False)
+    _begin_ns: int = field(default=0, init=False)
+    id: int = field(default=0, init=False)
 
     def start(self) -> Self:
         """Emit the begin event, make this span the current one, and return the span."""
