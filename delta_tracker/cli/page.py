@@ -7,12 +7,10 @@ Names and errors from a stream are untrusted. The template escapes all of them. 
 allows only the page's own script, which sets text but never markup.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC
 from functools import partial
@@ -113,35 +111,20 @@ class Slot:
     width: float
 
 
-@dataclass(frozen=True, slots=True)
-class Scale:
-    """Linear scale that maps 0 to 0 % and ``high`` to 100 %, with a tick at each multiple of ``step``."""
+def round_values(highest: float) -> list[float]:
+    """Return evenly spaced round values for the ticks of an axis: from 0 to ``highest`` or above.
 
-    high: float
-    step: float
+    The axis ends at 1 if ``highest`` is not positive.
 
-    @classmethod
-    def up_to(cls, highest: float) -> Scale:
-        """Return a scale that ends at the first round value at or above ``highest``, or at 1 if it is not positive.
-
-        Example:
-            >>> Scale.up_to(37.0)
-            Scale(high=40.0, step=10.0)
-        """
-        highest = highest if highest > 0 else 1.0
-        rough = highest / _MAX_TICKS
-        power = 10.0 ** math.floor(math.log10(rough))
-        step = next(power * each for each in _STEPS if power * each >= rough * (1 - 1e-9))
-        return cls(step * math.ceil(highest / step * (1 - 1e-9)), step)
-
-    def __call__(self, value: float) -> float:
-        """Return the percentage for ``value``."""
-        return HEIGHT * value / self.high
-
-    def ticks(self, labels: Callable[[float], str]) -> list[Tick]:
-        """Return the ticks. The function ``labels`` returns the label of a value."""
-        values = [self.step * index for index in range(round(self.high / self.step) + 1)]
-        return [Tick(round(self(value), 2), labels(value)) for value in values]
+    Example:
+        >>> round_values(37.0)
+        [0.0, 10.0, 20.0, 30.0, 40.0]
+    """
+    highest = highest if highest > 0 else 1.0
+    rough = highest / _MAX_TICKS
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(power * each for each in _STEPS if power * each >= rough * (1 - 1e-9))
+    return [step * index for index in range(math.ceil(highest / step * (1 - 1e-9)) + 1)]
 
 
 def bars(slots: Sequence[Slot], heights: Sequence[float], below: Sequence[float], gap: float) -> str:
@@ -236,20 +219,22 @@ def _sizes(figures: Figures) -> dict[str, Any] | None:
         series: [total / (each["deltas"] or 1) for total, each in zip(layer, bins, strict=True)]
         for series, layer in layers.items()
     }
-    scale = Scale.up_to(max((sum(at) for at in zip(*means.values(), strict=True)), default=0.0))
+    ticks = round_values(max(sum(at) for at in zip(*means.values(), strict=True)))
+    percent = HEIGHT / ticks[-1]
     chart = _over_time(bins)
     below = [0.0] * len(bins)
     gap = 0.15 if len(bins) <= _MAX_GAPS else 0.0
     shapes = []
     for series, values in means.items():
-        heights = [scale(value) for value in values]
+        heights = [percent * value for value in values]
         shapes.append((series, bars(chart["slots"], heights, below, gap)))
         below = [start + height for start, height in zip(below, heights, strict=True)]
     tips = []
     for index, each in enumerate(bins):
         values = [size(layer[index]) for layer in means.values()] if each["deltas"] else []
         tips.append((f"{_version_title(each)} · {_contents(each)}", values))
-    return chart | {"legend": legend, "shapes": shapes, "y_ticks": scale.ticks(size), "tips": tips}
+    y_ticks = [Tick(round(percent * value, 2), size(value)) for value in ticks]
+    return chart | {"legend": legend, "shapes": shapes, "y_ticks": y_ticks, "tips": tips}
 
 
 def _version_title(each: dict[str, Any]) -> str:
