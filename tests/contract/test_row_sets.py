@@ -44,12 +44,6 @@ class _LargeRows(NumbaRows):
     _max_cached_words = 0
 
 
-class _ListedRows(NumbaRows):
-    """Lists ids as sets of many rows do, until as many as it has rows are listed."""
-
-    _rows_per_listed_id = 1
-
-
 _needs_numba = pytest.mark.skipif(not _HAS_NUMBA, reason="numba is not installed")
 
 _needs_triton = pytest.mark.skipif(not _HAS_TRITON, reason="triton is not installed")
@@ -58,7 +52,6 @@ _engines = [
     pytest.param(TorchRows, _CPU, id="torch"),
     pytest.param(NumbaRows, _CPU, id="numba", marks=_needs_numba),
     pytest.param(_LargeRows, _CPU, id="numba, large", marks=_needs_numba),
-    pytest.param(_ListedRows, _CPU, id="numba, listed", marks=_needs_numba),
 ]
 
 if _HAS_GPU:
@@ -250,9 +243,8 @@ def test_summaries_of_several_words(engine: type[RowSet], device: torch.device, 
 @_needs_numba
 @pytest.mark.parametrize("first", ["mark", "mark_new"])
 @pytest.mark.parametrize("then", ["scan", "rank", "contains", "absorb", "mark_new", "mark_all", "clear"])
-@pytest.mark.parametrize("kind", [NumbaRows, _ListedRows])
-def test_what_is_marked_without_summary_is_there_for_all(kind: type[NumbaRows], first: str, then: str) -> None:
-    sets = kind(5000, _CPU), TorchRows(5000, _CPU)
+def test_what_is_marked_without_summary_is_there_for_all(first: str, then: str) -> None:
+    sets = NumbaRows(5000, _CPU), TorchRows(5000, _CPU)
     generator = torch.Generator().manual_seed(0)
     many, few = (torch.randint(5000, (count,), generator=generator) for count in (2000, 7))
     for rows in sets:
@@ -393,20 +385,7 @@ def test_memory_is_a_byte_or_a_bit_per_row() -> None:
         assert TorchRows(num_rows, _CPU).num_bytes == num_rows
         if _HAS_NUMBA:
             rows = NumbaRows(num_rows, _CPU)
-            assert rows.num_bytes == 0
-            rows.mark_all()
             assert num_rows / 8 <= rows.num_bytes <= num_rows / 8 * 1.01 + 128
-
-
-@_needs_numba
-def test_few_rows_of_many_take_the_memory_of_their_ids() -> None:
-    rows = NumbaRows(10**8, _CPU)
-    for begin in range(0, 1000, 100):
-        rows.mark(torch.arange(begin, begin + 100))
-    assert rows.num_bytes == 8 * 1000
-    rows.mark(torch.arange(10**6))
-    assert rows.num_bytes > 10**8 / 8
-    assert rows.count() == 10**6
 
 
 @_needs_numba

@@ -22,10 +22,6 @@ from delta_tracker.tracker.row_sets.row_set import RowSet, set_first
 _ROWS_PER_BLOCK = 128
 _WORDS_PER_BLOCK = _ROWS_PER_BLOCK // 64
 _ROWS_PER_SPAN = 512
-# While few rows of a large shard are marked, no bits are allocated. The ids are kept in lists, which a scan sorts.
-# Sorting is faster than a cache miss for each bit. The lists take at most an eighth of the memory of the bits.
-_ROWS_PER_LISTED_ID = 512
-_MAX_LISTS = 128
 # If the words fit into a core's cache, they are marked without their summary, which halves the time per id. This pays
 # off only for calls with many ids, because the summary is then rebuilt from all words.
 _MAX_CACHED_WORDS = 2**18
@@ -38,10 +34,9 @@ _MOST_IN_ONE_PASS = 1 << 17
 class NumbaRows(RowSet):
     """Row set with one bit per row and one per block of 128 rows, so that a scan skips blocks without marked rows.
 
-    It reserves ``R / 8 + R / 1024`` bytes of address space, of which only pages that were written take memory. While
-    few rows of a large shard are marked, it stores their ids in lists instead, which take at most 8 bytes per id,
-    repeats included. All loops release the GIL. :meth:`mark_new` returns ids in the order of their first occurrence.
-    The first set in a process loads the loops from numba's cache, or compiles them, which takes seconds.
+    It reserves ``R / 8 + R / 1024`` bytes of address space, of which only pages that were written take memory. All
+    loops release the GIL. :meth:`mark_new` returns ids in the order of their first occurrence. The first set in a
+    process loads the loops from numba's cache, or compiles them, which takes seconds.
 
     The bits of the blocks are the *summary*. Some calls of :meth:`mark` do not update it. It is rebuilt before it is
     needed, and if Ctrl-C interrupts a call: the count must never be too low, because :meth:`scan` allocates memory for
@@ -63,15 +58,14 @@ class NumbaRows(RowSet):
 
     row_bits = 1
     _max_cached_words = _MAX_CACHED_WORDS
-    _rows_per_listed_id = _ROWS_PER_LISTED_ID
 
     def __init__(self, num_rows: int, device: torch.device) -> None:
         super().__init__(num_rows, device)
         self._loops = load_loops()
-        self._lists: list[NDArray[np.int64]] = []  # ids without bits
-        self._num_listed = 0
-        self._words = self._summary = np.empty(0, dtype=np.int64)  # empty until the bits are allocated
+        num_blocks = -(-num_rows // _ROWS_PER_BLOCK)
+        self._words = np.zeros(num_blocks * _WORDS_PER_BLOCK, dtype=np.int64)
         self._octets = self._words.view(np.uint8)
+        self._summary = np.zeros(-(-num_blocks // 64), dtype=np.int64)
         self._count = 0  # number of rows whose bits are set, or an upper bound if not settled
         self._is_settled = True  # summary and count match the words
 
@@ -88,60 +82,24 @@ class NumbaRows(RowSet):
 
     @property
     def num_bytes(self) -> int:
-        """Size in bytes of the bits and their summary, or of the listed ids if no bits are allocated."""
-        return self._words.nbytes + self._summary.nbytes if self._words.size else 8 * self._num_listed
+        """Size in bytes of the bits and their summary."""
+        return self._words.nbytes + self._summary.nbytes
 
     def mark(self, ids: Tensor) -> None:
         """See :meth:`RowSet.mark`."""
         array = _array(ids)
         if not array.size:
             return
-        if not self._words.size and len(self._lists) < _MAX_LISTS:
-            num_listed = self._num_listed + array.size
-            if num_listed * self._rows_per_listed_id <= self.num_rows:
-                self._lists.append(array.copy())
-                self._num_listed = num_listed
-                return
-        self._unlist()
-        self._mark_bits(array)
-
-    def _mark_bits(self, ids: NDArray[np.int64]) -> None:
         num_words = len(self._words)
-        if num_words <= self._max_cached_words and (not self._is_settled or ids.size * _WORDS_PER_ID >= num_words):
+        if num_words <= self._max_cached_words and (not self._is_settled or array.size * _WORDS_PER_ID >= num_words):
             self._is_settled = False
-            self._count += ids.size
-            self._loops.mark_octets(self._octets, self.num_rows, ids)
+            self._count += array.size
+            self._loops.mark_octets(self._octets, self.num_rows, array)
         else:
-            self._add(ids.size, self._loops.mark, self._octets, self._summary, self.num_rows, ids)
-
-    def _unlist(self) -> None:
-        """Allocate the bits, and set those of the listed ids."""
-        if not self._words.size:
-            num_blocks = -(-self.num_rows // _ROWS_PER_BLOCK)
-            self._summary = np.zeros(-(-num_blocks // 64), dtype=np.int64)
-            words = np.zeros(num_blocks * _WORDS_PER_BLOCK, dtype=np.int64)
-            self._octets, self._words = words.view(np.uint8), words
-        while self._lists:
-            self._mark_bits(self._lists[-1])
-            self._lists.pop()  # last: an interrupted call is repeated
-
-    def _sorted(self) -> NDArray[np.int64]:
-        """Replace the lists with their ids, ascending and unique, and return these."""
-        if not self._lists:
-            return np.empty(0, dtype=np.int64)
-        ids = self._lists[0] if len(self._lists) == 1 else np.concatenate(self._lists)
-        ids.sort()  # in place, because the lists are copies
-        if ids[0] < 0 or ids[-1] >= self.num_rows:  # ids out of range count as row 0
-            low, high = np.searchsorted(ids, (0, self.num_rows))
-            ids = np.concatenate([ids[:1] * 0, ids[low:high]])
-        if ids.size > 1 and (is_again := ids[1:] == ids[:-1]).any():
-            ids = np.concatenate([ids[:1], ids[1:][~is_again]])
-        self._lists, self._num_listed = [ids], ids.size
-        return ids
+            self._add(array.size, self._loops.mark, self._octets, self._summary, self.num_rows, array)
 
     def mark_all(self) -> None:
         """See :meth:`RowSet.mark_all`."""
-        self._unlist()
         self._count, self._is_settled = self.num_rows, False
         set_first(self._words, self.num_rows, 64)
         set_first(self._summary, -(-self.num_rows // _ROWS_PER_BLOCK), 64)
@@ -149,7 +107,6 @@ class NumbaRows(RowSet):
 
     def clear(self) -> None:
         """See :meth:`RowSet.clear`."""
-        self._lists, self._num_listed = [], 0
         self._settle()
         self._is_settled = False
         self._loops.clear(self._words, self._summary)
@@ -157,7 +114,6 @@ class NumbaRows(RowSet):
 
     def mark_new(self, ids: Tensor) -> Tensor:
         """See :meth:`RowSet.mark_new`."""
-        self._unlist()
         array = _array(ids)
         fresh = np.empty(array.size, dtype=np.int64)
         count = self._add(array.size, self._loops.mark_new, self._octets, self._summary, self.num_rows, array, fresh)
@@ -166,7 +122,6 @@ class NumbaRows(RowSet):
 
     def contains(self, ids: Tensor) -> Tensor:
         """See :meth:`RowSet.contains`."""
-        self._unlist()
         array = _array(ids)
         found = np.empty(array.size, dtype=np.bool_)
         self._loops.contains(self._words, self.num_rows, array, found)
@@ -174,19 +129,11 @@ class NumbaRows(RowSet):
 
     def absorb(self, other: Self) -> None:
         """See :meth:`RowSet.absorb`."""
-        if other._words.size:
-            self._unlist()
-            other._settle()  # self is settled later, when needed
-            self._add(other._count, self._loops.absorb, self._words, self._summary, other._words, other._summary)
-        for ids in other._lists:
-            self.mark(torch.from_numpy(ids))
+        other._settle()  # self is settled later, when needed
+        self._add(other._count, self._loops.absorb, self._words, self._summary, other._words, other._summary)
 
     def scan(self) -> Tensor:
         """See :meth:`RowSet.scan`."""
-        if not self._words.size:
-            return torch.from_numpy(self._sorted().copy())
-        if self._lists:  # an interrupt left them
-            self._unlist()
         if self._count > _MOST_IN_ONE_PASS:
             self._settle()
         rows = np.empty(min(self._count, self.num_rows) + self._loops.SPARE, dtype=np.int64)
@@ -200,15 +147,11 @@ class NumbaRows(RowSet):
 
     def count(self) -> int:
         """See :meth:`RowSet.count`."""
-        if not self._words.size:
-            return len(self._sorted())
-        self._unlist()
         self._settle()
         return self._count
 
     def rank(self, ids: Tensor) -> Tensor:
         """See :meth:`RowSet.rank`."""
-        self._unlist()
         self._settle()
         array = _array(ids)
         before = np.empty(-(-self.num_rows // _ROWS_PER_SPAN), dtype=np.int64)
