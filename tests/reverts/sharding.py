@@ -44,8 +44,7 @@ REVERTS = {
         Revert("a DMPCollection's sync is not hooked", DoesNothing("watch_syncs")),
         Revert(
             "each replica marks only its own changed rows at a sync",
-            Replaces("ReplicaGroup.exchange", "self._every[0]", "self._own"),
-            Replaces("ReplicaGroup.exchange", "self._every[1:]", "()"),
+            Loses("ReplicaGroup.exchange", "all_reduce(...)"),
         ),
         Revert(
             "the first sync marks only the changed rows",
