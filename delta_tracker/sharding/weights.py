@@ -121,22 +121,14 @@ def _held(shard: LocalShard) -> list[_Weight]:
 
 
 def row_chunks(shard: LocalShard, ids: Tensor, num_rows: int) -> Iterator[tuple[slice, Tensor]]:
-    """Yield rows of a shard in chunks. The chunks share one buffer: use each chunk before requesting the next.
-
-    ``ids`` are ``[N]`` int64, local. The rank must have rows of the shard.
+    """Yield the rows of some local ids, ``[N]`` int64, in chunks of at most ``num_rows``.
 
     Yields:
         Slice of the positions in ``ids`` that the chunk covers, and the rows of these ids as in :func:`read_rows`.
     """
-    views = column_views(shard)
-    held = [view.new_empty(min(num_rows, len(ids)), view.shape[1]) for view in views]
     for begin in range(0, len(ids), num_rows):
-        chunk = ids[begin : begin + num_rows]
-        taken = [
-            torch.index_select(view, 0, chunk, out=memory[: len(chunk)])
-            for view, memory in zip(views, held, strict=True)
-        ]
-        yield slice(begin, begin + len(chunk)), _side_by_side(taken)
+        chunk = slice(begin, begin + num_rows)
+        yield chunk, read_rows(shard, ids[chunk])
 
 
 def read_optimizer(shard: LocalShard, ids: Tensor) -> tuple[Tensor, ...]:
