@@ -147,7 +147,7 @@ class Pair:
         assert found.tolist() == self.reference.contains(ids)
 
     def rank(self, ids: list[int]) -> None:
-        ranks = self.rows.rank(self.ids(ids))
+        ranks = self.rows.rank(self.ids(ids), self.ids(sorted(self.reference.rows)))
         assert ranks.dtype == torch.int64
         assert ranks.tolist() == self.reference.rank(ids)
 
@@ -165,7 +165,7 @@ class Pair:
         rows = self.rows.scan()
         assert rows.dtype == torch.int64
         assert rows.tolist() == sorted(self.reference.rows)
-        assert torch.equal(self.rows.rank(rows), torch.arange(len(rows), device=rows.device))
+        assert torch.equal(self.rows.rank(rows, rows), torch.arange(len(rows), device=rows.device))
         assert self.rows.num_bytes <= self.most_bytes
 
     def run(self, steps: list[tuple[str, list[int]]]) -> None:
@@ -262,11 +262,12 @@ def test_what_is_marked_without_summary_is_there_for_all(first: str, then: str) 
             rows.mark(torch.tensor([4999]))
             assert set(many.tolist()) <= set(fresh.scan().tolist())
     else:
-        found = [getattr(rows, then)(torch.arange(0, 5000, 3)) for rows in sets]
+        given = torch.arange(0, 5000, 3), *([sets[1].scan()] if then == "rank" else [])
+        found = [getattr(rows, then)(*given) for rows in sets]
         assert torch.equal(*found)
     assert sets[0].count() == sets[1].count()
     assert torch.equal(*(rows.scan() for rows in sets))
-    assert torch.equal(*(rows.rank(few) for rows in sets))
+    assert torch.equal(*(rows.rank(few, rows.scan()) for rows in sets))
 
 
 @_needs_numba
@@ -284,7 +285,7 @@ def test_numba_and_torch_agree_on_large_shards(num_ids: int) -> None:
         assert torch.equal(new.sort().values, expected)
         assert new.untyped_storage().nbytes() == new.nbytes
         assert torch.equal(*(rows.contains(uniform + 1) for rows in sets))
-        assert torch.equal(*(rows.rank(uniform + 1) for rows in sets))
+        assert torch.equal(*(rows.rank(uniform + 1, rows.scan()) for rows in sets))
         assert torch.equal(*(rows.scan() for rows in sets))
     more = [type(rows)(num_rows, _CPU) for rows in sets]
     for rows, other in zip(sets, more, strict=True):
@@ -300,7 +301,7 @@ def test_ids_with_gaps_are_taken(engine: type[RowSet], device: torch.device) -> 
     rows.mark(ids[:2])
     assert rows.contains(ids).tolist() == [True, True, False, False, False, False, False]
     assert sorted(rows.mark_new(ids).tolist()) == ids[2:].tolist()
-    assert rows.rank(ids).tolist() == [0, 1, 2, 3, 4, 5, 6]
+    assert rows.rank(ids, rows.scan()).tolist() == [0, 1, 2, 3, 4, 5, 6]
 
 
 class _JointRows(TorchRows):
@@ -360,11 +361,12 @@ def test_sets_that_are_marked_together_are_as_sets_marked_alone(engine: type[Row
 def test_results_outlive_later_calls(engine: type[RowSet], device: torch.device) -> None:
     rows = engine(100, device)
     ids = torch.tensor([3, 4, 3, 99], device=device)
-    results = [rows.mark_new(ids), *rows.mark_new_padded(ids + 1), rows.scan(), rows.contains(ids), rows.rank(ids)]
+    results = [rows.mark_new(ids), *rows.mark_new_padded(ids + 1), rows.scan(), rows.contains(ids)]
+    results.append(rows.rank(ids, results[3]))
     copies = [result.clone() for result in results]
     rows.mark_all()
     rows.mark_new(ids)
-    rows.rank(ids)
+    rows.rank(ids, rows.scan())
     assert all(itertools.starmap(torch.equal, zip(results, copies, strict=True)))
 
 
@@ -550,11 +552,8 @@ def test_triton_compiles_for_a_gpu_that_is_not_here(capability: int, monkeypatch
     for name, constants in [
         ("mark", {"size": 1024, "wants_fresh": True}),
         ("mark", {"size": 1024, "wants_fresh": False}),
-        ("mark_each", {"size": 1024, "wants_fresh": True}),
-        ("mark_each", {"size": 1024, "wants_fresh": False}),
         ("count", {"size": 64}),
         ("scan", {}),
-        ("rank", {"size": 128}),
     ]:
         kernel = getattr(programs, name)
         signature = {each: "constexpr" if each in constants else pointers.get(each, "i64") for each in kernel.arg_names}
@@ -562,7 +561,7 @@ def test_triton_compiles_for_a_gpu_that_is_not_here(capability: int, monkeypatch
             compiler.ASTSource(kernel, signature, constants), target=backend.GPUTarget("cuda", capability, 32)
         )
         is_atomic = any(word in compiled.asm["ptx"] for word in ("atom.global", "red.global", "atom.relaxed"))
-        assert is_atomic == (name in ("mark", "mark_each", "count")), name
+        assert is_atomic == (name in ("mark", "count")), name
         assert compiled.asm["cubin"]
 
 
@@ -600,12 +599,12 @@ def test_triton_compiles_one_variant_for_all_sizes_and_alignments(
             rows.mark_new_padded(ids)
             TritonRows.mark_each([rows, rows], [ids, ids])
             TritonRows.mark_new_padded_each([rows, rows], [ids, ids])
-            rows.rank(ids)
+        rows.count_blocks()
         rows._launch(
             "scan", (1,), rows._words, *(torch.zeros(9, dtype=t) for t in (torch.int64, torch.int32, torch.int64))
         )
     num_variants = {name: len(variants) for name, variants in launched.items()}
-    assert num_variants == {"mark": 2, "mark_each": 2, "count": 1, "rank": 1, "scan": 1}
+    assert num_variants == {"mark": 2, "count": 1, "scan": 1}
 
 
 @_needs_triton

@@ -40,7 +40,7 @@ def test_a_row_set_agrees_with_a_mask(engine: str, num_rows: int, num_ids: int) 
     assert torch.equal(take(found), mask[lists[2]])
     assert torch.equal(take(rows.scan()), mask.nonzero().flatten())
     assert rows.count() == int(mask.sum())
-    assert torch.equal(take(rows.rank(on_it[2])), (mask.cumsum(0) - mask.long())[lists[2]])
+    assert torch.equal(take(rows.rank(on_it[2], rows.scan())), (mask.cumsum(0) - mask.long())[lists[2]])
     mask[lists[2]] = True
     assert torch.equal(take(other.scan()), mask.nonzero().flatten())
     with no_sync():
@@ -84,4 +84,4 @@ def test_a_row_set_of_more_than_2_31_rows(engine: str) -> None:
     rows.mark(torch.tensor(ids[::2], device=device()))
     assert rows.mark_new(torch.tensor(ids, device=device())).sort().values.tolist() == ids[1::2]
     assert rows.scan().tolist() == ids
-    assert rows.rank(torch.tensor(ids, device=device())).tolist() == list(range(5))
+    assert rows.rank(torch.tensor(ids, device=device()), rows.scan()).tolist() == list(range(5))

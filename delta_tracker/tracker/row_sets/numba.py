@@ -52,7 +52,7 @@ class NumbaRows(RowSet):
         tensor([7, 1])
         >>> rows.scan()
         tensor([1, 2, 5, 7])
-        >>> rows.rank(torch.tensor([7, 1]))
+        >>> rows.rank(torch.tensor([7, 1]), rows.scan())
         tensor([3, 0])
     """
 
@@ -150,7 +150,7 @@ class NumbaRows(RowSet):
         self._settle()
         return self._count
 
-    def rank(self, ids: Tensor) -> Tensor:
+    def rank(self, ids: Tensor, scanned: Tensor) -> Tensor:  # noqa: ARG002  counting takes less time than a search
         """See :meth:`RowSet.rank`."""
         self._settle()
         array = _array(ids)

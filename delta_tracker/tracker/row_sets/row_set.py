@@ -118,10 +118,10 @@ class RowSet(ABC):
         """Return the number ``K`` of marked rows. Waits for the device. Takes less time than :meth:`scan`."""
 
     @abstractmethod
-    def rank(self, ids: Tensor) -> Tensor:
+    def rank(self, ids: Tensor, scanned: Tensor) -> Tensor:
         """Return the number of marked rows below each id, ``[N]`` int64, each in ``[0, K]``.
 
-        For the id of a marked row, this number is the id's index in the result of :meth:`scan`.
+        For the id of a marked row, this number is the id's index in ``scanned``, the result of :meth:`scan`.
         """
 
     @classmethod

@@ -240,9 +240,9 @@ class TorchRows(RowSet):
         """See :meth:`RowSet.count`."""
         return int(self._marks.count_nonzero())
 
-    def rank(self, ids: Tensor) -> Tensor:
+    def rank(self, ids: Tensor, scanned: Tensor) -> Tensor:
         """See :meth:`RowSet.rank`."""
-        return torch.searchsorted(self.scan(), within(ids, self.num_rows))
+        return torch.searchsorted(scanned, within(ids, self.num_rows))
 
 
 def _no_marks(num_rows: int, device: torch.device) -> Tensor:

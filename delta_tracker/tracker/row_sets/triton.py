@@ -24,7 +24,6 @@ from delta_tracker.tracker.row_sets.torch import within
 _ROWS_PER_BLOCK = 512
 _WORDS_PER_BLOCK = _ROWS_PER_BLOCK // 32
 _IDS_PER_PROGRAM = 1024
-_RANKS_PER_PROGRAM = 128
 _BLOCKS_PER_PROGRAM = 64
 
 _COMPILED: set[torch.device] = set()
@@ -50,8 +49,7 @@ class TritonRows(RowSet):
 
     The bit of a block is set if any row of the block is marked, so that a scan reads only blocks with marked rows. The
     set takes ``R / 8 + R / 4096`` bytes for the ``R`` rows of a shard. :meth:`mark_new` returns ids in random order.
-    :meth:`rank` does not wait for the device. The first set on a device compiles all Triton kernels, which takes
-    seconds. Triton caches the result on disk.
+    The first set on a device compiles all Triton kernels, which takes seconds. Triton caches the result on disk.
 
     Raises:
         MissingExtraError: if triton is not installed.
@@ -79,9 +77,6 @@ class TritonRows(RowSet):
             rows, ids = cls(1, device), torch.zeros(1, dtype=torch.int64, device=device)
             rows.mark(ids)
             rows.mark_new_padded(ids)
-            cls.mark_each([rows, rows], [ids, ids])
-            cls.mark_new_padded_each([rows, rows], [ids, ids])
-            rows.rank(ids)
             rows.scan()
         except BaseException:
             _COMPILED.discard(device)
@@ -90,19 +85,14 @@ class TritonRows(RowSet):
     @classmethod
     def mark_each(cls, sets: Sequence[Self], ids: Sequence[Tensor]) -> None:
         """Call :meth:`mark` of each set. Launches one kernel for all sets."""
-        if len(sets) < 2:  # noqa: PLR2004  one set needs no table of sets
-            super().mark_each(sets, ids)
-        else:
-            cls._launch_mark_each(sets, ids, torch.cat(list(ids)), fresh=None, num_fresh=None)
+        cls._launch_mark(sets, ids, torch.cat(list(ids)), fresh=None, num_fresh=None)
 
     @classmethod
     def mark_new_padded_each(cls, sets: Sequence[Self], ids: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
         """Return the result of :meth:`mark_new_padded` for each set. Launches one kernel for all sets."""
-        if len(sets) < 2:  # noqa: PLR2004
-            return super().mark_new_padded_each(sets, ids)
         joined = torch.cat(list(ids))
         fresh, num_fresh = torch.full_like(joined, -1), joined.new_zeros(len(sets))
-        cls._launch_mark_each(sets, ids, joined, fresh, num_fresh)
+        cls._launch_mark(sets, ids, joined, fresh, num_fresh)
         return list(zip(torch.split(fresh, [len(own) for own in ids]), torch.split(num_fresh, 1), strict=True))
 
     @classmethod
@@ -140,7 +130,7 @@ class TritonRows(RowSet):
 
     def mark(self, ids: Tensor) -> None:
         """See :meth:`RowSet.mark`."""
-        self._launch_mark(ids, fresh=None, num_fresh=None)
+        self.mark_each([self], [ids])
 
     def mark_all(self) -> None:
         """See :meth:`RowSet.mark_all`."""
@@ -154,10 +144,7 @@ class TritonRows(RowSet):
 
     def mark_new_padded(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """See :meth:`RowSet.mark_new_padded`."""
-        fresh = torch.full_like(ids, -1, memory_format=torch.contiguous_format)
-        num_fresh = torch.zeros(1, dtype=torch.int64, device=self.device)
-        self._launch_mark(ids, fresh, num_fresh)
-        return fresh, num_fresh
+        return self.mark_new_padded_each([self], [ids])[0]
 
     def contains(self, ids: Tensor) -> Tensor:
         """See :meth:`RowSet.contains`."""
@@ -178,22 +165,12 @@ class TritonRows(RowSet):
         """See :meth:`RowSet.count`."""
         return int(self.count_blocks().sizes[0])
 
-    def rank(self, ids: Tensor) -> Tensor:
+    def rank(self, ids: Tensor, scanned: Tensor) -> Tensor:
         """See :meth:`RowSet.rank`."""
-        before = self.count_blocks().before
-        ranks = torch.empty(ids.numel(), dtype=torch.int64, device=self.device)
-        num_programs = -(-ids.numel() // _RANKS_PER_PROGRAM)
-        arguments = (self._words, before, self.num_rows, ids.contiguous(), ids.numel(), ranks)
-        self._launch("rank", (num_programs,), *arguments, size=_RANKS_PER_PROGRAM)
-        return ranks
-
-    def _launch_mark(self, ids: Tensor, fresh: Tensor | None, num_fresh: Tensor | None) -> None:
-        num_programs = -(-ids.numel() // _IDS_PER_PROGRAM)
-        arguments = (self._words, self._summary, self.num_rows, ids.contiguous(), ids.numel(), fresh, num_fresh)
-        self._launch("mark", (num_programs,), *arguments, size=_IDS_PER_PROGRAM, wants_fresh=fresh is not None)
+        return torch.searchsorted(scanned, within(ids, self.num_rows))
 
     @classmethod
-    def _launch_mark_each(
+    def _launch_mark(
         cls, sets: Sequence[Self], ids: Sequence[Tensor], joined: Tensor, fresh: Tensor | None, num_fresh: Tensor | None
     ) -> None:
         begins = accumulate(map(len, ids), initial=0)
@@ -204,7 +181,7 @@ class TritonRows(RowSet):
         grid = (-(-max(map(len, ids)) // _IDS_PER_PROGRAM), len(sets))
         arguments = (to_device(torch.tensor(indices), joined.device), joined, fresh, num_fresh)
         sets[0]._launch(  # noqa: SLF001  needs the programs and the device, which are the same for all sets
-            "mark_each", grid, *arguments, size=_IDS_PER_PROGRAM, wants_fresh=fresh is not None
+            "mark", grid, *arguments, size=_IDS_PER_PROGRAM, wants_fresh=fresh is not None
         )
 
     def count_blocks(self) -> BlockCounts:

@@ -39,58 +39,7 @@ def _popcount(words: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _mark(
-    words: tl.tensor,
-    summary: tl.tensor,
-    num_rows: tl.tensor,
-    ids: tl.tensor,
-    here: tl.tensor,
-    fresh: tl.tensor,
-    num_fresh: tl.tensor,
-    wants_fresh: tl.constexpr,
-) -> None:
-    """Mark the row of each id and update the summary, for one instance of :func:`mark` or :func:`mark_each`.
-
-    ``ids`` are the addresses of the instance's ids, of which those in the mask ``here`` exist.
-    """
-    row = _within(tl.load(ids, mask=here, other=0), num_rows)
-    bit = _bit(row)
-    clear = here & ((tl.load(words + (row >> 5), mask=here, other=0) & bit) == 0)
-    before = tl.atomic_or(words + (row >> 5), bit, mask=clear, sem="relaxed")
-    block = row >> 9
-    unseen = clear & ((tl.load(summary + (block >> 5), mask=clear, other=0) & _bit(block)) == 0)
-    tl.atomic_or(summary + (block >> 5), _bit(block), mask=unseen, sem="relaxed")
-    if wants_fresh:
-        is_fresh = clear & ((before & bit) == 0)
-        place = tl.cumsum(is_fresh.to(tl.int32), axis=0)
-        first = tl.atomic_add(num_fresh, tl.sum(is_fresh.to(tl.int64), axis=0), sem="relaxed")
-        tl.store(fresh + first + place - 1, row, mask=is_fresh)
-
-
-@triton.jit(do_not_specialize=["num_rows", "num_ids"], do_not_specialize_on_alignment=["ids"])
-def mark(  # noqa: PLR0913, PLR0917  Triton calls it by position
-    words: tl.tensor,
-    summary: tl.tensor,
-    num_rows: tl.int64,
-    ids: tl.tensor,
-    num_ids: tl.int64,
-    fresh: tl.tensor,
-    num_fresh: tl.tensor,
-    size: tl.constexpr,
-    wants_fresh: tl.constexpr,
-) -> None:
-    """Mark the row of each id and update the summary.
-
-    If ``wants_fresh`` is set, also append each row that was not marked before to ``fresh``, ``[N]``, and add the number
-    of these rows to ``num_fresh``, ``[1]`` int64. If several ids are equal, only one of them marks the row. Each
-    instance processes ``size`` ids and appends its rows as one block. The order of the blocks is random.
-    """
-    at = tl.program_id(0).to(tl.int64) * size + tl.arange(0, size)
-    _mark(words, summary, num_rows, ids + at, at < num_ids, fresh, num_fresh, wants_fresh)
-
-
-@triton.jit
-def mark_each(
+def mark(
     sets: tl.tensor,
     ids: tl.tensor,
     fresh: tl.tensor,
@@ -98,25 +47,36 @@ def mark_each(
     size: tl.constexpr,
     wants_fresh: tl.constexpr,
 ) -> None:
-    """Mark rows in each of ``T`` sets, as :func:`mark` does in one.
+    """Mark rows in each of ``T`` sets and update the summaries.
 
     ``sets`` is ``[T, 5]`` int64: the addresses of the words and of the summary of a set, its number of rows, and the
-    range of its ids in ``ids``. The rows of a set that were not marked before are appended to ``fresh``, ``[N]``, at
-    the beginning of that range, and their number is added to the set's element of ``num_fresh``, ``[T]`` int64.
-    Instance ``(i, t)`` processes ``size`` ids of set ``t``, starting at ``i * size``.
+    range of its ids in ``ids``. If ``wants_fresh`` is set, the rows of a set that were not marked before are appended
+    to ``fresh``, ``[N]``, at the beginning of that range, and their number is added to the set's element of
+    ``num_fresh``, ``[T]`` int64. If several ids are equal, only one of them marks the row. Instance ``(i, t)``
+    processes ``size`` ids of set ``t``, starting at ``i * size``, and appends its rows as one block. The order of the
+    blocks is random.
     """
     which = tl.program_id(1)
     own = sets + which * 5
     begin, end = tl.load(own + 3), tl.load(own + 4)
-    first = begin + tl.program_id(0).to(tl.int64) * size
-    if first < end:
+    start = begin + tl.program_id(0).to(tl.int64) * size
+    if start < end:
         words = tl.load(own).to(tl.pointer_type(tl.int32))
         summary = tl.load(own + 1).to(tl.pointer_type(tl.int32))
-        at = first + tl.arange(0, size)
+        at = start + tl.arange(0, size)
+        here = at < end
+        row = _within(tl.load(ids + at, mask=here, other=0), tl.load(own + 2))
+        bit = _bit(row)
+        clear = here & ((tl.load(words + (row >> 5), mask=here, other=0) & bit) == 0)
+        before = tl.atomic_or(words + (row >> 5), bit, mask=clear, sem="relaxed")
+        block = row >> 9
+        unseen = clear & ((tl.load(summary + (block >> 5), mask=clear, other=0) & _bit(block)) == 0)
+        tl.atomic_or(summary + (block >> 5), _bit(block), mask=unseen, sem="relaxed")
         if wants_fresh:
-            fresh += begin
-            num_fresh += which
-        _mark(words, summary, tl.load(own + 2), ids + at, at < end, fresh, num_fresh, wants_fresh)
+            is_fresh = clear & ((before & bit) == 0)
+            place = tl.cumsum(is_fresh.to(tl.int32), axis=0)
+            first = tl.atomic_add(num_fresh + which, tl.sum(is_fresh.to(tl.int64), axis=0), sem="relaxed")
+            tl.store(fresh + begin + first + place - 1, row, mask=is_fresh)
 
 
 @triton.jit(do_not_specialize=["num_blocks"])
@@ -158,28 +118,3 @@ def scan(words: tl.tensor, before: tl.tensor, touched: tl.tensor, out: tl.tensor
     marked = (tl.load(words + (row >> 5)) >> (row & 31).to(tl.int32)) & 1
     position = tl.load(before + block) + tl.cumsum(marked, axis=0) - 1
     tl.store(out + position, row, mask=marked != 0)
-
-
-@triton.jit(do_not_specialize=["num_rows", "num_ids"], do_not_specialize_on_alignment=["ids"])
-def rank(
-    words: tl.tensor,
-    before: tl.tensor,
-    num_rows: tl.int64,
-    ids: tl.tensor,
-    num_ids: tl.int64,
-    out: tl.tensor,
-    size: tl.constexpr,
-) -> None:
-    """Write the number of marked rows below each id to ``out``, ``[N]``.
-
-    ``before``, ``[B]``, has the number of marked rows in all blocks before each block. Each instance processes ``size``
-    ids.
-    """
-    at = tl.program_id(0).to(tl.int64) * size + tl.arange(0, size)
-    here = at < num_ids
-    row = _within(tl.load(ids + at, mask=here, other=0), num_rows)
-    word = (row >> 9)[:, None] * 16 + tl.arange(0, 16)[None, :]
-    last = (row >> 5)[:, None]
-    below = tl.where(word < last, -1, tl.where(word == last, _bit(row)[:, None] - 1, 0))
-    marked = _popcount(tl.load(words + word, mask=here[:, None], other=0) & below)
-    tl.store(out + at, tl.load(before + (row >> 9), mask=here, other=0) + tl.sum(marked, axis=1), mask=here)

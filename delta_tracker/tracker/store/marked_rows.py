@@ -286,10 +286,10 @@ class MarkedRows:
             assert segment.rows is not None, "filtered by marked()"
             assert rows is not None, "given with segments"
             if len(segments) > 1:
-                known.index_fill_(0, rows.rank(segment.rows.scan()), False)
+                known.index_fill_(0, rows.rank(segment.rows.scan(), ids), False)
             marked = [] if segment.states is None else segment.states.ids()
             if segment.states is not None and marked:
-                indices = rows.rank(torch.cat(marked))
+                indices = rows.rank(torch.cat(marked), ids)
                 known.index_fill_(0, indices, True)
                 put_pieces(states, indices, segment.states.states())
         if not bool(known.all()):
