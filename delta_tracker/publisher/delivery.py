@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
@@ -19,10 +18,6 @@ from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.reading.runtime import Runtime
 from delta_tracker.tracker.rank_group import RankGroup
 from delta_tracker.types import Delta
-
-_HEADER = struct.Struct("<qq")  # number, and length of the data
-_FRAME_BYTES = 4096  # what is longer needs a second transfer
-_FIRST_BYTES = _FRAME_BYTES - _HEADER.size
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,51 +201,40 @@ class Rounds:
 
     def collect(self) -> dict[int, bytes]:
         """Return the letters of all ranks but rank 0, which calls this method."""
-        frames = self._group.gather(torch.zeros(_FRAME_BYTES, dtype=torch.uint8))
-        return {rank: self._opened(frames[rank], rank) for rank in range(1, len(frames))}
+        headers = self._group.gather(self._header())
+        return {rank: self._opened(headers[rank], rank) for rank in range(1, len(headers))}
 
     def send(self, data: bytes = b"") -> None:
         """Send a letter to rank 0."""
-        frame, rest = self._packed(data)
-        self._group.gather(frame)
-        if rest is not None:
-            self._group.send(rest, 0)
+        self._group.gather(self._header(data))
+        if data:
+            self._group.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), 0)
 
     def answer(self, data: bytes = b"") -> None:
         """Send an answer of rank 0 to all ranks."""
-        frame, rest = self._packed(data)
-        self._group.send_all(frame)
-        if rest is not None:
-            self._group.send_all(rest)
+        self._group.send_all(self._header(data))
+        if data:
+            self._group.send_all(torch.frombuffer(bytearray(data), dtype=torch.uint8))
 
     def receive(self) -> bytes:
         """Wait for the answer of rank 0."""
-        frame = torch.empty(_FRAME_BYTES, dtype=torch.uint8)
-        self._group.receive(frame, 0)
-        return self._opened(frame, 0)
+        header = self._header()
+        self._group.receive(header, 0)
+        return self._opened(header, 0)
 
-    def _opened(self, frame: Tensor, rank: int) -> bytes:
-        """Return the data of the letter in a frame, after receiving the rest of it."""
-        data = frame.numpy().tobytes()
-        number, length = _HEADER.unpack_from(data)
+    def _header(self, data: bytes = b"") -> Tensor:
+        """Return the number of the votes and the length of the data, ``[2]`` int64."""
+        return torch.tensor([self._number, len(data)])
+
+    def _opened(self, header: Tensor, rank: int) -> bytes:
+        """Receive and return the data of a letter."""
+        number, length = header.tolist()
         if number != self._number:
             own = f"rank {self._group.rank} at cut {self._number}"
             reason = f"rank {rank} is at cut {number} of this publisher, and {own}"
             self._group.leave(reason)
             raise RankLostError(reason)
-        first = data[_HEADER.size : _HEADER.size + length]
-        if length > _FIRST_BYTES:
-            rest = torch.empty(length - _FIRST_BYTES, dtype=torch.uint8)
-            self._group.receive(rest, rank)
-            first += rest.numpy().tobytes()
-        return first
-
-    def _packed(self, data: bytes) -> tuple[Tensor, Tensor | None]:
-        """Return the frame of a letter, and the rest that does not fit into it."""
-        frame = (_HEADER.pack(self._number, len(data)) + data[:_FIRST_BYTES]).ljust(_FRAME_BYTES)
-        rest = data[_FIRST_BYTES:]
-        return _bytes(frame), _bytes(rest) if rest else None
-
-
-def _bytes(data: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        data = torch.empty(length, dtype=torch.uint8)
+        if length:
+            self._group.receive(data, rank)
+        return data.numpy().tobytes()
