@@ -259,18 +259,12 @@ class _SavedParts:
         return {**state, **self._headers}
 
     def _read_headers(self, prefix: str, names: list[str]) -> dict[str, Tensor]:
-        """Return headers by name. Raise CheckpointError if a header is not a tensor, or is too large."""
+        """Return headers by name, without a collective. Raise CheckpointError unless they are tensors of few bytes."""
+        targets = {}
         for name in names:
             layout = self._metadata.state_dict_metadata[prefix + name]
             if not isinstance(layout, TensorStorageMetadata) or layout.size.numel() > _MAX_HEADER_BYTES:
                 raise CheckpointError(prefix + name, "its header is not a tensor, or is too large")
-        return self._read(prefix, names)
-
-    def _read(self, prefix: str, names: list[str]) -> dict[str, Tensor]:
-        """Return tensors by name, without a collective. ``prefix``, the start of their keys, may be empty."""
-        targets = {}
-        for name in names:
-            layout: Any = self._metadata.state_dict_metadata[prefix + name]
             targets[prefix + name] = torch.empty(layout.size, dtype=layout.properties.dtype)
         planner = DefaultLoadPlanner(flatten_state_dict=False)
         planner.set_up_planner(targets, self._metadata, is_coordinator=True)
