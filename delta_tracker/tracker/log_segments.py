@@ -258,7 +258,7 @@ class LogSegments:
     def memory(self) -> Memory:
         """Return the sizes in bytes of the log, of the stores' copies of their shards, and of the carried rows."""
         stores = [store for _, store in self._every]
-        log_bytes, copy_bytes = sum(each.log_bytes for each in stores), sum(each.copy_bytes for each in stores)
+        log_bytes, copy_bytes = sum(each.log_bytes for each in stores), sum(each.copy.nbytes for each in stores)
         return Memory(log_bytes, copy_bytes, self.cursors.num_bytes)
 
     def drop_spare(self) -> None:

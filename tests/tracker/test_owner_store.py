@@ -242,7 +242,7 @@ def test_owners_are_compared_only_after_a_write_of_the_module() -> None:
     token = Versions(module._mch_sorted_raw_ids)
     assert token == Versions(module._mch_sorted_raw_ids)
     assert token != Versions(module._mch_sorted_raw_ids.clone())
-    assert store.copy_bytes == 8 * _NUM_SLOTS
+    assert store.copy.nbytes == 8 * _NUM_SLOTS
 
 
 def test_a_change_that_could_not_be_marked_is_marked_by_the_next_call() -> None:

@@ -31,7 +31,7 @@ def test_a_shadow_detects_every_change_bit_for_bit() -> None:
     store.cut(3)
     assert store.changed(2, 3).ids.tolist() == [2]
     assert store.changed(1, 3).states[0].tolist() == [0, 0], "the older state wins"
-    assert store.copy_bytes == weights.nbytes
+    assert store.copy.nbytes == weights.nbytes
 
 
 def test_a_comparison_on_a_device_waits_once_for_any_number_of_chunks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -198,17 +198,6 @@ class MarkedRows:
         return self.found(None, [], found, with_states=True)
 
     @retried(replace_engine)
-    def num_changed(self, start: int, extra: Tensor | None = None) -> int:
-        """Return the number of distinct rows that were marked at or after position ``start`` or are in ``extra``.
-
-        Waits for the device. ``start`` is a pinned position, and ``extra`` is ``[N]`` int64 local ids or None.
-        """
-        rows, segments = self.marked(start, None, extra)
-        count = 0 if rows is None else rows.count()
-        self.release(rows, segments)
-        return count
-
-    @retried(replace_engine)
     def changed(self, start: int, stop: int, *, with_states: bool = True) -> ChangedRows:
         """Return the rows marked in ``[start, stop)``, each with its oldest state in that range.
 
@@ -361,11 +350,6 @@ class MarkedRows:
             yield from () if segment.rows is None else segment.rows.tensors
             yield from () if segment.states is None else segment.states.tensors()
         yield from () if self._spare is None else self._spare.tensors
-
-    @property
-    def copy_bytes(self) -> int:
-        """Size of :attr:`copy` in bytes."""
-        return self.copy.nbytes
 
     @property
     def log_bytes(self) -> int:
