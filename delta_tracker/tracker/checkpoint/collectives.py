@@ -21,14 +21,14 @@ Strategy = Literal["local", "gather", "gather_or_local"]
 _BYTE = torch.uint8
 
 
-def agree(action: Callable[[], Mapping[str, object]], group: RankGroup) -> None:
+def agree(action: Callable[[], Mapping[str, object] | None], group: RankGroup) -> None:
     """Call ``action`` and compare its result with those of the other ranks. All ranks must call this function.
 
     A difference is thus found before one rank waits for the others in a later collective. Raises RankFailedError if the
     results differ, or if ``action`` raised an error on another rank only.
     """
     try:
-        message: dict[str, object] = {"result": action()}
+        message: dict[str, object] = {"result": action() or {}}
     except Exception as error:
         _exchange({"error": f"{type(error).__name__}: {error}"}, group)
         raise
@@ -53,11 +53,11 @@ def _exchange(message: Mapping[str, object], group: RankGroup) -> list[dict[str,
     return [json.loads(bytes(each[:length].numpy())) for each, length in gathered]
 
 
-def gather_parts(state: Mapping[str, Tensor], group: RankGroup) -> dict[str, Tensor]:
+def gather_parts(state: Mapping[str, Tensor], group: RankGroup, strategy: str) -> dict[str, Tensor]:
     """Send the saved state of every rank, called its *part*, to rank 0. All ranks must call this function.
 
-    Returns the tensors of all parts by key on rank 0, and an empty dict on the others. Raises CheckpointError if a rank
-    sends an invalid header.
+    Returns the tensors of all parts by key on rank 0. On the others, returns ``state`` if the strategy is
+    ``gather_or_local``, otherwise an empty dict. Raises CheckpointError if a rank sends an invalid header.
     """
     header = next(iter(state.values()))
     lengths = group.all_gather(torch.tensor([len(header)]))
@@ -65,7 +65,7 @@ def gather_parts(state: Mapping[str, Tensor], group: RankGroup) -> dict[str, Ten
         for tensor in state.values():
             if tensor.numel():
                 group.send(tensor.contiguous().reshape(-1).view(_BYTE), 0)
-        return {}
+        return dict(state) if strategy == "gather_or_local" else {}
     gathered = dict(state)
     for source in range(1, len(lengths)):
         received = torch.empty(int(lengths[source]), dtype=_BYTE)

@@ -97,11 +97,11 @@ class RankCounters:
             return part
         if self._group is None:
             self._group = RankGroup("counters", 'RankCounters.state_dict(strategy="gather")', TORCH_TIMEOUT)
-        gathered = gather_parts(part, self._group)
+        gathered = gather_parts(part, self._group, strategy)
         if strategy == "merge" and rank == 0:
             parts = parse_all(gathered)
             return self._packed(0, 1, self._counters.merged(parts, parts, gathered))
-        return part if strategy == "gather_or_local" and rank != 0 else gathered
+        return gathered
 
     def plan_load(self, parts: Sequence[RankHeader]) -> list[RankHeader]:
         """Check saved headers against the counters, and return the headers of the parts that this rank loads.

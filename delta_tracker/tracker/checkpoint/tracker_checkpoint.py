@@ -95,10 +95,7 @@ class TrackerCheckpoint:
         self._check_attached(group)
         self._check_synced(group)
         part = pack(rank, world_size, self._mode.value, shards, self._log.state(), counters, kinds)
-        if group is None:
-            return part
-        gathered = gather_parts(part, group)
-        return part if strategy == "gather_or_local" and rank != 0 else gathered
+        return part if group is None else gather_parts(part, group, strategy)
 
     def _check_free(self) -> None:
         """Raise ReservedConsumerError if a consumer is reserved: a load replaces the pending rows of all consumers."""
@@ -109,16 +106,11 @@ class TrackerCheckpoint:
 
     def _check_attached(self, group: RankGroup | None) -> None:
         """Check that the trackers of all ranks in ``group``, or this one, are attached, so that the log is complete."""
-
-        def attached() -> dict[str, object]:
-            self._model.check_attached()
-            return {}
-
         if group is None:
-            attached()
+            self._model.check_attached()
             return
         try:
-            agree(attached, group)
+            agree(self._model.check_attached, group)
         except RankFailedError as error:
             raise error.advising("Call tracker.reattach() on every rank") from None
 
