@@ -398,7 +398,6 @@ def test_numba_lets_other_threads_run() -> None:
         "mark_octets",
         "mark_new",
         "summarize",
-        "summarize_and_unpack",
         "clear",
         "contains",
         "absorb",
@@ -423,13 +422,6 @@ def test_a_scan_writes_no_further_than_it_may() -> None:
         loops.unpack(words, summary, rows)
         assert rows[:count].tolist() == bits.nonzero()[0].tolist()
         assert (rows[count + loops.SPARE :] == -7).all()
-        rows.fill(-7)
-        settled = summary.copy()
-        summary.fill(-1)
-        assert loops.summarize_and_unpack(words, summary, rows) == count
-        assert rows[:count].tolist() == bits.nonzero()[0].tolist()
-        assert (rows[count + loops.SPARE :] == -7).all()
-        assert (summary == settled).all()
 
 
 class _Interrupted:

@@ -26,9 +26,6 @@ _ROWS_PER_SPAN = 512
 # off only for calls with many ids, because the summary is then rebuilt from all words.
 _MAX_CACHED_WORDS = 2**18
 _WORDS_PER_ID = 4  # number of words that can be summarized in the time that is saved for one id
-# Up to this number of rows, a scan rebuilds the summary while it lists the rows, in memory for the upper bound of their
-# number. Memory of more than 32 MiB, as this may be, comes from the system, which takes longer than a second pass.
-_MOST_IN_ONE_PASS = 1 << 17
 
 
 class NumbaRows(RowSet):
@@ -90,7 +87,7 @@ class NumbaRows(RowSet):
         array = _array(ids)
         if not array.size:
             return
-        num_words = len(self._words)
+        num_words = self._words.size
         if num_words <= self._max_cached_words and (not self._is_settled or array.size * _WORDS_PER_ID >= num_words):
             self._is_settled = False
             self._count += array.size
@@ -134,15 +131,10 @@ class NumbaRows(RowSet):
 
     def scan(self) -> Tensor:
         """See :meth:`RowSet.scan`."""
-        if self._count > _MOST_IN_ONE_PASS:
-            self._settle()
-        rows = np.empty(min(self._count, self.num_rows) + self._loops.SPARE, dtype=np.int64)
-        if self._is_settled:
-            self._loops.unpack(self._words, self._summary, rows)
-        else:
-            self._count = self._loops.summarize_and_unpack(self._words, self._summary, rows)
-            self._is_settled = True
-            rows.resize(self._count, refcheck=False)  # frees the rest without a copy
+        if not self._is_settled:  # as _settle(), with a call less
+            self._count, self._is_settled = self._loops.summarize(self._words, self._summary), True
+        rows = np.empty(self._count + self._loops.SPARE, dtype=np.int64)
+        self._loops.unpack(self._words, self._summary, rows)
         return torch.from_numpy(rows[: self._count])
 
     def count(self) -> int:

@@ -240,34 +240,6 @@ def unpack(words: _Ints, summary: _Ints, out: _Ints) -> None:
                     following += 4
 
 
-@_loop("int64(int64[::1], int64[::1], int64[::1])")
-def summarize_and_unpack(words: _Ints, summary: _Ints, out: _Ints) -> int:
-    """Do :func:`summarize` and :func:`unpack` in one pass, which reads the words from memory once.
-
-    Return the number of marked rows. The length of ``out`` must be at least this number plus :data:`SPARE`.
-    """
-    at = 0
-    for i in range(summary.size):
-        blocks = 0
-        for first in range(i << 7, min(i + 1 << 7, words.size), 2):
-            blocks |= int((words[first] | words[first + 1]) != 0) << (first >> 1 & 63)
-            for j in range(first, first + 2):
-                word = words[j]
-                following = at
-                at += _popcount(word)
-                # Four without a test, also in excess: most words have at most four rows, in an unpredictable number.
-                for k in range(following, following + 4):
-                    out[k] = (j << 6) + _lowest(word)
-                    word &= word - 1
-                while word:
-                    following += 4
-                    for k in range(following, following + 4):
-                        out[k] = (j << 6) + _lowest(word)
-                        word &= word - 1
-        summary[i] = blocks
-    return at
-
-
 @_loop("void(int64[::1], int64[::1], int64[::1])")
 def count_before(words: _Ints, summary: _Ints, before: _Ints) -> None:
     """Write the number of marked rows before each span of 512 rows to ``before``, ``[ceil(R / 512)]``."""

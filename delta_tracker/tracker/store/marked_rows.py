@@ -9,8 +9,10 @@ uncommitted read ends there. A segment covers the positions from its start to th
 from __future__ import annotations
 
 import logging
+from bisect import bisect_left
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -314,8 +316,9 @@ class MarkedRows:
 
     def delete(self, before: int | None) -> None:
         """Drop the segments that start before a pinned position. None drops all segments."""
-        kept = [] if before is None else [segment for segment in self._segments if segment.start >= before]
-        dropped = self._segments[: len(self._segments) - len(kept)]
+        segments = self._segments
+        number = len(segments) if before is None else bisect_left(segments, before, key=attrgetter("start"))
+        dropped, kept = segments[:number], segments[number:]
         self._segments = kept or [Segment(start=self._segments[-1].start if before is None else before)]
         for segment in dropped:
             self._recycle(segment.rows)
