@@ -117,12 +117,12 @@ class RowSet(ABC):
     def count(self) -> int:
         """Return the number ``K`` of marked rows. Waits for the device. Takes less time than :meth:`scan`."""
 
-    @abstractmethod
     def rank(self, ids: Tensor, scanned: Tensor) -> Tensor:
         """Return the number of marked rows below each id, ``[N]`` int64, each in ``[0, K]``.
 
         For the id of a marked row, this number is the id's index in ``scanned``, the result of :meth:`scan`.
         """
+        return torch.searchsorted(scanned, within(ids, self.num_rows))
 
     @classmethod
     def create_each(cls, nums_rows: Sequence[int], device: torch.device) -> list[Self]:
@@ -155,6 +155,16 @@ class RowSet(ABC):
     def count_each(cls, sets: Sequence[Self]) -> list[int]:
         """Return :meth:`count` of each set. On a device, an engine may wait less often than once for each set."""
         return [each.count() for each in sets]
+
+
+def within(ids: Tensor, num_rows: int) -> Tensor:
+    """Return a copy of ``ids``, ``[N]``, in which 0 replaces each id outside ``[0, num_rows)``.
+
+    Example:
+        >>> within(torch.tensor([2, -1, 3]), num_rows=3)
+        tensor([2, 0, 0])
+    """
+    return torch.where((ids >= 0) & (ids < num_rows), ids, 0)
 
 
 def set_first(words: NDArray[np.int64] | Tensor, num_bits: int, word_bits: int) -> None:

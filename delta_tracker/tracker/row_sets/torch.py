@@ -9,19 +9,9 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from delta_tracker.tracker.row_sets.row_set import RowSet
+from delta_tracker.tracker.row_sets.row_set import RowSet, within
 
 _JOINED_BYTES = 64 << 20  # temporary memory of a scan of several sets
-
-
-def within(ids: Tensor, num_rows: int) -> Tensor:
-    """Return a copy of ``ids``, ``[N]``, in which 0 replaces each id outside ``[0, num_rows)``.
-
-    Example:
-        >>> within(torch.tensor([2, -1, 3]), num_rows=3)
-        tensor([2, 0, 0])
-    """
-    return torch.where((ids >= 0) & (ids < num_rows), ids, 0)
 
 
 class JointIds:
@@ -239,10 +229,6 @@ class TorchRows(RowSet):
     def count(self) -> int:
         """See :meth:`RowSet.count`."""
         return int(self._marks.count_nonzero())
-
-    def rank(self, ids: Tensor, scanned: Tensor) -> Tensor:
-        """See :meth:`RowSet.rank`."""
-        return torch.searchsorted(scanned, within(ids, self.num_rows))
 
 
 def _no_marks(num_rows: int, device: torch.device) -> Tensor:

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from delta_tracker.errors import import_optional
 from delta_tracker.rows import to_device
-from delta_tracker.tracker.row_sets.row_set import RowSet, set_first
-from delta_tracker.tracker.row_sets.torch import within
+from delta_tracker.tracker.row_sets.row_set import RowSet, set_first, within
 
 _ROWS_PER_BLOCK = 512
 _WORDS_PER_BLOCK = _ROWS_PER_BLOCK // 32
@@ -164,10 +163,6 @@ class TritonRows(RowSet):
     def count(self) -> int:
         """See :meth:`RowSet.count`."""
         return int(self.count_blocks().sizes[0])
-
-    def rank(self, ids: Tensor, scanned: Tensor) -> Tensor:
-        """See :meth:`RowSet.rank`."""
-        return torch.searchsorted(scanned, within(ids, self.num_rows))
 
     @classmethod
     def _launch_mark(
