@@ -21,7 +21,7 @@ from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.maintenance.retention import Retention, retain
 from delta_tracker.stream.mirroring import promote
 from delta_tracker.stream.pointer_writer import PointerWriter
-from delta_tracker.stream.reading.canary import CanaryBound
+from delta_tracker.stream.reading.canary import is_allowed
 from tests.heartbeats import read_heartbeats
 from tests.predictor.cache_server import cache_server
 from tests.predictor.serving import empty_model, eventually, same
@@ -89,6 +89,23 @@ def test_a_canary_counts_again_in_an_older_copy_of_the_log(tmp_path: Path) -> No
     assert predictor.sync() == 7
 
 
+def test_a_canary_counts_again_if_the_lost_entries_were_above_its_next_one(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/stream"
+    writer = Writer(Storage(url, create=True))
+    writer.snapshot()
+    for number in range(4):
+        writer.delta([number])
+    shutil.copytree(tmp_path / "stream", tmp_path / "copy")
+    for number in range(25):
+        writer.delta([number % 20])
+    predictor = Predictor(writer.model(), url, rollout=Rollout(canary=Canary(versions=5)))
+    assert predictor.sync(2) == 2
+    (tmp_path / "stream").rename(tmp_path / "lost")
+    (tmp_path / "copy").rename(tmp_path / "stream")
+    assert Writer(Storage(url)).snapshot().version == 7
+    assert predictor.sync() == 2
+
+
 @pytest.fixture
 def writer() -> Writer:
     writer = Writer(Storage("memory://"))
@@ -132,14 +149,14 @@ def test_a_canary_stays_some_seconds_behind() -> None:
 def test_an_entry_of_a_clock_that_is_ahead_does_not_let_later_versions_pass() -> None:
     clock = Clock()
     writer = Writer(clocked(clock))
-    bound = CanaryBound(Canary(seconds=600.0), StreamLog(writer.storage))
+    canary, log = Canary(seconds=600.0), StreamLog(writer.storage)
     with clock.of_the_log():
         first = writer.snapshot()
     with clock.of_the_log(ahead=3600.0):
         writer.delta([1])
-    assert bound.allows(first)
+    assert is_allowed(canary, first, log)
     with clock.of_the_log():
-        assert not any(bound.allows(writer.delta([number])) for number in range(4))
+        assert not any(is_allowed(canary, writer.delta([number]), log) for number in range(4))
 
 
 def test_a_canary_waits_while_the_clock_of_the_next_publisher_is_behind() -> None:

@@ -247,6 +247,12 @@ def test_many_random_worlds_break_no_rule_but_the_known_ones(worlds: Interpreter
             {"seed": 31000444, "states": True, "has_upkeep": True, "has_buckets": False, "ranks": 3},
             id="the directory of the own stream is unmounted, and that of a former one is mounted again",
         ),
+        pytest.param(
+            "join 0 13546, sync 0 0, advised 0 0, snapshot 0 0, back_up 0 0, publish 0 0, publish 0 0, sync 0 0, "
+            "return_backup 0 0, settle 0 0",
+            {"seed": 32000579, "states": True},
+            id="a canary of seconds has seen the version that an older copy lacks",
+        ),
     ],
 )
 def test_a_schedule_that_broke_a_rule_breaks_none(

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 
 from delta_tracker.arguments import check_count, is_number
-from delta_tracker.errors import InvalidArgumentError, MalformedError
+from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.log import StreamLog
-
-_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,43 +47,14 @@ class Canary:
         return f"{self.versions} versions" if self.seconds is None else f"{self.seconds:g} seconds"
 
 
-class CanaryBound:
-    """Newest version of a log that a canary may apply."""
+def is_allowed(canary: Canary, entry: Manifest, log: StreamLog) -> bool:
+    """Return True if a canary may apply an entry that was read.
 
-    def __init__(self, canary: Canary, log: StreamLog) -> None:
-        self._canary = canary
-        self._log = log
-        self._origin: tuple[str, str] | None = None  # stream and publisher of the entries that were seen
-        self._newest = -1  # newest version of the stream that was seen
-        self._latest = float("-inf")  # creation time of the newest entry that was seen
-
-    def allows(self, manifest: Manifest) -> bool:
-        """Return True if an entry that was read is at or below the bound."""
-        origin = manifest.stream, manifest.writer
-        if origin != self._origin:  # a new publisher may have found an older copy of the log
-            self._origin, self._newest, self._latest = origin, -1, float("-inf")
-        # The newest entry may have been created earlier than one before it, by another clock.
-        if self._canary.seconds is not None or not self._is_below(manifest):
-            self._find_newest(manifest)
-        return self._is_below(manifest)
-
-    def _is_below(self, manifest: Manifest) -> bool:
-        if self._canary.versions is not None:
-            return manifest.version + self._canary.versions <= self._newest
-        assert self._canary.seconds is not None, "one of both"
-        return manifest.created + self._canary.seconds <= self._latest
-
-    def _find_newest(self, manifest: Manifest) -> None:
-        newest = self._log.newest_version(max(manifest.version, self._newest))
-        if newest <= self._newest:
-            return
-        if self._canary.seconds is not None:
-            try:
-                head = self._log.read(newest)
-            except MalformedError as error:
-                _logger.info("cannot read the time of the newest version: %s", str(error))
-                return
-            if head is None:
-                return
-            self._latest = head.created
-        self._newest = newest
+    Looks for the newest entry each time, because the log may have been replaced by an older copy.
+    """
+    newest = log.newest_version(entry.version)
+    if canary.versions is not None:
+        return entry.version + canary.versions <= newest
+    assert canary.seconds is not None, "one of both"
+    head = log.readable(newest)
+    return head is not None and entry.created + canary.seconds <= head.created
