@@ -46,6 +46,10 @@ class Web:
         Those that were damaged here are kept: readers replace them without an operator.
         """
         self._copies = {path: copy for path, copy in self._copies.items() if path in self._wrong}
+        self.calm()
+
+    def calm(self) -> None:
+        """Damage no further copies."""
         self._choices.clear()
 
     def spoil(self, choice: int, *, is_next: bool) -> str | None:

@@ -699,8 +699,10 @@ class World:
         return code, said
 
     def _advised(self, who: int, choice: int) -> str | None:
-        """Follow the advice of the last error of the operation before."""
+        """Follow the advice of the last error of the operation before. Meanwhile, no further faults begin."""
         self._disk.fault = None
+        if self._web is not None:  # no reader has a version while each copy of the pointer is damaged
+            self._web.calm()
         refused, self._refused = self._refused, []
         if not refused:
             return None
