@@ -126,7 +126,8 @@ class HostCache:
     def _fetch(self, storage: Storage, part: Part, draft: int) -> int | None:
         """Fetch a part into its locked draft, verify it, and rename it. Return the result of :meth:`open`."""
         with ExitStack() as stack:
-            stack.callback(self._drop, part, draft)
+            stack.callback(os.close, draft)
+            stack.callback(self._drop, part)
             # Another process may have completed the file between the look for it and the lock.
             descriptor = self._hit(part)
             if descriptor is not None or not self._make_room(part, draft):
@@ -152,10 +153,9 @@ class HostCache:
             for piece in checked_pieces(read, part):
                 file.write(piece.data)
 
-    def _drop(self, part: Part, draft: int) -> None:
+    def _drop(self, part: Part) -> None:
         with suppress(OSError):
             self._draft(part).unlink(missing_ok=True)
-        os.close(draft)
 
     def _hit(self, part: Part) -> int | None:
         """Return a descriptor of the complete file of a part; None if there is none. Unlink a damaged file."""

@@ -253,6 +253,11 @@ def test_many_random_worlds_break_no_rule_but_the_known_ones(worlds: Interpreter
             {"seed": 32000579, "states": True},
             id="a canary of seconds has seen the version that an older copy lacks",
         ),
+        pytest.param(
+            "publish 0 0, join 0 90, slow 0 1, follow 0 0, advance 0 2, advance 0 2, restart 0 0",
+            {"has_buckets": True},
+            id="a fetch into a host cache is interrupted, and then the deletion of its draft",
+        ),
     ],
 )
 def test_a_schedule_that_broke_a_rule_breaks_none(
