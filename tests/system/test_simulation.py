@@ -258,6 +258,13 @@ def test_many_random_worlds_break_no_rule_but_the_known_ones(worlds: Interpreter
             {"has_buckets": True},
             id="a fetch into a host cache is interrupted, and then the deletion of its draft",
         ),
+        pytest.param(
+            "join 0 2370, join 0 0, join 0 0, sync 0 0, advised 0 0, mirror 1 0, publish 0 0, promote_lagging 0 9688, "
+            "publish 0 0, advance 0 6803, mirror 3 0, publish 0 0, sync 0 0, promote_lagging 0 0, restart 0 15848, "
+            "sync 0 0",
+            {"seed": 41000524, "states": True, "has_buckets": False, "ranks": 2},
+            id="a predictor restarts while the directory of its stream is unmounted",
+        ),
     ],
 )
 def test_a_schedule_that_broke_a_rule_breaks_none(

@@ -96,7 +96,7 @@ def _check_forward(world: World, log: Log, before: Reader, entry: Manifest) -> N
     if before.word is None:
         return
     if before.is_mixed:
-        if stream_of(before.word) not in lineage(word_of(entry)) and not _is_replaced(world, before.word):
+        if stream_of(before.word) not in lineage(word_of(entry)) and not _is_replaced(world, log, before.word):
             raise ViolationError(f"{word_of(entry)} is of another stream than {before.word}")
         return
     if not may_follow(world, log, before, entry):
@@ -122,13 +122,16 @@ def may_follow(world: World, log: Log, reader: Reader, entry: Manifest) -> bool:
         return not _has(world, position) and (newer > 0 or is_restored)
     if stream_of(position) in lineage(word):
         return True
-    return _is_replaced(world, position)
+    return _is_replaced(world, log, position)
 
 
-def _is_replaced(world: World, word: str) -> bool:
-    """Return True if all urls can be read, and none has the stream of an entry."""
-    return all(each.is_up for each in world.logs) and not any(
-        stream_of(word) in lineage(each.word) for each in world.logs if each.word
+def _is_replaced(world: World, log: Log, word: str) -> bool:
+    """Return True if all urls can be read, none has the stream of an entry, and the log does not end before it."""
+    is_older = created(log.word) < created(word)
+    return (
+        not is_older
+        and all(each.is_up for each in world.logs)
+        and not any(stream_of(word) in lineage(each.word) for each in world.logs if each.word)
     )
 
 
@@ -237,7 +240,7 @@ def _newer(world: World, log: Log, reader: Reader) -> str:
     starts = _starts(world, log, reader, stream)
     if reader.word is None or reader.is_mixed:
         is_other = reader.word is not None and stream_of(reader.word) not in lineage(log.word)
-        if is_other and not _is_replaced(world, reader.word or ""):
+        if is_other and not _is_replaced(world, log, reader.word or ""):
             return ""
         return f"start from {word_of(starts[0])}" if starts else ""
     if chance := _next_step(world, log, reader, reader.word):
