@@ -10,7 +10,6 @@ from delta_tracker.cli.output import table
 from delta_tracker.cli.predictors import SeenPredictor, hosts_of, read_predictors
 from delta_tracker.cli.stream_command import Stream, stream_command
 from delta_tracker.cli.text import duration
-from delta_tracker.stream.heartbeat import remove_heartbeats
 from delta_tracker.stream.pin import Pin, newest_pin
 from delta_tracker.stream.store_clock import StoreClock
 
@@ -27,20 +26,17 @@ predictor is stuck, failing or unpinned, or if all are silent.
 Examples:
   delta-tracker fleet s3://bucket/ctr
   delta-tracker fleet s3://bucket/ctr --limit 10000 --json
-  delta-tracker fleet s3://bucket/ctr --remove
 """
 
 
 @click.command("fleet", help=_HELP)
 @stream_command
 @click.option("--limit", type=click.IntRange(1), default=4096, help="Heartbeats to read, newest first.")
-@click.option("--remove", "removes", is_flag=True, help="Delete heartbeats that were not replaced for a day.")
-def command(stream: Stream, limit: int, *, removes: bool) -> int:
+def command(stream: Stream, limit: int) -> int:
     """Show the predictors with a heartbeat in the last hour. Return 1 if one needs attention, or all are silent."""
     before = sum(stream.storage.requests.values())
     head, clock, pin = stream.head(), StoreClock(), newest_pin(stream.storage)
     predictors, num_unread = read_predictors(stream.storage, head, clock, order=pin, limit=limit)
-    num_removed = remove_heartbeats(stream.storage, clock) if removes else 0
     num_requests = sum(stream.storage.requests.values()) - before
     totals = dict(sorted(Counter(each.health for each in predictors).items()))
     hosts = hosts_of(predictors)
@@ -54,7 +50,6 @@ def command(stream: Stream, limit: int, *, removes: bool) -> int:
             "shown": [to_builtins(each.beat) | {"state": each.health} for each in shown],
             "pin": pin,
             "left_out": num_unread,
-            "removed": num_removed,
             "requests": num_requests,
         }
     )
@@ -63,8 +58,6 @@ def command(stream: Stream, limit: int, *, removes: bool) -> int:
     stream.out.line(f"version {head.version}, committed {age} ago; predictors: {counts}; {num_requests} requests")
     if num_unread:
         stream.out.line(f"{num_unread} heartbeats are older than an hour or above --limit")
-    if removes:
-        stream.out.line(f"removed {num_removed} heartbeats that are older than a day")
     if pin is not None:
         stream.out.line(_described(pin, clock.now()))
     rows = [

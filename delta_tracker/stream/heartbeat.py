@@ -36,8 +36,6 @@ GONE_SECONDS = 3600.0  # age of a heartbeat from which the predictor is not show
 BEAT_SECONDS = 5.0  # between two heartbeats of a process, unless a publisher sets another time
 _MAX_BYTES = 16 << 10
 _MAX_TEXT, _MAX_STEP = 1000, 400  # characters
-_OBJECT = re.compile(r"predictors/[A-Za-z0-9][A-Za-z0-9_-]{0,63}\.json")
-_REMOVED_SECONDS = 86_400.0
 _MAX_HOST = 253
 _NUM_READERS = 32  # threads that read heartbeats from a remote store
 _WINDOW = 10  # heartbeats in a window
@@ -191,7 +189,10 @@ def see_heartbeats(
     Heartbeats older than ``max_age`` seconds by the store's clock, and all but the ``limit`` newest, are not read. All
     modification times update ``clock``. Logs and skips malformed heartbeats.
     """
-    listed, now = _listed(storage, clock), clock.now()
+    began = clock.reader_time()
+    listed = storage.objects("predictors")
+    clock.saw("predictors", (stored.modified for stored in listed), began=began)
+    now = clock.now()
     young = sorted((each for each in listed if now - each.modified <= max_age), key=lambda each: -each.modified)
     wanted = sorted(young[:limit], key=lambda each: each.name)
     if storage.is_remote and len(wanted) > 1:
@@ -200,13 +201,6 @@ def see_heartbeats(
     else:
         found = [_seen(storage, each) for each in wanted]
     return [seen for seen in found if seen is not None], len(listed) - len(wanted)
-
-
-def _listed(storage: Storage, clock: StoreClock) -> list[StoredObject]:
-    began = clock.reader_time()
-    listed = storage.objects("predictors")
-    clock.saw("predictors", (stored.modified for stored in listed), began=began)
-    return listed
 
 
 def _seen(storage: Storage, stored: StoredObject) -> SeenHeartbeat | None:
@@ -225,15 +219,6 @@ def read_record(storage: Storage, name: str, what: str, kind: type[_T], response
     except (ValueError, RecursionError) as error:
         _logger.warning("ignored malformed %s: name=%s error=%s", what, name, str(error)[:_MAX_TEXT])
         return None
-
-
-def remove_heartbeats(storage: Storage, clock: StoreClock) -> int:
-    """Delete predictors' heartbeats older than a day by the store's clock, as retention does. Return their number."""
-    listed, now = _listed(storage, clock), clock.now()
-    old = [each.name for each in listed if _OBJECT.fullmatch(each.name) and now - each.modified > _REMOVED_SECONDS]
-    for name in old:
-        storage.delete(name)
-    return len(old)
 
 
 def heartbeat_path(name: str) -> str:

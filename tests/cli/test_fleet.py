@@ -113,16 +113,6 @@ def test_a_report_of_a_stream_with_a_predictor_of_another_one(cli: Cli, writer: 
     assert "another stream" in (tmp_path / "r.html").read_text()
 
 
-def test_heartbeats_that_are_older_than_a_day_are_removed(cli: Cli, writer: Writer) -> None:
-    for name, seconds in {"new": 0, "hours": 80_000, "days": 100_000, "weeks": 1_000_000}.items():
-        leave(writer, beat(writer, name, version=4, window=_CURRENT), seconds_ago=seconds)
-    assert cli.json("fleet", url_of(writer))["removed"] == 0
-    assert len(writer.storage.names("predictors")) == 4
-    assert cli.json("fleet", url_of(writer), "--remove")["removed"] == 2
-    assert writer.storage.names("predictors") == ["predictors/hours.json", "predictors/new.json"]
-    assert "removed 0 heartbeats" in cli("fleet", url_of(writer), "--remove")
-
-
 def test_a_report_has_the_hosts_and_the_health_of_predictors(cli: Cli, writer: Writer, tmp_path: Path) -> None:
     leave(writer, beat(writer, "good", host="a", version=4, window=_CURRENT))
     leave(writer, beat(writer, "bad", host="b", version=1, window=_STUCK))
