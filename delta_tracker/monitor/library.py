@@ -162,7 +162,7 @@ class LibraryMetrics:
     standby_version = _gauge("Newest version applied by this standby.", "standby")
     standby_lag_versions = _gauge("Versions of the stream that this standby has not applied.", "standby")
     takeovers = _counter("Completed takeovers.", "standby")
-    takeover_failures = _counter("Takeovers that failed after the claim, so that no job trains.", "standby", "reason")
+    takeover_failures = _counter("Takeovers that failed after the claim, so that no job trains.", "standby")
     takeover_seconds = _seconds("Time from the decision to take over to its end.", "standby")
     # The monitor itself
     dropped_events = _counter("Events dropped before delivery.", "reason")

@@ -362,7 +362,7 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
         try:
             restored, serving = self._restore_and_claim(exchange, claimed)
         except Exception as error:
-            self._gauges.failed(error)
+            self._gauges.failed()
             failed = TakeoverFailedError(self._log.url, claimed.entry.version, _text(error).removesuffix("."))
             _logger.error("%s", str(failed))  # noqa: TRY400  the error is raised
             raise failed from error

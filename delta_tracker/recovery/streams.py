@@ -8,7 +8,6 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from delta_tracker import errors
 from delta_tracker.errors import (
     FencedError,
     InvalidArgumentError,
@@ -30,23 +29,6 @@ _logger = logging.getLogger(__name__)
 GONE = "Check the url, mount or restore its store, and call again"
 _ATTEMPTS = 100  # claims of a stream that may be lost to versions of the former publisher
 _MIN_HEARTBEATS = 3  # a silence below this number of heartbeats is logged
-_FAILURES = (
-    errors.CorruptPartError,
-    errors.FencedError,
-    errors.InvalidArgumentError,
-    errors.MalformedError,
-    errors.MissingVersionError,
-    errors.ModelMismatchError,
-    errors.NotRecoverableError,
-    errors.RankLostError,
-    errors.ReservedConsumerError,
-    errors.RankFailedError,
-    errors.RestoreMismatchError,
-    errors.StorageError,
-    errors.StreamReplacedError,
-    errors.UnsupportedModelError,
-)
-_OTHER = "other"  # reason of an error of another class
 
 
 class StandbyGauges:
@@ -54,8 +36,7 @@ class StandbyGauges:
 
     def __init__(self, recorder: Recorder, *, is_first: bool) -> None:
         self._recorder = recorder
-        for reason in (*(failure.__name__ for failure in _FAILURES), _OTHER):  # alerts then see the first one
-            recorder.takeover_failures.cell(reason=reason)
+        recorder.takeover_failures.cell()  # an alert then sees the first one
         if is_first:
             recorder.takeovers.cell()
 
@@ -72,10 +53,9 @@ class StandbyGauges:
         self._recorder.takeovers.cell().add(1)
         self._recorder.takeover_seconds.cell().add(seconds)
 
-    def failed(self, error: Exception) -> None:
+    def failed(self) -> None:
         """Count a takeover that failed after the claim."""
-        reason = next((failure.__name__ for failure in _FAILURES if isinstance(error, failure)), _OTHER)
-        self._recorder.takeover_failures.cell(reason=reason).add(1)
+        self._recorder.takeover_failures.cell().add(1)
 
     def close(self) -> None:
         """Remove the gauges."""

@@ -79,7 +79,7 @@ def healthy(minutes: float, seed: int) -> Fleet:
     add("pending_ratio", [_TRAINER, tracker, {"table": "user"}], [drawn.uniform(0, 0.2) for _ in times])
     add("hook_errors", [_TRAINER, {"tracker": "tracker", "table": "user"}], [0] * count)
     add("takeovers", [_TRAINER, {"standby": "standby"}], [0] * count)
-    add("takeover_failures", [_TRAINER, {"standby": "standby", "reason": "StorageError"}], [0] * count)
+    add("takeover_failures", [_TRAINER, {"standby": "standby"}], [0] * count)
     add("standby_lag_versions", [_TRAINER, {"standby": "standby"}], [drawn.choice([0, 0, 1]) for _ in times])
     for target, name in ((_FIRST, "host-1"), (_SECOND, "host-2")):
         add("heartbeat_age_seconds", [_TRAINER, {"predictor": name}], [drawn.uniform(0, 15) for _ in times])

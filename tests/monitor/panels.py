@@ -165,7 +165,7 @@ PANELS = (
     Panel(row="Health", title="Clock skew of predictors", metric="predictor_skew_seconds", by=("predictor",)),
     Panel(row="Health", title="Hook errors", metric="hook_errors", by=("tracker", "table")),
     Panel(row="Health", title="Takeovers", metric="takeovers", by=("standby",)),
-    Panel(row="Health", title="Failed takeovers", metric="takeover_failures", by=("standby", "reason")),
+    Panel(row="Health", title="Failed takeovers", metric="takeover_failures", by=("standby",)),
     Panel(row="Health", title="Dropped events", metric="dropped_events", by=("reason",)),
     Panel(row="Health", title="Sinks that fail", metric="outlet_errors", by=("outlet",)),
 )
