@@ -35,15 +35,14 @@ class PredictorGauges:
         self.served: Manifest | None = None  # of the last applied snapshot or delta, or of the loaded position if known
         self.num_rows = self.num_bytes = self.num_admitted = self.num_evicted = 0
         self._version: int | None = None  # the newest one that was applied
-        self._source = "", ""  # stream and url, as shown
+        self._stream = self._url = ""  # as shown
         self._lag: tuple[int, float] | None = None
         self._asked: float | None = None  # monotonic time since which the store is asked for the lag
         self._counted: Counter[str] = Counter()  # operations of stores and results of the host cache in the counters
 
     def begin(self, url: str, faults: Iterable[type[Exception]]) -> None:
         """Initialize the counters of ``faults`` to 0, and report the age and the lag at each collection."""
-        self._source = "", url
-        self.reads("")
+        self.reads("", url)
 
         def of_served(seconds: Callable[[Manifest], float | None]) -> Callable[[], float | None]:
             return lambda: None if (served := self.served) is None else seconds(served)
@@ -62,10 +61,9 @@ class PredictorGauges:
             counter.cell()
         self.recorder.watch(lambda predictor: self._show(predictor.status))
 
-    def reads(self, stream: str) -> None:
+    def reads(self, stream: str, url: str) -> None:
         """Report the stream that the predictor reads, and the url of its source."""
-        url = self._source[1]
-        self._source = stream, url
+        self._stream, self._url = stream, url
         self.recorder.predictor_info.remove()
         self.recorder.predictor_info.set(1, stream=stream, url=shown_url(url))
 
@@ -79,8 +77,8 @@ class PredictorGauges:
             self.recorder.applied_rows.cell(table=fqn).add(num_rows)
         self._version = manifest.version
         self.age.applied(manifest)
-        if manifest.stream != self._source[0]:
-            self.reads(manifest.stream)
+        if manifest.stream != self._stream:
+            self.reads(manifest.stream, self._url)
 
     def admitted(self, fqn: str, num_ids: int) -> None:
         """Count raw ids of a table that were mapped to rows."""
@@ -107,14 +105,12 @@ class PredictorGauges:
             while entry is not None and entry.kind == "claim" and entry.parent is not None:
                 entry = log.read(entry.parent.version)
             self.served = entry
-            self.reads(position.stream)
+            self.reads(position.stream, self._url)
 
     def failed_over(self, url: str) -> None:
         """Count a change to the source with the url ``url``."""
         self.recorder.failovers.cell().add(1)
-        stream = self._source[0]
-        self._source = stream, url
-        self.reads(stream)
+        self.reads(self._stream, url)
 
     def _show(self, read_status: Callable[[], Status]) -> None:
         self._asked = self._monotonic()

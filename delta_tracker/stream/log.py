@@ -118,15 +118,11 @@ class StreamLog:
         present = last_present(partial(_has, self.storage), after + 1) if _has(self.storage, after + 1) else after
         if present == after > pointed and not _has(self.storage, after):
             return max(self.versions(after=after), default=after)  # retention may have deleted both entries
-        if present > pointed and self._is_claim(present):
-            return max(self.versions(after=present), default=present)
-        return present
-
-    def _is_claim(self, version: int) -> bool:
         with suppress(MalformedError):
-            entry = self.read(version)
-            return entry is not None and entry.kind == "claim"
-        return False
+            entry = self.read(present) if present > pointed else None
+            if entry is not None and entry.kind == "claim":
+                return max(self.versions(after=present), default=present)
+        return present
 
     def read(self, version: int) -> Manifest | None:
         """Return the entry of a version; None if it does not exist.

@@ -156,13 +156,7 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
         if self._head is None:
             return 0
         log, head, num_copied = self._source, self._head, 0
-
-        def read(version: int) -> Manifest | None:
-            with suppress(MalformedError):
-                return log.read(version)
-            return None
-
-        for claim in forks([each for each in log.versions() if each <= head.version], head.stream, read):
+        for claim in forks([each for each in log.versions() if each <= head.version], head.stream, log.readable):
             is_missing = self._to.storage.size(entry_name(claim.version)) is None
             if is_missing and (data := _read(log, claim.version)) is not None:
                 self._create(data, claim.version)
