@@ -37,7 +37,7 @@ from delta_tracker.recovery.recovery_path import recovery_path
 from delta_tracker.recovery.recovery_plan import check_model
 from delta_tracker.recovery.restore import Restoration, Restored
 from delta_tracker.recovery.shard_follower import ShardFollower
-from delta_tracker.recovery.streams import GONE, RecoveryStream, ServingStreams, StandbyGauges
+from delta_tracker.recovery.streams import GONE, RecoveryStream, ServingStreams
 from delta_tracker.sharding.interrupted import mark, unmark
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.format.parse import parse_manifest
@@ -130,9 +130,11 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
             messages = exchange.exchange(Phase.BUILDING, Message.of(lambda: self._build(url, name, serving)))
             check_alike(messages, "ignore", "serving", action="restore")
         self._is_first = self._job.rank == 0
-        recorder = Recorder("standby", self, name=name, monitor=monitor)
-        self._gauges = StandbyGauges(recorder, is_first=self._is_first)
-        self._recovery = RecoveryStream(self._log, name, look_seconds, self._gauges, runtime)
+        self._recorder = Recorder("standby", self, name=name, monitor=monitor)  # on rank 0, also of all ranks
+        self._recorder.takeover_failures.cell()  # an alert then sees the first one
+        if self._is_first:
+            self._recorder.takeovers.cell()
+        self._recovery = RecoveryStream(self._log, name, look_seconds, self._recorder, runtime)
         self._follower = ShardFollower(self._log, self._job, runtime)
         self._ended = ""  # why no further call is possible
 
@@ -244,7 +246,7 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
     def close(self) -> None:
         """Close the standby. If it has not taken over, forward passes of the model still raise. Not a collective."""
         self._ended = self._ended or "closed"
-        self._gauges.close()
+        self._recorder.close()
 
     def _meeting(self, call: str) -> closing[Exchange]:
         return closing(Exchange(self._timeout, name="standby", call=call, action="restore"))
@@ -362,7 +364,7 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
         try:
             restored, serving = self._restore_and_claim(exchange, claimed)
         except Exception as error:
-            self._gauges.failed()
+            self._recorder.takeover_failures.cell().add(1)
             failed = TakeoverFailedError(self._log.url, claimed.entry.version, _text(error).removesuffix("."))
             _logger.error("%s", str(failed))  # noqa: TRY400  the error is raised
             raise failed from error
@@ -370,7 +372,10 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
         self._ended = "this job has taken over"
         seconds = self._runtime.monotonic() - began
         if self._is_first:
-            self._gauges.took_over(seconds)
+            for gauge in (self._recorder.standby_version, self._recorder.standby_lag_versions):
+                gauge.remove()
+            self._recorder.takeovers.cell().add(1)
+            self._recorder.takeover_seconds.cell().add(seconds)
             _logger.warning("took over at version %d in %.1f s: url=%s", restored.version, seconds, self._log.url)
         return Takeover(restored=restored, recovery=claimed, serving=tuple(serving), seconds=seconds)
 

@@ -1,4 +1,4 @@
-"""Streams that a standby reads and claims, and the metrics of the standby. Makes no collective call."""
+"""Streams that a standby reads and claims. Makes no collective call."""
 
 from __future__ import annotations
 
@@ -31,37 +31,6 @@ _ATTEMPTS = 100  # claims of a stream that may be lost to versions of the former
 _MIN_HEARTBEATS = 3  # a silence below this number of heartbeats is logged
 
 
-class StandbyGauges:
-    """Metrics of one standby. Rank 0 records the version, the lag and the takeovers of all ranks."""
-
-    def __init__(self, recorder: Recorder, *, is_first: bool) -> None:
-        self._recorder = recorder
-        recorder.takeover_failures.cell()  # an alert then sees the first one
-        if is_first:
-            recorder.takeovers.cell()
-
-    def saw(self, version: int | None, head: Manifest) -> None:
-        """Record the version and the lag behind the newest entry."""
-        if version is not None:
-            self._recorder.standby_version.set(version)
-        self._recorder.standby_lag_versions.set(head.version - (-1 if version is None else version))
-
-    def took_over(self, seconds: float) -> None:
-        """Count a takeover, and remove the gauges."""
-        for gauge in (self._recorder.standby_version, self._recorder.standby_lag_versions):
-            gauge.remove()
-        self._recorder.takeovers.cell().add(1)
-        self._recorder.takeover_seconds.cell().add(seconds)
-
-    def failed(self) -> None:
-        """Count a takeover that failed after the claim."""
-        self._recorder.takeover_failures.cell().add(1)
-
-    def close(self) -> None:
-        """Remove the gauges."""
-        self._recorder.close()
-
-
 class RecoveryStream:
     """Recovery stream of a standby on rank 0, which decides on takeovers and claims the stream.
 
@@ -69,11 +38,11 @@ class RecoveryStream:
     ``nothing``, ``gone`` and ``live`` with the arguments of an error.
     """
 
-    def __init__(self, log: StreamLog, name: str, look_seconds: float, gauges: StandbyGauges, runtime: Runtime) -> None:
+    def __init__(self, log: StreamLog, name: str, look_seconds: float, recorder: Recorder, runtime: Runtime) -> None:
         self.shown: tuple[int | None, str | None] = None, None  # version and error of all ranks, for the heartbeat
         self._log = log
         self._liveness = Liveness(log.storage, name)
-        self._gauges = gauges
+        self._recorder = recorder
         self._look_seconds = look_seconds
         self._monotonic = runtime.monotonic
         # The id of the claim is drawn before the claim, which is found again if the store's answer is lost.
@@ -103,7 +72,9 @@ class RecoveryStream:
             return {}
         if silence is not None:
             self._check_interval(silence, signs)
-        self._gauges.saw(self.shown[0], signs.head)
+        if (shown := self.shown[0]) is not None:
+            self._recorder.standby_version.set(shown)
+        self._recorder.standby_lag_versions.set(signs.head.version - (-1 if shown is None else shown))
         is_silent = silence is not None and signs.silent_seconds > silence
         if request is None and not is_silent and not self._is_own(signs.head):
             return {}

@@ -313,6 +313,7 @@ def failed(rank: int, world_size: int, path: str, spec: dict[str, Any], steps: l
     others = [Publisher(trainer.tracker, url, name) for url, name in zip(urls, ("first", "second"), strict=True)]
     monitor = Monitor()
     standby = job.standby(path, serving=urls, monitor=monitor)
+    assert len(list(monitor.metrics.takeover_failures.cells)) == 1, "an alert sees the first failure"
     for number in range(5):
         trainer.train(1)
         last = publisher.publish()

@@ -6,9 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from delta_tracker.monitor import Monitor
-from delta_tracker.monitor.recorder import Recorder
-from delta_tracker.recovery.streams import StandbyGauges
 from tests.ranks import RankPool
 from tests.recovery.test_restore import spec
 from tests.sweeps import SWEEPS_ARE_WHOLE
@@ -165,16 +162,6 @@ def test_a_training_loop_with_step_ends_when_its_publisher_is_fenced(two_ranks: 
     assert num_batches < 1000
     assert other == [num_batches, logged]
     assert [message.partition(":")[0] for message in logged] == ["version 2 was not published"]
-
-
-def test_an_alert_sees_the_first_failed_takeover() -> None:
-    monitor = Monitor()
-    gauges = StandbyGauges(Recorder("standby", monitor, monitor=monitor), is_first=True)
-    before = {cell.labels for cell in monitor.metrics.takeover_failures.cells}
-    gauges.failed()
-    counted = [each for each in monitor.collect().totals if each.definition.name.endswith("takeover_failures")]
-    assert {cell.labels for cell in monitor.metrics.takeover_failures.cells} == before, "it began at 0"
-    assert sum(each.figures.total for each in counted) == 1
 
 
 def test_a_publisher_leaves_heartbeats_while_another_rank_writes(two_ranks: RankPool, tmp_path: Path) -> None:
