@@ -15,7 +15,6 @@ the log has are deleted; after step 5, step 6 is repeated.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -40,8 +39,6 @@ from delta_tracker.stream.interruption import check, checked
 from delta_tracker.stream.reading.orders import Order
 from delta_tracker.stream.reading.position import Position
 from delta_tracker.types import Identity, TableSpec
-
-_logger = logging.getLogger(__name__)
 
 CHUNK_ROWS = 4096  # maximum number of rows of one write
 _SLOTS = 1 << 16  # owners that are read or written at once
@@ -69,7 +66,6 @@ class SinkWriter(Forkable):
         self.position: Position | None = None
         self._gauges, self._sink, self._choice = gauges, sink, choice
         self._is_known = False  # False if the row store may have another state
-        self._has_logged_dense = False
         self.restore()
         protect(self)
 
@@ -153,9 +149,6 @@ class SinkWriter(Forkable):
         for fqn, (left, num_admitted) in changes.items():  # here, because an attempt that failed is made again
             self._gauges.admitted(fqn, num_admitted)
             self._gauges.evicted(fqn, len(left))
-        if manifest.dense and not self._has_logged_dense:
-            self._has_logged_dense = True
-            _logger.info("dense tensors are not written to a row store: tensors=%d", len(manifest.dense))
         self._hold(finished)
         if finished.is_settling:
             self._hold(self._settled(finished))

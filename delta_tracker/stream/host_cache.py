@@ -35,7 +35,6 @@ from delta_tracker.stream.storage.store import Span, Store, StoredObject, Transf
 _logger = logging.getLogger(__name__)
 
 _WAIT_SECONDS = 0.01  # between two looks at the file that another process fetches
-_TOUCH_SECONDS = 60.0  # a file's time of use is updated at most this often
 _OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
@@ -167,8 +166,7 @@ class HostCache:
         with ExitStack() as stack:
             stack.callback(os.close, descriptor)
             if _is_right(descriptor, part):
-                if time.time() - os.fstat(descriptor).st_mtime > _TOUCH_SECONDS:
-                    os.utime(descriptor)
+                os.utime(descriptor)
                 stack.pop_all()
                 return descriptor
             with suppress(FileNotFoundError):
