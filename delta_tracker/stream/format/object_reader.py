@@ -147,7 +147,7 @@ class Tensors:
         self._ranges = ranges
 
     def read(self, begin: int, end: int) -> NDArray[np.uint8]:
-        """Return the bytes ``[begin, end)`` of one tensor, or of the header. After a StorageError, call it again."""
+        """Return the bytes ``[begin, end)`` of one tensor, or of the header."""
         if not self._is_begun:
             check_size(self._part, self._storage.size(self._part.name))
             self._is_begun = True
