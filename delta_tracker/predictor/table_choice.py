@@ -76,7 +76,8 @@ class TableChoice:
 
     def position_in(self, state: Mapping[str, T]) -> Mapping[str, T]:
         """Return a saved state without its choice. Raises InvalidArgumentError if it was saved with another one."""
-        saved = state.get("tables") if isinstance(state, Mapping) else None
+        given: object = state
+        saved = given.get("tables") if isinstance(given, Mapping) else None
         if saved != self.saved().get("tables"):
             text = "Omit it, so that the predictor begins with a snapshot: it was saved with another choice of tables"
             raise InvalidArgumentError("state", {"tables": saved}, text)

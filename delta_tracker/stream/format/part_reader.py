@@ -335,11 +335,11 @@ def read_parts(
                 readers.append(PartReader(storage, part, manifest, source=source))
             else:
                 readers.append(_narrowed(storage, part, manifest, source, chosen[part.name]))
-        return readers
     except (StorageError, Interrupted):
         if buffer is not None:
             buffer.begun = parts, sources
         raise
+    return readers
 
 
 def _needed_bytes(part: Part, chosen: Part, manifest: Manifest) -> int:
