@@ -18,7 +18,7 @@ from delta_tracker.stream.format.codec import pack_ids
 from delta_tracker.stream.format.digests import PIECE_BYTES
 from delta_tracker.stream.format.manifest import Block, DenseSpec, IdForm, Kind, Link, Manifest, Part
 from delta_tracker.stream.format.object_reader import MEMORY_BYTES
-from delta_tracker.stream.format.part_writer import hashes_tensors, safetensors_header
+from delta_tracker.stream.format.part_writer import HASHED_BYTES, is_shared, safetensors_header
 from delta_tracker.stream.heartbeat import BEAT_SECONDS
 from delta_tracker.stream.log import part_name
 from delta_tracker.stream.maintenance.retention import GRACE_SECONDS
@@ -309,7 +309,9 @@ def version_size(workload: Workload, kind: Kind) -> VersionSize:
         if blocks or dense_bytes:
             tensors = _tensors(blocks, dense_bytes)
             num_bytes = sum(each.num_bytes for each in tensors.values())
-            digests = len(tensors) if hashes_tensors(blocks, num_bytes, has_dense=bool(dense_bytes)) else 0
+            digests = (
+                len(tensors) if num_bytes >= HASHED_BYTES and is_shared(blocks, has_dense=bool(dense_bytes)) else 0
+            )
             num_bytes += len(safetensors_header(tensors.items()))
             parts.append(
                 Part(part_name(1, 1, f"r{rank}"), num_bytes, _HASH, tuple(blocks), (), tensors=(_HASH,) * digests)

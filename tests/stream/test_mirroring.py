@@ -227,7 +227,7 @@ def test_a_mirror_stops_at_another_stream(writer: Writer) -> None:
     assert everything(destination) == before
 
 
-@pytest.mark.advice("StorageError: _emptied")
+@pytest.mark.advice("StorageError: _emptied DirectoryStore._has_folder")
 @pytest.mark.parametrize("is_emptied", [False, True], ids=["missing", "mount point"])
 @pytest.mark.parametrize("restarts", [False, True], ids=["running", "restarted"])
 def test_a_mirror_waits_for_a_source_that_is_not_mounted(
@@ -253,7 +253,7 @@ def test_a_mirror_waits_for_a_source_that_is_not_mounted(
     thread = threading.Thread(target=mirror.run, kwargs={"stop": stop, "poll_seconds": 0.001})
     thread.start()
     try:
-        eventually(lambda: "it has no entries, although some were copied from it. Mount its volume" in caplog.text)
+        eventually(lambda: "Mount its volume" in caplog.text)
         if is_emptied:
             path.rmdir()
         away.rename(path)

@@ -30,7 +30,7 @@ from delta_tracker.types import dtype_name
 SIZE_BYTES = 8
 ALIGNMENT = 8
 TRAINING_KEY = "state"
-_LEAST_BYTES = 1 << 20  # size from which a part of several tables has a digest of each tensor
+HASHED_BYTES = 1 << 20  # size of all tensors from which a part of several tables has a digest of each
 METADATA_KEY = "__metadata__"
 
 
@@ -136,12 +136,13 @@ def put_part(
     for index, tensor in enumerate(dense.values()):
         entries.append(_Entry(f"dense.{index}", tensor.dtype, tuple(tensor.shape), [tensor]))
     blocks = tuple(map(attrgetter("block"), rows))
+    num_bytes = sum(map(attrgetter("num_bytes"), entries))
     file = _put(
         storage,
         name,
         entries,
         has_digests=states_name is not None,
-        hashes_tensors=hashes_tensors(blocks, sum(map(attrgetter("num_bytes"), entries)), has_dense=bool(dense)),
+        hashes_tensors=num_bytes >= HASHED_BYTES and is_shared(blocks, has_dense=bool(dense)),
     )
     tensors = tuple(map(methodcaller("hexdigest"), file.tensors))
     part = Part(name, file.num_bytes, file.xxh3, blocks, tuple(dense), file.body, tensors=tensors)
@@ -154,9 +155,9 @@ def put_part(
     return replace(part, states=_stored(states_name, _put(storage, states_name, entries))) if entries else part
 
 
-def hashes_tensors(blocks: Sequence[Block], num_bytes: int, *, has_dense: bool) -> bool:
-    """Return True if a part with ``num_bytes`` bytes of tensors gets a digest of each, for readers of some tables."""
-    return num_bytes >= _LEAST_BYTES and len(set(map(attrgetter("table"), blocks))) + has_dense > 1
+def is_shared(blocks: Sequence[Block], *, has_dense: bool) -> bool:
+    """Return True if a part has several tables, or tables and dense tensors."""
+    return len(set(map(attrgetter("table"), blocks))) + has_dense > 1
 
 
 def put_training(storage: Storage, name: str, buffers: Iterable[memoryview], num_bytes: int) -> Stored:
