@@ -60,7 +60,7 @@ def test_a_store_that_is_missing_after_a_failed_takeover_is_not_an_empty_stream(
     two_ranks: RankPool, tmp_path: Path
 ) -> None:
     for message in two_ranks.run(f"{_CASES}:unmounted", path=str(tmp_path), spec=_ROW_WISE):
-        assert message.startswith("StorageError: ")
+        assert "StorageError: the store file://" in message
         assert "its directory was unmounted" in message
 
 
@@ -127,7 +127,7 @@ def test_other_serving_streams_than_those_of_the_trainer_are_refused(two_ranks: 
     ):
         for left_out in (called, followed):
             assert left_out.startswith("InvalidArgumentError: serving=[] cannot be used. Pass the urls of all streams")
-        assert unmounted.startswith("StorageError: "), unmounted
+        assert "its directory was unmounted" in unmounted
         assert swapped.startswith("InvalidArgumentError: url=<recovery stream file://"), swapped
         assert all(message.startswith("InvalidArgumentError: serving=") for message in messages), messages
         missing, *_, recovery, twice = messages
