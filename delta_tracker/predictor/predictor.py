@@ -87,9 +87,9 @@ class Predictor(Uncopied, remedy="Save or copy its state_dict()"):
         url: url of the stream, such as ``file:///directory``, ``s3://bucket/prefix`` or ``https://cache/prefix``, or an
             opened :class:`~delta_tracker.stream.storage.storage.Storage`. A sequence has the copies of one stream in
             order of preference: objects missing in one copy are read from another.
+        rollout: which versions are applied; None for ``Rollout()``, which applies all.
         tables: names or patterns, such as ``"user.*"``, of the tables and dense tensors of the stream that are read and
             applied; None for all. ``guide/serve.md`` says what is read.
-        rollout: which versions are applied; None for ``Rollout()``, which applies all.
         name: name of the heartbeat that is written to the stream every few seconds, which requires write permission;
             None disables it. It is also the label ``predictor`` of the metrics, by default ``"predictor"``. If another
             predictor of this process has the name, ``-2``, ``-3``, ... is appended to the label.
@@ -119,8 +119,8 @@ class Predictor(Uncopied, remedy="Save or copy its state_dict()"):
         model: Model | ModelTarget | RowSink,
         url: Location | Sequence[Location],
         *,
-        tables: str | Sequence[str] | None = None,
         rollout: Rollout | None = None,
+        tables: str | Sequence[str] | None = None,
         cache: str | Path | HostCache | None = None,
         name: str | None = None,
         heartbeats: Location | None = None,
