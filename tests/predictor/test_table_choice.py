@@ -128,7 +128,7 @@ def test_only_the_bytes_of_the_chosen_tables_are_read() -> None:
 
 
 @pytest.mark.parametrize("is_listed", [False, True])
-def test_a_damaged_tensor_is_found_before_a_row_changes_and_one_that_is_left_out_is_not_read(is_listed: bool) -> None:
+def test_a_damaged_tensor_is_found_before_a_row_changes(is_listed: bool) -> None:
     storage = Storage("memory://")
     trainer = _Trainer(storage)
     table = torch.zeros(_ROWS, _DIM)
