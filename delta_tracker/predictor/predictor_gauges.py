@@ -35,7 +35,7 @@ class PredictorGauges:
         self.served: Manifest | None = None  # of the last applied snapshot or delta, or of the loaded position if known
         self.num_rows = self.num_bytes = self.num_admitted = self.num_evicted = 0
         self._version: int | None = None  # the newest one that was applied
-        self._stream = self._url = ""  # as shown
+        self._source = "", ""  # stream and url, as shown
         self._lag: tuple[int, float] | None = None
         self._asked: float | None = None  # monotonic time since which the store is asked for the lag
         self._counted: Counter[str] = Counter()  # operations of stores and results of the host cache in the counters
@@ -63,7 +63,7 @@ class PredictorGauges:
 
     def reads(self, stream: str, url: str) -> None:
         """Report the stream that the predictor reads, and the url of its source."""
-        self._stream, self._url = stream, url
+        self._source = stream, url
         self.recorder.predictor_info.remove()
         self.recorder.predictor_info.set(1, stream=stream, url=shown_url(url))
 
@@ -77,8 +77,8 @@ class PredictorGauges:
             self.recorder.applied_rows.cell(table=fqn).add(num_rows)
         self._version = manifest.version
         self.age.applied(manifest)
-        if manifest.stream != self._stream:
-            self.reads(manifest.stream, self._url)
+        if manifest.stream != self._source[0]:
+            self.reads(manifest.stream, self._source[1])
 
     def admitted(self, fqn: str, num_ids: int) -> None:
         """Count raw ids of a table that were mapped to rows."""
@@ -105,12 +105,12 @@ class PredictorGauges:
             while entry is not None and entry.kind == "claim" and entry.parent is not None:
                 entry = log.read(entry.parent.version)
             self.served = entry
-            self.reads(position.stream, self._url)
+            self.reads(position.stream, self._source[1])
 
     def failed_over(self, url: str) -> None:
         """Count a change to the source with the url ``url``."""
         self.recorder.failovers.cell().add(1)
-        self.reads(self._stream, url)
+        self.reads(self._source[0], url)
 
     def _show(self, read_status: Callable[[], Status]) -> None:
         self._asked = self._monotonic()
