@@ -621,6 +621,7 @@ class World:
         readers = self._readers_after(history.place(*backup))
         store.return_from(self._copy)
         self._forget()
+        SCHEDULER.sleep(2.0)  # a reader reads the pointer once per second
         for reader in readers:
             self._check_kept(reader)
         SCHEDULER.sleep(100.0)  # a lost claim delays predictors by a minute
