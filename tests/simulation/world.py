@@ -1111,6 +1111,8 @@ class World:
             said = self._followed(reader, goals)
         num_there = 0
         for number in range(_ROUNDS):
+            if goals is not None and reader.floor is not None and reader.floor[0] > max(goals)[0]:
+                goals = targets(reader, self._history)  # its thread had read a version before the store was lost
             num_there += goals is not None and self._whole(reader) in goals and self._has_returned(reader)
             if goals is None or num_there == _NUM_STAYS or reader not in self._readers:
                 break
