@@ -105,7 +105,7 @@ Flight: TypeAlias = Copying | Cut | Ended
 
 
 class Step(Enum):
-    """Next step of all ranks after their votes."""
+    """What all ranks do next, decided from their votes."""
 
     WAIT = "a rank is still working"
     CUT = "the copies of all ranks are written"

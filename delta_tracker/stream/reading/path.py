@@ -355,7 +355,7 @@ def former_streams(
 
 
 def forks(versions: list[int], stream: str, read: Callable[[int], Manifest | None]) -> Iterator[Manifest]:
-    """Yield the claims that forked a stream and its former streams from others, newest first.
+    """Yield the claims that started a stream and its former streams, newest first.
 
     ``versions`` are those of the log, ascending. The last one belongs to ``stream``.
     """
