@@ -44,7 +44,11 @@ Examples:
 @click.option("--poll", type=Number(0.01), metavar="SECONDS", help="Polling interval. Default: by URL.")
 @click.option("--cache", metavar="DIRECTORY", help="Directory in which the predictors of this host keep parts.")
 @click.option(
-    "--table", "tables", multiple=True, metavar="PATTERN", help="Write the tables of this name or pattern only."
+    "--table",
+    "tables",
+    multiple=True,
+    metavar="PATTERN",
+    help="Write only tables of this name or pattern; repeat it for more.",
 )
 def command(
     stream: Stream,

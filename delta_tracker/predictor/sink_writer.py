@@ -105,6 +105,13 @@ class SinkWriter(Forkable):
         states = {state.stream: state for state in self._sink.states()}
         if current is not None and current not in states:
             raise MalformedSinkError(f"its stream {current}", "it has no state")
+        if current is not None and states[current].choice != self._choice.patterns:
+            known = list(states[current].choice) or None
+            raise InvalidArgumentError(
+                "tables",
+                list(self._choice.patterns) or None,
+                f"Pass {known}, with which the row store began, or another prefix or directory",
+            )
         for stream in states:
             if stream != current:  # a former one, or one whose first snapshot was interrupted
                 self._sink.remove(stream)
@@ -114,10 +121,9 @@ class SinkWriter(Forkable):
     def resolve(self, manifest: Manifest) -> Receiver:
         """Return the tables of a version. Raise ModelMismatchError if the row store has different ones."""
         held = self._held(manifest)
+        if manifest.kind == "snapshot" and not manifest.tables:
+            raise InvalidArgumentError("tables", self._choice.patterns, "Pass tables: a row store has no dense tensors")
         if held is not None:
-            for fqn, stored in held.tables.items():
-                if not self._choice.takes(fqn):
-                    raise ModelMismatchError(fqn, "left out by tables=", f"stored as {stored}").advising(_ANEW)
             missing = held.tables.keys() - manifest.tables.keys() if manifest.kind == "snapshot" else set()
             for fqn in sorted({*manifest.tables, *missing}):
                 _check_table(fqn, manifest, held)
@@ -130,7 +136,9 @@ class SinkWriter(Forkable):
         identities = identities_after(manifest, {} if held is None else held.identities)
         placements = receiver.placements(contents)
         owners = version_owners(contents) if manifest.identities else {}
-        state = held or SinkState(stream=manifest.stream, tables=manifest.tables, identities=identities)
+        state = held or SinkState(
+            stream=manifest.stream, tables=manifest.tables, identities=identities, choice=self._choice.patterns
+        )
         begun = _begun(state, manifest, identities, is_elsewhere=is_elsewhere)
         self._is_known = False
         self._sink.begin(begun)

@@ -21,6 +21,9 @@ class TableChoice:
         tables: names of tables and dense tensors of the stream, or patterns with ``*``, ``?`` and ``[...]``; a single
             one as a string. None takes all.
 
+    Attributes:
+        patterns: the names and patterns, sorted; empty for all.
+
     Raises:
         InvalidArgumentError: unless ``tables`` has at least one name or pattern.
 
@@ -36,13 +39,13 @@ class TableChoice:
         if given is not None and not (patterns and all(isinstance(each, str) and each for each in patterns)):
             remedy = "Pass names or patterns of the stream's tables, such as ['item', 'user.*'], or None for all"
             raise InvalidArgumentError("tables", tables, remedy)
-        self._patterns = tuple(sorted(set(patterns)))
+        self.patterns = tuple(sorted(set(patterns)))
         self._taken: dict[str, bool] = {}
 
     def takes(self, name: str) -> bool:
         """Return True if a table or dense tensor is applied."""
         if name not in self._taken:
-            self._taken[name] = not self._patterns or any(_matches(each, name) for each in self._patterns)
+            self._taken[name] = not self.patterns or any(_matches(each, name) for each in self.patterns)
         return self._taken[name]
 
     def narrowed(self, entry: Manifest) -> Manifest:
@@ -50,10 +53,10 @@ class TableChoice:
 
         Raises InvalidArgumentError if a name or pattern matches nothing in a snapshot.
         """
-        if not self._patterns or entry.kind == "claim":
+        if not self.patterns or entry.kind == "claim":
             return entry
         names = (*entry.tables, *entry.dense)
-        for pattern in self._patterns if entry.kind == "snapshot" else ():
+        for pattern in self.patterns if entry.kind == "snapshot" else ():
             if not any(_matches(pattern, name) for name in names):
                 raise InvalidArgumentError("tables", pattern, f"Pass names of the stream, which has {sorted(names)}")
         return replace(
@@ -72,7 +75,7 @@ class TableChoice:
 
     def saved(self) -> dict[str, str]:
         """Return the choice as an item of a predictor's saved state; an empty dict if all tables are applied."""
-        return {"tables": json.dumps(self._patterns)} if self._patterns else {}
+        return {"tables": json.dumps(self.patterns)} if self.patterns else {}
 
     def position_in(self, state: Mapping[str, T]) -> Mapping[str, T]:
         """Return a saved state without its choice. Raises InvalidArgumentError if it was saved with another one."""

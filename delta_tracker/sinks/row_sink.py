@@ -31,6 +31,7 @@ class SinkState(Written):
         identities: FQN to the buckets of raw ids as of ``version``, for each table with raw ids.
         default_slots: FQN to the global row ids whose default rows may be stored, for each table with default rows.
             Readers find the default rows by ``identities``.
+        choice: names and patterns of the tables that are written; empty for all.
 
     Raises:
         InvalidArgumentError: if only one of a version and its hash is None, a table has a dtype other than a floating
@@ -49,6 +50,7 @@ class SinkState(Written):
     tables: Mapping[str, TableSpec] = field(default_factory=dict)
     identities: Mapping[str, Identity] = field(default_factory=dict)
     default_slots: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    choice: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if (self.version is None) != (self.xxh3 is None):
@@ -69,7 +71,7 @@ class SinkState(Written):
 
     def to_json(self) -> bytes:
         """Return the state as JSON."""
-        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        values = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "choice" or self.choice}
         return msgspec.json.encode({"format": _FORMAT, **values})
 
     @classmethod
@@ -84,7 +86,10 @@ class SinkState(Written):
             state = msgspec.convert(values, cls)
         except ValueError as error:
             raise MalformedSinkError("its state", str(error)) from error
-        if values.get("format") != _FORMAT or values.keys() != {"format", *(each.name for each in fields(cls))}:
+        if values.get("format") != _FORMAT or values.keys() | {"choice"} != {
+            "format",
+            *(each.name for each in fields(cls)),
+        }:
             raise MalformedSinkError("its state", "its format or a field is unknown")
         return state
 

@@ -207,7 +207,6 @@ def test_the_gate_checks_the_chosen_tables_only(trainer: _Trainer, url: str) -> 
     assert _equal(model, trainer.model) == {"item.weight"}
 
 
-@pytest.mark.advice("ModelMismatchError: SinkWriter.resolve")
 def test_a_row_store_has_the_chosen_tables_and_no_others_later(trainer: _Trainer, url: str) -> None:
     stored = Stored()
     predictor = Predictor(MemorySink(stored), url, tables=["item"])
@@ -218,13 +217,18 @@ def test_a_row_store_has_the_chosen_tables_and_no_others_later(trainer: _Trainer
     found = torch.stack([stored.rows[trainer.publisher.stream, "item", row][1] for row in range(_ROWS)])
     assert torch.equal(found, trainer.model.item.weight)
     trainer.train(torch.tensor([3]))
-    with pytest.raises(ModelMismatchError, match="row store"):
-        Predictor(MemorySink(stored), url).sync()
+    for other in (None, ["user.id"], ["item", "user.id"]):
+        with pytest.raises(InvalidArgumentError, match=r"Pass \['item'\], with which the row store began, or another"):
+            Predictor(MemorySink(stored), url, tables=other)
+    with pytest.raises(InvalidArgumentError, match="a row store has no dense tensors"):
+        Predictor(MemorySink(Stored()), url, tables=["top.*"]).sync()
     both = Stored()
     Predictor(MemorySink(both), url, tables=["item", "user.id"]).sync()
     trainer.train(torch.tensor([4]))
-    with pytest.raises(ModelMismatchError, match=r"'user.id'.*Pass a row store with another prefix"):
-        Predictor(MemorySink(both), url, tables=["item"]).sync()
+    whole = Stored()
+    Predictor(MemorySink(whole), url).sync()
+    with pytest.raises(InvalidArgumentError, match="Pass None, with which the row store began"):
+        Predictor(MemorySink(whole), url, tables=["item"])
     assert Predictor(MemorySink(Stored()), url, tables=["item"]).sync() == trainer.publisher.version
 
 
