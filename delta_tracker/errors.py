@@ -236,12 +236,12 @@ Action = Literal["publish", "restore", "agree"]
 
 
 class RankFailedError(StreamError, RuntimeError):
-    """A call of all ranks failed because rank ``rank`` failed with ``reason``, or differs from the other ranks.
+    """A collective failed because rank ``rank`` failed with ``reason``, or differs from the other ranks.
 
     If a version was not published, all rows stay pending; with ``is_unknown``, it may have been published, or may
-    appear later, and the next version follows it. If a restore failed, the model may be partly written, and then raises
-    :class:`IncompleteModelError`. ``rank`` is this rank if one of its objects raised an error while it loaded its
-    state.
+    appear later, and the next version follows it. If a restore failed, the model may be partly written: its forward
+    pass then raises :class:`IncompleteModelError`. ``rank`` is this rank if one of its objects raised an error while it
+    loaded its state.
     """
 
     def __init__(self, rank: int, reason: str, action: Action = "publish", *, is_unknown: bool = False) -> None:
@@ -567,7 +567,7 @@ class MissingVersionError(StreamError, LookupError):
 
 
 class NoSnapshotError(StreamError, LookupError):
-    """The stream at ``url`` has no snapshot, or none at or below ``version``, which is None if it has none at all."""
+    """The stream at ``url`` has no snapshot at or below ``version``; if ``version`` is None, no snapshot at all."""
 
     def __init__(self, url: str, version: int | None = None) -> None:
         if version is None:
@@ -704,9 +704,9 @@ class FollowEndedError(StreamError, RuntimeError):
 
 
 class SinkError(StreamError, OSError):
-    """The row store at ``target`` cannot be reached, read or written; see ``reason``. Readers keep its stored rows.
+    """The row store at ``target`` cannot be reached, read or written; see ``reason``. Stored rows are kept.
 
-    ``writer`` is another process that writes to it, or became its writer meanwhile; None for other reasons.
+    ``writer`` is the other process that is, or has become, the writer of the store; None if that is not the reason.
     """
 
     def __init__(self, target: str, reason: str, remedy: str | None = None, *, writer: str | None = None) -> None:

@@ -29,7 +29,7 @@ class Amount(Struct, frozen=True, rename={"num_bytes": "bytes"}):
 
 
 class OwnerChanges(Struct, frozen=True):
-    """Number of a table's rows that got a new raw id, and number of rows that lost theirs and got no new one."""
+    """Numbers of a table's rows whose raw id is new (``admitted``) or was removed without a new one (``evicted``)."""
 
     admitted: int
     evicted: int

@@ -103,7 +103,7 @@ class Recorder(MetricSource):
                 stat.remove(**self.label)
 
     def after_fork(self) -> None:
-        """Drop the reference to the object, whose locks another thread of the parent may have held."""
+        """Drop the owner in a forked child: another thread of the parent may have held the owner's locks."""
         self._owner = lambda: None
 
 

@@ -138,7 +138,7 @@ class Reads:
 
 
 class Forecast:
-    """Memory, bytes, requests, disk and start-up of a stream in a bucket."""
+    """Forecast of the memory, traffic, requests, disk space and start-up time of a stream in a bucket."""
 
     def __init__(self, workload: Workload) -> None:
         self.workload = workload

@@ -89,7 +89,7 @@ class ModelWriter:
                 self.fence.leave_reading(streams)
 
     def save_order(self, followed: Order) -> None:
-        """Record an order that was followed, which :meth:`state_dict` then contains."""
+        """Record the order that was followed last. :meth:`state_dict` includes it."""
         self._hold(self.written.with_order(followed.kind, followed.counter))
 
     def restore(self) -> None:

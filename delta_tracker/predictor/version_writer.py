@@ -37,7 +37,7 @@ class VersionWriter:
         self._buffer = PartBuffer()
 
     def restart(self) -> None:
-        """Drop data read from a store, because it will be read from another store."""
+        """Drop the data read so far. Call this before reading from another store."""
         self._buffer = PartBuffer()
 
     def check_fits(self, entry: Manifest) -> None:

@@ -14,7 +14,7 @@ _NUM_DELTAS = 10
 
 
 class LargeDeltas:
-    """Counter, for each table, of successive deltas with more than half of its rows."""
+    """Counter of each table's consecutive deltas with more than half of its rows."""
 
     def __init__(self) -> None:
         self._num_large: dict[str, int] = {}

@@ -20,7 +20,7 @@ _MAX_NAMES = 5
 
 
 def chosen_dense(dense: DenseChoice | Literal[True], live: LiveTables) -> DenseChoice:
-    """Return the choice in a form that can be read more than once. True is the whole model."""
+    """Return ``dense`` in a form that can be iterated more than once; the whole model for True."""
     if dense is True:
         return live.model
     if isinstance(dense, Mapping):

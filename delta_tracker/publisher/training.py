@@ -230,7 +230,7 @@ class TrainingCuts:
         return TakenState(tree, None if position is None else position.event_time, selections)
 
     def add(self, position: int, version: int) -> None:
-        """Note the log position of the cut of a committed version."""
+        """Record the log position at which a committed version was cut."""
         self._cuts.append((position, version))
 
     def _consumers(self) -> dict[str, dict[str, object]]:

@@ -37,7 +37,7 @@ class Copying:
     The rows that change meanwhile are read at the cut.
 
     Args:
-        after: number of the votes that began it.
+        after: number of the vote that began it.
         job: future of the written copy; None until the copy has begun, for example after an interrupt.
     """
 
@@ -52,10 +52,10 @@ class Copying:
 
 @dataclass(slots=True, kw_only=True)
 class Cut:
-    """State after the cut: the threads of the publisher complete the version.
+    """State after the cut, in which the publisher's threads complete the version.
 
     Args:
-        after: number of the votes that decided it, the same on all ranks.
+        after: number of the vote that decided on the cut, the same on all ranks.
         kind: ``"snapshot"`` or ``"delta"``.
         batch: batch of the cut.
         is_complete: for a delta, True to read all rows, without ``top_k``.
@@ -219,7 +219,7 @@ class Versions:
         self.beat()
 
     def beat(self) -> None:
-        """Write a heartbeat if one is due, unless this publisher can publish no more versions."""
+        """Write a heartbeat if one is due, unless this publisher can no longer publish."""
         if self._beats is not None and not self._reports.is_over:
             self._beats.beat(self._writer.head)
 

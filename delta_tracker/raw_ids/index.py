@@ -93,7 +93,7 @@ class SortedMap(RawIdMap):
         slots[indices] = self._local_defaults(identity, raw_ids[indices])
 
     def prepare(self, owners: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the tensors of another mapping, on the CPU. :data:`NO_OWNER`, the largest id, is sorted last."""
+        """Sort ``owners``. Return the raw ids and their rows, on the CPU. :data:`NO_OWNER`, the largest id, is last."""
         raw_ids, indices = owners.sort(stable=True)
         return raw_ids, indices + self.rows[0]
 
@@ -236,7 +236,7 @@ class RawIdIndex(SortedMap):
         return identity == self._identity
 
     def adopt(self, identity: Identity) -> None:
-        """Route unknown and unmapped raw ids by the buckets of a stream."""
+        """Route raw ids without a row by the buckets of a stream."""
         if identity != self._identity:
             self.reroute(identity)
             self._route_by(identity)

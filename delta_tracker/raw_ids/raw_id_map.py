@@ -155,7 +155,7 @@ class RawIdMap(ABC):
 
     @abstractmethod
     def adopt(self, identity: Identity) -> None:
-        """Route unknown and unmapped raw ids by the buckets of a stream. Call it while holding the lock."""
+        """Route raw ids without a row by the buckets of a stream. Call it while holding the lock."""
 
     @abstractmethod
     def owners(self) -> Tensor:

@@ -83,7 +83,7 @@ class TrainingStates:
         return self.load(rank, DATA) if name == DATA else self.load(rank, "rank", name)
 
     def of_all_ranks(self, name: str) -> list[Any]:
-        """Return :meth:`of_rank` of all ranks, in rank order; None for a rank without such a state."""
+        """Return the state ``name`` of each rank, in rank order; None for a rank without such a state."""
         ranks = range(self.world_size)
         return [self.of_rank(rank, name) if name in self.names_of(rank) else None for rank in ranks]
 

@@ -182,7 +182,7 @@ class MchMap(_ModuleMap, SortedMap):
         return routed is None if self._is_own_default(identity) else routed is not None and routed.identity == identity
 
     def adopt(self, identity: Identity) -> None:
-        """Route unknown and unmapped raw ids by the buckets of a stream."""
+        """Route raw ids without a row by the buckets of a stream."""
         if self.routes_by(identity):
             return
         self.reroute(identity)

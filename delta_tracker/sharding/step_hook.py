@@ -94,7 +94,7 @@ class StepHook(Watcher):
         self._omitted()
 
     def forget(self, number: int) -> None:
-        """Close the open step of an optimizer that was deleted, by its ``id()``."""
+        """Close the open step of an optimizer, if there is one. ``number`` is the optimizer's ``id()``."""
         step = self._steps.pop(number, None)
         if step is not None:
             self._listener.end_write_later(step.key)

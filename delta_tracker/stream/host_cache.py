@@ -45,13 +45,13 @@ class HostCache:
 
     Args:
         directory: directory of the cache on a local file system; it is created with mode 0700 if it is missing.
-        max_bytes: maximum size of all files. The least recently used parts are deleted first. A part that is larger is
-            read past the cache.
-        patience_seconds: time without progress of the fetching process after which others read past the cache.
+        max_bytes: maximum size of all files. The least recently used parts are deleted first. A larger part
+            bypasses the cache.
+        patience_seconds: time without progress of the fetching process after which others bypass the cache.
 
     Attributes:
-        counts: number of parts that were read from the cache (``hits``), fetched into it (``misses``), and read past it
-            (``bypasses``).
+        counts: number of parts that were read from the cache (``hits``), fetched into it (``misses``), and read without
+            it (``bypasses``).
 
     Raises:
         InvalidArgumentError: for a ``max_bytes`` below 1, or ``patience_seconds`` that are not positive and finite; or

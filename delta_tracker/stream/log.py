@@ -127,8 +127,8 @@ class StreamLog:
     def read(self, version: int) -> Manifest | None:
         """Return the entry of a version; None if it does not exist.
 
-        Over http, entries below the pointer's oldest one that it does not name do not exist. Raises MalformedError if
-        the entry does not follow the format, belongs to another version, or is a merged entry.
+        Over http, returns None for a version below the oldest one of the pointer, unless the pointer names it. Raises
+        MalformedError if the entry does not follow the format, belongs to another version, or is a merged entry.
         """
         if not self.is_listed and self._is_deleted(version):
             return None
@@ -485,7 +485,7 @@ class Claim:
         self._is_used = True
 
     def release(self) -> None:
-        """Release this claim for another publisher, because the one that used it could not be built."""
+        """Release this claim for another publisher. Call this if the publisher that used it could not be built."""
         self._is_used = False
 
     def commit(self, entry: Manifest) -> Manifest:

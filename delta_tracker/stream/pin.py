@@ -67,7 +67,7 @@ def pin_name(counter: int) -> str:
 
 
 def newest_counter(storage: Storage, *, after: int = 0) -> int:
-    """Return the highest counter of the pins, or ``after`` if no pin is above it. Lists nothing."""
+    """Return the highest counter of a pin, or ``after`` if no pin has a higher one. Does not list the store."""
 
     def is_there(counter: int) -> bool:
         if counter - after > _MAX_PINS:
@@ -80,9 +80,9 @@ def newest_counter(storage: Storage, *, after: int = 0) -> int:
 
 
 def last_present(is_there: Callable[[int], bool], after: int) -> int:
-    """Return a present number above ``after`` whose successor is missing; ``after`` if there is none.
+    """Return a number above ``after`` that exists while the next one does not; ``after`` if ``after + 1`` is missing.
 
-    Makes a logarithmic number of calls.
+    Calls ``is_there`` a logarithmic number of times.
     """
     present, step = after, 1
     while is_there(after + step):

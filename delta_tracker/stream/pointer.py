@@ -187,10 +187,10 @@ class PointerReader(Forkable):
         self._lock, self._reading = threading.Lock(), threading.Lock()
 
     def newest(self, *, is_due: bool = True, past_cache: bool = False) -> HeadPointer | None:
-        """Return the claimed pointer, otherwise the confirmed one; None if there is none.
+        """Return the claimed pointer if there is one, otherwise the confirmed pointer; None without either.
 
-        Reads the object if the last read is at least ``seconds`` ago, and not at all with ``is_due=False``. With
-        ``past_cache``, reads it now, past all caches.
+        Reads the object if the last read is at least ``seconds`` ago. With ``is_due=False``, does not read it. With
+        ``past_cache``, always reads it and bypasses all caches.
         """
         is_awaited = past_cache or (self._claimed or self.confirmed) is None  # or for a read of another thread
         if (past_cache or (is_due and self._is_due())) and self._reading.acquire(blocking=is_awaited):

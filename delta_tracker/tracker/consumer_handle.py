@@ -105,8 +105,8 @@ class ConsumerHandle(Uncopied, remedy="Save or copy the tracker's state_dict(), 
     def distrust(self, fqn: str, ids: Tensor) -> None:
         """Make rows pending for the consumer, with unknown old states, and abort its uncommitted read.
 
-        Call this method if the consumer's copy of these rows differs from its last read. The raw ids that own rows with
-        managed collisions must be those that it last read. ``ids`` are ``[N]`` integer local ids, in any order, with
+        Call this method if the consumer's copy of these rows differs from its last read. For a table with managed
+        collisions, the copy must have the raw ids of that read. ``ids`` are ``[N]`` integer local ids, in any order,
         duplicates allowed. Raises InvalidArgumentError if the table is not tracked or an id is outside the shard.
         """
         name = self._held()

@@ -1,4 +1,4 @@
-"""Tables of this rank, which training overwrites: :class:`LiveTables`."""
+"""Live tables of this rank: the rows, optimizer states and raw ids that training overwrites."""
 
 from collections.abc import Mapping
 from types import MappingProxyType

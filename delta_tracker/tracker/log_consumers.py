@@ -307,7 +307,7 @@ class LogConsumers:
         raise StaleDeltaError(delta.consumer)
 
     def hold(self, read: Read) -> None:
-        """Leave a read uncommitted, and discard an earlier uncommitted one, whose rows it includes."""
+        """Keep a read uncommitted. Discard an earlier uncommitted read, whose rows it includes."""
         with self.lock:
             known = self._current(read)
             if len(known.reads) > 1 or self._max_bytes is not None:  # else, commit() or abort() will compact the log

@@ -256,7 +256,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
 
     @property
     def progress(self) -> Progress:
-        """Batches, updates, recorded rows and the position in the data, as publishers read them."""
+        """Numbers of batches, updates and recorded rows, and the position in the data. Publishers read it."""
         return self._progress
 
     @property

@@ -1,4 +1,4 @@
-"""Bound by which a predictor stays behind the newest version."""
+"""Canary: the distance that a predictor keeps from the newest version."""
 
 from __future__ import annotations
 

@@ -319,7 +319,7 @@ def continues(log: Entries, position: Position, merged: Manifest) -> bool:
 
 
 def is_forward(log: Entries, position: Position, entry: Manifest) -> bool:
-    """Return True if an entry of the position's stream is newer. Its version may be lower only in another copy."""
+    """Return True if an entry of the position's stream is newer. In another copy, its version may be lower."""
     if position.precedes(entry):
         return entry.version > position.version or _is_other_copy(log, position)
     return _is_restored(log, position, entry) and _is_other_copy(log, position)

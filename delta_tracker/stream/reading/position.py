@@ -63,7 +63,7 @@ class Position:
         return cls(entry.stream, entry.link, entry.generation, int(entry.created))
 
     def names(self, entry: Manifest | None) -> bool:
-        """Return True if an entry that was read is the one of this position."""
+        """Return True if ``entry`` is the entry at this position; False for None."""
         return entry is not None and (entry.stream, entry.link) == (self.stream, self.link)
 
     def leads_to(self, entry: Manifest) -> bool:
@@ -139,9 +139,9 @@ class Written:
         return Position(self.stream, Link(self.version, self.xxh3), self.generation, self.created, rows)
 
     def leaves_rows(self, entry: Manifest) -> bool:
-        """Return True if rows of a version that is partly written would remain after an entry of another history.
+        """Return True if an entry of another history would not overwrite all rows of a partly written version.
 
-        Only a snapshot replaces them.
+        Only a snapshot overwrites them.
         """
         if self.applying is None or entry.kind == "snapshot" or entry.stream != self.stream:
             return False

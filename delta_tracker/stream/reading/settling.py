@@ -44,7 +44,7 @@ class Settling:
         return self._doubted is not None and self._clock() - self._began >= self.seconds
 
     def clear(self) -> None:
-        """End the delay, because a version was applied."""
+        """End the delay. Call this after a version was applied."""
         self._doubted = None
         self.has_read_pointer = False
 

@@ -118,7 +118,7 @@ class MarkedRows:
     def replace_engine(self, error: Exception) -> bool:
         """Switch to the torch engine if the current engine raised ``error``. Return True if it was replaced.
 
-        The engine can no longer list the marked rows: all rows of each segment with marked rows count as changed.
+        The failed engine cannot list the marked rows: all rows of each segment with marked rows count as changed.
         """
         if self.engine is TorchRows or not is_engine_fault(error):
             return False
@@ -296,7 +296,7 @@ class MarkedRows:
 
     @property
     def compact_waits(self) -> bool:
-        """True if :meth:`compact` waits for the device: if old states are kept on a device other than the CPU."""
+        """True if :meth:`compact` waits for the device. It does if old states are kept outside the CPU."""
         return self.pads and self.keeps_states
 
     def compact(self, pinned: Collection[int]) -> None:

@@ -323,7 +323,7 @@ class DeviceStates(OldStates):
         self.append(ids[order], is_new.sum(0, keepdim=True), lambda kept: states[order[: len(kept)]])
 
     def poll(self) -> None:
-        """Update the bounds with the copies that are complete, and trim and release memory accordingly."""
+        """Read the row counts that were copied, update the blocks' bounds, and trim or release their memory."""
         for block in self._pending:
             block.poll()
         self._sort()

@@ -101,7 +101,7 @@ class OwnerStore(MarkedRows):
         self._is_doubted = True
 
     def mark_unknown(self) -> None:
-        """Mark all slots, with unknown former owners, which count as ``NO_OWNER``."""
+        """Mark all slots as changed. Their former owners are unknown and count as ``NO_OWNER``."""
         every = torch.arange(self.num_rows, device=self.device)
         self.mark(every, states=torch.full_like(every, NO_OWNER).unsqueeze(1))
 
