@@ -395,7 +395,7 @@ def patch_torchrec() -> TorchrecPatch:
     publisher rejects the position of ``attach_data``.
 
     A publisher with ``recovery=`` needs a ``step()`` between the update and its own ``step()``. Create its tracker with
-    the function :func:`init_torchrec_delta_tracker`: ``DistributedModelParallel`` does not call that one.
+    the function :func:`init_torchrec_delta_tracker`: ``DistributedModelParallel`` does not step that tracker.
 
     Example:
         >>> patch_torchrec().remove()

@@ -83,7 +83,7 @@ class UncopyableError(DeltaTrackerError, TypeError):
 
 
 class MissingExtraError(DeltaTrackerError, ImportError):
-    """A required package is not installed, or was not built for the installed release of another one.
+    """A required package is not installed, or was built for a release of ``other`` that is not installed.
 
     ``extra`` is the extra of this library that installs ``package``, or None if every installation of the library does.
     ``other`` is the other package with its release, if there is one. ``command`` installs what is missing. It names the

@@ -335,7 +335,7 @@ class ShardSpec:
 
     @property
     def num_columns(self) -> int:
-        """Number of columns held here, ``D``."""
+        """Number of columns of the shard, ``D``."""
         return sum(stop - start for start, stop in self.columns)
 
 

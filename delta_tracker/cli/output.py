@@ -28,7 +28,7 @@ class _Console(Console):
 
 
 class Output:
-    """Writer of a command's result: of JSON objects with the option ``--json``, otherwise of text.
+    """Writer of a command's result, as text or, with the option ``--json``, as JSON objects.
 
     Text is not interpreted as markup, and control characters are escaped.
 

@@ -48,9 +48,9 @@ class ModelWriter:
 
     Attributes:
         manifest: manifest of the last applied snapshot or delta; None before the first.
-        identities: table FQN to the buckets by which unknown raw ids are routed now.
-        written: versions that were written. While another stream is being written, the versions of the former one, with
-            ``is_mixed``.
+        identities: table FQN to the buckets that currently route unknown raw ids.
+        written: versions that were written. While another stream is being written, it has those of the former
+            stream, and ``is_mixed`` is True.
         position: position of the tables; None before the first version.
         resolve: function that returns the current tables of the model for a version; see :meth:`ServedModel.resolve`.
     """

@@ -112,7 +112,7 @@ class Pace:
         return every is not None and (head.snapshot is None or head.version + 1 - head.snapshot >= every)
 
     def is_due(self, *, is_clock: bool) -> bool:
-        """Return True if ``batches`` is reached when the check takes effect, or another bound is already reached.
+        """Return True if a bound is reached. ``batches`` includes the batches until the check takes effect.
 
         Args:
             is_clock: True to check ``seconds`` too. Only rank 0 passes True.

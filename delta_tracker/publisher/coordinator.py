@@ -118,7 +118,7 @@ class Coordinator:
             )
 
     def release(self) -> None:
-        """Release the claim for another publisher, because this one could not be built. No-op if it is not used."""
+        """Release the claim for another publisher. Call this if this one could not be built. No-op without a claim."""
         if self._claim is not None:
             self._claim.release()
 

@@ -34,7 +34,7 @@ def rows_to_repair(
 
     Args:
         log: log of the stream.
-        note: stream position in the checkpoint, of :meth:`~delta_tracker.stream.reading.position.Position.to_dict`.
+        note: result of :meth:`~delta_tracker.stream.reading.position.Position.to_dict` in the checkpoint.
         claim: manifest of the new publisher's claim.
         schema: format, tables, states and identities of the new publisher's versions.
         shards: FQN to shard of this rank.

@@ -105,7 +105,7 @@ Flight: TypeAlias = Copying | Cut | Ended
 
 
 class Step(Enum):
-    """What all ranks do next, decided from their votes."""
+    """Next action of all ranks, decided from their votes."""
 
     WAIT = "a rank is still working"
     CUT = "the copies of all ranks are written"

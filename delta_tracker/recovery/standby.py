@@ -157,11 +157,10 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
                 called. The same on all ranks. The stream is claimed only while no rank has an :attr:`error`.
 
         Raises:
-            NotRecoverableError: on all ranks with ``version`` None, if there is no stream, or if its publisher is
-                silent and no version was published: start a job without a restore. It is also raised if the versions
-                have no states.
-            StreamReplacedError: on all ranks, if the publisher is silent, and the stream that had versions has only a
-                claim now.
+            NotRecoverableError: on all ranks, if the versions have no states. With ``version`` None, if there is no
+                stream, or if its publisher is silent and no version was published: start a job without a restore.
+            StreamReplacedError: on all ranks, if the publisher is silent, and the stream had versions but now has only
+                a claim.
             TakeoverFailedError: if the takeover failed after the claim. Call :meth:`take_over` or this method again.
             InvalidArgumentError: if ``silence`` is invalid or below the time between two heartbeats of the publisher,
                 if a serving stream is missing or is not the trainer's, or if this job has taken over already.

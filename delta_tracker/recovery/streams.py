@@ -94,9 +94,9 @@ class RecoveryStream:
         return self._due(head, known, is_forced=force, last=None if signs is None else signs.last)
 
     def claim(self, decision: Mapping[str, Any]) -> Claim:
-        """Claim the stream after the entry of the decision or, if it is forced, a later one of the same publisher.
+        """Claim the stream after the entry in ``decision``; a forced takeover claims it after the newest entry.
 
-        The claim never follows that of another job, which has taken over already.
+        The claim never follows the claim of another job that has already taken over.
         """
         self._log.storage.probe()
         if decision["last"] is not None:  # to catch up may have taken minutes

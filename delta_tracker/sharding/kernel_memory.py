@@ -175,8 +175,8 @@ def one_cut() -> AbstractContextManager[None]:
     """Return a context manager in which reads by this thread flush each kernel at most once.
 
     This thread must not train inside the ``with`` statement, because reads miss rows that are written to a cache after
-    the cache was flushed. Writes of other threads count as changes after the cut. Nested calls have no effect. Calls
-    inside :func:`reading_in_place` have none either, because there :meth:`Kernel.rows` flushes nothing.
+    the cache was flushed. Writes of other threads count as changes after the cut. Nested calls have no effect,
+    nor do calls inside :func:`reading_in_place`, where :meth:`Kernel.rows` does not flush the cache.
     """
     if _THREAD.cut() is None and _THREAD.in_place() is None:
         return _active("cut")

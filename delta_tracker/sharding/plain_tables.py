@@ -32,12 +32,12 @@ _META_REMEDY = (
 
 
 class PlainTable:
-    """Table of one ``nn.Embedding`` or ``nn.EmbeddingBag``, which holds all rows, in one slot.
+    """Table of one ``nn.Embedding`` or ``nn.EmbeddingBag``, which holds all rows.
 
     Args:
         fqn: name of the table.
         module: the module.
-        path: the modules from the model to the one above this one, with the key of the next module in each of them.
+        path: the modules from the model to the parent of ``module``, each with the key of its child on this path.
     """
 
     is_fused = False

@@ -76,7 +76,7 @@ class StepHook(Watcher):
 
     Attributes:
         num_updates: number of steps of an optimizer that had a gradient of a table.
-        others: steps of optimizers without a gradient of a table, but with that of a tensor of a table's size.
+        others: count of steps that update no table, but another tensor of the same size, such as a copy of a table.
     """
 
     def __init__(self, shards: Mapping[str, LocalShard], reports: Reports) -> None:

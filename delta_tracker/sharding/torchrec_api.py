@@ -249,7 +249,7 @@ def averages_itself(wrapper: Any) -> bool:  # noqa: ANN401  a DMPCollection
 
 
 def replica_of(module: Any, torchrec: Torchrec) -> tuple[int, int]:  # noqa: ANN401  a sharded collection
-    """Return this rank's replica of a collection and the number of replicas; ``(0, 1)`` without 2D parallelism."""
+    """Return the index of this rank's replica and the number of replicas; ``(0, 1)`` without 2D parallelism."""
     env = getattr(module, "_env", None)
     if not isinstance(env, torchrec.replica_env):
         return 0, 1

@@ -318,7 +318,7 @@ def untraced(hook: Callable[..., None], omitted: Callable[[], object]) -> Callab
 
 
 def forget_compiled_code() -> None:
-    """Make torch compile all code of this process again: compiled code would run without a new hook."""
+    """Make torch recompile all code of this process, because compiled code does not run hooks added later."""
     compiler = sys.modules.get("torch._dynamo")
     if compiler is not None:
         compiler.reset_code_caches()  # unlike torch.compiler.reset(), keeps CUDA graphs

@@ -143,7 +143,7 @@ def current_state(data: bytes | None) -> SinkState:
 
 
 class Lookup:
-    """Lookup of ids in one table at one state. It names the keys to read, and decodes their values.
+    """Lookup of ids in one table of a row store. It returns the keys to read, and decodes their values.
 
     Args:
         ids: ``[N]`` int64 on the CPU: global row ids, or raw ids for a table with raw ids.

@@ -123,7 +123,7 @@ def _former(log: StreamLog, *, replaces: bool) -> Pin | None:
 
 
 def checked_path(log: StreamLog, version: int, *, reads_parts: bool = False) -> tuple[Manifest, int]:
-    """Return the log's entry of a version and the oldest version that leads to it, after a check of their objects.
+    """Check the objects of the versions that lead to a version. Return its entry and the oldest of these versions.
 
     Only their sizes are compared, unless ``reads_parts`` is True. Raises the errors of :func:`pin_version`.
     """

@@ -128,11 +128,11 @@ class ChangeLog:
     def restore(self, state: LogState) -> None:
         """Replace all pending rows with ``state``; rows of writes in progress stay pending. Aborts all reads.
 
-        After a lack of memory or an interrupt, all rows may count as changed for every consumer.
+        If memory runs out or the call is interrupted, all rows may count as changed for every consumer.
 
         Args:
-            state: pending rows of exactly this log's consumers. If its ``history`` is None, a rewind makes all rows
-                pending. The former owners of rows without :attr:`ChangedRows.former` are unknown.
+            state: pending rows of exactly this log's consumers. If its ``history`` is None, rewinding a consumer makes
+                all rows pending. The former owners of rows without :attr:`ChangedRows.former` are unknown.
         """
         segments, cursors = self.segments, self.cursors
         with self.lock, one_cut():

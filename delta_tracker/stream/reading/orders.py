@@ -172,7 +172,7 @@ class Orders:
             self.followed = Order(counter, kind, position.stream, link.version, link, link.version)
 
     def roll_back(self, entry: Manifest) -> None:
-        """Order this process to apply an entry and stay there. Known orders do not apply until the release."""
+        """Make this process apply an entry and stay there until :meth:`release`. Ignores orders known so far."""
         former = () if self.begin().own is None else self._overruled
         known = {*former, *self._shown.values(), self.followed}
         self._overruled = tuple(each for each in known if each is not None and each.stream == entry.stream)

@@ -348,7 +348,7 @@ def former_streams(
 ) -> tuple[str, ...]:
     """Return the streams that the stream of the newest entry continues, the last one first.
 
-    ``read`` returns an entry, None if it cannot be read; by default, :meth:`Entries.read` is asked.
+    ``read`` returns an entry; None if it cannot be read. By default, the entries of ``log`` are read.
     """
     claims = forks(log.versions(), head.stream, read or partial(readable, log.read))
     return tuple(each.forked_from.stream for each in claims if each.forked_from is not None)

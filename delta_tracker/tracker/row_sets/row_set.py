@@ -148,12 +148,12 @@ class RowSet(ABC):
 
     @classmethod
     def scan_each(cls, sets: Sequence[Self]) -> list[Tensor]:
-        """Return :meth:`scan` of each set. On a device, an engine may wait less often than once for each set."""
+        """Return :meth:`scan` of each set. On a device, an engine may wait only once for all sets."""
         return [each.scan() for each in sets]
 
     @classmethod
     def count_each(cls, sets: Sequence[Self]) -> list[int]:
-        """Return :meth:`count` of each set. On a device, an engine may wait less often than once for each set."""
+        """Return :meth:`count` of each set. On a device, an engine may wait only once for all sets."""
         return [each.count() for each in sets]
 
 
