@@ -45,7 +45,8 @@ class Status:
         cache: number of parts that the host cache had (``hits``), fetched (``misses``) or did not serve (``bypasses``),
             with those of other predictors with the same ``HostCache`` object; empty without a cache.
         left_out: names of the tables and dense tensors of the stream that are not applied, because the argument
-            ``tables`` of the predictor leaves them out.
+            ``tables`` of the predictor leaves them out; empty until a version with rows is applied, also after
+            :meth:`Predictor.load_state_dict` and in a row store that has a version.
         poll_seconds: current interval between two polls of :meth:`Predictor.follow`; None if it does not run.
     """
 

@@ -8,6 +8,7 @@ from delta_tracker.errors import StreamReplacedError
 from delta_tracker.predictor.gate import GateKeeper
 from delta_tracker.predictor.identities import identities_after, version_owners
 from delta_tracker.predictor.model_writer import ModelWriter
+from delta_tracker.predictor.served_model import Receiver
 from delta_tracker.predictor.sink_writer import SinkWriter
 from delta_tracker.predictor.table_choice import TableChoice
 from delta_tracker.stream.format.manifest import Manifest
@@ -54,10 +55,8 @@ class VersionWriter:
         if gate is not None:
             gate.recall(entry)
         contents = self._contents(entry, narrowed, storage)
-        if narrowed is not entry:
-            self.left_out = self._choice.left_out(entry)
         measure = {} if gate is None else gate.check(entry, contents)
-        self.destination.write(receiver, contents, is_elsewhere=is_elsewhere)
+        self._write(entry, receiver, contents, is_elsewhere=is_elsewhere)
         if gate is not None:
             gate.passed(entry, measure)
 
@@ -80,9 +79,14 @@ class VersionWriter:
             self.gate.restart()
         for entry, chosen, receiver in zip(entries, narrowed, receivers, strict=True):
             contents = self._contents(entry, chosen, storage)
-            self.destination.write(receiver, contents, is_elsewhere=entry.kind == "snapshot")
+            self._write(entry, receiver, contents, is_elsewhere=entry.kind == "snapshot")
             if self.gate is not None:
                 self.gate.passed(entry, self.gate.measure(entry, contents)[0])
+
+    def _write(self, entry: Manifest, receiver: Receiver, contents: Contents, *, is_elsewhere: bool) -> None:
+        self.destination.write(receiver, contents, is_elsewhere=is_elsewhere)
+        if entry.kind != "claim":
+            self.left_out = self._choice.left_out(entry)
 
     def _contents(self, entry: Manifest, narrowed: Manifest, storage: Storage) -> Contents:
         """Return the contents of a version, read through the host cache if there is one."""

@@ -96,6 +96,14 @@ def test_a_model_needs_the_chosen_tables_only(trainer: _Trainer, url: str) -> No
     assert not torch.equal(tables["user.id"], trainer.model.user["id"].weight)
 
 
+def test_the_tables_that_a_path_to_a_version_leaves_out_are_named(trainer: _Trainer, url: str) -> None:
+    version = trainer.publisher.version
+    trainer.train(torch.tensor([3, 7]))
+    predictor = Predictor(_Model(), url, tables=["item", "top.*"])
+    predictor.rollback(version)
+    assert predictor.status().left_out == ("user.country", "user.id")
+
+
 class _Bytes:
     """Rule that counts the bytes of parts that are read."""
 
