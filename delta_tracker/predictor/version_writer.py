@@ -8,7 +8,6 @@ from delta_tracker.errors import StreamReplacedError
 from delta_tracker.predictor.gate import GateKeeper
 from delta_tracker.predictor.identities import identities_after, version_owners
 from delta_tracker.predictor.model_writer import ModelWriter
-from delta_tracker.predictor.served_model import Receiver
 from delta_tracker.predictor.sink_writer import SinkWriter
 from delta_tracker.predictor.table_choice import TableChoice
 from delta_tracker.stream.format.manifest import Manifest
@@ -56,7 +55,9 @@ class VersionWriter:
             gate.recall(entry)
         contents = self._contents(entry, narrowed, storage)
         measure = {} if gate is None else gate.check(entry, contents)
-        self._write(entry, receiver, contents, is_elsewhere=is_elsewhere)
+        self.destination.write(receiver, contents, is_elsewhere=is_elsewhere)
+        if narrowed is not entry:
+            self.left_out = self._choice.left_out(entry)
         if gate is not None:
             gate.passed(entry, measure)
 
@@ -79,14 +80,11 @@ class VersionWriter:
             self.gate.restart()
         for entry, chosen, receiver in zip(entries, narrowed, receivers, strict=True):
             contents = self._contents(entry, chosen, storage)
-            self._write(entry, receiver, contents, is_elsewhere=entry.kind == "snapshot")
+            self.destination.write(receiver, contents, is_elsewhere=entry.kind == "snapshot")
+            if chosen is not entry:
+                self.left_out = self._choice.left_out(entry)
             if self.gate is not None:
                 self.gate.passed(entry, self.gate.measure(entry, contents)[0])
-
-    def _write(self, entry: Manifest, receiver: Receiver, contents: Contents, *, is_elsewhere: bool) -> None:
-        self.destination.write(receiver, contents, is_elsewhere=is_elsewhere)
-        if entry.kind != "claim":
-            self.left_out = self._choice.left_out(entry)
 
     def _contents(self, entry: Manifest, narrowed: Manifest, storage: Storage) -> Contents:
         """Return the contents of a version, read through the host cache if there is one."""
