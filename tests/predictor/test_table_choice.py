@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 from delta_tracker import Encoding, Gate, ModelDeltaTracker, Predictor, Publisher
-from delta_tracker.errors import CorruptPartError, InvalidArgumentError, ModelMismatchError
+from delta_tracker.errors import CorruptPartError, InvalidArgumentError, ModelMismatchError, StorageError
 from delta_tracker.predictor.predictor import Rollout
 from delta_tracker.predictor.served_model import ModelTarget
 from delta_tracker.stream.log import StreamLog
@@ -19,6 +20,7 @@ from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.storage.storage import Storage
 from tests.predictor.memory_sink import MemorySink, Stored
 from tests.stores.wrapped import Operation, Perform, WrappedStorage
+from tests.stream.slow_s3 import Fault, slow_s3
 
 _ROWS, _DIM = 20_000, 16
 _TABLE_BYTES = _ROWS * _DIM * 4
@@ -132,6 +134,38 @@ def test_only_the_bytes_of_the_chosen_tables_are_read() -> None:
         predictor.sync()
         assert changed <= counted.count <= changed + 2000, "more than a header"
         assert torch.equal(table, trainer.model.item.weight)
+    trainer.publisher.close()
+
+
+def test_adjacent_tensors_are_read_with_one_request() -> None:
+    storage = Storage("memory://")
+    model = nn.ModuleDict({name: nn.EmbeddingBag(_ROWS, _DIM) for name in ("a", "b")})
+    model["top"] = nn.ModuleList(nn.Linear(_DIM, 2) for _ in range(100))
+    with Publisher(ModelDeltaTracker(model), storage, dense=True) as publisher:
+        publisher.snapshot()
+    read, copy = WrappedStorage(storage), deepcopy(model)
+    for parameter in copy.parameters():
+        nn.init.zeros_(parameter)
+    Predictor(copy, read, tables=["a", "top.*"]).sync()
+    assert _equal(copy, model) == {name for name, _ in model.named_parameters()} - {"b.weight"}
+    assert read.count("read_range", name="parts/") <= 4, "the header with two, the rows, and the dense tensors"
+
+
+def test_a_tensor_whose_download_failed_is_resumed() -> None:
+    storage = Storage("memory://")
+    trainer = _Trainer(storage)
+    table = torch.zeros(_ROWS, _DIM)
+    with slow_s3(storage) as server:
+        server.max_retries = 0
+        predictor = Predictor({"item": table}, server.storage(), tables=["item"])
+        answers: list[Fault | None] = [("cut", 600_000), None, None]
+        server.faults = lambda _: answers.pop() if answers else ("cut", 0)
+        with pytest.raises(StorageError):
+            predictor.sync()
+        server.faults = lambda _: None
+        predictor.sync()
+        assert torch.equal(table, trainer.model.item.weight)
+        assert server.sent.total() <= _TABLE_BYTES + 300_000, "an interruption loses at most 256 KiB"
     trainer.publisher.close()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from operator import itemgetter
 from typing import TypeAlias
 
@@ -128,47 +128,65 @@ class Ranged:
 
 
 class Tensors:
-    """Source that reads tensors of a part whole, and checks each against its digest in the record. It keeps them.
+    """Source that reads some tensors of a part whole, and checks each against its digest in the record. It keeps them.
 
-    The bytes before the first tensor are unchecked, but a reader derives them from the entry.
+    Adjacent ones are read with one request. The bytes before the first tensor are unchecked, but a reader derives them
+    from the entry. ``keys`` has the keys of the tensors that are read, or what is before the dot in them.
     """
 
-    def __init__(self, storage: Storage, part: Part) -> None:
+    def __init__(self, storage: Storage, part: Part, keys: set[str]) -> None:
         self._storage = storage
         self._part = part
+        self._keys = keys
         self._ranges: list[tuple[int, int]] = []  # of the tensors, ascending
+        self._needed: set[int] = set()  # numbers of the tensors that are read
         self._held: dict[int, NDArray[np.uint8]] = {}  # tensors by number
+        self._transfer = Transfer()  # of the tensors that are not held yet
         self._is_begun = False
 
-    def lay_out(self, ranges: list[tuple[int, int]]) -> None:
+    def lay_out(self, ranges: Mapping[str, tuple[int, int]]) -> None:
         """Set the half-open byte ranges of the tensors, ascending. Raises ValueError for another number of digests."""
         if len(ranges) != len(self._part.tensors):
             raise ValueError(f"{len(self._part.tensors)} digests of its {len(ranges)} tensors")
-        self._ranges = ranges
+        self._ranges = list(ranges.values())
+        self._needed = {i for i, key in enumerate(ranges) if not self._keys.isdisjoint((key, key.partition(".")[0]))}
 
     def read(self, begin: int, end: int) -> NDArray[np.uint8]:
-        """Return the bytes ``[begin, end)`` of one tensor, or of the header."""
+        """Return the bytes ``[begin, end)`` of one tensor, or of the header. After a failure, the next call resumes."""
         if not self._is_begun:
             check_size(self._part, self._storage.size(self._part.name))
             self._is_begun = True
         number = bisect_right(self._ranges, begin, key=itemgetter(0)) - 1
         if number < 0:
             return _fetched(self._storage, self._part, begin, end)
-        first, last = self._ranges[number]
         if number not in self._held:
-            data = _fetched(self._storage, self._part, first, last)
-            if xxhash.xxh3_128_hexdigest(data.data) != self._part.tensors[number]:
-                raise CorruptPartError(self._part.name, f"the bytes of its tensor {number} do not match their digest")
-            self._held[number] = data
+            self._load(number)
+        first, _ = self._ranges[number]
         return self._held[number][begin - first : end - first]
+
+    def _load(self, number: int) -> None:
+        last = number
+        while last + 1 in self._needed:
+            last += 1
+        start, _ = self._ranges[number]
+        data = _fetched(self._storage, self._part, start, self._ranges[last][1], self._transfer)
+        self._transfer = Transfer()
+        for each in range(number, last + 1):
+            first, end = self._ranges[each]
+            tensor = data[first - start : end - start]
+            if xxhash.xxh3_128_hexdigest(tensor.data) != self._part.tensors[each]:
+                raise CorruptPartError(self._part.name, f"the bytes of its tensor {each} do not match their digest")
+            self._held[each] = tensor
 
     def finish(self) -> None:
         """Do nothing: each tensor is checked when it is read."""
 
 
-def _fetched(storage: Storage, stored: Part | Stored, begin: int, end: int) -> NDArray[np.uint8]:
+def _fetched(
+    storage: Storage, stored: Part | Stored, begin: int, end: int, transfer: Transfer | None = None
+) -> NDArray[np.uint8]:
     check()
-    data = storage.read_range(stored.name, begin, end)
+    data = storage.read_range(stored.name, begin, end, transfer=transfer)
     if data is None:
         raise CorruptPartError(stored.name, "it was deleted while it was read")
     return data

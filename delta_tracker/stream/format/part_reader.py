@@ -60,7 +60,7 @@ class _File:
             expected = {**expected, DIGESTS_KEY: (torch.uint8, (total_bytes(stored.body) - stored.body,))}
         self.spans = self._layout(stored, expected)
         if isinstance(source, Tensors):
-            source.lay_out([(span.begin, span.end) for key, span in self.spans.items() if key != DIGESTS_KEY])
+            source.lay_out({key: (span.begin, span.end) for key, span in self.spans.items() if key != DIGESTS_KEY})
         if stored.body and (list(self.spans)[-1], self.spans[DIGESTS_KEY].begin) != (DIGESTS_KEY, stored.body):
             raise ValueError(f"its digests are not its last tensor, after {stored.body} bytes")
 
@@ -324,8 +324,8 @@ def read_parts(
             needed = part.num_bytes if chosen is None else _needed_bytes(part, chosen[part.name], manifest)
             held = needed if needed <= memory_bytes else 0
             memory_bytes -= held
-            if held < part.num_bytes and held:
-                sources.append(Tensors(storage, part))
+            if chosen is not None and 0 < held < part.num_bytes:
+                sources.append(Tensors(storage, part, _keys(part, chosen[part.name])))
             else:
                 sources.append(source_of(storage, part, held, None if buffer is None else buffer.pool.lend(held)))
     readers = []
@@ -355,9 +355,19 @@ def _needed_bytes(part: Part, chosen: Part, manifest: Manifest) -> int:
 
 def _narrowed(storage: Storage, part: Part, manifest: Manifest, source: PartSource, chosen: Part) -> PartReader:
     """Return a reader of what ``chosen`` has of a part. What it returns was read and checked."""
+    return PartReader(storage, part, manifest, source=source, blocks=_indices(part, chosen), dense=chosen.dense)
+
+
+def _indices(part: Part, chosen: Part) -> list[int]:
     tables = {block.table for block in chosen.blocks}
-    blocks = [index for index, block in enumerate(part.blocks) if block.table in tables]
-    return PartReader(storage, part, manifest, source=source, blocks=blocks, dense=chosen.dense)
+    return [index for index, block in enumerate(part.blocks) if block.table in tables]
+
+
+def _keys(part: Part, chosen: Part) -> set[str]:
+    """Return the keys of what ``chosen`` has of a part: of a dense tensor, and what is before the dot for a block."""
+    dense = set(chosen.dense)
+    keys = {f"dense.{index}" for index, name in enumerate(part.dense) if name in dense}
+    return keys.union(map(str, _indices(part, chosen)))
 
 
 def dense_of(readers: Iterable[PartReader], names: Collection[str] | None = None) -> dict[str, Tensor]:

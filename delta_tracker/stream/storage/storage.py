@@ -205,21 +205,24 @@ class Storage:
         with self._operation("read", name):
             return self._store.read(Span(self.url, name, max_bytes, out), Transfer() if transfer is None else transfer)
 
-    def read_range(self, name: str, begin: int, end: int) -> NDArray[np.uint8] | None:
+    def read_range(
+        self, name: str, begin: int, end: int, *, transfer: Transfer | None = None
+    ) -> NDArray[np.uint8] | None:
         """Return the bytes ``[begin, end)`` of an object, None if it does not exist.
 
-        Raises :class:`StorageError` if the object is too short, before memory is allocated.
+        ``transfer`` is as in :meth:`read`. Raises :class:`StorageError` if the object is too short, before memory is
+        allocated.
         """
         if not 0 <= begin <= end:
             raise InvalidArgumentError("begin, end", (begin, end), "Pass 0 <= begin <= end")
         with self._operation("read", name):
-            return self._store.read(Span(self.url, name, end - begin, None, begin, end), Transfer())
+            return self._store.read(Span(self.url, name, end - begin, None, begin, end), transfer or Transfer())
 
     def read_span(self, span: Span, transfer: Transfer) -> NDArray[np.uint8] | None:
         """Call :meth:`read` or :meth:`read_range`, for a store that wraps this object."""
         if span.end is None:
             return self.read(span.name, max_bytes=span.max_bytes, out=span.out, transfer=transfer)
-        return self.read_range(span.name, span.begin, span.end)
+        return self.read_range(span.name, span.begin, span.end, transfer=transfer)
 
     def size(self, name: str) -> int | None:
         """Return the size of an object in bytes; None if it does not exist."""
