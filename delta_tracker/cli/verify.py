@@ -302,6 +302,7 @@ class _Check:
     def _check_part(self, part: Part, manifest: Manifest, readers: list[PartReader]) -> None:
         """Check every byte of a part, and append its reader to ``readers`` if it is not damaged."""
         reader = PartReader(self.stream.storage, part, manifest, memory_bytes=_MEMORY_BYTES)
+        reader.check_tensors()
         readers.append(reader)
         if manifest.merges is None:  # a merged entry has the raw ids of the entries that it replaces
             for rows in reader.rows:

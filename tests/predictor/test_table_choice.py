@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
@@ -12,9 +13,11 @@ import torch
 from torch import nn
 
 from delta_tracker import Encoding, Gate, ModelDeltaTracker, Predictor, Publisher
+from delta_tracker.cli.main import main
 from delta_tracker.errors import CorruptPartError, InvalidArgumentError, ModelMismatchError, StorageError
 from delta_tracker.predictor.predictor import Rollout
 from delta_tracker.predictor.served_model import ModelTarget
+from delta_tracker.stream.format.manifest import entry_name
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.storage.storage import Storage
@@ -202,6 +205,28 @@ def test_a_damaged_tensor_is_found_before_a_row_changes(is_listed: bool) -> None
             table.copy_(before)
     assert 10 <= num_found <= 16, "a third of the part, and the header"
     trainer.publisher.close()
+
+
+@pytest.mark.parametrize("digests", [["0" * 32] * 5, ["0" * 32]])
+@pytest.mark.usefixtures("trainer")
+def test_wrong_digests_of_another_writer_are_refused_and_found_by_verify(
+    url: str, digests: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    storage = Storage(url)
+    log = StreamLog(storage)
+    name = entry_name(max(log.versions()))
+    assert main(["verify", url]) == 0
+    data = storage.read(name, max_bytes=1 << 20)
+    assert data is not None
+    entry = json.loads(data.tobytes())
+    assert len(entry["parts"][0]["tensors"]) == 5
+    entry["parts"][0]["tensors"] = digests
+    storage.replace(name, json.dumps(entry).encode())
+    assert Predictor(_Model(), url).sync() == entry["version"], "these digests are not used"
+    with pytest.raises(CorruptPartError, match="digest"):
+        Predictor(_Model(), url, tables=["item"]).sync()
+    assert main(["verify", url]) == 1
+    assert "its tensors do not match their digests" in capsys.readouterr().out
 
 
 def test_a_choice_that_fits_nothing_is_refused(trainer: _Trainer, url: str) -> None:

@@ -15,6 +15,7 @@ from functools import partial
 from typing import TypeAlias
 
 import torch
+import xxhash
 from torch import Tensor
 
 from delta_tracker.buffers import BufferPool
@@ -22,7 +23,7 @@ from delta_tracker.errors import CorruptPartError, StorageError
 from delta_tracker.raw_ids import check_owners
 from delta_tracker.stream.format.block_rows import BlockRows, newest
 from delta_tracker.stream.format.codec import unpack_ids
-from delta_tracker.stream.format.digests import DIGESTS_KEY, total_bytes
+from delta_tracker.stream.format.digests import DIGESTS_KEY, PIECE_BYTES, total_bytes
 from delta_tracker.stream.format.manifest import DTYPE_NAMES, Block, Manifest, Part, Stored
 from delta_tracker.stream.format.object_reader import MEMORY_BYTES, PartSource, Ranged, Tensors, source_of
 from delta_tracker.stream.format.parse import load_json, reason_of
@@ -76,6 +77,13 @@ class _File:
         row_bytes = width * span.dtype.itemsize
         items = self._items(span, span.begin + begin * row_bytes, span.begin + end * row_bytes)
         return items.view(end - begin, width)
+
+    def hexdigest(self, key: str) -> str:
+        """Return the xxh3 of a tensor in hex."""
+        span, hasher = self.spans[key], xxhash.xxh3_128()
+        for begin in range(span.begin, span.end, PIECE_BYTES):
+            hasher.update(self._read(begin, min(begin + PIECE_BYTES, span.end)).data)
+        return hasher.hexdigest()
 
     def _items(self, span: _Span, begin: int, end: int) -> Tensor:
         if begin == end:
@@ -209,6 +217,13 @@ class PartReader:
         """Return dense tensors of the part by name: those in ``names``, or all."""
         with _Refusals(self.part.name):
             return {name: self._dense(name) for name in self.part.dense if names is None or name in names}
+
+    def check_tensors(self) -> None:
+        """Raise CorruptPartError unless the record has no digests of tensors, or those of the part's tensors."""
+        with _Refusals(self.part.name):
+            found = (self._file.hexdigest(key) for key in self._file.spans if key != DIGESTS_KEY)
+            if self.part.tensors and self.part.tensors != tuple(found):
+                raise ValueError("its tensors do not match their digests")
 
     def _dense(self, name: str) -> Tensor:
         tensor = self._file.tensor(f"dense.{self.part.dense.index(name)}")
