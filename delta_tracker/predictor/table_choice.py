@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from typing import TypeVar
 
 from delta_tracker.errors import InvalidArgumentError
-from delta_tracker.stream.format.manifest import Manifest, Part
+from delta_tracker.stream.format.manifest import Manifest
 
 T = TypeVar("T")
 
@@ -66,7 +66,7 @@ class TableChoice:
             states=self._of(entry.states),
             identities=self._of(entry.identities),
             owner_changes=self._of(entry.owner_changes),
-            parts=tuple(part for each in entry.parts if (part := self._part(each)).blocks or part.dense),
+            parts=tuple(part for each in entry.parts if (part := each.having(self.takes)).blocks or part.dense),
         )
 
     def left_out(self, entry: Manifest) -> tuple[str, ...]:
@@ -90,13 +90,6 @@ class TableChoice:
 
     def _of(self, items: Mapping[str, T]) -> dict[str, T]:
         return {name: item for name, item in items.items() if self.takes(name)}
-
-    def _part(self, part: Part) -> Part:
-        blocks = tuple([block for block in part.blocks if self.takes(block.table)])
-        dense = tuple([name for name in part.dense if self.takes(name)])
-        if (len(blocks), len(dense)) == (len(part.blocks), len(part.dense)):
-            return part
-        return replace(part, blocks=blocks, dense=dense)
 
 
 def _matches(pattern: str, name: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from delta_tracker.stream.storage.storage import Storage
 from tests.predictor.memory_sink import MemorySink, Stored
 from tests.stores.wrapped import Operation, Perform, WrappedStorage
 from tests.stream.slow_s3 import Fault, slow_s3
+from tests.stream.streams import FQN, Writer
 
 _ROWS, _DIM = 20_000, 16
 _TABLE_BYTES = _ROWS * _DIM * 4
@@ -227,6 +229,23 @@ def test_wrong_digests_of_another_writer_are_refused_and_found_by_verify(
         Predictor(_Model(), url, tables=["item"]).sync()
     assert main(["verify", url]) == 1
     assert "its tensors do not match their digests" in capsys.readouterr().out
+
+
+def test_an_object_that_an_entry_names_twice_has_the_rows_of_both_tables() -> None:
+    """As another writer may store two equal tables."""
+    writer = Writer(Storage("memory://"))
+    writer.change(list(range(20)))
+    written = writer.snapshot()
+    (part,) = written.parts
+    other = replace(part, blocks=tuple(replace(block, table="other") for block in part.blocks))
+    tables = {**written.tables, "other": replace(writer.spec, fqn="other")}
+    draft = replace(written, tables=tables, parts=(part, other), parent=None, snapshot=None)
+    writer.claim.commit(draft)
+    for chosen in ([FQN], ["other"], ["*"]):
+        model = {name: torch.zeros_like(writer.table) for name in tables}
+        Predictor(model, writer.storage, tables=chosen).sync()
+        for name, table in model.items():
+            assert torch.equal(table, writer.table) == (name in chosen or chosen == ["*"])
 
 
 def test_a_choice_that_fits_nothing_is_refused(trainer: _Trainer, url: str) -> None:

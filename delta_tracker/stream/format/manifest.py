@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -97,6 +97,14 @@ class Part:
     states: Stored | None = None
     # 128-bit xxh3 of each tensor before these digests, in hex and in the order of the object; empty if it has none
     tensors: tuple[Hex, ...] = ()
+
+    def having(self, takes: Callable[[str], bool]) -> Part:
+        """Return the record with the tables and dense tensors for whose names ``takes`` returns True."""
+        blocks = tuple([block for block in self.blocks if takes(block.table)])
+        dense = tuple([name for name in self.dense if takes(name)])
+        if (len(blocks), len(dense)) == (len(self.blocks), len(self.dense)):
+            return self
+        return replace(self, blocks=blocks, dense=dense)
 
 
 @dataclass(frozen=True, slots=True, init=False)

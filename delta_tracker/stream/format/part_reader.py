@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import itemgetter
 from typing import TypeAlias
 
 import torch
@@ -328,28 +329,32 @@ def read_parts(
     :class:`StorageError` or an interruption, ``buffer`` keeps the bytes read so far, and the next call for the same
     parts continues, except within a local file.
     """
-    chosen = None if narrowed is None else {part.name: part for part in narrowed.parts}
-    parts = manifest.parts if chosen is None else tuple([part for part in manifest.parts if part.name in chosen])
+    pairs = list(zip(manifest.parts, manifest.parts, strict=True))  # a part, and what is read of it
+    if narrowed is not None:
+        names = {*narrowed.tables, *narrowed.dense}
+        pairs = [(part, part.having(names.__contains__)) for part in manifest.parts]
+        pairs = [(part, chosen) for part, chosen in pairs if chosen.blocks or chosen.dense]
+    parts = tuple(map(itemgetter(0), pairs))
     begun = None
     if buffer is not None:
         begun, buffer.begun = buffer.begun, None
     sources = [] if begun is None or begun[0] != parts else begun[1]
     if not sources:
-        for part in parts:
-            needed = part.num_bytes if chosen is None else _needed_bytes(part, chosen[part.name], manifest)
+        for part, chosen in pairs:
+            needed = part.num_bytes if chosen is part else _needed_bytes(part, chosen, manifest)
             held = needed if needed <= memory_bytes else 0
             memory_bytes -= held
-            if chosen is not None and 0 < held < part.num_bytes:
-                sources.append(Tensors(storage, part, _keys(part, chosen[part.name])))
+            if 0 < held < part.num_bytes:
+                sources.append(Tensors(storage, part, _keys(part, chosen)))
             else:
                 sources.append(source_of(storage, part, held, None if buffer is None else buffer.pool.lend(held)))
     readers = []
     try:
-        for part, source in zip(parts, sources, strict=True):
-            if chosen is None or chosen[part.name] is part:
+        for (part, chosen), source in zip(pairs, sources, strict=True):
+            if chosen is part:
                 readers.append(PartReader(storage, part, manifest, source=source))
             else:
-                readers.append(_narrowed(storage, part, manifest, source, chosen[part.name]))
+                readers.append(_narrowed(storage, part, manifest, source, chosen))
     except (StorageError, Interrupted):
         if buffer is not None:
             buffer.begun = parts, sources
@@ -359,7 +364,7 @@ def read_parts(
 
 def _needed_bytes(part: Part, chosen: Part, manifest: Manifest) -> int:
     """Return the number of bytes to read, or a few more, if only ``chosen`` is needed of a part."""
-    if chosen is part or not part.tensors:
+    if not part.tensors:
         return part.num_bytes
     num_bytes = sum(manifest.dense[name].num_bytes for name in chosen.dense)
     for block in chosen.blocks:
