@@ -55,9 +55,9 @@ class VersionWriter:
             gate.recall(entry)
         contents = self._contents(entry, narrowed, storage)
         measure = {} if gate is None else gate.check(entry, contents)
-        self.destination.write(receiver, contents, is_elsewhere=is_elsewhere)
-        if narrowed is not entry:
+        if narrowed is not entry:  # before the version is stated, so that no thread reads it without these names
             self.left_out = self._choice.left_out(entry)
+        self.destination.write(receiver, contents, is_elsewhere=is_elsewhere)
         if gate is not None:
             gate.passed(entry, measure)
 
@@ -80,9 +80,9 @@ class VersionWriter:
             self.gate.restart()
         for entry, chosen, receiver in zip(entries, narrowed, receivers, strict=True):
             contents = self._contents(entry, chosen, storage)
-            self.destination.write(receiver, contents, is_elsewhere=entry.kind == "snapshot")
             if chosen is not entry:
                 self.left_out = self._choice.left_out(entry)
+            self.destination.write(receiver, contents, is_elsewhere=entry.kind == "snapshot")
             if self.gate is not None:
                 self.gate.passed(entry, self.gate.measure(entry, contents)[0])
 
