@@ -42,5 +42,21 @@ REVERTS = {
             "retention deletes the merged snapshot of a pin",
             Replaces("retention._Plan.of", "each not in pinned", "True"),
         ),
+        Revert(
+            "a path to a pin names no tables that a predictor leaves out",
+            Replaces("VersionWriter.write_path", "chosen is not entry", "False"),
+        ),
+        Revert(
+            "a position that was saved with another choice of tables is accepted",
+            Replaces("TableChoice.position_in", "saved != self.saved().get('tables')", "False"),
+        ),
+        Revert(
+            "a row store continues with another choice of tables",
+            Replaces("SinkWriter.restore", "states[current].choice != self._choice.patterns", "False"),
+        ),
+        Revert(
+            "a predictor of some tables applies all of them",
+            Replaces("TableChoice.narrowed", "not self.patterns or entry.kind == 'claim'", "True"),
+        ),
     ],
 }

@@ -6,13 +6,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from delta_tracker import Canary, Gate, ModelTarget, Predictor, Rollout
 from delta_tracker.errors import DeltaTrackerError
 from delta_tracker.monitor import Monitor
 from tests.simulation.history import Order, Place
-from tests.simulation.served import Served, ServedRows, served
+from tests.simulation.served import Choice, Served, ServedRows, served
 from tests.simulation.stores import Store
 from tests.simulation.threads import SCHEDULER, Clock, Process
 from tests.simulation.values import Schedule, options_of
@@ -40,6 +41,7 @@ class Settings:
         web: server to read through, None for none.
         has_raw_ids: True for a table of raw ids.
         is_sharded: True for tables that several ranks train.
+        choice: the tables that it applies.
         monitor: monitor of the predictor.
     """
 
@@ -52,6 +54,7 @@ class Settings:
     web: Web | None
     has_raw_ids: bool
     is_sharded: bool
+    choice: Choice
     monitor: Monitor
 
     @classmethod
@@ -59,7 +62,7 @@ class Settings:
         cls, choice: int, stores: list[Store], cache: Path, web: Web | None, schedule: Schedule, monitor: Monitor
     ) -> Settings:
         """Return the settings of a number: one below 9 has none, and one url or several."""
-        options, rest = options_of(choice)
+        options, is_sharded = options_of(choice), schedule.ranks > 1
         return cls(
             stores=tuple(stores[index] for index in _ORDERS[options["order"]]),
             canary=_CANARIES[options["canary"]],
@@ -67,9 +70,10 @@ class Settings:
             follows_pins=bool(options["follows_pins"]),
             kind=_KINDS[options["kind"]],
             cache=cache,
-            web=None if rest % 5 == 4 else web,
+            web=None if options["url"] == 4 else web,
             has_raw_ids=schedule.has_raw_ids,
-            is_sharded=schedule.ranks > 1,
+            is_sharded=is_sharded,
+            choice=Choice(0 if schedule.has_raw_ids else options["tables"], is_sharded=is_sharded),
             monitor=monitor,
         )
 
@@ -106,6 +110,9 @@ class Reader:
         may_serve_held: True if an accepted version or a rollback has led past the gate.
         held: place of the version that its gate holds, None without one.
         baselines: kind of version and tensor of which its gate has a baseline without large values.
+        is_continued: True if it has continued from a saved position or a row store.
+        start: place at its first check, without claims; None before.
+        has_applied: True if it has applied rows for sure.
         is_interrupted: True from an error of what it writes to until a call succeeds.
         is_following: True while a thread of its own follows.
         clock: wall clock of its host.
@@ -127,6 +134,9 @@ class Reader:
     may_serve_held: bool = False
     held: Place | None = None
     baselines: set[tuple[str, str]] = field(default_factory=set)
+    is_continued: bool = False
+    start: Place | None = None
+    has_applied: bool = False
     is_interrupted: bool = False
     is_following: bool = False
     clock: Clock = field(default_factory=Clock)
@@ -145,13 +155,44 @@ class Reader:
             rollout=Rollout(gate=settings.gate, canary=settings.canary, follows_pins=settings.follows_pins),
             cache=settings.cache if settings.kind == "cache" else None,
             monitor=settings.monitor,
+            tables=settings.choice.patterns,
         )
+        self._keep()
 
     @classmethod
     def new(cls, name: str, settings: Settings) -> Reader:
         """Return a predictor that has no version."""
-        kind = settings.kind
-        return cls(name, settings, served(kind, has_raw_ids=settings.has_raw_ids, is_sharded=settings.is_sharded))
+        to = served(
+            settings.kind,
+            has_raw_ids=settings.has_raw_ids,
+            is_sharded=settings.is_sharded,
+            choice=settings.choice,
+        )
+        return cls(name, settings, to)
+
+    def _keep(self) -> None:
+        """Keep the values of the tables that are not applied."""
+        copy = {} if self.has_row_store else self.served.copy()
+        self._others = {name: each for name, each in copy.items() if not self.settings.choice.takes(name)}
+
+    def load(self, tables: dict[str, Tensor]) -> None:
+        """Replace the tables by saved ones."""
+        self.served.load(tables)
+        self._keep()
+
+    def copy(self) -> dict[str, Tensor]:
+        """Return what lookups read, of the tables that are applied."""
+        return {name: each for name, each in self.served.copy().items() if self.settings.choice.takes(name)}
+
+    @property
+    def written(self) -> set[str]:
+        """Names of the tables that are not applied but have been written."""
+        served, choice = self.served, self.settings.choice
+        if isinstance(served, ServedRows):
+            return {name for name in served.tables if not choice.takes(name)}
+        copy = served.copy()
+        bits = torch.int32  # NaN is not equal to itself
+        return {name for name, each in self._others.items() if not each.view(bits).equal(copy[name].view(bits))}
 
     def follow(self) -> None:
         """Start the thread that follows."""
@@ -216,13 +257,32 @@ class Reader:
             new.clock = self.clock
             return new
         if isinstance(self.served, ServedRows):
-            after = Reader(self.name, settings, self.served.restarted())
+            after = Reader(self.name, settings, self.served.restarted(settings.choice))
         else:
             after = Reader.new(self.name, settings)
-            after.served.load(saved.tables)
+            after.load(saved.tables)
             after.predictor.load_state_dict(saved.state)
+        after.is_continued = True
         after.floor, after.may_serve_held, after.pinned = self.floor, self.may_serve_held, self.pinned
         after.is_interrupted, after.seen, after.clock = self.is_interrupted, self.seen, self.clock
+        return after
+
+    def choosing(self, number: int, saved: Saved) -> Reader:
+        """Return the reader after a restart of its process with a choice of tables and no position.
+
+        Args:
+            number: number of the choice.
+            saved: tables to continue with. Tables that may fail are new ones.
+        """
+        choice = Choice(number, is_sharded=self.settings.is_sharded)
+        settings = replace(self.settings, choice=choice)
+        if isinstance(self.served, ServedRows):
+            after = Reader(self.name, settings, self.served.restarted(choice))
+        else:
+            after = Reader.new(self.name, settings)
+            if saved.tables.keys() == after.served.copy().keys():
+                after.load(saved.tables)
+        after.clock = self.clock
         return after
 
     def released(self) -> None:
@@ -238,5 +298,6 @@ class Reader:
         words += ["over http"] if settings.web is not None else []
         words += [f"canary of {settings.canary.text}"] if settings.canary is not None else []
         words += [repr(settings.gate)] if settings.gate is not None else []
+        words += [f"of {', '.join(settings.choice.patterns)}"] if settings.choice.patterns else []
         words += ["with pins"] if settings.follows_pins else []
         return " ".join([*words, settings.kind]).strip()

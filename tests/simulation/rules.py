@@ -6,6 +6,7 @@
 - It serves nothing that its gate rejects, that is closer than its canary, or that a pin has called bad. Only a snapshot
   of the log leads past a version that its gate holds.
 - It stays at its own rollback.
+- Tables that it leaves out have their former rows, and it names them.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def check(reader: Reader, history: History, encoding: str | None, *, is_complete
     key = stream, version
     if key not in history.copies:
         raise RuleError("rows", f"{reader.describe()} states version {version}, which was not committed")
-    held = reader.served.copy()
+    held = reader.copy()
     difference = history.copies[key].difference(held, encoding)
     if difference is not None:
         raise RuleError("rows", f"{reader.describe()} at version {version}: {difference}")
@@ -66,6 +67,7 @@ def check(reader: Reader, history: History, encoding: str | None, *, is_complete
     _check_orders(reader, place, history, key, is_on_the_way=is_on_the_way)
     if Copy(held, {}).is_healthy:
         reader.baselines |= history.written(*key)
+    _check_choice(reader, place, history)
     reader.floor = place
     newest = history.pin
     if newest is not None and is_complete and reader.own is None and key == (newest.stream, newest.version):
@@ -83,6 +85,17 @@ def check_partial(reader: Reader, history: History, encoding: str | None) -> Non
     versions = range(state.version, (state.version if state.applying is None else state.applying) + 1)
     if not history.has_rows(state.stream, versions, stored.copy(), encoding):
         raise RuleError("rows", f"{reader.describe()} has rows of no version of {versions}")
+
+
+def _check_choice(reader: Reader, place: Place, history: History) -> None:
+    """Check that a predictor has not written the tables that it leaves out, and names them once it has applied rows."""
+    if written := reader.written:
+        raise RuleError("left out", f"{reader.describe()} has written {sorted(written)}")
+    left_out, whole = reader.predictor.status().left_out, history.without_claims(place)
+    reader.start = reader.start or whole
+    reader.has_applied |= not reader.is_continued or whole != reader.start
+    if left_out != reader.settings.choice.left_out and (left_out or reader.has_applied):
+        raise RuleError("left out", f"{reader.describe()} names {left_out}")
 
 
 def _check_gate(reader: Reader, held: Copy, version: int, *, is_led: bool) -> None:

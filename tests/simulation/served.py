@@ -10,7 +10,15 @@ from torch import Tensor
 
 from delta_tracker import RawIdIndex, RowTarget
 from tests.predictor.memory_sink import MemorySink, Stored
-from tests.simulation.trainer import NUM_BAGS, NUM_PLAIN, SHARDED, Model
+from tests.simulation.trainer import NUM_BAGS, NUM_PLAIN, SHARDED, TABLES, Model
+
+# Patterns of the tables that predictors choose, with the tensor that each takes.
+_CHOICES: tuple[dict[str, str], ...] = (
+    {},
+    {"*bag": "bag.weight"},
+    {"*pl*n": "plain.weight", "over.w*": "over.weight"},
+    {"*bag": "bag.weight", "*plain": "plain.weight"},
+)
 
 
 class Served(Protocol):
@@ -55,6 +63,36 @@ class _ServedModel:
         self.target.load_state_dict(state)
 
 
+class Choice:
+    """Tables and dense tensors that a predictor applies.
+
+    Args:
+        number: number of the choice, 0 for all.
+        is_sharded: True for tables that several ranks train, which have no dense tensors.
+
+    Attributes:
+        patterns: argument of the predictor.
+    """
+
+    def __init__(self, number: int, *, is_sharded: bool) -> None:
+        self.number = number
+        self._taken = {
+            pattern: name for pattern, name in _CHOICES[number].items() if not is_sharded or not name.startswith("over")
+        }
+        self.patterns = [*self._taken] or None
+        self._names = SHARDED if is_sharded else [*Model().copy()]
+
+    def takes(self, name: str) -> bool:
+        """Return True for a tensor that is applied, by its name in a copy."""
+        return self.patterns is None or any(name.endswith(each) for each in self._taken.values())
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """Names of the others in the stream, sorted."""
+        others = [name for name in self._names if not self.takes(name)]
+        return tuple(sorted(name.removesuffix(".weight") if name in TABLES else name for name in others))
+
+
 class InterruptionError(Exception):
     """Raised by a table in the middle of a version."""
 
@@ -81,14 +119,13 @@ class _Table(RowTarget):
 
 
 class ServedTables:
-    """The tables of the model, of which one may fail in the middle of a version, and its dense tensors."""
+    """Tables of the model, of which one may fail in the middle of a version, and dense tensors."""
 
     raw_ids = None
 
-    def __init__(self, tables: Mapping[str, int], *, has_dense: bool) -> None:
+    def __init__(self, tables: Mapping[str, int], dense: Mapping[str, Tensor]) -> None:
         self._left: list[int] = []
         self._tables = {name: _Table(num_rows, self._left) for name, num_rows in tables.items()}
-        dense = {name: each for name, each in _ServedModel().copy().items() if has_dense and name.startswith("over")}
         self.target = {**self._tables, **dense}
         self._tensors = {f"{name}.weight": each.tensor for name, each in self._tables.items()} | dense
 
@@ -111,20 +148,19 @@ class ServedRows:
 
     raw_ids = None
 
-    def __init__(self, stored: Stored, keys: Mapping[str, tuple[str, list[int]]]) -> None:
-        self._stored = stored
-        self._keys = keys
+    def __init__(self, stored: Stored, keys: Mapping[str, tuple[str, list[int]]], choice: Choice) -> None:
+        self._stored, self._keys, self._choice = stored, keys, choice
         self.target = MemorySink(stored)
 
     def fail_after(self, number: int | None) -> None:
         """Let an operation fail, None for none."""
         self.target.fails_after = number
 
-    def restarted(self) -> ServedRows:
-        return ServedRows(self._stored, self._keys)
+    def restarted(self, choice: Choice) -> ServedRows:
+        return ServedRows(self._stored, self._keys, choice)
 
     def copy(self) -> dict[str, Tensor]:
-        return {name: self._rows(table, ids) for name, (table, ids) in self._keys.items()}
+        return {name: self._rows(*keys) for name, keys in self._keys.items() if self._choice.takes(name)}
 
     def _rows(self, table: str, ids: list[int]) -> Tensor:
         """Return the row of each id. An id without a row reads the default row, of which a table here has one."""
@@ -132,6 +168,11 @@ class ServedRows:
         defaults = [row for (of, name, _), row in self._stored.defaults.items() if (of, name) == (stream, table)]
         found = [self._stored.rows.get((stream, table, each)) or defaults[0] for each in ids]
         return torch.stack([row for _, row in found])
+
+    @property
+    def tables(self) -> set[str]:
+        """Names of the tables that have rows."""
+        return {f"{table}.weight" for _, table, _ in (*self._stored.rows, *self._stored.defaults)}
 
     @property
     def stated(self) -> Any:
@@ -145,17 +186,25 @@ class ServedRows:
         pass
 
 
-def served(kind: str, *, has_raw_ids: bool, is_sharded: bool) -> Served:
-    """Return the destination of a kind of predictor, see :class:`~tests.simulation.reader.Settings`."""
+def served(kind: str, *, has_raw_ids: bool, is_sharded: bool, choice: Choice) -> Served:
+    """Return the destination of a kind of predictor, see :class:`~tests.simulation.reader.Settings`.
+
+    A model has all tables and dense tensors, other destinations have those of the choice only.
+    """
     if not has_raw_ids:
         names = SHARDED if is_sharded else ("bag.weight", "plain.weight")
         tables = {
             name.removesuffix(".weight"): num_rows for name, num_rows in zip(names, (NUM_BAGS, NUM_PLAIN), strict=True)
         }
         if kind == "row store":
-            return ServedRows(Stored(), {f"{name}.weight": (name, [*range(size)]) for name, size in tables.items()})
+            keys = {f"{name}.weight": (name, [*range(size)]) for name, size in tables.items()}
+            return ServedRows(Stored(), keys, choice)
         if kind == "tables":
-            return ServedTables(tables, has_dense=not is_sharded)
+            dense = {} if is_sharded else _ServedModel().copy()
+            return ServedTables(
+                {name: num_rows for name, num_rows in tables.items() if choice.takes(f"{name}.weight")},
+                {name: each for name, each in dense.items() if name.startswith("over") and choice.takes(name)},
+            )
         if not is_sharded:
             return _ServedModel()
         from tests.simulation.shards import ServedShards  # noqa: PLC0415  torchrec takes seconds
@@ -164,5 +213,5 @@ def served(kind: str, *, has_raw_ids: bool, is_sharded: bool) -> Served:
     from tests.simulation.raw_ids import RAW_IDS, TABLE, IndexedItems, ServedItems  # noqa: PLC0415  torchrec takes seconds
 
     if kind == "row store":
-        return ServedRows(Stored(), {"item": (TABLE, RAW_IDS.tolist())})
+        return ServedRows(Stored(), {"item": (TABLE, RAW_IDS.tolist())}, choice)
     return ServedItems() if kind in ("follows", "cache") else IndexedItems()

@@ -7,6 +7,7 @@ operation that cannot apply does nothing. So a schedule stays valid if operation
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -50,6 +51,9 @@ WEIGHTS = {
 }
 # Number of choices of each option of a predictor, which are the digits of the number of its join, the highest first.
 _OPTIONS = {"gate": 5, "canary": 7, "kind": 6, "follows_pins": 2, "order": 9}
+_URLS = 5  # number of choices of the next digit
+TABLE_CHOICES = 4
+"""Number of choices of the tables that a predictor applies; they are the highest digit, and 0 takes all."""
 
 
 class _Theme(NamedTuple):
@@ -191,7 +195,7 @@ _RAW_ID_RESTORES = (
 _RAW_ID_SHARE = 0.08
 _RESTORES = 4, 1  # modulus and rest of the choices by which restart_trainer restores the newest version
 _SEQUENCE_SHARE = 0.3
-INSERTED = {"follow", "advised", "spoil_copy", "set_clock", "slow"} | {
+INSERTED = {"follow", "advised", "spoil_copy", "set_clock", "slow", "choose"} | {
     kind for each in _SEQUENCES for kind in each.split() if kind not in WEIGHTS
 }
 """Kinds of operations that plain schedules lack."""
@@ -201,6 +205,8 @@ _COPY_SHARE = 0.15
 _CLOCK_SHARE = 0.06
 _SLOW_SHARE = 0.06
 _ADVISED_SHARE = 0.25
+_TABLES_SHARE = 0.3  # of the schedules
+_CHOOSE_SHARE = 0.06
 _EPISODE_SHARE = 0.4
 _LEAST, _MOST = 12, 60
 
@@ -258,17 +264,17 @@ class Schedule:
         return cls(operations=operations(settings.pop("operations")), **settings)
 
 
-def options_of(number: int) -> tuple[dict[str, int], int]:
-    """Return the options of a predictor, and what is left of the number of its join."""
+def options_of(number: int) -> dict[str, int]:
+    """Return the options of a predictor by the number of its join. Plain schedules have no choice of tables."""
     found = {}
-    for name, count in reversed(_OPTIONS.items()):
+    for name, count in (*reversed(_OPTIONS.items()), ("url", _URLS), ("tables", TABLE_CHOICES)):
         number, found[name] = divmod(number, count)
-    return found, number
+    return found
 
 
 def _join(chance: random.Random, options: Mapping[str, tuple[int, ...]]) -> int:
     """Return the number of a join whose predictor has one of these options."""
-    number = chance.randrange(5)
+    number = chance.randrange(_URLS)
     for name, count in _OPTIONS.items():
         number = number * count + chance.choice(options.get(name, range(count)))
     return number
@@ -332,6 +338,8 @@ def _widened(schedule: Schedule, chance: random.Random) -> Schedule:
     while chance.random() < share:
         place, who = chance.randrange(3, len(steps) + 1), chance.randrange(5)
         steps[place:place] = [_in_sequence(kind, who, chance) for kind in chance.choice(sequences).split()]
+    if not schedule.has_raw_ids:  # a world with raw ids has one table
+        steps = _with_tables(steps, random.Random(f"{schedule.seed} tables"))
     ranks = 1 if schedule.has_raw_ids else chance.choice([1, 2, 3, 4])
     return replace(schedule, operations=tuple(steps), has_buckets=has_buckets, ranks=ranks)
 
@@ -344,6 +352,20 @@ def _inserted(steps: Sequence[Operation], kind: str, share: float, chance: rando
             found.append(Operation(kind, chance.randrange(5), chance.randrange(20000)))
         found.append(step)
     return found
+
+
+def _with_tables(steps: list[Operation], chance: random.Random) -> list[Operation]:
+    """Return operations whose predictors apply some tables only, in some schedules."""
+    if chance.random() >= _TABLES_SHARE:
+        return steps
+    all_options = _URLS * math.prod(_OPTIONS.values())
+    steps = [
+        step._replace(choice=step.choice + all_options * chance.randrange(TABLE_CHOICES))
+        if step.kind == "join"
+        else step
+        for step in steps
+    ]
+    return _inserted(steps, "choose", _CHOOSE_SHARE, chance)
 
 
 def _in_sequence(kind: str, who: int, chance: random.Random) -> Operation:

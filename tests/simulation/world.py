@@ -27,6 +27,7 @@ from delta_tracker.errors import (
     DeltaTrackerError,
     FencedError,
     HeldVersionError,
+    InvalidArgumentError,
     OlderCopyError,
     SinkError,
     StaleCacheError,
@@ -44,7 +45,7 @@ from tests.simulation.stores import Entry, Store
 from tests.simulation.targets import reached, targets
 from tests.simulation.threads import SCHEDULER, Clock
 from tests.simulation.trainer import Copy, Trainer, num_batches
-from tests.simulation.values import Operation, Schedule
+from tests.simulation.values import TABLE_CHOICES, Operation, Schedule
 from tests.simulation.web import Web
 
 if TYPE_CHECKING:
@@ -681,7 +682,7 @@ class World:
         for _ in range(_ROUNDS):
             with self._call("sync") as errors:
                 reader.predictor.sync()
-            if before.difference(reader.served.copy(), self._schedule.encoding) is not None:
+            if before.difference(reader.copy(), self._schedule.encoding) is not None:
                 break
             SCHEDULER.sleep(_ROUND_SECONDS)
         reader.floor, reader.pinned, reader.held = place, None, None
@@ -856,6 +857,28 @@ class World:
             return f"{reader.name} does not start: {errors}"
         return f"{self._readers[index].describe()} {'without' if saved is None else 'with'} its state {errors or ''}"
 
+    def _choose(self, who: int, choice: int) -> str | None:
+        """Restart a predictor with another choice of tables, which its saved position or its row store refuses."""
+        reader = self._reader(who)
+        if reader is None or self._schedule.has_raw_ids:
+            return None
+        reader.stop()
+        saved = reader.save()
+        number = (reader.settings.choice.number + 1 + choice % (TABLE_CHOICES - 1)) % TABLE_CHOICES
+        stored = reader.served if isinstance(reader.served, ServedRows) else None
+        after = None
+        with self._call("choose") as errors:
+            after = reader.choosing(number, saved)
+            if stored is None:
+                after.predictor.load_state_dict(saved.state)
+        is_refused = bool(errors) and isinstance(errors[0], InvalidArgumentError)
+        if not is_refused and (stored is None or stored.stated is not None):
+            raise RuleError("choice", f"{reader.describe()} continues with choice {number}: {errors}")
+        if after is None:  # a row store keeps its choice
+            return f"{errors}; {self._restarted(reader, saved, turns=False)}"
+        self._readers[self._readers.index(reader)] = after
+        return f"{after.describe()} {errors}"
+
     def _follow(self, who: int, choice: int) -> str | None:
         """Let a predictor follow in a thread of its own, while other operations run."""
         reader = self._reader(who)
@@ -993,7 +1016,7 @@ class World:
         if version is None or stream is None:
             return False
         copy = self._history.copies.get((stream, version))
-        return copy is not None and copy.difference(reader.served.copy(), self._schedule.encoding) is None
+        return copy is not None and copy.difference(reader.copy(), self._schedule.encoding) is None
 
     # The end
 

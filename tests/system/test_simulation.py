@@ -265,6 +265,22 @@ def test_many_random_worlds_break_no_rule_but_the_known_ones(worlds: Interpreter
             {"seed": 41000524, "states": True, "has_buckets": False, "ranks": 2},
             id="a predictor restarts while the directory of its stream is unmounted",
         ),
+        pytest.param(
+            "publish 0 0, publish 0 0, pin 0 0, join 0 50682",
+            {},
+            id="a predictor of some tables begins at a pin",
+        ),
+        pytest.param(
+            "publish 0 0, join 0 18900, sync 0 0, choose 0 0, publish 0 0, sync 0 0, choose 0 1, restart 0 1, "
+            "settle 0 0",
+            {},
+            id="a predictor chooses other tables",
+        ),
+        pytest.param(
+            "publish 0 0, join 0 18972, sync 0 0, choose 0 0, publish 0 0, sync 0 0, restart 0 1, settle 0 0",
+            {},
+            id="a row store is opened with another choice of tables",
+        ),
     ],
 )
 def test_a_schedule_that_broke_a_rule_breaks_none(
