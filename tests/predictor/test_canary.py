@@ -21,10 +21,11 @@ from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.maintenance.retention import Retention, retain
 from delta_tracker.stream.mirroring import promote
 from delta_tracker.stream.pointer_writer import PointerWriter
-from delta_tracker.stream.reading.canary import is_allowed
+from delta_tracker.stream.reading.canary import CanaryBound
 from tests.heartbeats import read_heartbeats
 from tests.predictor.cache_server import cache_server
 from tests.predictor.serving import empty_model, eventually, same
+from tests.stores.wrapped import WrappedStorage
 from tests.stream.histories import Clock, History, clocked
 from tests.stream.streams import FQN, Writer
 from tests.sweeps import SWEEPS_ARE_WHOLE
@@ -66,7 +67,8 @@ def test_a_canary_over_http_starts_from_a_merged_snapshot_below_the_newest_one(t
     assert torch.equal(model[FQN], table)
 
 
-def test_a_canary_counts_again_in_an_older_copy_of_the_log(tmp_path: Path) -> None:
+def _copied(tmp_path: Path) -> tuple[str, Writer]:
+    """Publish five versions, copy the stream, and publish 25 more. Return its url and the writer."""
     url = f"file://{tmp_path}/stream"
     writer = Writer(Storage(url, create=True))
     writer.snapshot()
@@ -75,10 +77,19 @@ def test_a_canary_counts_again_in_an_older_copy_of_the_log(tmp_path: Path) -> No
     shutil.copytree(tmp_path / "stream", tmp_path / "copy")
     for number in range(25):
         writer.delta([number % 20])
-    predictor = Predictor(writer.model(), url, rollout=Rollout(canary=Canary(versions=5)))
-    assert predictor.sync() == 25
+    return url, writer
+
+
+def _return_copy(tmp_path: Path) -> None:
     (tmp_path / "stream").rename(tmp_path / "lost")
     (tmp_path / "copy").rename(tmp_path / "stream")
+
+
+def test_a_canary_counts_again_in_an_older_copy_of_the_log(tmp_path: Path) -> None:
+    url, writer = _copied(tmp_path)
+    predictor = Predictor(writer.model(), url, rollout=Rollout(canary=Canary(versions=5)))
+    assert predictor.sync() == 25
+    _return_copy(tmp_path)
     later = Writer(Storage(url))
     assert later.snapshot().version == 7
     with pytest.raises(StreamReplacedError):
@@ -90,20 +101,31 @@ def test_a_canary_counts_again_in_an_older_copy_of_the_log(tmp_path: Path) -> No
 
 
 def test_a_canary_counts_again_if_the_lost_entries_were_above_its_next_one(tmp_path: Path) -> None:
-    url = f"file://{tmp_path}/stream"
-    writer = Writer(Storage(url, create=True))
-    writer.snapshot()
-    for number in range(4):
-        writer.delta([number])
-    shutil.copytree(tmp_path / "stream", tmp_path / "copy")
-    for number in range(25):
-        writer.delta([number % 20])
+    url, writer = _copied(tmp_path)
     predictor = Predictor(writer.model(), url, rollout=Rollout(canary=Canary(versions=5)))
     assert predictor.sync(2) == 2
-    (tmp_path / "stream").rename(tmp_path / "lost")
-    (tmp_path / "copy").rename(tmp_path / "stream")
+    _return_copy(tmp_path)
     assert Writer(Storage(url)).snapshot().version == 7
     assert predictor.sync() == 2
+
+
+@pytest.mark.parametrize("canary", [Canary(versions=2), Canary(seconds=0.0001)])
+def test_the_requests_for_a_version_do_not_grow_with_the_distance_of_a_canary(canary: Canary) -> None:
+    requests = []
+    for count in (40, 160):
+        writer = Writer(Storage("memory://"))
+        writer.snapshot()
+        store = WrappedStorage(writer.storage, is_remote=True)
+        predictor = Predictor(writer.model(), store, rollout=Rollout(canary=canary))
+        for _ in range(4):
+            writer.delta([1])
+        predictor.sync()
+        for _ in range(count):
+            writer.delta([1])
+        before = store.count()
+        predictor.sync()
+        requests.append((store.count() - before) / count)
+    assert requests[1] <= requests[0] < 8
 
 
 @pytest.fixture
@@ -149,14 +171,14 @@ def test_a_canary_stays_some_seconds_behind() -> None:
 def test_an_entry_of_a_clock_that_is_ahead_does_not_let_later_versions_pass() -> None:
     clock = Clock()
     writer = Writer(clocked(clock))
-    canary, log = Canary(seconds=600.0), StreamLog(writer.storage)
+    bound = CanaryBound(Canary(seconds=600.0), StreamLog(writer.storage))
     with clock.of_the_log():
         first = writer.snapshot()
     with clock.of_the_log(ahead=3600.0):
         writer.delta([1])
-    assert is_allowed(canary, first, log)
+    assert bound.allows(first)
     with clock.of_the_log():
-        assert not any(is_allowed(canary, writer.delta([number]), log) for number in range(4))
+        assert not any(bound.allows(writer.delta([number])) for number in range(4))
 
 
 def test_a_canary_waits_while_the_clock_of_the_next_publisher_is_behind() -> None:

@@ -47,14 +47,36 @@ class Canary:
         return f"{self.versions} versions" if self.seconds is None else f"{self.seconds:g} seconds"
 
 
-def is_allowed(canary: Canary, entry: Manifest, log: StreamLog) -> bool:
-    """Return True if a canary may apply an entry that was read.
+class CanaryBound:
+    """Comparison of entries with the newest one of a log, which is remembered while the log has it.
 
-    Looks for the newest entry each time, because the log may have been replaced by an older copy.
+    A search from an older entry takes a number of requests that grows with the distance.
     """
-    newest = log.newest_version(entry.version)
-    if canary.versions is not None:
-        return entry.version + canary.versions <= newest
-    assert canary.seconds is not None, "one of both"
-    head = log.readable(newest)
-    return head is not None and entry.created + canary.seconds <= head.created
+
+    def __init__(self, canary: Canary, log: StreamLog) -> None:
+        self._canary = canary
+        self._log = log
+        self._newest: Manifest | None = None  # of the last search
+
+    def allows(self, entry: Manifest) -> bool:
+        """Return True if a canary may apply an entry that was read."""
+        known = self._newest
+        if known is not None:
+            held = self._log.readable(known.version) if known.version >= entry.version else None
+            if held is None or (held.stream, held.link) != (known.stream, known.link):  # an older copy of the log
+                known = None
+        # The newest entry may have been created earlier than one before it, by another clock.
+        if known is None or self._canary.seconds is not None or not self._is_below(entry, known):
+            version = self._log.newest_version(entry.version if known is None else known.version)
+            if known is None or version != known.version:
+                known = self._log.readable(version)
+            if known is None and self._canary.versions is not None:
+                return entry.version + self._canary.versions <= version
+        self._newest = known
+        return known is not None and self._is_below(entry, known)
+
+    def _is_below(self, entry: Manifest, newest: Manifest) -> bool:
+        if self._canary.versions is not None:
+            return entry.version + self._canary.versions <= newest.version
+        assert self._canary.seconds is not None, "one of both"
+        return entry.created + self._canary.seconds <= newest.created

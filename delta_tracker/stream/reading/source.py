@@ -15,7 +15,7 @@ from delta_tracker.errors import (
 from delta_tracker.stream.format.manifest import Manifest, entry_name
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.pin import PinReader
-from delta_tracker.stream.reading.canary import Canary, is_allowed
+from delta_tracker.stream.reading.canary import Canary, CanaryBound
 from delta_tracker.stream.reading.catch_up import CatchUp
 from delta_tracker.stream.reading.path import former_streams
 from delta_tracker.stream.reading.position import Position
@@ -34,6 +34,7 @@ class Source:
 
     Attributes:
         canary: distance that the reader keeps from the newest version; None if it keeps none.
+        bound: comparison with the newest version, for a canary; None without one.
         settling: delay before a fault that a cache can cause is acted on, for a store that cannot list.
         lag: lag of the reader behind this log.
         has_listed: True if a check for a gap had to list the log in this round of the reader, which sets it to False.
@@ -52,6 +53,7 @@ class Source:
         self.storage = storage
         self.log = StreamLog(storage, runtime) if log is None else log
         self.canary = canary
+        self.bound = None if canary is None else CanaryBound(canary, self.log)
         self.catch_up = CatchUp(self.log, self.allows)
         self.pins = PinReader(runtime=runtime)
         self.lag = Lag(runtime)
@@ -74,7 +76,7 @@ class Source:
 
     def allows(self, entry: Manifest) -> bool:
         """Return False for an entry that a canary must not apply yet."""
-        return self.canary is None or is_allowed(self.canary, entry, self.log)
+        return self.bound is None or self.bound.allows(entry)
 
     def next(self, position: Position, *, looks_for_gap: bool) -> Manifest | None:
         """Return the entry after a position; None if the poll does not find it.
