@@ -170,9 +170,11 @@ class PartReader:
                 if blocks is None or index in blocks
             }
             names = part.dense if blocks is None else dense
-            for name in names or ():
-                if isinstance(source, Tensors) or manifest.dense[name].dtype == torch.bool:
-                    self._dense(name)
+            checked = frozenset(names or ())
+            for index, name in enumerate(part.dense):
+                is_read = isinstance(source, Tensors) or manifest.dense[name].dtype == torch.bool
+                if is_read and name in checked:
+                    self._dense(index, name)
             for rows in self.rows if names is not None and manifest.identities else ():
                 for ids, owners in rows.owned():
                     slots = torch.arange(ids.start, ids.stop) if isinstance(ids, slice) else ids
@@ -217,7 +219,8 @@ class PartReader:
     def dense(self, names: Collection[str] | None = None) -> dict[str, Tensor]:
         """Return dense tensors of the part by name: those in ``names``, or all."""
         with _Refusals(self.part.name):
-            return {name: self._dense(name) for name in self.part.dense if names is None or name in names}
+            found = enumerate(self.part.dense)
+            return {name: self._dense(index, name) for index, name in found if names is None or name in names}
 
     def check_tensors(self) -> None:
         """Raise CorruptPartError unless the record has no digests of tensors, or those of the part's tensors."""
@@ -226,8 +229,8 @@ class PartReader:
             if self.part.tensors and self.part.tensors != tuple(found):
                 raise ValueError("its tensors do not match their digests")
 
-    def _dense(self, name: str) -> Tensor:
-        tensor = self._file.tensor(f"dense.{self.part.dense.index(name)}")
+    def _dense(self, index: int, name: str) -> Tensor:
+        tensor = self._file.tensor(f"dense.{index}")
         if tensor.dtype == torch.bool:
             _check_flags(name, tensor)
         return tensor
