@@ -29,6 +29,7 @@ from delta_tracker.monitor.recorder import Recorder
 from delta_tracker.predictor.lock import TableLock
 from delta_tracker.predictor.model_writer import ModelWriter
 from delta_tracker.predictor.predictor_gauges import PredictorGauges
+from delta_tracker.predictor.table_choice import TableChoice
 from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.format.manifest import Block, Manifest
@@ -78,7 +79,7 @@ class _Stream:
     def writer(self, chunk_rows: int) -> ModelWriter:
         """Return a writer of the table."""
         gauges = PredictorGauges(Recorder("predictor", self), REAL)
-        return ModelWriter(ModelTarget({FQN: self.table}, chunk_rows=chunk_rows), gauges)
+        return ModelWriter(ModelTarget({FQN: self.table}, chunk_rows=chunk_rows), gauges, TableChoice(None))
 
     def rewind(self, predictor: Predictor) -> None:
         """Reset a predictor to the position before the first delta."""

@@ -567,7 +567,7 @@ class MissingVersionError(StreamError, LookupError):
 
 
 class NoSnapshotError(StreamError, LookupError):
-    """The stream at ``url`` has no snapshot at or below ``version``; if ``version`` is None, no snapshot at all."""
+    """The stream at ``url`` has no snapshot at or below ``version``, or none at all if ``version`` is None."""
 
     def __init__(self, url: str, version: int | None = None) -> None:
         if version is None:

@@ -22,6 +22,7 @@ from delta_tracker.predictor.placement import Chunk, Placement
 from delta_tracker.predictor.predictor_gauges import PredictorGauges
 from delta_tracker.predictor.served_model import ModelTarget, Receiver, ServedModel
 from delta_tracker.predictor.status import Served
+from delta_tracker.predictor.table_choice import TableChoice
 from delta_tracker.stream.format.field_types import Count
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.format.part_reader import Contents
@@ -55,11 +56,11 @@ class ModelWriter:
         resolve: function that returns the current tables of the model for a version; see :meth:`ServedModel.resolve`.
     """
 
-    def __init__(self, target: ModelTarget, gauges: PredictorGauges) -> None:
+    def __init__(self, target: ModelTarget, gauges: PredictorGauges, choice: TableChoice) -> None:
         self.manifest: Manifest | None = None
         self.identities: Mapping[str, Identity] = {}
         self._gauges, self._chunk_rows = gauges, target.chunk_rows
-        self.lock, self.fence, self.model = TableLock(), TableFence(), ServedModel(target)
+        self.lock, self.fence, self.model = TableLock(), TableFence(), ServedModel(target, choice)
         self.resolve = self.model.resolve
         self.fence.cover(self.model.first_devices)
         self.written = Written(stream="")

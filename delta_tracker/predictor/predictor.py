@@ -145,7 +145,7 @@ class Predictor(Uncopied, remedy="Save or copy its state_dict()"):
             self._destination = SinkWriter(model, self._gauges, self._choice)
         else:
             target = model if isinstance(model, ModelTarget) else ModelTarget(model)
-            self._destination = ModelWriter(target, self._gauges)
+            self._destination = ModelWriter(target, self._gauges, self._choice)
         self._writer = VersionWriter(self._destination, choice=self._choice, gate=self._gate, cache=self._cache)
         self._reader = Reader(
             sources,

@@ -16,6 +16,7 @@ from delta_tracker.errors import InvalidArgumentError, ModelMismatchError
 from delta_tracker.live_objects import num_announced, trained_memory
 from delta_tracker.predictor.identities import check_hidden, check_indexes, check_maps, find_maps
 from delta_tracker.predictor.placement import Placement, placements
+from delta_tracker.predictor.table_choice import TableChoice
 from delta_tracker.raw_ids import RawIdMap
 from delta_tracker.raw_ids.index import RawIdIndex
 from delta_tracker.row_target import WRITABLE, RowTarget, TensorTarget, obstacle_of
@@ -130,8 +131,9 @@ class ServedModel:
     kept until the next one, even if the model replaces them.
     """
 
-    def __init__(self, target: ModelTarget) -> None:
+    def __init__(self, target: ModelTarget, choice: TableChoice) -> None:
         self._model = model = target.model
+        self._choice = choice
         self._takes_dense = target.dense
         tables, dense = find_targets(model), _tensors(model)
         self._rule = Names(target.names, {*tables, *dense})
@@ -172,18 +174,23 @@ class ServedModel:
         """Log the tables and dense parameters that are missing in the stream and therefore keep their values."""
         sent = {self._names.get(name, name).removesuffix(".weight") for name in (*manifest.tables, *manifest.dense)}
         self._has_compared = True
-        if others := sorted(_table_names(self._model) - sent):
-            text = "no rows of the stream are applied to these tables of the model, which keep their values: %s"
-            _logger.warning(text, others)
+        in_stream = {own: name for name, own in self._names.items()}
+
+        def takes(own: str) -> bool:
+            return self._choice.takes(in_stream.get(own, own))
+
+        if others := sorted(filter(takes, _table_names(self._model) - sent)):
+            _logger.warning("the stream has no rows for these tables of the model, which keep their values: %s", others)
         if self._takes_dense and isinstance(self._model, nn.Module):
             named = (name.replace(_COMPILED, "") for name, _ in self._model.named_parameters())
             trained = {name.removesuffix(".weight") for name in named} - sent
             held = {name.removesuffix(".weight"): name for name in _tensors(self._model)}
-            if dense := sorted(held[name] for name in trained & held.keys() - _table_names(self._model)):
+            kept = [held[name] for name in trained & held.keys() - _table_names(self._model)]
+            if dense := sorted(filter(takes, kept)):
                 _logger.warning(
-                    "no values of the stream are applied to these dense parameters of the model, which keep their own: "
-                    "%s. Publish them with Publisher(dense=True), name them in tables= if it is given, or pass "
-                    "ModelTarget(model, dense=False) if they are set elsewhere",
+                    "the stream has no values for these dense parameters of the model, which keep their own: %s. "
+                    "Publish them with Publisher(dense=True), or pass ModelTarget(model, dense=False) if they are set "
+                    "elsewhere",
                     dense,
                 )
 

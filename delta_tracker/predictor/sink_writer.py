@@ -121,7 +121,7 @@ class SinkWriter(Forkable):
     def resolve(self, manifest: Manifest) -> Receiver:
         """Return the tables of a version. Raise ModelMismatchError if the row store has different ones."""
         held = self._held(manifest)
-        if manifest.kind == "snapshot" and not manifest.tables:
+        if self._choice.patterns and manifest.kind == "snapshot" and not manifest.tables:
             raise InvalidArgumentError("tables", self._choice.patterns, "Pass tables: a row store has no dense tensors")
         if held is not None:
             missing = held.tables.keys() - manifest.tables.keys() if manifest.kind == "snapshot" else set()

@@ -77,7 +77,9 @@ def _equal(model: nn.Module, other: nn.Module) -> set[str]:
     return {name for name, value in model.named_parameters() if torch.equal(value, values[name])}
 
 
-def test_only_the_chosen_tables_and_dense_tensors_are_applied(trainer: _Trainer, url: str) -> None:
+def test_only_the_chosen_tables_and_dense_tensors_are_applied(
+    trainer: _Trainer, url: str, caplog: pytest.LogCaptureFixture
+) -> None:
     model = _Model()
     predictor = Predictor(model, url, tables=["item", "top.*"])
     assert predictor.sync() == trainer.publisher.version
@@ -87,6 +89,7 @@ def test_only_the_chosen_tables_and_dense_tensors_are_applied(trainer: _Trainer,
     assert predictor.status().left_out == ("user.country", "user.id")
     assert predictor.manifest is not None
     assert list(predictor.manifest.tables) == ["item"]
+    assert "keep their" not in caplog.text, "what is left out on purpose needs no warning"
 
 
 def test_a_model_needs_the_chosen_tables_only(trainer: _Trainer, url: str) -> None:
