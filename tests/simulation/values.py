@@ -360,7 +360,7 @@ def _with_tables(steps: list[Operation], chance: random.Random) -> list[Operatio
         return steps
     all_options = _URLS * math.prod(_OPTIONS.values())
     steps = [
-        step._replace(choice=step.choice + all_options * chance.randrange(TABLE_CHOICES))
+        Operation(step.kind, step.who, step.choice + all_options * chance.randrange(TABLE_CHOICES))
         if step.kind == "join"
         else step
         for step in steps
