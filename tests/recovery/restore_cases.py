@@ -311,9 +311,9 @@ def shared_reads(rank: int, world_size: int, path: str, spec: dict[str, Any]) ->
         original = Storage.read_range
         rows = {each.name: each for part in entry.parts for each in (part, part.states) if each is not None}
 
-        def counting(storage: Storage, name: str, begin: int, end: int) -> Any:
+        def counting(storage: Storage, name: str, begin: int, end: int, **options: Any) -> Any:
             found["read"] += end - begin if name in rows else 0
-            return original(storage, name, begin, end)
+            return original(storage, name, begin, end, **options)
 
         with mock.patch.object(Storage, "read_range", counting):
             trainer.restore(path)
