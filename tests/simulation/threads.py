@@ -396,5 +396,6 @@ def install() -> None:
     for module, names in replaced.items():
         for name, value in names.items():
             setattr(module, name, value)
+    threading.Timer.__bases__ = (Thread,)  # matplotlib starts one where its cache of fonts is missing
     if "concurrent.futures.thread" in sys.modules:
         raise RuntimeError("concurrent.futures was imported before the threads of the simulation were installed")
