@@ -23,7 +23,7 @@ from delta_tracker.predictor.predictor_heartbeats import Heartbeats, lag
 from delta_tracker.predictor.reader import Reader
 from delta_tracker.predictor.served_model import Model, ModelTarget
 from delta_tracker.predictor.sink_writer import SinkWriter
-from delta_tracker.predictor.status import Served, Status, error_text
+from delta_tracker.predictor.status import Counts, Served, Status, error_text
 from delta_tracker.predictor.table_choice import TableChoice
 from delta_tracker.predictor.version_writer import Destination, VersionWriter
 from delta_tracker.sinks.row_sink import RowSink
@@ -205,20 +205,22 @@ class Predictor(Uncopied, remedy="Save or copy its state_dict()"):
             version=None if position is None else position.version,
             lag_versions=lag_versions,
             lag_seconds=lag_seconds,
-            rows=self._gauges.num_rows,
-            num_bytes=self._gauges.num_bytes,
             resyncs=reader.resyncs.count,
             last_resync=reader.resyncs.last,
             error=error_text(self.error),
             pinned=reader.pinned,
-            admitted=self._gauges.num_admitted,
-            evicted=self._gauges.num_evicted,
-            requests=dict(requests),
-            cache={} if self._cache is None else dict(self._cache.counts),
             poll_seconds=self._follower.poll_seconds,
             notice=reader.ignored.notice,
             why=reader.why,
             left_out=self._writer.left_out,
+            counts=Counts(
+                rows=self._gauges.num_rows,
+                num_bytes=self._gauges.num_bytes,
+                admitted=self._gauges.num_admitted,
+                evicted=self._gauges.num_evicted,
+                requests=dict(requests),
+                cache={} if self._cache is None else dict(self._cache.counts),
+            ),
         )
 
     def sync(self, limit: int | None = None) -> int:

@@ -118,10 +118,10 @@ class PredictorGauges:
         lag_versions, lag_seconds = status.lag_versions, status.lag_seconds
         self._lag = None if lag_versions is None or lag_seconds is None else (lag_versions, lag_seconds)
         self._asked = None
-        for operation, total in status.requests.items():
+        for operation, total in status.counts.requests.items():
             if added := self._added(operation, total):
                 self.recorder.store_requests.cell(operation=operation).add(added)
-        for result, total in status.cache.items():
+        for result, total in status.counts.cache.items():
             getattr(self.recorder, f"cache_{result}").cell().add(self._added(result, total))
         if status.poll_seconds is None:
             self.recorder.poll_seconds.remove()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 
@@ -21,53 +21,64 @@ class Served(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class Counts:
+    """Numbers of what a predictor has written and read since its start.
+
+    Args:
+        rows: number of rows written.
+        num_bytes: size in bytes of the parts applied.
+        admitted: number of raw ids mapped to rows; a raw id that moves to another row is counted. A table with several
+            mappings is counted for each of them.
+        evicted: number of raw ids removed from their rows, counted in the same way.
+        requests: number of requests by operation, with those of other users of the same ``Storage`` objects.
+        cache: number of parts that the host cache had (``hits``), fetched (``misses``) or did not serve (``bypasses``),
+            with those of other predictors with the same ``HostCache`` object; empty without a cache.
+    """
+
+    rows: int
+    num_bytes: int
+    admitted: int
+    evicted: int
+    requests: Mapping[str, int]
+    cache: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
 class Status:
-    """State of a predictor. Counts begin at its start.
+    """State of a predictor.
 
     Args:
         stream: id of the stream, None before the first version.
         version: last applied version, claims included; None before the first.
         lag_versions: number of committed versions that are not applied; None if the store cannot be read.
         lag_seconds: age in seconds of the oldest of them, 0 if there is none; None if the store cannot be read.
-        rows: number of rows written.
-        num_bytes: size in bytes of the parts applied.
-        resyncs: number of resyncs.
+        resyncs: number of resyncs since the start of the predictor.
         last_resync: description of the last resync; empty before the first.
         error: type and message of :attr:`Predictor.error`; None without an error.
         pinned: version at which a pin or a rollback keeps the predictor; None without one.
-        admitted: number of raw ids mapped to rows; a raw id that moves to another row is counted. A table with several
-            mappings is counted for each of them.
-        evicted: number of raw ids removed from their rows, counted in the same way.
-        requests: number of requests by operation, with those of other users of the same ``Storage`` objects.
+        poll_seconds: current interval between two polls of :meth:`Predictor.follow`; None if it does not run.
         notice: a condition that is not an error, such as a pin that is not followed; empty without one.
         why: last decision and its reason, such as ``version 7 is the newest``; empty before the first; see
             ``guide/fleet.md``.
-        cache: number of parts that the host cache had (``hits``), fetched (``misses``) or did not serve (``bypasses``),
-            with those of other predictors with the same ``HostCache`` object; empty without a cache.
         left_out: names of the tables and dense tensors of the stream that are not applied, because the argument
             ``tables`` of the predictor leaves them out; empty until a version with rows is applied, also after
             :meth:`Predictor.load_state_dict` and in a row store that has a version.
-        poll_seconds: current interval between two polls of :meth:`Predictor.follow`; None if it does not run.
+        counts: numbers of rows, bytes, raw ids and requests.
     """
 
     stream: str | None
     version: int | None
     lag_versions: int | None
     lag_seconds: float | None
-    rows: int
-    num_bytes: int
     resyncs: int
     last_resync: str
     error: str | None
     pinned: int | None
-    admitted: int = 0
-    evicted: int = 0
-    requests: Mapping[str, int] = field(default_factory=dict)
-    poll_seconds: float | None = None
-    cache: Mapping[str, int] = field(default_factory=dict)
-    notice: str = ""
-    why: str = ""
-    left_out: tuple[str, ...] = ()
+    poll_seconds: float | None
+    notice: str
+    why: str
+    left_out: tuple[str, ...]
+    counts: Counts
 
 
 def error_text(error: Exception | None) -> str | None:

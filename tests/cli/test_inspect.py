@@ -72,7 +72,7 @@ def test_inspect_says_what_a_new_predictor_really_reads(cli: Cli, writer: Writer
         predictor.sync()
         new = cli.json("inspect", url_of(writer))["new_predictor"]
         status = predictor.status()
-        assert (new["rows"], new["bytes"]) == (status.rows, status.num_bytes)
+        assert (new["rows"], new["bytes"]) == (status.counts.rows, status.counts.num_bytes)
         compact(writer.storage, fold=0.01)
         writer.delta([5, 6])
     assert new["is_merged"]

@@ -384,5 +384,5 @@ def test_admitted_and_evicted_raw_ids_are_counted(breaks: bool) -> None:
             follower.sync()
         assert follower.sync()
         status = follower.predictor.status()
-        assert [status.admitted, status.evicted] == expected
+        assert [status.counts.admitted, status.counts.evicted] == expected
     assert min(expected) > 0

@@ -49,10 +49,10 @@ def test_a_predictor_counts_admitted_and_evicted_raw_ids() -> None:
         history.delta()
         predictor.sync()
     status, figures = predictor.status(), Figures(monitor)
-    assert status.admitted > status.evicted > 0
-    assert figures.of("admitted_ids", predictor="predictor", table=RAW_FQN) == status.admitted
-    assert figures.of("evicted_ids", predictor="predictor", table=RAW_FQN) == status.evicted
-    assert status.admitted - status.evicted == int((index.owners() != NO_OWNER).sum())
+    assert status.counts.admitted > status.counts.evicted > 0
+    assert figures.of("admitted_ids", predictor="predictor", table=RAW_FQN) == status.counts.admitted
+    assert figures.of("evicted_ids", predictor="predictor", table=RAW_FQN) == status.counts.evicted
+    assert status.counts.admitted - status.counts.evicted == int((index.owners() != NO_OWNER).sum())
 
 
 def test_a_predictor_counts_what_its_host_cache_had(tmp_path: Path) -> None:
@@ -66,7 +66,7 @@ def test_a_predictor_counts_what_its_host_cache_had(tmp_path: Path) -> None:
             writer.delta([1])
         predictor.sync()
         found = [figures.of(f"cache_{what}", predictor=name) for what in ("hits", "misses", "bypasses")]
-        assert tuple(found) == expected == tuple(predictor.status().cache.values())
+        assert tuple(found) == expected == tuple(predictor.status().counts.cache.values())
 
 
 def test_a_predictor_counts_its_requests_and_shows_its_interval(tmp_path: Path) -> None:

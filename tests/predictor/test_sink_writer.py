@@ -460,5 +460,5 @@ def test_follow_completes_a_version_after_the_row_store_failed() -> None:
         eventually(lambda: predictor.version == history.version)
         # The version counts before the log of its owners is emptied.
         eventually(lambda: not any(SinkState.from_json(each).is_settling for each in stored.states.values()))
-        assert predictor.status().rows > 0
+        assert predictor.status().counts.rows > 0
     SinkReader(stored, history).assert_is(history.version)

@@ -30,14 +30,20 @@ def test_the_status_counts_what_was_applied(clock: Clock) -> None:
     manifests = [writer.snapshot(), writer.delta([1, 2, 3])]
     predictor = Predictor(writer.model(), writer.storage)
     status = predictor.status()
-    assert (status.stream, status.version, status.rows, status.num_bytes, status.lag_versions) == (None, None, 0, 0, 3)
+    assert (status.stream, status.version, status.counts.rows, status.counts.num_bytes, status.lag_versions) == (
+        None,
+        None,
+        0,
+        0,
+        3,
+    )
     predictor.sync()
     manifests.append(writer.delta([4]))
     predictor.sync()
     status = predictor.status()
     assert (status.stream, status.version) == (writer.claim.head.stream, 3)
-    assert status.rows == 20 + 3 + 1
-    assert status.num_bytes == sum(manifest.num_bytes for manifest in manifests)
+    assert status.counts.rows == 20 + 3 + 1
+    assert status.counts.num_bytes == sum(manifest.num_bytes for manifest in manifests)
     assert (status.lag_versions, status.resyncs, status.last_resync, status.pinned) == (0, 0, "", None)
 
 
