@@ -129,16 +129,13 @@ class Reader:
     def rollback(self, version: int) -> None:
         """Return to a version, and stay there until :meth:`release`. If this raises, nothing was changed."""
         self.writer.destination.restore()
-        for source in self.sources.due()[1:]:
-            with suppress(StorageError):
-                self.orders.newest(source.number, at_once=True)  # the rollback overrules it
-        self.orders.newest(self.source.number, at_once=True)
-        path = path_to(self.source.log, version, position=self.position)
-        if self.source.canary is not None and not self.source.allows(path[-1]):
-            text = f"Pass an older version: a canary stays {self.source.canary.text} behind the newest one"
+        source, path = self._path_back(version)
+        if source.canary is not None and not source.allows(path[-1]):
+            text = f"Pass an older version: a canary stays {source.canary.text} behind the newest one"
             raise InvalidArgumentError("version", version, text)
-        for _ in self.writer.check_path(path, self.storage):
+        for _ in self.writer.check_path(path, source.storage):
             pass
+        self._continue_from(source)
         self.orders.roll_back(path[-1])
         self.pinned, self.why = version, f"pinned to version {version}"
         self.writer.write_path(path, self.storage)
@@ -170,6 +167,20 @@ class Reader:
         after = -1 if self.version is None else self.version
         found = [each for each in (log.newest_snapshot(), log.head()) if each is not None and each.version > after]
         return [each for each in found if self.source.allows(each)]
+
+    def _path_back(self, version: int) -> tuple[Source, list[Manifest]]:
+        """Return the first source that has a version of the reader's stream, and the entries to apply to reach it."""
+        sources, errors = self.sources.due(), list[Exception]()
+        for source in sources:
+            with suppress(StorageError):
+                self.orders.newest(source.number, at_once=True)  # the rollback overrules it
+        for source in sources[: None if self.position else 1]:
+            try:
+                self.orders.newest(source.number, at_once=True)
+                return source, path_to(source.log, version, position=self.position)
+            except (InvalidArgumentError, StreamError) as error:
+                errors.append(error)
+        raise errors[0]
 
     # One round
 
@@ -343,12 +354,14 @@ class Reader:
         return confirmed is not None and not confirmed.may_have(position.version + 1)
 
     def _use(self, state: _Round, log: SeenLog) -> Source:
-        """Make the source of a log current, and log the sources that could not be read. Return the current source."""
+        """Make the source of a log current, and log the sources that could not be read. Return the source."""
         self._log_skipped(state, None)
+        return self._continue_from(self.sources.all[log.number])
+
+    def _continue_from(self, source: Source) -> Source:
         former = self.sources.current
-        if log.source.number == former.number:
+        if source.number == former.number:
             return former
-        source = self.sources.all[log.number]
         _logger.warning("continue from another source: url=%s former=%s", source.url, former.url)
         self.sources.use(source)
         source.lag.rested = None

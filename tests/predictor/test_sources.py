@@ -169,6 +169,28 @@ def test_an_interrupted_rollback_is_completed_at_a_mirror() -> None:
     assert torch.equal(table, first)
 
 
+def test_a_rollback_uses_the_url_that_has_the_version() -> None:
+    writer = Writer(Storage("memory://"))
+    writer.snapshot()
+    other = Storage("memory://")
+    mirrored(writer, other)  # and then falls behind
+    for row in range(3):
+        writer.delta([row])
+    wanted = writer.table.clone()
+    writer.delta([3])
+    former = Predictor({FQN: torch.zeros(20, 4)}, writer.storage)
+    former.sync()
+    table = writer.table.clone()
+    predictor = Predictor({FQN: table}, [other, writer.storage])
+    predictor.load_state_dict(former.state_dict())
+    predictor.rollback(4)
+    assert torch.equal(table, wanted)
+    with pytest.raises(
+        InvalidArgumentError, match="Pass one of the versions up to 1"
+    ):  # of the url that was asked first
+        Predictor({FQN: table}, [other, writer.storage]).rollback(4)  # without rows, any stream may be meant
+
+
 def test_follow_continues_from_a_mirror() -> None:
     writer = Writer(Storage("memory://"))
     writer.snapshot()

@@ -281,6 +281,18 @@ def test_many_random_worlds_break_no_rule_but_the_known_ones(worlds: Interpreter
             {},
             id="a row store is opened with another choice of tables",
         ),
+        pytest.param(
+            "publish 0 0, mirror 3 0, join 0 3864, mirror 0 0, publish 0 0, promote_lagging 0 0, snapshot 0 0, "
+            "settle 0 0, advised 0 0, interrupt 0 1480",
+            {"seed": 72000079, "states": True, "has_raw_ids": True, "has_buckets": False, "has_upkeep": False},
+            id="a copy of the own stream is emptied, and a former one ends at the same time",
+        ),
+        pytest.param(
+            "publish 0 0, mirror 1 0, join 0 75, join 0 0, publish 0 0, publish 0 0, join 0 0, publish 0 0, join 0 0, "
+            "restart 0 0, publish 0 0, sync 0 0, interrupt 0 14901, roll_back 0 0, advised 0 0",
+            {"seed": 72000100, "states": True, "has_raw_ids": True, "has_buckets": True, "has_upkeep": False},
+            id="a version to roll back to is at the second url only",
+        ),
     ],
 )
 def test_a_schedule_that_broke_a_rule_breaks_none(
