@@ -602,7 +602,7 @@ def _check_may_follow(log: SeenLog, view: View, position: Position) -> None:
     if position.stream in log.former_streams():
         return
     newest = log.head()
-    if (newest is not None and newest.created <= position.created) or not _all_others(log, view, lacks):
+    if (newest is not None and int(newest.created) <= position.created) or not _all_others(log, view, lacks):
         raise StreamReplacedError(log.url, position.version)
 
 

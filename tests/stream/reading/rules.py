@@ -126,8 +126,8 @@ def may_follow(world: World, log: Log, reader: Reader, entry: Manifest) -> bool:
 
 
 def _is_replaced(world: World, log: Log, word: str) -> bool:
-    """Return True if all urls can be read, none has the stream of an entry, and the log does not end before it."""
-    is_older = created(log.word) < created(word)
+    """Return True if all urls can be read, none has the stream of an entry, and the log ends after it."""
+    is_older = created(log.word) <= created(word)
     return (
         not is_older
         and all(each.is_up for each in world.logs)
