@@ -228,7 +228,7 @@ def test_a_predictor_starts_at_another_source_if_the_first_has_no_stream(tmp_pat
 
 @pytest.mark.usefixtures("no_pause")
 @pytest.mark.parametrize("state", ["emptied", "another stream"])
-def test_another_stream_is_followed_only_if_no_source_has_the_applied_one(state: str) -> None:
+def test_another_stream_is_followed_only_if_no_source_has_the_applied_one(clock: Clock, state: str) -> None:
     writer = Writer(Storage("memory://"))
     writer.snapshot()
     mirror = flaky()
@@ -237,11 +237,13 @@ def test_another_stream_is_followed_only_if_no_source_has_the_applied_one(state:
     predictor = Predictor({FQN: table}, [former := WrappedStorage(writer.storage), mirror])
     predictor.sync()
     former.inner = Storage("memory://")
+    clock.seconds += 2
     if state == "another stream":
         Writer(former.inner).snapshot()
     with pytest.raises(StreamReplacedError):
         predictor.sync()
     assert predictor.version == 1
+    clock.seconds -= 1
     writer.delta([1])
     assert copier.step()
     assert predictor.sync() == 2
@@ -255,6 +257,11 @@ def test_another_stream_is_followed_only_if_no_source_has_the_applied_one(state:
     cut(mirror, is_down=False)
     mirror.inner = Storage("memory://")
     if state == "emptied":
+        Writer(former.inner).snapshot()
+        with pytest.raises(StreamReplacedError):  # as old as the applied version
+            predictor.sync()
+        clock.seconds += 1
+        former.inner = Storage("memory://")
         Writer(former.inner).snapshot()
     assert predictor.sync() == 1
     assert predictor.status().stream != writer.claim.head.stream
