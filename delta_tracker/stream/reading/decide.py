@@ -591,8 +591,8 @@ def _all_others(log: SeenLog, view: View, lacks: Callable[[SeenLog], bool]) -> b
 def _check_may_follow(log: SeenLog, view: View, position: Position) -> None:
     """Raise StreamReplacedError unless a reader may change from its stream to the newest one of a log.
 
-    It may if the newest stream continues its own stream. It also may if all logs can be read and none has its own
-    stream, unless the newest entry is not newer than the position: a missing directory may have its own stream.
+    It may if the newest stream continues its own stream. It also may if all logs can be read, none has its own stream,
+    and the newest entry is newer than the position, which has whole seconds: a missing directory may have its own one.
     """
 
     def lacks(other: SeenLog) -> bool:
@@ -602,7 +602,7 @@ def _check_may_follow(log: SeenLog, view: View, position: Position) -> None:
     if position.stream in log.former_streams():
         return
     newest = log.head()
-    if (newest is not None and int(newest.created) <= position.created) or not _all_others(log, view, lacks):
+    if (newest is not None and newest.created <= position.created) or not _all_others(log, view, lacks):
         raise StreamReplacedError(log.url, position.version)
 
 
