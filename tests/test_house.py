@@ -253,3 +253,25 @@ def test_the_tracker_has_only_names_that_a_user_needs() -> None:
     shown = [*_ROOT.glob("*.md"), *_PACKAGE.rglob("*.md"), *(_ROOT / "examples").rglob("*.py")]
     shown += (_ROOT / "benchmarks").rglob("*.py")
     assert names & called <= {name for path in shown for name in re.findall(r"[.`](\w+)", path.read_text())}
+
+
+def _fields(node: ast.ClassDef) -> set[str]:
+    """Return the fields that a class declares, and the attributes that its methods set."""
+    declared = {ast.unparse(each.target) for each in node.body if isinstance(each, ast.AnnAssign)}
+    attributes = (each for each in ast.walk(node) if isinstance(each, ast.Attribute))
+    return declared | {
+        each.attr for each in attributes if isinstance(each.ctx, ast.Store) and ast.unparse(each.value) == "self"
+    }
+
+
+def test_a_class_has_at_most_14_fields_and_30_methods() -> None:
+    """Except the tracker's methods, and two records, whose fields are those of a JSON object in FORMAT.md."""
+    large = set()
+    for path in _MODULES.values():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                if len(_fields(node)) > 14:
+                    large.add(f"fields of {node.name}")
+                if sum(isinstance(each, ast.FunctionDef) for each in node.body) > 30:
+                    large.add(f"methods of {node.name}")
+    assert large == {"methods of ModelDeltaTracker", "fields of Manifest", "fields of Heartbeat"}

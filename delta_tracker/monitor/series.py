@@ -103,12 +103,22 @@ class _Uncollected:
     num_rejected: int = 0
 
 
-class Cell:
-    """Series of records of one stat, all with the same label values. Thread-safe.
+@dataclass(frozen=True, slots=True)
+class CellKey:
+    """Stat and label values of a cell.
 
     Args:
         stat: name of the stat.
         is_counter: True to reject negative numbers.
+    """
+
+    stat: str
+    labels: Labels = ()
+    is_counter: bool = False
+
+
+class Cell:
+    """Series of records of one stat, all with the same label values. Thread-safe.
 
     Attributes:
         enabled: True if records are accepted.
@@ -117,16 +127,17 @@ class Cell:
         function: returns the current value of a gauge, or None for no data; None if the values are recorded.
     """
 
-    def __init__(
-        self, stat: str, labels: Labels, policy: Policy, progress: Progress, *, is_counter: bool = False
-    ) -> None:
-        self._stat = stat
-        self.labels = labels
+    def __init__(self, key: CellKey, policy: Policy, progress: Progress) -> None:
+        self._key = key
         self.is_remote = False
         self._policy = policy
         self._progress = progress
-        self._is_counter = is_counter
         self.reset()
+
+    @property
+    def labels(self) -> Labels:
+        """Names and values of the labels."""
+        return self._key.labels
 
     def add(self, value: float = 1) -> None:
         """Record a number. Never raises or waits for a device. Takes a lock only if the queue of records is full.
@@ -151,7 +162,7 @@ class Cell:
             InvalidArgumentError: for labels.
         """
         if labels:
-            refuse_labels(self._stat, value, labels)
+            refuse_labels(self._key.stat, value, labels)
         if self.enabled:  # the lines of add(), to save a call per record
             if type(value) is not float and type(value) is not int:
                 value = plain_number(value)
@@ -250,7 +261,7 @@ class Cell:
         return Aggregate(
             with_spread="std" in self._policy.aggregations,
             with_buckets=needs_buckets(self._policy.aggregations),
-            is_counter=self._is_counter,
+            is_counter=self._key.is_counter,
         )
 
     def _begin(self) -> None:

@@ -24,7 +24,7 @@ from delta_tracker.monitor.names import (
     shown,
 )
 from delta_tracker.monitor.policy import Policy
-from delta_tracker.monitor.series import Cell
+from delta_tracker.monitor.series import Cell, CellKey
 
 OTHER = "other"
 """Value of all labels of the shared cell, which receives the records of every label set beyond ``max_cells``."""
@@ -247,8 +247,8 @@ class Stat:
             if is_full:
                 key = tuple((name, OTHER) for name, _ in key)
             if key not in self._cells:
-                is_counter = self.definition.kind is Kind.COUNTER
-                self._cells[key] = Cell(self.name, key, self.policy, self._progress, is_counter=is_counter)
+                cell = CellKey(self.name, key, self.definition.kind is Kind.COUNTER)
+                self._cells[key] = Cell(cell, self.policy, self._progress)
             found = self._cells[key]
         # Outside the lock: the callback takes the registry's lock, whose holder may wait for this stat's lock.
         if is_full:

@@ -101,24 +101,29 @@ class _StatesPart(_Part, kw_only=True):
     states: Stored | None
 
 
-class _Entry(Struct):
-    """Entry without ``format``. Unknown fields are ignored."""
+class _Commit(Struct):
+    """Writer of an entry, and its place in the log."""
 
     stream: Hex
     generation: Count
     writer: Hex
     version: Count
-    kind: Kind
+    created: Time
     parent: Link | None
+    merges: Link | None
+
+
+class _Entry(_Commit):
+    """Entry without ``format``. Unknown fields are ignored."""
+
+    kind: Kind
     snapshot: Count | None
     batches: Range
     cut: Time
-    created: Time
     pending_rows: Count
     tables: Mapping[str, _Table]
     dense: Mapping[str, _Dense]
     parts: tuple[_Part, ...]
-    merges: Link | None
 
 
 class _StatesEntry(_Entry):
