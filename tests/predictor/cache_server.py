@@ -26,7 +26,7 @@ class CacheServer:
 
     A copy of an object is served for ever, one below ``control/`` for ``control_seconds``, and a 404 for
     ``missing_seconds``. A request with ``Cache-Control: no-cache`` gets the object of the origin, and replaces the
-    copy if ``refreshes`` is True.
+    copy if ``refreshes`` is True. With ``passes_heads``, all HEAD requests go to the origin.
 
     Attributes:
         plain: number of requests answered from the cache or through it, by name.
@@ -39,6 +39,7 @@ class CacheServer:
     control_seconds: float = 0.0
     missing_seconds: float = 0.0
     refreshes: bool = True
+    passes_heads: bool = False
     port: int = 0
     plain: Counter[str] = field(default_factory=Counter)
     uncached: Counter[str] = field(default_factory=Counter)
@@ -59,14 +60,14 @@ class CacheServer:
 
     def truncate(self, name: str) -> None:
         """Serve the first half of an object, with a matching length."""
-        data = self._fetch(name)
+        data = self.fetch(name)
         assert data is not None
         with self._lock:
             self._copies[name] = data[: len(data) // 2], float("inf")
 
     def flip(self, name: str) -> None:
         """Serve an object with one bit changed."""
-        data = self._fetch(name)
+        data = self.fetch(name)
         assert data is not None
         middle = len(data) // 2
         with self._lock:
@@ -74,7 +75,7 @@ class CacheServer:
 
     def freeze_pointer(self) -> None:
         """Serve the pointer object as it is now."""
-        data = self._fetch(POINTER_NAME)
+        data = self.fetch(POINTER_NAME)
         with self._lock:
             self._copies[POINTER_NAME] = data, float("inf")
 
@@ -90,7 +91,7 @@ class CacheServer:
             copy = self._copies.get(name)
             if not is_uncached and copy is not None and time.monotonic() < copy[1]:
                 return copy[0]
-            data = self._fetch(name)
+            data = self.fetch(name)
             self.sent_by_origin[name] += len(data or b"")
             if not is_uncached or self.refreshes:
                 seconds = self.missing_seconds if data is None else float("inf")
@@ -98,7 +99,8 @@ class CacheServer:
                 self._copies[name] = data, time.monotonic() + seconds
             return data
 
-    def _fetch(self, name: str) -> bytes | None:
+    def fetch(self, name: str) -> bytes | None:
+        """Return the bytes of an object of the origin."""
         data = self.origin.read(name, max_bytes=_MAX_BYTES)
         return None if data is None else data.tobytes()
 
@@ -116,7 +118,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def _answer(self, *, has_body: bool) -> None:
         name = unquote(urlsplit(self.path).path).lstrip("/")
-        data = self.cache.answer(name, is_uncached="no-cache" in self.headers.get("Cache-Control", ""))
+        if self.cache.passes_heads and not has_body:
+            data = self.cache.fetch(name)
+        else:
+            data = self.cache.answer(name, is_uncached="no-cache" in self.headers.get("Cache-Control", ""))
         if data is None:
             self.send_response(404)
             self.send_header("Content-Length", "0")

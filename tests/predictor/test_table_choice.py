@@ -22,6 +22,7 @@ from delta_tracker.stream.format.manifest import entry_name
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.storage.storage import Storage
+from tests.predictor.cache_server import cache_server
 from tests.predictor.memory_sink import MemorySink, Stored
 from tests.stores.wrapped import Operation, Perform, WrappedStorage
 from tests.stream.slow_s3 import Fault, slow_s3
@@ -174,6 +175,23 @@ def test_a_tensor_whose_download_failed_is_resumed() -> None:
         predictor.sync()
         assert torch.equal(table, trainer.model.item.weight)
         assert server.sent.total() <= _TABLE_BYTES + 300_000, "an interruption loses at most 256 KiB"
+    trainer.publisher.close()
+
+
+def test_a_short_copy_is_read_past_a_cache_that_sends_the_size_of_the_whole_object(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("delta_tracker.predictor.reader._SPREAD_SECONDS", 0.0)
+    storage = Storage("memory://")
+    trainer = _Trainer(storage)
+    table = torch.zeros(_ROWS, _DIM)
+    head = StreamLog(storage).head()
+    assert head is not None
+    with cache_server(storage, passes_heads=True) as cache:
+        cache.truncate(head.parts[0].name)
+        predictor = Predictor({"item": table}, cache.url, tables=["item"])
+        predictor.sync()
+    assert torch.equal(table, trainer.model.item.weight)
     trainer.publisher.close()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from operator import itemgetter
 from typing import TypeAlias
 
@@ -11,7 +12,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from delta_tracker.errors import CorruptPartError, MalformedError
+from delta_tracker.errors import CorruptPartError, MalformedError, StorageError
 from delta_tracker.stream.format.digests import DIGEST_BYTES, PieceHasher, num_digests, piece_at, piece_range
 from delta_tracker.stream.format.manifest import Part, Stored
 from delta_tracker.stream.interruption import check
@@ -153,16 +154,31 @@ class Tensors:
 
     def read(self, begin: int, end: int) -> NDArray[np.uint8]:
         """Return the bytes ``[begin, end)`` of one tensor, or of the header. After a failure, the next call resumes."""
-        if not self._is_begun:
-            check_size(self._part, self._storage.size(self._part.name))
-            self._is_begun = True
         number = bisect_right(self._ranges, begin, key=itemgetter(0)) - 1
         if number < 0:
-            return _fetched(self._storage, self._part, begin, end)
+            return self._header(begin, end)
         if number not in self._held:
             self._load(number)
         first, _ = self._ranges[number]
         return self._held[number][begin - first : end - first]
+
+    def _header(self, begin: int, end: int) -> NDArray[np.uint8]:
+        """Return bytes of the header, and check the size of the object when they are the first.
+
+        The size is that of the response, if it has one: a cache may answer with a short copy, and send requests for a
+        size on to a store that has the whole object.
+        """
+        transfer = Transfer()
+        size = partial(self._storage.size, self._part.name)
+        try:
+            data = _fetched(self._storage, self._part, begin, end, transfer)
+        except StorageError:
+            check_size(self._part, size())
+            raise
+        if not self._is_begun:
+            check_size(self._part, size() if transfer.source is None else transfer.source[0])
+            self._is_begun = True
+        return data
 
     def _load(self, number: int) -> None:
         last = number
