@@ -92,6 +92,7 @@ def run(schedule: Schedule, say: Callable[[str], None] = lambda _: None) -> list
         say: called with a line for each operation.
     """
     gc.collect()
+    gc.freeze()  # torch keeps some 300 objects of each run, which later runs would search again
     before, live = _num_open(), _live()
     found = _run(schedule, say)
     gc.collect()
