@@ -22,7 +22,10 @@ from tests.sweeps import SWEEPS_ARE_WHOLE
 
 _ROOT = Path(__file__).parents[2]
 # One pass of retention: the publisher's own passes come after 16 versions.
-_UNADVERTISED = {"delta_tracker.stream.maintenance.retention.retain"}
+_UNADVERTISED = {
+    "delta_tracker.stream.maintenance.retention.retain",
+    "delta_tracker.stream.format.part_writer",  # a size from which parts are written in another way
+}
 _PACKAGES = (
     "delta_tracker.errors.",
     "delta_tracker.integrations.",
