@@ -31,4 +31,5 @@ def command(stream: Stream, version: int, reason: str, *, quick: bool, replaces:
     pin = pin_version(stream.storage, version, reason=reason, replaces=replaces, is_quick=quick)
     stream.out.answer(pin, f"pinned to version {pin.version} of {pin.bad}, counter {pin.counter}")
     stream.out.line("Predictors without follows_pins=True ignore it: delta-tracker fleet shows them as unpinned")
+    stream.out.line("To end it, call publisher.snapshot() in the repaired trainer, then run delta-tracker release")
     return 0

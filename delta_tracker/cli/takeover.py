@@ -3,6 +3,7 @@
 import time
 
 import click
+from click.core import ParameterSource
 
 from delta_tracker.cli.silence import SILENCE_SECONDS, check_silence
 from delta_tracker.cli.stream_command import Number, Stream, stream_command
@@ -45,7 +46,8 @@ Examples:
 def command(stream: Stream, silence: float, wait: float, *, is_forced: bool, cancels: bool) -> int:
     """Write the request and wait. Return 1 if no publisher claims the stream within ``wait`` seconds, otherwise 0."""
     if cancels:
-        if is_forced or wait or silence != SILENCE_SECONDS:
+        source = click.get_current_context().get_parameter_source
+        if any(source(name) is not ParameterSource.DEFAULT for name in ("is_forced", "wait", "silence")):
             raise click.UsageError("Pass --cancel without other options.")
         is_cancelled = cancel_takeover(stream.storage)
         text = "the request is cancelled" if is_cancelled else "there is no request"

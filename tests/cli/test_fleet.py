@@ -65,7 +65,9 @@ def test_the_pin_is_shown(cli: Cli, writer: Writer) -> None:
 
 
 def test_a_predictor_that_ignores_a_pin_has_exit_code_1(cli: Cli, writer: Writer) -> None:
-    assert "fleet shows them as unpinned" in cli("rollback", url_of(writer), 2)
+    printed = cli("rollback", url_of(writer), 2)
+    assert "fleet shows them as unpinned" in printed
+    assert "call publisher.snapshot() in the repaired trainer" in printed
     writer.delta([1])
     leave(writer, beat(writer, "ignores", version=5, window=((10.0, 5, 0), (5.0, 5, 0), (0.0, 5, 0))))
     assert cli.json("fleet", url_of(writer), code=1)["states"] == {"unpinned": 1}

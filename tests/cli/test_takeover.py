@@ -76,7 +76,7 @@ def test_a_request_is_cancelled(cli: Cli, silent: Writer) -> None:
     url = url_of(silent)
     assert cli.json("takeover", url, "--cancel") == {"url": url, "cancelled": False}
     cli("takeover", url)
-    for other in (["--force"], ["--wait", 1], ["--silence", 1]):
+    for other in (["--force"], ["--wait", 1], ["--silence", 1], ["--silence", 30]):
         cli("takeover", url, "--cancel", *other, code=2)
     assert silent.storage.size(_REQUEST) is not None
     assert "the request is cancelled" in cli("takeover", url, "--cancel")
