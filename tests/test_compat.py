@@ -14,7 +14,7 @@ from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.model_tracker import delta_store, model_delta_tracker, types
 
-from delta_tracker import compat
+from delta_tracker import Publisher, compat
 from delta_tracker.errors import InvalidArgumentError
 from tests.ranks import RankPool
 
@@ -195,3 +195,9 @@ def test_other_names() -> None:
     assert compat.ModelDeltaTrackerTrec(_small()).table_to_fqn == {"0": "0", "1": "1"}
     with pytest.raises(AttributeError, match="NOTHING"):
         compat.NOTHING  # noqa: B018
+
+
+def test_a_publisher_says_how_torchrecs_own_tracker_is_replaced() -> None:
+    own = object.__new__(model_delta_tracker.ModelDeltaTrackerTrec)
+    with pytest.raises(InvalidArgumentError, match=r"Call patch_torchrec\(\) of delta_tracker.compat before"):
+        Publisher(own, "memory://")  # type: ignore[arg-type]

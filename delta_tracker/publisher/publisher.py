@@ -440,7 +440,10 @@ class _Standstill:
 def _check_tracker(tracker: object) -> None:
     if not isinstance(tracker, ModelDeltaTracker):
         given = tracker if isinstance(tracker, str) else type(tracker).__name__
-        raise InvalidArgumentError("tracker", given, "Pass a ModelDeltaTracker first, and then the url")
+        remedy = "Pass a ModelDeltaTracker first, and then the url"
+        if type(tracker).__module__.startswith("torchrec."):
+            remedy = "Call patch_torchrec() of delta_tracker.compat before dmp.init_torchrec_delta_tracker()"
+        raise InvalidArgumentError("tracker", given, remedy)
 
 
 def _budget(top_k: TopK | None) -> str:
