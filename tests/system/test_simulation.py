@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import xxhash
 
 import delta_tracker
 from tests.interpreter import Interpreter, interpreter
@@ -313,6 +314,12 @@ def test_a_schedule_is_its_text() -> None:
         schedule = generate(seed)
         assert schedule == generate(seed)
         assert Schedule.from_json(schedule.to_json()) == schedule
+
+
+def test_plain_schedules_do_not_change() -> None:
+    """The numbers of operations after which a fault is found are those of these schedules."""
+    text = "".join(generate(seed, is_plain=True).to_json() for seed in range(50))
+    assert xxhash.xxh3_64_hexdigest(text.encode()) == "a71c8010c1e32f26"
 
 
 def test_every_kind_of_operation_is_generated() -> None:
