@@ -168,7 +168,7 @@ class Bucket(Store):
         self._check()
         folder = self._path / _DRAFT
         folder.mkdir(exist_ok=True)
-        (self._path / name).parent.mkdir(parents=True, exist_ok=True)
+        (self._path / name).parent.mkdir(exist_ok=True)  # fails if the bucket is away since the check
         draft = folder / f"{name.replace('/', '-')}-{len(list(folder.iterdir()))}"
         draft.write_bytes(data)
         return draft
