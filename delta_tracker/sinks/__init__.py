@@ -1,6 +1,6 @@
-"""Row stores that a predictor writes a stream to, and their readers in other processes.
+"""Row stores in Redis and LMDB: sinks that a predictor writes a stream to, and readers for other processes.
 
-Start with ``stored_rows.py``, which describes the contents of a row store and the result of a lookup. ``redis.py`` and
-``lmdb.py`` write to Redis and LMDB, ``redis_rows.py`` and ``lmdb_rows.py`` read from them. The interface of the writers
-is in ``row_sink.py``. The packages of the stores are extras.
+Start with ``stored_rows.py``, which defines the format of stored rows and the result of a lookup. ``row_sink.py``
+defines the interface of a sink; ``redis.py`` and ``lmdb.py`` implement it. ``redis_rows.py`` and ``lmdb_rows.py``
+contain the readers. Each store requires an extra.
 """

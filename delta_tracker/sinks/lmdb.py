@@ -1,6 +1,6 @@
 """Row store in LMDB; requires the extra ``lmdb``.
 
-Notation: ``N`` is the number of rows of a call, ``D`` the number of columns of the table.
+Notation: ``N`` is the number of rows in a call, ``D`` the number of columns of the table.
 """
 
 from __future__ import annotations
@@ -43,22 +43,22 @@ _OVERHEAD: Final = 192  # bytes of a key, and of the objects of a row, about
 
 
 class LmdbSink(RowSink):
-    """Row store in a directory of this host, for :class:`~delta_tracker.Predictor`. Readers are other processes.
+    """Sink that writes a stream to a directory of this host. Pass it to :class:`~delta_tracker.Predictor`.
 
-    The rows of a version are kept in memory until its end, and then written in one transaction: readers get the version
-    as a whole. If they exceed ``max_bytes``, a transaction writes the rows so far, and readers get a part of the
-    version before its end. A transaction also takes at most 512 MiB for pages that it changes. Each transaction is
-    durable at its end.
+    The rows of a version are buffered in memory and written in one transaction at the end of the version. Readers in
+    other processes then see the whole version at once. A version that exceeds ``max_bytes`` is written in several
+    transactions, and readers may see a part of the version. Each transaction is durable when it ends, and uses up to
+    512 MiB of additional memory for modified pages.
 
-    The file grows as needed, and does not shrink. A lock of the file ``writer.lock`` makes the sink the only writer.
-    The directory must not be on a network file system.
+    The file grows as needed and never shrinks. The sink locks the file ``writer.lock`` to be the only writer. The
+    directory must not be on a network file system.
 
     Args:
-        directory: directory, which is created if it is missing.
-        max_bytes: maximum size of the rows that are kept in memory, with 192 bytes more for each.
+        directory: directory of the row store; created if it is missing.
+        max_bytes: maximum size of the buffered rows, including 192 bytes of overhead per row.
 
     Raises:
-        InvalidArgumentError: if ``directory`` is empty, a url or has a leading ~, or ``max_bytes`` is not positive.
+        InvalidArgumentError: if ``directory`` is empty, a URL or has a leading ~, or ``max_bytes`` is not positive.
         MissingExtraError: if the package ``lmdb`` is not installed.
 
     Example:
@@ -106,7 +106,7 @@ class LmdbSink(RowSink):
         return None if data is None else data.decode("ascii", "replace")
 
     def begin(self, state: SinkState) -> None:
-        """Store the state before the first row; see :meth:`RowSink.begin`. Names of tables have at most 469 bytes."""
+        """Store the state; see :meth:`RowSink.begin`. Raise InvalidArgumentError for an FQN longer than 469 bytes."""
         for table in state.tables:
             self._store.check_table(table)
         with self._store.errors():
@@ -194,7 +194,7 @@ class LmdbSink(RowSink):
             self._change(dict(zip(keys, rows, strict=True)), value_bytes=value_bytes)
 
     def _log_end(self, stream: str, table: str) -> int:
-        """Return the number of entries of the log of owners."""
+        """Return the number of entries in the log of owners."""
         number = self._num_logged.get((stream, table), 0)
         while self._read([_log_key(stream, table, number)]) != [None]:
             number += 1
@@ -202,13 +202,13 @@ class LmdbSink(RowSink):
         return number
 
     def _read(self, keys: Sequence[bytes]) -> list[bytes | None]:
-        """Return the values of keys after the pending changes."""
+        """Return the values of keys, including pending changes; None for a missing key."""
         env, pending = self._opened(), self._pending
         with self._store.errors(), env.begin() as transaction:
             return [pending[key] if key in pending else transaction.get(key) for key in keys]
 
     def _stored(self, prefix: bytes, max_keys: int | None = None) -> list[tuple[bytes, bytes]]:
-        """Return the first keys with a prefix, and their values, without the pending changes."""
+        """Return the first ``max_keys`` keys with a prefix, and their values. Pending changes are not included."""
         env = self._opened()
         with self._store.errors(), env.begin() as transaction:
             cursor = transaction.cursor()
@@ -216,7 +216,7 @@ class LmdbSink(RowSink):
             return list(islice(takewhile(lambda pair: pair[0].startswith(prefix), found), max_keys))
 
     def _change(self, changes: Mapping[bytes, bytes | None], value_bytes: int = 0) -> None:
-        """Add changes (None deletes a key) to the next transaction. Begin one if they exceed ``max_bytes``."""
+        """Buffer changes (None deletes a key). Commit earlier changes first if the total would exceed ``max_bytes``."""
         self._opened()
         num_bytes = len(changes) * (value_bytes + _OVERHEAD)
         if self._pending and self._pending_bytes + num_bytes > self._max_bytes:
@@ -225,7 +225,7 @@ class LmdbSink(RowSink):
         self._pending_bytes += num_bytes
 
     def _commit(self) -> None:
-        """Apply the pending changes in one durable transaction, and enlarge the file if necessary."""
+        """Write the pending changes in one durable transaction. Enlarge the file if necessary."""
         env = self._opened()
         try:
             with self._store.errors():
@@ -263,7 +263,7 @@ class LmdbSink(RowSink):
 
 
 class _WriterLock(Forkable):
-    """Lock of the file ``writer.lock``, which forked processes do not hold. Raises SinkError if it is taken."""
+    """Lock on the file ``writer.lock``, not inherited by forked processes. Raises SinkError if already locked."""
 
     def __init__(self, store: LmdbStore) -> None:
         path: Path = store.path / "writer.lock"
@@ -284,7 +284,7 @@ class _WriterLock(Forkable):
             os.close(file)
 
     def after_fork_in_child(self) -> None:
-        """Close the file, so that the lock ends with the parent process."""
+        """Close the inherited file. Otherwise the lock would outlive the parent process."""
         self.release()
 
 

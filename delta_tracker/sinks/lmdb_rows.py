@@ -1,6 +1,6 @@
-"""Reader of a row store in LMDB, and the keys that it shares with the sink; requires the extra ``lmdb``.
+"""Reader of a row store in LMDB, and the keys shared with the sink; requires the extra ``lmdb``.
 
-Notation: ``N`` is the number of ids of a call.
+Notation: ``N`` is the number of ids in a call.
 """
 
 import os
@@ -28,17 +28,17 @@ _SIGN = np.uint64(1 << 63)  # inverted, so that keys are in the order of signed 
 
 
 class LmdbRows:
-    """Reader of the rows that :class:`~delta_tracker.sinks.lmdb.LmdbSink` wrote in another process.
+    """Reader of the rows that an :class:`~delta_tracker.sinks.lmdb.LmdbSink` wrote in another process.
 
-    A lookup is one read transaction: its rows and their version are consistent. Thread-safe; lookups are serialized.
+    A lookup is one read transaction, so its result is consistent. Thread-safe; lookups run one at a time.
 
     Args:
-        directory: directory of the sink.
+        directory: directory that was passed to the sink.
 
     Raises:
-        InvalidArgumentError: if ``directory`` is empty.
+        InvalidArgumentError: if ``directory`` is empty, a URL or has a leading ~.
         MissingExtraError: if the package ``lmdb`` is not installed.
-        SinkError: if the directory cannot be read, or this process has opened it already.
+        SinkError: if the directory cannot be read, or is already open in this process.
 
     Example:
         >>> import tempfile
@@ -54,13 +54,13 @@ class LmdbRows:
         self._env: Any = self._store.environment(readonly=True, create=False, map_size=0)
 
     def state(self) -> SinkState:
-        """Return the state of the stream that readers read. The errors are those of :meth:`rows`."""
+        """Return the state of the current stream. Raises the same errors as :meth:`rows`."""
         self._check_process()
         with self._lock, self._store.errors(), self._begin() as transaction:
             return self._state(transaction)
 
     def rows(self, table: str, ids: Tensor) -> LookedUp:
-        """Return the rows of some ids, and the version of each.
+        """Look up the rows of ids.
 
         Args:
             table: FQN of the table.
@@ -81,13 +81,13 @@ class LmdbRows:
             return lookup.decode(stored, [transaction.get(key) for key in keys_of(state.stream, b"d", table, slots)])
 
     def close(self) -> None:
-        """Close the files."""
+        """Close the files. No-op in a forked process."""
         if os.getpid() == self._pid:
             with self._lock:
                 self._env.close()
 
     def _begin(self) -> Any:  # noqa: ANN401  the package is optional
-        """Begin a transaction, with the new size of a file that grew. Callers must hold the lock."""
+        """Begin a read transaction. If the file grew, map the new size first. Callers must hold the lock."""
         try:
             return self._env.begin()
         except self._store.package.MapResizedError:
@@ -106,18 +106,16 @@ class LmdbRows:
 
 
 class LmdbStore:
-    """Directory of a row store: names its keys, and translates errors of the package ``lmdb``.
-
-    A key is ``k``, the stream id, a letter for its kind, the name of the table, and 8 bytes with an id.
+    """Directory and error handling that the sink and the reader of a row store in LMDB share.
 
     Raises:
-        InvalidArgumentError: if the directory is empty or has a null character.
+        InvalidArgumentError: if the directory is empty, a URL, or has a leading ~ or a null character.
         MissingExtraError: if the package ``lmdb`` is not installed.
 
     Attributes:
         path: absolute path of the directory.
-        name: the same as a URL, for error messages.
-        package: the package ``lmdb``.
+        name: ``lmdb://`` and the path, for error messages.
+        package: the imported package ``lmdb``.
     """
 
     def __init__(self, directory: str) -> None:
@@ -127,7 +125,7 @@ class LmdbStore:
         self.name = f"lmdb://{self.path}"
 
     def environment(self, **options: Any) -> Any:  # noqa: ANN401  the package is optional
-        """Open the environment with options of ``lmdb.open``. Raise SinkError if that fails."""
+        """Open the directory with additional options of ``lmdb.open``. Raise SinkError on failure."""
         with self.errors():
             try:
                 return self.package.open(str(self.path), max_readers=MAX_READERS, readahead=False, **options)
@@ -139,7 +137,7 @@ class LmdbStore:
 
     @contextmanager
     def errors(self) -> Iterator[None]:
-        """Raise errors of LMDB and of the file system as SinkError."""
+        """Return a context manager that converts errors of LMDB and the file system to SinkError."""
         try:
             yield
         except SinkError:
@@ -148,7 +146,7 @@ class LmdbStore:
             raise SinkError(self.name, str(error) or type(error).__name__) from error
 
     def check_table(self, table: str) -> None:
-        """Raise InvalidArgumentError if the keys of a table would be longer than LMDB permits."""
+        """Raise InvalidArgumentError if the table's FQN is too long for the keys of LMDB."""
         limit = _MAX_KEY_BYTES - len(b"k") - _STREAM_HEX - len(b"r") - _ID_BYTES
         if len(table.encode()) > limit:
             raise InvalidArgumentError(
@@ -167,13 +165,13 @@ def stream_prefix(stream: str) -> bytes:
 
 
 def keys_of(stream: str, kind: bytes, table: str, ids: Tensor) -> list[bytes]:
-    r"""Return the keys of ids, ``[N]`` int64.
+    r"""Return one key per id: ``k``, the stream id, the kind, the table's FQN in UTF-8, and the id in 8 bytes.
 
     Args:
         stream: id of the stream.
         kind: ``r`` for rows, ``d`` for default rows, ``o`` for owners, ``l`` for the log of owners.
         table: FQN of the table.
-        ids: raw ids, global row ids, or numbers of a part.
+        ids: ``[N]`` int64: raw ids, global row ids, part numbers of the map of owners, or entry numbers of the log.
 
     Example:
         >>> import torch

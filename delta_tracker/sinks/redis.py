@@ -1,21 +1,21 @@
 """Row store in Redis; requires the extra ``redis``.
 
-Notation: ``N`` is the number of rows of a call, ``D`` the number of columns of the table.
+Notation: ``N`` is the number of rows in a call, ``D`` the number of columns of the table.
 
-All keys begin with a prefix:
+Keys, which all begin with a prefix:
 
 ===============================  =======================================================================================
 ``PREFIX:current``               id of the stream that readers read
 ``PREFIX:streams``               set of the ids of all streams
-``PREFIX:writer``                JSON of the writer
+``PREFIX:writer``                JSON that identifies the writer
 ``PREFIX:STREAM:state``          JSON of the state, see :class:`~delta_tracker.sinks.row_sink.SinkState`
-``PREFIX:STREAM:r:TABLE:ID``     row of a global row id, or of a raw id
+``PREFIX:STREAM:r:TABLE:ID``     row, by global row id or raw id
 ``PREFIX:STREAM:d:TABLE:SLOT``   default row, by global row id
-``PREFIX:STREAM:o:TABLE:N``      owners of the rows ``65,536 N`` to ``65,536 N + 65,535``, 8 bytes each
-``PREFIX:STREAM:l:TABLE``        log of owners
+``PREFIX:STREAM:o:TABLE:N``      owners of rows ``65,536 N`` to ``65,536 N + 65,535``, 8 bytes each
+``PREFIX:STREAM:l:TABLE``        list of log entries with new owners
 ===============================  =======================================================================================
 
-A stored row is 8 bytes with the version, little-endian, and the row's values.
+See :mod:`delta_tracker.sinks.stored_rows` for the encoding of rows and owners.
 """
 
 import os
@@ -79,23 +79,23 @@ class _Writer(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class RedisSink(RowSink):
-    """Row store in one Redis server, 6.2 or newer, for :class:`~delta_tracker.Predictor`.
+    """Sink that writes a stream to one Redis server (6.2 or newer). Pass it to :class:`~delta_tracker.Predictor`.
 
-    Rows are written in batches of at most 1,000 rows and about 1 MiB. Each batch is atomic, and other clients are
-    served between batches.
+    Rows are written in batches of at most 1,000 rows and about 1 MiB. Each batch is atomic. The server can handle
+    requests of other clients between batches.
 
-    The sink is the only writer of its prefix. Each batch verifies this. Another sink becomes the writer only if the
-    connection of the former one has ended; a former writer that continues gets a SinkError and changes nothing.
+    The sink is the only writer of its prefix, and verifies this in each batch. Another sink can become the writer only
+    after the connection of the former writer has ended. The next write of the former one raises a SinkError and changes
+    nothing.
 
-    Redis acknowledges a batch before it is durable, depending on ``appendfsync``. A server that crashes loses the
-    newest batches, in order: the stored version is then an older one whose rows are all stored, and the predictor
-    continues from there. The same holds for a failover to a replica. A server without persistence loses all rows, and
-    the predictor writes a snapshot.
+    Depending on ``appendfsync``, Redis acknowledges a batch before the batch is durable. If the server crashes or fails
+    over to a replica, the newest batches may be lost. The store is then in an earlier consistent state, from which the
+    predictor continues. If all rows are lost, the predictor writes a snapshot.
 
     Args:
         url: ``redis://host:port/db``, ``rediss://...`` or ``unix://...``.
-        prefix: prefix of all keys. Streams of different models need different prefixes.
-        timeout_seconds: timeout of a connection, and of each response.
+        prefix: prefix of all keys. Use a different prefix for each model.
+        timeout_seconds: timeout for connecting, and for each response.
 
     Raises:
         InvalidArgumentError: for an invalid URL, an empty prefix, or a timeout that is not positive.
@@ -115,11 +115,11 @@ class RedisSink(RowSink):
         self._script: Any = None
 
     def open(self) -> None:
-        """Connect, and become the only writer; see :meth:`RowSink.open`.
+        """Connect and become the only writer; see :meth:`RowSink.open`.
 
         Raises:
-            SinkError: if another process is the writer, and its connection exists; or if the server cannot be used, is
-                a cluster, is older than 6.2, or evicts keys without an expiration time when its memory is full.
+            SinkError: if another connected client is the writer, or the server cannot be used, is a cluster, is older
+                than 6.2, or may evict keys that have no expiration time.
         """
         self._check_process()
         if self._redis is not None and self._is_writer():
@@ -264,7 +264,7 @@ class RedisSink(RowSink):
             raise SinkError(self._server.name, reason, "Set maxmemory-policy noeviction, or one of volatile-*")
 
     def _check_writer(self, held: bytes) -> None:
-        """Raise SinkError if the connection of the writer ``held`` exists."""
+        """Raise SinkError if the writer that ``held`` identifies is still connected."""
         try:
             writer = msgspec.json.decode(held, type=_Writer)
         except msgspec.DecodeError as error:
@@ -275,7 +275,7 @@ class RedisSink(RowSink):
             raise SinkError.busy(self._server.name, f"process {writer.pid} of host {writer.host}")
 
     def _is_writer(self) -> bool:
-        """Return True if the connection works and this object is the writer."""
+        """Return True if the connection works and this object is still the writer."""
         try:
             with self._server.errors():
                 # A new connection has another name: the client reconnects silently.
@@ -302,7 +302,7 @@ class RedisSink(RowSink):
             redis.close()
 
     def _run(self, *commands: Sequence[object]) -> None:
-        """Run commands as the writer. Raise SinkError, and change nothing, if another process became the writer."""
+        """Run commands atomically. If another process became the writer, raise SinkError and change nothing."""
         self._client()
         with self._server.errors():
             words = chain.from_iterable((len(each), *each) for each in commands)
@@ -329,12 +329,12 @@ class RedisSink(RowSink):
             self._run(("UNLINK", *keys[begin : begin + MAX_BATCH_ROWS]))
 
     def _owners_at(self, stream: str, table: str, slot: int) -> tuple[str, int]:
-        """Return the key and the offset of the owner of a row."""
+        """Return the key that contains the owner of a row, and the offset of the owner in bytes."""
         number, place = divmod(slot, _SLOTS_PER_KEY)
         return self._key(stream, "o", table, number), place * OWNER_BYTES
 
     def _held_keys(self, state: SinkState, table: str) -> Iterator[list[int]]:
-        """Yield the ids of all rows of a table that may be stored, at most 65,536 at a time."""
+        """Yield lists of the ids of all rows of a table that may be stored. A list has at most 65,536 ids."""
         num_rows = state.tables[table].num_rows
         for begin in range(0, num_rows, _SLOTS_PER_KEY):
             slots = torch.arange(begin, min(begin + _SLOTS_PER_KEY, num_rows))
@@ -349,7 +349,7 @@ class RedisSink(RowSink):
 
 
 def _runs(slots: Tensor, max_gap: int) -> list[tuple[int, int]]:
-    """Return the bounds of runs of ascending slots with gaps of at most ``max_gap`` rows, each inside one key."""
+    """Split ascending slots into runs inside one key, with gaps of at most ``max_gap`` rows; return their bounds."""
     if not len(slots):
         return []
     parts = slots // _SLOTS_PER_KEY

@@ -1,6 +1,6 @@
-"""Reader of a row store in Redis, and the server and keys that it shares with the sink; requires the extra ``redis``.
+"""Reader of a row store in Redis, and the connections and keys shared with the sink; requires the extra ``redis``.
 
-Notation: ``N`` is the number of ids of a call.
+Notation: ``N`` is the number of ids in a call.
 """
 
 from collections.abc import Iterable, Iterator
@@ -22,15 +22,14 @@ _MAX_ATTEMPTS = 20
 
 
 class RedisRows:
-    """Reader of the rows that :class:`~delta_tracker.sinks.redis.RedisSink` wrote.
+    """Reader of the rows that a :class:`~delta_tracker.sinks.redis.RedisSink` wrote. Thread-safe.
 
-    Each batch of at most 1,000 rows is one ``MGET``, which also reads the state: the rows of a batch, their version and
-    the default rows are consistent. Thread-safe.
+    One ``MGET`` reads a batch of at most 1,000 rows, the default rows and the state, so each batch is consistent.
 
     Args:
         url: ``redis://host:port/db``, ``rediss://...`` or ``unix://...``.
-        prefix: prefix of all keys, the same as the sink's.
-        timeout_seconds: timeout of a connection, and of each response.
+        prefix: prefix of all keys; must equal the prefix of the sink.
+        timeout_seconds: timeout for connecting, and for each response.
 
     Raises:
         InvalidArgumentError: for an invalid URL, an empty prefix, or a timeout that is not positive.
@@ -48,7 +47,7 @@ class RedisRows:
         self._known: SinkState | None = None  # the last state
 
     def state(self) -> SinkState:
-        """Return the state of the stream that readers read.
+        """Return the state of the current stream.
 
         Raises:
             SinkError: if the server cannot be used, or no version is complete yet.
@@ -66,7 +65,7 @@ class RedisRows:
         raise MalformedSinkError("its current stream", "it has no state")
 
     def rows(self, table: str, ids: Tensor) -> LookedUp:
-        """Return the rows of some ids, and the version of each.
+        """Look up the rows of ids.
 
         Args:
             table: FQN of the table.
@@ -87,11 +86,11 @@ class RedisRows:
         raise SinkError(self._server.name, reason, "Call rows() again")
 
     def close(self) -> None:
-        """Close the connections."""
+        """Close all connections."""
         self._redis.close()
 
     def _rows(self, table: str, ids: Tensor) -> LookedUp | None:
-        """Return the result of :meth:`rows`; None if the stream or its buckets changed meanwhile."""
+        """Return the result of :meth:`rows`; None if the stream or its buckets changed during the lookup."""
         state = self._known or self.state()
         Lookup(state, table, ids)  # checks all ids before the first batch
         count = max(1, min(MAX_BATCH_ROWS, MAX_BATCH_BYTES // num_value_bytes(state.tables[table])))
@@ -127,16 +126,12 @@ def _check_prefix(prefix: object) -> None:
 
 
 class RedisServer:
-    """Redis server of a row store: builds clients, names keys, and translates errors.
+    """Connections, keys and error handling that the sink and the reader of a row store in Redis share.
 
-    The arguments are those of :class:`RedisRows`.
-
-    Raises:
-        InvalidArgumentError: for an invalid URL, an empty prefix, or a timeout that is not positive.
-        MissingExtraError: if the package ``redis`` is not installed.
+    The arguments and errors are the same as in :class:`RedisRows`.
 
     Attributes:
-        name: URL and prefix without the password, for error messages.
+        name: URL and prefix, without the password, for error messages.
     """
 
     def __init__(self, url: str, prefix: str, timeout_seconds: float) -> None:
@@ -156,9 +151,9 @@ class RedisServer:
         self.client().close()  # checks the URL
 
     def client(self, *, is_single: bool = False) -> Any:  # noqa: ANN401  the package is optional
-        """Return a client, which connects at its first command and does not retry.
+        """Return a new client that connects at its first command and does not retry commands.
 
-        With ``is_single``, it has one connection and is not thread-safe.
+        With ``is_single``, the client has only one connection and is not thread-safe.
         """
         try:
             return self._redis.Redis.from_url(
@@ -173,17 +168,17 @@ class RedisServer:
             raise InvalidArgumentError("url", "...", "Write it as redis://host:port/db") from error
 
     def key(self, *parts: str | int) -> str:
-        """Return the key that consists of the prefix and ``parts``, joined by colons."""
+        """Return the prefix and ``parts``, joined by colons."""
         return ":".join([self._prefix, *map(str, parts)])
 
     def keys(self, stream: str, kind: str, table: str, ids: Iterable[int]) -> list[str]:
-        """Return the keys of rows (``kind`` is ``r``), default rows (``d``), or parts of the map of owners (``o``)."""
+        """Return the keys of rows (``kind="r"``), default rows (``"d"``), or parts of the map of owners (``"o"``)."""
         begin = self.key(stream, kind, table)
         return [f"{begin}:{each}" for each in ids]
 
     @contextmanager
     def errors(self) -> Iterator[None]:
-        """Raise errors of the client and of the server as SinkError."""
+        """Return a context manager that converts errors of the package ``redis`` to SinkError."""
         try:
             yield
         except self._redis.RedisError as error:

@@ -1,6 +1,6 @@
-"""Row stores that a predictor writes a stream to, for lookups in other processes.
+"""Interface to a row store that a predictor writes a stream to, for lookups in other processes.
 
-Notation: ``N`` is the number of rows of a call, ``D`` the number of columns of the table.
+Notation: ``N`` is the number of rows in a call, ``D`` the number of columns of the table.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,20 +22,21 @@ _DTYPES = {dtype_name(dtype) for dtype in TENSOR_DTYPES.values() if dtype.is_flo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SinkState(Written):
-    """State of one stream in a row store, with the fields of :class:`~delta_tracker.stream.reading.position.Written`.
+    """State of one stream that a row store keeps with the rows. The predictor writes it, and readers decode rows by it.
+
+    The other fields are described in :class:`~delta_tracker.stream.reading.position.Written`.
 
     Args:
-        is_settling: True if ``version`` is complete, but the logged owners are not in the stored map yet, and default
-            rows of former buckets may be stored.
-        tables: FQN to size and dtype of each table.
-        identities: FQN to the buckets of raw ids as of ``version``, for each table with raw ids.
-        default_slots: FQN to the global row ids whose default rows may be stored, for each table with default rows.
-            Readers find the default rows by ``identities``.
-        choice: names and patterns of the tables that are written; empty for all.
+        is_settling: True while ``version`` is complete, but :meth:`RowSink.settle` has not run yet. Some logged owners
+            may be missing from the stored map, and default rows of former buckets may still be stored.
+        tables: size and dtype of each table by FQN.
+        identities: buckets of raw ids as of ``version``, by FQN of each table with raw ids.
+        default_slots: global ids of the default rows that may be stored, by FQN of each table with default rows.
+        choice: names and patterns of the tables that are written; empty for all tables.
 
     Raises:
-        InvalidArgumentError: if only one of a version and its hash is None, a table has a dtype other than a floating
-            point type, or ``identities`` or ``default_slots`` do not fit ``tables``.
+        InvalidArgumentError: if only one of a version and its hash is None, the dtype of a table is not a floating
+            point type, or ``identities`` or ``default_slots`` contradict ``tables``.
 
     Example:
         >>> import torch
@@ -70,13 +71,13 @@ class SinkState(Written):
                 raise InvalidArgumentError("default_slots", fqn, f"Give rows of the tables: {sorted(self.tables)}")
 
     def to_json(self) -> bytes:
-        """Return the state as JSON."""
+        """Return the state encoded as JSON."""
         values = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "choice" or self.choice}
         return msgspec.json.encode({"format": _FORMAT, **values})
 
     @classmethod
     def from_json(cls, data: bytes) -> Self:
-        """Return the state that :meth:`to_json` encoded.
+        """Parse the output of :meth:`to_json`.
 
         Raises:
             MalformedSinkError: if ``data`` is invalid, or was written by a newer version of the library.
@@ -96,30 +97,31 @@ class SinkState(Written):
 
 @runtime_checkable
 class RowSink(Protocol):
-    """Interface to a row store, such as Redis, LMDB, a feature store or a cache of embeddings.
+    """Interface for writing rows to a store such as Redis, LMDB, a feature store or an embedding cache.
 
-    Only one process writes to a store at a time, and it makes no overlapping calls. Readers in other processes read
-    rows at any time. Each row is atomic and has the version that wrote it. A row may be newer than the stored version,
-    but not older. No lookup reads the row of another id.
+    Only one process writes to a store at a time, and its calls do not overlap. Processes may read rows at any time.
+    Each row is written atomically, together with the version that wrote it. A row may be newer than the version in the
+    stored state, but not older. A lookup never returns the row of another id.
 
     The library calls the methods in this order:
 
     1. :meth:`open`, :meth:`states` and :meth:`current`, before the first version and after each error.
     2. For each version: :meth:`begin`; :meth:`log_owners` for tables with raw ids; :meth:`write` and
-       :meth:`write_defaults`; :meth:`delete` for ids that own no row after the version; :meth:`finish`.
-    3. After :meth:`finish`, if owners changed: :meth:`set_owners`, :meth:`delete_defaults` and :meth:`settle`.
+       :meth:`write_defaults`; :meth:`delete` for raw ids that own no row after the version; :meth:`finish`.
+    3. After :meth:`finish`, if owners or default rows changed: :meth:`set_owners`, :meth:`delete_defaults` and
+       :meth:`settle`.
 
-    The effect of a call must not become durable before that of the calls before it: after a crash of the writer or of
-    the store, the store has the effects of all calls up to some point. An interrupted call may have taken effect in
-    part. :meth:`begin` and :meth:`finish` store the state as a whole. All calls may be repeated. A store with
-    transactions may make the effects of :meth:`begin` and of all calls up to :meth:`finish` visible together.
+    Calls must become durable in the order in which they are made: after a crash of the writer or of the store, the
+    store contains the effects of all calls up to some point. The effects of the last call may be partial, except that
+    :meth:`begin` and :meth:`finish` store the state atomically. All calls may be repeated. A store with transactions
+    may commit all calls from :meth:`begin` to :meth:`finish` together.
 
-    The key of a row is its global row id. In a table with raw ids it is the raw id of the row's owner. Its default
-    rows, which unknown raw ids read, have keys of their own, by global row id. All keys contain the stream id.
+    Rows are stored by global row id; rows of tables with raw ids are stored by the raw id of their owner. Unknown raw
+    ids read default rows, which are stored separately, by global row id. All keys contain the stream id.
 
-    Every method raises :class:`~delta_tracker.errors.SinkError` if the store cannot be used, with ``writer`` if another
-    process became the writer, and :class:`~delta_tracker.errors.MalformedSinkError` if stored data is invalid. In a
-    forked process, every method raises an error: the process must build a sink of its own.
+    Every method raises :class:`~delta_tracker.errors.SinkError` if the store cannot be used, and
+    :class:`~delta_tracker.errors.MalformedSinkError` if stored data is invalid. The SinkError has a ``writer`` if
+    another process became the writer. Every method raises an error in a forked process, which must build its own sink.
 
     Example:
         >>> from delta_tracker.sinks.lmdb import LmdbSink
@@ -127,90 +129,89 @@ class RowSink(Protocol):
     """
 
     def open(self) -> None:
-        """Connect, and become the only writer. No-op if this object is the writer and its connection works.
+        """Connect and become the only writer. No-op if this object is the writer and the connection works.
 
-        May be called again after :meth:`close` or an error. Discards the uncommitted transaction, if there is one.
+        May be called again after :meth:`close` or an error. Discards any uncommitted transaction.
 
         Raises:
             SinkError: if another process is the writer.
         """
 
     def states(self) -> list[SinkState]:
-        """Return the states of all streams that the store holds. There are several if a change was interrupted."""
+        """Return the state of each stored stream. There are several while a change of stream is incomplete."""
 
     def current(self) -> str | None:
         """Return the id of the stream that readers read; None before the first :meth:`finish`."""
 
     def begin(self, state: SinkState) -> None:
-        """Store the state before the first row of ``state.applying``. Readers keep their stream."""
+        """Store the state before the first row of version ``state.applying``. Readers stay on their current stream."""
 
     def write(self, stream: str, table: str, keys: Tensor, values: Tensor, version: int) -> None:
-        """Write rows, each of which is atomic, in batches that the store bounds.
+        """Write rows, in batches of limited size. Each row is written atomically.
 
         Args:
             stream: id of the stream.
             table: FQN of the table.
-            keys: ``[N]`` int64, unique, any value: global row ids or raw ids.
+            keys: ``[N]`` int64, unique: global row ids, or raw ids for a table with raw ids.
             values: ``[N, D]`` in the table's dtype, on the CPU. Read-only, and valid until the call returns.
             version: version to store with each row.
         """
 
     def write_defaults(self, stream: str, table: str, slots: Tensor, values: Tensor, version: int) -> None:
-        """Write default rows, by global row id. Same arguments as :meth:`write`; ``slots`` are inside the table."""
+        """Write default rows. Same arguments as :meth:`write`, with ``[N]`` int64 global row ids as ``slots``."""
 
     def delete(self, stream: str, table: str, keys: Tensor) -> None:
-        """Delete rows by ``[N]`` int64 keys, unique; ignore keys that are not stored."""
+        """Delete the rows with the given keys (``[N]`` int64, unique). Ignore keys that are not stored."""
 
     def delete_defaults(self, stream: str, table: str, slots: Tensor) -> None:
-        """Delete default rows by ``[N]`` int64 global row ids; ignore rows that are not stored."""
+        """Delete the default rows with the given global row ids (``[N]`` int64). Ignore rows that are not stored."""
 
     def owners(self, stream: str, table: str, slots: Tensor) -> Tensor:
-        """Return the raw ids of rows in the stored map.
+        """Return the owner of each row from the stored map of global row ids to raw ids.
 
         Args:
             stream: id of the stream.
             table: FQN of the table.
-            slots: ``[N]`` int64 global row ids inside the table, ascending and unique, at most 65,536.
+            slots: ``[N]`` int64 global row ids, ascending and unique. ``N`` is at most 65,536.
 
         Returns:
-            ``[N]`` int64 raw ids, :data:`~delta_tracker.raw_ids.NO_OWNER` for a row without one.
+            ``[N]`` int64 raw ids; :data:`~delta_tracker.raw_ids.NO_OWNER` for a row without an owner.
         """
 
     def set_owners(self, stream: str, table: str, slots: Tensor, owners: Tensor) -> None:
-        """Set the raw ids of rows in the stored map. Same arguments as :meth:`log_owners`."""
+        """Set the owner of each row in the stored map. The arguments are the same as in :meth:`log_owners`."""
 
     def log_owners(self, stream: str, table: str, slots: Tensor, owners: Tensor) -> None:
-        """Append changes of owners to the log of the version in progress.
+        """Append new owners of rows to the table's log. The stored map does not change.
 
         Args:
             stream: id of the stream.
             table: FQN of the table.
-            slots: ``[N]`` int64 global row ids inside the table, ascending and unique, at most 65,536.
-            owners: ``[N]`` int64 raw ids, :data:`~delta_tracker.raw_ids.NO_OWNER` for a row without one.
+            slots: ``[N]`` int64 global row ids, ascending and unique. ``N`` is at most 65,536.
+            owners: ``[N]`` int64 raw ids; :data:`~delta_tracker.raw_ids.NO_OWNER` for a row without an owner.
         """
 
     def logged_owners(self, stream: str, table: str) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the logged changes, each as the ``slots`` and ``owners`` of a call of :meth:`log_owners`, in order."""
+        """Yield the ``slots`` and ``owners`` of each logged call of :meth:`log_owners`, oldest first."""
 
     def finish(self, state: SinkState) -> None:
-        """Store the state after all rows of a version, and atomically make its stream the one that readers read.
+        """Store the state after the last row of a version, and switch readers to its stream, in one atomic step.
 
-        When the call returns, the version is durable, subject to the store's own settings.
+        When the call returns, the version is as durable as the settings of the store permit.
         """
 
     def settle(self, state: SinkState) -> None:
-        """Clear the log of owners of all tables of the stream, and then store the state. Readers keep their stream."""
+        """Clear the logs of owners of all tables of the stream, then store the state. Readers stay on their stream."""
 
     def remove(self, stream: str) -> None:
-        """Delete all keys of a stream that is not current, in bounded batches, and its state last.
+        """Delete all keys of a stream that is not current, in batches of limited size; delete the state last.
 
-        The keys are those of the stored state and maps, not a scan of the store: the row ids of tables without raw ids;
-        the raw ids in the stored map and in the log, and ``default_slots``, of tables with them. No-op for an unknown
-        stream. Readers of the stream may still run.
+        Do not scan the store: take global row ids from the tables and ``default_slots`` of the state, and raw ids from
+        the stored maps and logs. No-op for an unknown stream. Lookups in the stream may still be running.
 
         Raises:
-            InvalidArgumentError: if readers read the stream.
+            InvalidArgumentError: if the stream is the current one.
         """
 
     def close(self) -> None:
-        """Discard the uncommitted transaction, release the store, and disconnect. No-op if closed."""
+        """Discard any uncommitted transaction, let another writer open the store, and disconnect. No-op if closed."""

@@ -1,10 +1,10 @@
-"""Rows and owners as bytes in row stores, and their lookup by readers.
+"""Encoding of rows and owners in row stores, and decoding for lookups.
 
-Notation: ``N`` is the number of rows or ids of a call, ``D`` the number of columns of the table.
+Notation: ``N`` is the number of rows or ids in a call, ``D`` the number of columns of the table.
 
-A stored row is the version that wrote it, 8 bytes, and its values in the table's dtype. All numbers are little-endian.
-A stored owner is 8 bytes, its exclusive or with :data:`~delta_tracker.raw_ids.NO_OWNER`: a row without an owner is 8
-zero bytes, with which Redis extends a value.
+A stored row consists of 8 bytes for the version that wrote the row, and the values in the table's dtype. All numbers
+are little-endian. A stored owner is the 8-byte raw id XOR :data:`~delta_tracker.raw_ids.NO_OWNER`. "No owner" is
+therefore 8 zero bytes, the same bytes that Redis uses to pad a value.
 """
 
 from collections.abc import Sequence
@@ -25,16 +25,16 @@ _VERSION_BYTES = 8
 
 
 def num_value_bytes(table: TableSpec) -> int:
-    """Return the size of a stored row."""
+    """Return the size of a stored row of the table in bytes, including the version."""
     return _VERSION_BYTES + table.dim * table.dtype.itemsize
 
 
 def encode_rows(values: Tensor, version: int) -> list[bytes]:
-    r"""Return the stored form of each row.
+    r"""Return the encoded bytes of each row.
 
     Args:
         values: ``[N, D]`` on the CPU.
-        version: version that writes the rows.
+        version: version to store with each row.
 
     Example:
         >>> encode_rows(torch.ones(1, 1, dtype=torch.float16), 3)
@@ -50,7 +50,7 @@ def encode_rows(values: Tensor, version: int) -> list[bytes]:
 
 
 def decode_rows(table: TableSpec, data: Sequence[bytes]) -> tuple[Tensor, Tensor]:
-    """Return the values ``[N, D]`` of stored rows, and the versions ``[N]`` int64 that wrote them.
+    """Return the values ``[N, D]`` of encoded rows, and the version that wrote each row, ``[N]`` int64.
 
     Raises MalformedSinkError if the size or the version of a row is invalid.
     """
@@ -69,14 +69,14 @@ def decode_rows(table: TableSpec, data: Sequence[bytes]) -> tuple[Tensor, Tensor
 
 
 def encode_owners(owners: Tensor) -> bytes:
-    """Return the stored form of owners, ``[N]`` int64."""
+    """Return the encoded bytes of ``[N]`` int64 owners."""
     return (owners ^ NO_OWNER).numpy().astype("<i8").tobytes()
 
 
 def decode_owners(data: bytes, num_owners: int) -> Tensor:
-    """Return ``[num_owners]`` int64 owners; those after the end of ``data`` are NO_OWNER.
+    """Return ``[num_owners]`` int64 owners. If ``data`` is shorter, the remaining owners are NO_OWNER.
 
-    Raises MalformedSinkError if ``data`` has parts of an owner, or more than ``num_owners``.
+    Raises MalformedSinkError if the size of ``data`` is not a multiple of 8 bytes, or exceeds ``num_owners`` owners.
     """
     if len(data) % OWNER_BYTES or len(data) > num_owners * OWNER_BYTES:
         raise MalformedSinkError("its map of raw ids", f"{len(data)} bytes are stored for {num_owners} rows")
@@ -86,12 +86,12 @@ def decode_owners(data: bytes, num_owners: int) -> Tensor:
 
 
 def encode_log(slots: Tensor, owners: Tensor) -> bytes:
-    """Return an entry of the log of owners: ``[N]`` int64 global row ids, and their ``[N]`` int64 owners."""
+    """Return the encoded bytes of one log entry: ``[N]`` int64 global row ids and their ``[N]`` int64 owners."""
     return slots.numpy().astype("<i8").tobytes() + encode_owners(owners)
 
 
 def decode_log(data: bytes, table: str) -> tuple[Tensor, Tensor]:
-    """Return the global row ids and the owners of an entry of the log, each ``[N]`` int64.
+    """Return the global row ids and the owners of one encoded log entry, each ``[N]`` int64.
 
     Raises MalformedSinkError if the size of the entry is invalid.
     """
@@ -104,19 +104,19 @@ def decode_log(data: bytes, table: str) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class LookedUp:
-    """Rows of one lookup.
+    """Result of a lookup.
 
-    Each row has its value as of :attr:`version`, or as of a later version. If :attr:`is_mixed` is True, a rollback or a
-    change to another branch is in progress or was interrupted, and rows may be of any version that was applied before.
+    Each row has its value as of :attr:`version` or a later version. If :attr:`is_mixed` is True, a rollback or a change
+    to another branch is in progress or was interrupted, and rows may have the value of any version applied before.
 
     Args:
-        values: ``[N, D]`` in the table's dtype; 0 for an id without a row.
-        versions: ``[N]`` int64 version that wrote each row; -1 for an id without a row.
-        is_own: ``[N]`` bool; False for a raw id that owns no row. Its values are those of the default row of its
-            bucket, or 0 in a table without default rows.
+        values: ``[N, D]`` in the table's dtype. A raw id that owns no row has the values of its default row, or zeros
+            in a table without default rows.
+        versions: ``[N]`` int64, version that wrote each row; -1 for an id without any row.
+        is_own: ``[N]`` bool, False for raw ids that own no row.
         stream: id of the stream.
-        version: version that no row is older than.
-        is_mixed: True if rows may be of unrelated versions.
+        version: minimum version of the rows.
+        is_mixed: True if rows may have values of unrelated versions.
     """
 
     values: Tensor
@@ -133,9 +133,9 @@ def _parsed(data: bytes) -> SinkState:
 
 
 def current_state(data: bytes | None) -> SinkState:
-    """Parse the state of the current stream of a row store. JSON that equals the last one is not parsed again.
+    """Parse the stored state of the current stream. The results for the last few inputs are cached.
 
-    Raises MalformedSinkError if it is invalid or missing.
+    Raises MalformedSinkError if ``data`` is None or invalid.
     """
     if data is None:
         raise MalformedSinkError("its current stream", "it has no state")
@@ -143,9 +143,13 @@ def current_state(data: bytes | None) -> SinkState:
 
 
 class Lookup:
-    """Lookup of ids in one table of a row store. It returns the keys to read, and decodes their values.
+    """One lookup of ids in a table, for use by readers of row stores.
+
+    A reader reads the rows of ``ids`` and of :attr:`defaults` from the store, and passes the bytes to :meth:`decode`.
 
     Args:
+        state: state of the current stream.
+        table: FQN of the table.
         ids: ``[N]`` int64 on the CPU: global row ids, or raw ids for a table with raw ids.
 
     Raises:
@@ -154,7 +158,7 @@ class Lookup:
         MalformedSinkError: if the state has no version.
 
     Attributes:
-        defaults: global row ids of the default rows that ``ids`` may need.
+        defaults: global row ids of the default rows for those ``ids`` that may own no row.
     """
 
     def __init__(self, state: SinkState, table: str, ids: Tensor) -> None:
@@ -182,9 +186,9 @@ class Lookup:
         self.defaults: list[int] = [slot for slot in found if slot >= 0]
 
     def decode(self, rows: Sequence[bytes | None], defaults: Sequence[bytes | None]) -> LookedUp:
-        """Decode the stored row of each id and of each of :attr:`defaults`; None stands for a missing row.
+        """Return the result of the lookup. Raise MalformedSinkError if a required row is missing or invalid.
 
-        Raises MalformedSinkError if a row is missing or invalid.
+        ``rows`` has the bytes for each id, ``defaults`` for each of :attr:`defaults`; None if the row is not stored.
         """
         is_own = torch.tensor([row is not None for row in rows], dtype=torch.bool)
         found = [row for row in rows if row is not None]
@@ -213,7 +217,7 @@ class Lookup:
 
 
 def joined(parts: Sequence[LookedUp]) -> LookedUp:
-    """Combine the rows of several lookups of one stream and table into one result."""
+    """Concatenate the results of several lookups in the same stream and table. ``parts`` must not be empty."""
     if len(parts) == 1:
         return parts[0]
     return LookedUp(
