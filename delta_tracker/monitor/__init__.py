@@ -2,8 +2,8 @@
 
 Open ``monitor.py`` first. The functions of this package are the methods of the program's default :class:`Monitor`.
 Trackers, publishers and predictors record the metrics listed in ``library.py`` with the recorders of ``recorder.py``.
-From the rest of the library, this package imports only ``errors``, ``live_objects`` and ``buffers``. A sink imports the
-package that it needs when it is built.
+From the rest of the library, this package imports only ``arguments``, ``errors``, ``live_objects`` and ``buffers``. A
+sink imports its optional dependency when the sink is constructed.
 """
 
 from delta_tracker.monitor.event import Event as Event

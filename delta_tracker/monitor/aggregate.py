@@ -1,4 +1,4 @@
-"""Mergeable aggregates of numbers: count, sum, mean, deviation, minimum, maximum, newest number and buckets."""
+"""Mergeable aggregates of numbers: count, sum, mean, standard deviation, minimum, maximum, last and buckets."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def quantile_of(aggregation: str) -> float | None:
 
 
 def check_aggregations(aggregations: Iterable[str]) -> tuple[str, ...]:
-    """Return the names of aggregations as a tuple without duplicates. Raise InvalidArgumentError for an unknown one."""
+    """Return aggregations as a tuple without duplicates. Raise InvalidArgumentError for an unknown aggregation."""
     if isinstance(aggregations, str):
         raise InvalidArgumentError("aggregations", aggregations, f"Pass a tuple: ({aggregations!r},)")
     found = tuple(dict.fromkeys(aggregations))
@@ -60,8 +60,8 @@ class Aggregate:
     Attributes:
         total: weighted sum of the accepted numbers, exact for integers.
         weight: sum of the weights, equal to ``count`` for unweighted numbers. The mean is ``total / weight``.
-        min: smallest accepted number; NaN if there is none, or if only sums are known, as for ``DeviceMean``.
-        max: largest accepted number; NaN if there is none, or if only sums are known, as for ``DeviceMean``.
+        min: smallest accepted number; NaN if there is none, or if only sums were recorded, as by ``DeviceMean``.
+        max: largest accepted number; NaN if there is none, or if only sums were recorded, as by ``DeviceMean``.
         last: newest accepted number; NaN if there is none, or if the numbers were accumulated on a device.
         num_rejected: number of rejected values: NaN, infinity, and negative numbers if ``is_counter`` is True.
         buckets: counts of the accepted numbers in buckets; None if ``with_buckets`` is False.
@@ -85,7 +85,7 @@ class Aggregate:
         return self.count + self.num_rejected
 
     def extend(self, values: list[float]) -> list[float]:
-        """Add numbers, and return the accepted ones. Never raises; rejected numbers are counted in ``num_rejected``."""
+        """Add numbers, and return the accepted ones. Never raises; counts rejected numbers in ``num_rejected``."""
         numbers = self._accepted(values)
         if not numbers:
             return numbers
@@ -102,7 +102,7 @@ class Aggregate:
         return numbers
 
     def merge(self, newer: Aggregate) -> None:
-        """Add the numbers of ``newer``, which is not changed. A ``newer.last`` that is not NaN replaces ``last``."""
+        """Add the aggregates of ``newer`` to this object. Set ``last`` to ``newer.last`` unless that is NaN."""
         self.num_rejected += newer.num_rejected
         if self._squares is not None and newer._squares is not None:
             self._add_spread(newer._num_spread, newer._mean, newer._squares)
@@ -112,7 +112,7 @@ class Aggregate:
         self._add_extremes(newer.min, newer.max, newer.last)
 
     def value(self, aggregation: str) -> float | None:
-        """Return the value of an aggregation, such as ``mean`` or ``p95``; None if undefined, and for ``histogram``."""
+        """Return an aggregate, such as ``mean`` or ``p95``; None if it is undefined, or for ``histogram``."""
         fraction = quantile_of(aggregation)
         if fraction is not None:
             return self._quantile(fraction)
@@ -181,9 +181,9 @@ def _sum(numbers: Sequence[float]) -> float:
 
 
 def plain_number(value: Any) -> float:  # noqa: ANN401  users pass anything
-    """Return ``value`` as an int or a float; NaN if it is not a number or is a tensor on a device.
+    """Convert ``value`` to an int or float. Return NaN for tensors on a device, and objects that are not numbers.
 
-    Never raises or waits for a device. Integers of arrays and of host tensors are returned exactly.
+    Never raises or waits for a device. Integers in arrays and CPU tensors are converted exactly.
     """
     # Converting a tensor on a device would block. DeviceMean and similar classes record such tensors.
     device = getattr(value, "device", None)

@@ -1,4 +1,4 @@
-"""Histogram that computes quantiles in bounded memory, from counts in buckets of exponentially growing width.
+"""Histogram that estimates quantiles in bounded memory, from counts in buckets of exponentially growing width.
 
 Positive and negative numbers have separate buckets. Bucket ``i`` counts the numbers whose magnitude is in
 ``(g**i, g**(i + 1)]``, where ``g = 2**(1 / 32)``. These are the buckets of OpenTelemetry's exponential histogram and of
@@ -47,9 +47,9 @@ def _indices(magnitudes: Iterable[float]) -> Counter[int]:
 
 
 class LogBuckets:
-    """Histogram that counts finite numbers by sign and magnitude. Merging is associative and commutative.
+    """Histogram of finite numbers, with a bucket for each sign and range of magnitudes.
 
-    Only nonzero counts are stored, at most 6401.
+    Merging is associative and commutative. Only nonzero counts are stored, at most 6401.
 
     Attributes:
         positive: number of positive numbers in each bucket, by bucket index.
@@ -91,10 +91,10 @@ class LogBuckets:
         return self.positive.total() + self.negative.total() + self.zero
 
     def quantile(self, fraction: float) -> float:
-        """Estimate a quantile by its nearest rank: the smallest number that at least ``fraction`` of all do not exceed.
+        """Estimate a quantile by the nearest-rank method. ``fraction`` is in [0, 1], such as 0.5 for the median.
 
-        ``fraction`` is in [0, 1], such as 0.5 for the median. The result is NaN if nothing was counted. The relative
-        error is at most :data:`RELATIVE_ERROR` for magnitudes between :data:`MIN` and :data:`MAX`.
+        The result is NaN if no numbers were counted. The relative error is at most :data:`RELATIVE_ERROR` for
+        magnitudes between :data:`MIN` and :data:`MAX`.
         """
         ranges = self.ranges()
         if not ranges:
@@ -106,7 +106,7 @@ class LogBuckets:
         return 2 * lower * upper / (lower + upper) if upper else 0.0
 
     def ranges(self) -> list[tuple[float, float, int]]:
-        """Return the lower bound, the upper bound and the count of each bucket with numbers, ascending.
+        """Return the lower bound, upper bound and count of each nonempty bucket, in ascending order.
 
         Zeros are counted in a bucket from ``-MIN`` to 0.
         """
@@ -118,9 +118,9 @@ class LogBuckets:
         ]
 
     def cumulative(self, bounds: Sequence[float]) -> list[int]:
-        """Return the number of values that are less than or equal to each bound.
+        """Return, for each bound, how many numbers are less than or equal to it.
 
-        The bounds are positive powers of ``2**(1 / 32)``, ascending. The result is exact for values whose magnitude is
+        ``bounds`` are powers of ``2**(1 / 32)`` in ascending order. The result is exact for numbers whose magnitude is
         above :data:`MIN` and at most :data:`MAX`.
         """
         limits = [round(math.log2(bound) * PER_OCTAVE) for bound in bounds]

@@ -1,4 +1,4 @@
-"""Clock and training progress, which provide the times, steps and epochs that windows report; and timers."""
+"""Clock and training progress, which provide the times, steps and epochs in reports; and timers."""
 
 import functools
 import inspect
@@ -12,7 +12,7 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 NS = 1e-9
-"""Seconds of a nanosecond."""
+"""Seconds per nanosecond."""
 
 
 class Clock(Protocol):
@@ -22,19 +22,19 @@ class Clock(Protocol):
     """
 
     def time_ns(self) -> int:
-        """Return the time in nanoseconds since the epoch. The time may decrease when the system clock is set."""
+        """Return the wall-clock time in nanoseconds since the epoch. It may decrease if the system clock is set."""
 
     def monotonic_ns(self) -> int:
-        """Return the time in nanoseconds since an arbitrary start. The time never decreases."""
+        """Return the time in nanoseconds since an arbitrary start. It never decreases."""
 
 
 @dataclass(slots=True)
 class Progress:
-    """Mutable record of the clock, the current step and the last epoch, shared by all stats of a registry.
+    """Clock, current step and last epoch. All stats of a registry share one object, which the monitor updates.
 
     Args:
-        step: current training step; None until it is set.
-        epoch: number of the last epoch that ended; None until it is set.
+        step: current training step; None until the step is set.
+        epoch: number of the last epoch that ended; None before the first one.
     """
 
     clock: Clock = time
@@ -44,13 +44,13 @@ class Progress:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Timer:
-    """Context manager and decorator that records the duration of its body, even if the body raises.
+    """Context manager and decorator that records durations, even if the body raises.
 
-    A timer is not reentrant. As a decorator it uses a new timer for each call.
+    A timer is not reentrant as a context manager. As a decorator, it times each call separately.
 
     Args:
         record: function that is called with the duration in seconds.
-        clock: source of the monotonic time.
+        clock: source of monotonic time.
 
     Example:
         >>> import time
@@ -75,7 +75,7 @@ class Timer:
         self.record((self.clock.monotonic_ns() - self._begin_ns) * NS)
 
     def __call__(self, function: Callable[_P, _T]) -> Callable[_P, _T]:
-        """Wrap ``function`` so that the duration of each call is recorded. Coroutine functions are supported."""
+        """Return a wrapper of ``function`` that records the duration of each call. Supports coroutine functions."""
         if inspect.iscoroutinefunction(function):
 
             @functools.wraps(function)

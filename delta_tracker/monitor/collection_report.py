@@ -1,4 +1,4 @@
-"""Results of a collection, in which the collector reads all stats and events and delivers them to the sinks."""
+"""Reports of a collection, which the collector delivers to the sinks."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from delta_tracker.monitor.stat import Definition
 
 @dataclass(frozen=True, slots=True)
 class WindowReport:
-    """Report with the aggregates of one window.
-
-    The window belongs to a cell: the series of all records of a stat that have the same labels.
+    """Aggregates of one window of a cell. A cell contains the records of a stat with the same label values.
 
     Args:
+        definition: definition of the stat.
+        labels: label names and values of the cell.
         values: aggregates by name, such as ``mean``. Undefined aggregates are omitted.
         count: number of accepted records in the window.
         num_rejected: number of rejected records in the window, such as NaN.
-        window: the window, with its times, its step and a sample of its records.
+        window: closed window, with its times, its step and a sample of its records.
     """
 
     definition: Definition
@@ -41,7 +41,7 @@ class WindowReport:
 
     @classmethod
     def of(cls, definition: Definition, labels: Labels, policy: Policy, window: ClosedWindow) -> WindowReport:
-        """Return the report of a window, with the aggregations that ``policy`` selects."""
+        """Return the report of a closed window, with the aggregations of ``policy``."""
         figures = {name: window.aggregate.value(name) for name in policy.aggregations if name != "histogram"}
         if window.aggregate.count == 0 and policy.when_empty == "zero":
             figures = dict.fromkeys(figures, 0)
@@ -51,11 +51,11 @@ class WindowReport:
 
 @dataclass(frozen=True, slots=True)
 class TotalReport:
-    """Report for sinks that export totals. It has the aggregate of all records of a cell since the process started.
+    """Aggregate of all records of a cell since the process started, for sinks that export totals.
 
     Args:
-        figures: the aggregate. The sum of a counter also includes the total that was restored from a checkpoint.
-        function: for a gauge with a function, returns its current value, or None for no data; None for other cells.
+        figures: the aggregate. The sum of a logical counter includes the total restored from a checkpoint.
+        function: function that returns the current value of a gauge, or None for no data; None without a function.
     """
 
     definition: Definition
@@ -66,18 +66,18 @@ class TotalReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectionReport:
-    """Result of one collection.
+    """Report of one collection.
 
     A sink also receives the windows and events of earlier collections that it has not accepted yet.
 
     Args:
-        time_ns: time of the collection, nanoseconds since the epoch.
-        begin_ns: time at which the totals were 0, nanoseconds since the epoch.
+        time_ns: time of the collection, in nanoseconds since the epoch.
+        begin_ns: time at which the totals started at 0, in nanoseconds since the epoch.
         attributes: names and values that identify the process, such as its rank.
         windows: windows closed since the last collection.
-        totals: totals of all cells that have records, and of all enabled cells of counters.
+        totals: totals of all cells with records, and of all enabled cells of counters.
         events: events since the last collection.
-        is_last: True for the final collection before the monitor stops.
+        is_last: True for the last collection before the monitor stops.
     """
 
     time_ns: int

@@ -30,10 +30,10 @@ class _Wake(Enum):
 
 
 class Collector:
-    """Collector of stats and events, which delivers them to sinks and handlers.
+    """Background threads of a monitor, which collect stats and events and deliver them to sinks and handlers.
 
-    After :meth:`start` it collects periodically in its own thread. Sinks, handlers and callbacks run in a second
-    thread. If a call exceeds the deadline, the second thread is abandoned and replaced.
+    After :meth:`start`, one thread collects periodically. Sinks, handlers and callbacks run in a second thread. If a
+    call exceeds the deadline, the second thread is replaced.
 
     Args:
         deadline_seconds: time limit of each call to a sink, handler or callback.
@@ -65,7 +65,7 @@ class Collector:
     def after_fork(self) -> None:
         """Call ``forget()`` on each sink, then remove all sinks. Called in a forked child.
 
-        Exceptions are counted but not logged, because a thread of the parent may have held the lock of the log stream.
+        Exceptions are counted but not logged: a thread of the parent may have held a lock of the logging module.
         """
         for sink in (sink_queue.sink for sink_queue in self._sinks):
             try:
@@ -80,7 +80,7 @@ class Collector:
         return self._thread is not None
 
     def start(self, sinks: Sequence[Sink], interval_seconds: float, attributes: Mapping[str, str]) -> None:
-        """Start both threads. Raise RuntimeError, and remain stopped, if one of them cannot be started."""
+        """Start both threads. If a thread cannot be started, raise RuntimeError and remain stopped."""
         sink_queues = [SinkQueue(sink, self._events.capacity) for sink in sinks]
         thread = threading.Thread(
             target=self._loop, args=(interval_seconds, self._wakeups), name="delta_tracker-collector", daemon=True
@@ -96,9 +96,9 @@ class Collector:
         self._thread = thread
 
     def stop(self, timeout_seconds: float) -> bool:
-        """Deliver the last collection, close the sinks and end both threads. No-op if the collector is not running.
+        """Collect a last time, close the sinks and end both threads. No-op if the collector is not running.
 
-        Return False, and abandon the threads, if this takes longer than ``timeout_seconds``.
+        Returns False, without waiting for the threads, if this exceeds ``timeout_seconds``.
         """
         thread, self._thread = self._thread, None
         if thread is None:
@@ -112,7 +112,7 @@ class Collector:
         return is_done
 
     def flush(self, timeout_seconds: float) -> bool:
-        """Collect now, and wait until the sinks have the collection. Return False after ``timeout_seconds``."""
+        """Collect now, and wait for the delivery to the sinks. Return False if this exceeds ``timeout_seconds``."""
         if self._thread is None:
             self.collect()
             return True
@@ -121,18 +121,18 @@ class Collector:
         return is_done.wait(timeout_seconds)
 
     def wake(self) -> None:
-        """Request delivery of queued events to the handlers. Can be called in any thread and in signal handlers."""
+        """Request the delivery of queued events to the handlers. May be called in any thread and in signal handlers."""
         if not self._is_woken:
             self._is_woken = True
             self._wakeups.put(_Wake.EVENTS)
 
     def collect(self, *, is_last: bool = False, handler_seconds: float | None = None) -> CollectionReport:
-        """Read all sources, stats and events, call the event handlers, and deliver the report to the sinks. Return it.
+        """Read all sources and stats, call the event handlers, deliver a report to the sinks, and return the report.
 
         Args:
             is_last: True to close all windows and to also call muted sinks.
-            handler_seconds: time limit of all event handlers together, by default half the deadline. Remaining events
-                stay queued.
+            handler_seconds: time limit in seconds for all event handlers together; None for half the deadline. Events
+                that are not handled in time stay queued.
         """
         with self._lock, self._metrics.collect_seconds.time():
             sources = self._registry.sources

@@ -1,4 +1,4 @@
-"""Events with a name, a message, flat data and a severity; and spans, which are ranges of time between two events."""
+"""Events with a name, a message, flat data and a severity; and spans: ranges of time between two events."""
 
 import contextvars
 import hashlib
@@ -41,7 +41,7 @@ class Severity(IntEnum):
 
 
 class Phase(StrEnum):
-    """Relation of an event to a span. A span is a timed section of the program."""
+    """Role of an event in a span. A span is a timed section of the program."""
 
     INSTANT = "instant"
     """Event without a duration."""
@@ -77,7 +77,7 @@ def new_trace() -> int:
 
 
 def renew_ids() -> None:
-    """Make later ids continue from a new random number. Called in a forked child."""
+    """Restart the ids of events and spans at a new random number. Called in a forked child."""
     _ids.cache_clear()
 
 
@@ -87,24 +87,26 @@ CURRENT_SPAN: contextvars.ContextVar[tuple[int, int]] = contextvars.ContextVar("
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Named occurrence with a message, data and a time. Surrogates in texts are replaced by escape sequences.
+    """Occurrence in the program with a name, a message, flat data and a time.
+
+    Surrogates in the message and in the data are replaced by escape sequences.
 
     Args:
         name: type of the event; dots separate namespaces, as in ``training.epoch.end``.
-        message: description for humans.
-        data: str, int, float or bool values by name.
+        message: human-readable description.
+        data: values by name, each a str, int, float or bool.
         severity: severity of the event.
         time_ns: wall-clock time, nanoseconds since the epoch.
-        monotonic_ns: time on this machine's monotonic clock in nanoseconds, to compute durations.
+        monotonic_ns: time of the monotonic clock of the host in nanoseconds, for computing durations.
         id: 64-bit id, unique across ranks.
         span: id of the span that contains the event, or that the event begins or ends; 0 outside of spans.
         parent: id of the parent span; 0 if there is none.
         trace: 128-bit id shared by all related spans and their events; 0 outside of spans.
-        phase: relation of the event to ``span``.
+        phase: role of the event in ``span``.
 
     Raises:
-        InvalidArgumentError: for an invalid name, an unknown severity, data that is not flat, an id that has too many
-            bits, or a beginning or ending span whose ``span`` or ``trace`` is 0.
+        InvalidArgumentError: for an invalid name, an unknown severity, nested data, an id with too many bits, or a
+            begin or end event whose ``span`` or ``trace`` is 0.
     """
 
     name: str
@@ -147,7 +149,7 @@ class Event:
 
 
 def json_value(value: Value) -> Value:
-    """Return ``value`` as a JSON value. A float that is not finite is returned as a string.
+    """Return ``value``, with NaN and infinity converted to strings, for encoding as JSON.
 
     Example:
         >>> json_value(float("nan")), json_value(1.5)
@@ -157,12 +159,12 @@ def json_value(value: Value) -> Value:
 
 
 def trace_of(run_id: str, number: int) -> int:
-    """Return the 128-bit id, never 0, of the trace with a given number in a training run.
+    """Return a 128-bit id for a trace, never 0, computed from a training run and a number.
 
-    The ids are equal on all ranks of a run, and differ between runs.
+    All ranks that pass the same arguments get the same id.
 
     Args:
-        run_id: identifier of the training run.
+        run_id: id of the training run.
         number: any integer, such as the step.
     """
     digest = hashlib.blake2b(f"{run_id}\0{number}".encode(), digest_size=16).digest()
@@ -170,9 +172,9 @@ def trace_of(run_id: str, number: int) -> int:
 
 
 def launched_run_id() -> str:
-    """Return the id that the launcher gave to the run, from ``TORCHELASTIC_RUN_ID`` or ``SLURM_JOB_ID``.
+    """Return the id of the training run from ``TORCHELASTIC_RUN_ID`` or ``SLURM_JOB_ID``.
 
-    If there is none, return a random id. Also log a warning if there are several ranks.
+    If neither is set, return a random id, and log a warning if there are several ranks.
     """
     for name in ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID"):
         found = os.environ.get(name, "")
@@ -185,16 +187,17 @@ def launched_run_id() -> str:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Span:
-    """Named range of time that emits one event when it starts and another when it stops.
+    """Named range of time that emits one event at its start and another at its end.
 
-    Each event emitted inside the span stores the span's id as :attr:`Event.span`. The parent is the enclosing span of
-    the same thread or task. If the body of the ``with`` statement raises, the end event has severity ERROR and the
-    exception's type as ``data["error"]``. Use :meth:`start` and :meth:`stop` where a ``with`` statement does not fit.
+    Created by :meth:`~delta_tracker.monitor.monitor.Monitor.span`. Use the span in a ``with`` statement, or call
+    :meth:`start` and :meth:`stop`. Events emitted inside the span have its id as :attr:`Event.span`. The parent is the
+    enclosing span of the same thread or task. If the body of the ``with`` statement raises, the end event has severity
+    ERROR and the exception's type as ``data["error"]``.
 
     Args:
         severity: severity of both events, unless the body raises.
-        trace: 128-bit id of a group of related spans, see :func:`trace_of`. None to use the trace of the parent, or a
-            new random trace if there is no parent.
+        trace: 128-bit id of the trace, see :func:`trace_of`. None to use the trace of the parent, or a new random trace
+            if there is no parent.
     """
 
     _emit: Callable[[Event], None]
@@ -209,7 +212,7 @@ class Span:
     id: int = field(default=0, init=False)
 
     def start(self) -> Self:
-        """Emit the begin event, make this span the current one, and return the span."""
+        """Emit the begin event, make the span the current one, and return the span."""
         self.id = new_id()
         self._parent, trace = CURRENT_SPAN.get()
         if self._trace is None:
@@ -220,9 +223,9 @@ class Span:
         return self
 
     def stop(self, error: BaseException | None = None) -> None:
-        """Emit the end event and make the parent, if any, the current span. A second call is a no-op.
+        """Emit the end event and make the parent, if any, the current span again. A second call is a no-op.
 
-        Must be called in the thread or task that called :meth:`start`. ``error`` is the exception that ended the body.
+        Call it in the thread or task that called :meth:`start`. ``error`` is the exception that ended the span, if any.
         """
         if self._token is None:
             return

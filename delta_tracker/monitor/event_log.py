@@ -1,4 +1,4 @@
-"""Log of the program's events. Their rates are limited, and handlers can subscribe to them."""
+"""Queue of events, with limits and with subscriptions of event handlers."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ _MAX_GATES = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EventRule:
-    """Set of conditions under which events are accepted.
+    """Limits on the severity and rate of events. Events outside the limits are dropped.
 
-    Emit at most a few events per training iteration, because each event costs microseconds and is delivered
-    individually. For more frequent records, use a stat.
+    Emitting an event costs microseconds, and each event is delivered individually. Emit at most a few events per
+    training iteration, and use a stat for more frequent records.
 
     Args:
-        severity: lowest accepted severity.
-        per_second: maximum average number of events per second, for each event name. A burst may have up to ten times
-            as many events.
-        sample: accepted fraction of the events, which are chosen at random.
+        severity: minimum accepted severity.
+        per_second: maximum average number of events per second for each event name. Bursts of up to ten times this
+            number are accepted.
+        sample: fraction of events that are accepted, at random.
 
     Raises:
         InvalidArgumentError: for a rate of 0 or less, or a fraction outside (0, 1].
@@ -80,15 +80,15 @@ class _Gate:
 
 
 class Subscription:
-    """Subscription of a handler to events. :meth:`remove` ends it.
+    """Subscription of a handler to events. Call :meth:`remove` to unsubscribe the handler.
 
     Args:
         pattern: shell pattern of event names.
-        severity: lowest severity of the events.
+        severity: minimum severity of the events.
         handler: function that is called with each matching event.
 
     Attributes:
-        guard: record of the handler's failures. A handler that failed is muted: it is not called for a while.
+        guard: failures of the handler, and the time until which the handler is not called after a failure.
     """
 
     def __init__(self, log: EventLog, pattern: str, severity: Severity, handler: Handler) -> None:
@@ -99,7 +99,7 @@ class Subscription:
         self.reset()
 
     def reset(self) -> None:
-        """Discard the undelivered events and the failures. Called in a forked child."""
+        """Discard queued events and recorded failures. Called in a forked child."""
         self._waiting: deque[Event] = deque()
         self.guard = Guard(getattr(self._handler, "__qualname__", type(self._handler).__qualname__))
 
@@ -109,7 +109,7 @@ class Subscription:
         return bool(self._waiting)
 
     def queue(self, events: Sequence[Event]) -> None:
-        """Queue the matching ones of ``events``. If there are more than the log's capacity, drop the oldest events."""
+        """Queue the matching events. Drop the oldest queued events if the queue exceeds the capacity of the log."""
         self._waiting.extend(
             event for event in events if event.severity >= self._severity and fnmatchcase(event.name, self._pattern)
         )
@@ -117,11 +117,10 @@ class Subscription:
             self._log.dropped("unhandled")
 
     def hand(self, until: float) -> None:
-        """Call the handler with each queued event.
+        """Call the handler with the queued events, oldest first, until the time ``until`` of ``time.monotonic()``.
 
-        If the handler raises, that event is not delivered again, and the events after it stay queued. Events that
-        remain at ``until``, a value of ``time.monotonic()``, also stay queued. The handler is called with at least one
-        event.
+        The handler is called with at least one event, if any is queued. The remaining events stay queued. If the
+        handler raises, the error propagates, and the event is not delivered again.
         """
         event = self._next()
         while event is not None:
@@ -139,12 +138,10 @@ class Subscription:
 
 
 class EventLog:
-    """Queue to which any thread adds events, and from which the collector takes them.
-
-    Adding an event never blocks or raises.
+    """Queue of events from all threads, emptied by the collector. Adding an event never blocks or raises.
 
     Args:
-        capacity: maximum number of queued events. If an event is added to a full queue, the oldest event is dropped.
+        capacity: maximum number of queued events. Adding an event to a full queue drops the oldest event.
         dropped: function called for each dropped event with the reason: ``severity``, ``sample``, ``rate``,
             ``overrun`` or ``unhandled``.
         wake: function called for each event that is queued.
@@ -170,7 +167,7 @@ class EventLog:
         self.subscriptions: tuple[Subscription, ...] = ()
 
     def emit(self, event: Event) -> None:
-        """Queue an event, unless the rule for the event's name rejects it."""
+        """Queue an event, or drop it if the rule for its name rejects it."""
         gate = self._gates.get(event.name) or self._gate(event.name)
         refusal = gate.refusal(event, self._clock.monotonic_ns())
         if refusal is not None:
@@ -193,12 +190,12 @@ class EventLog:
         return severity >= (self._gates.get(name) or self._gate(name)).rule.severity
 
     def rule(self, pattern: str, rule: EventRule) -> None:
-        """Set the rule for all event names that match a shell pattern. Of several rules, the last one applies."""
+        """Set the rule for event names that match a shell pattern. If several rules match, the last one applies."""
         self._rules = {**{key: old for key, old in self._rules.items() if key != pattern}, pattern: rule}
         self._gates = {}
 
     def subscribe(self, pattern: str, handler: Handler, severity: Severity = Severity.DEBUG) -> Subscription:
-        """Subscribe ``handler`` to the matching events, as :meth:`~delta_tracker.monitor.monitor.Monitor.on` does."""
+        """Subscribe a handler to events; see :meth:`~delta_tracker.monitor.monitor.Monitor.on`."""
         subscription = Subscription(self, pattern, severity, handler)
         self.subscriptions = (*self.subscriptions, subscription)
         return subscription
@@ -214,7 +211,7 @@ class EventLog:
         return taken
 
     def reset(self) -> None:
-        """Discard all events. Called in a forked child."""
+        """Discard all queued events and recorded failures. Called in a forked child."""
         self._waiting.clear()
         for subscription in self.subscriptions:
             subscription.reset()

@@ -5,12 +5,12 @@ Each tracker, publisher and predictor records these metrics through its own
 
     recorder.published_rows.cell(table=fqn).add(len(rows))
 
-A cell holds the records with one combination of label values. A counter is exported as 0 once its cell exists.
-The cells of fault counters are created at start-up, as in ``recorder.resyncs.cell(reason="gap")``, so that alerts see
+A cell contains the records with the same label values. A counter is exported as 0 once its cell exists. The cells of
+fault counters are therefore created at start-up, as in ``recorder.resyncs.cell(reason="gap")``: alerts can then detect
 the first increment.
 
-Names follow the rules of Prometheus (https://prometheus.io/docs/practices/naming/): they start with a prefix and end
-with the unit. The Prometheus sinks append ``_total`` to the names of counters.
+Names follow the conventions of Prometheus (https://prometheus.io/docs/practices/naming/): they start with a prefix and
+end with the unit. The Prometheus sinks append ``_total`` to the names of counters.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _S = TypeVar("_S", bound=Stat)
 
 
 class _Metric(Generic[_S]):
-    """Attribute of :class:`LibraryMetrics`: a stat that is registered, and kept by the object, at its first access."""
+    """Descriptor that registers a stat at the first access, and stores the stat in the :class:`LibraryMetrics`."""
 
     def __init__(self, kind: Kind, text: str, *labels: str, **options: Any) -> None:  # noqa: ANN401
         self._options: dict[str, Any] = {"kind": kind, "help": text, "labels": labels, **options}
@@ -51,7 +51,7 @@ _seconds = partial(_Metric[Histogram], Kind.HISTOGRAM, unit="seconds")
 
 
 class LibraryMetrics:
-    """The built-in metrics as attributes. A metric is registered at the first access to its attribute.
+    """Built-in metrics as attributes. The first access to an attribute registers the metric.
 
     Example:
         >>> metrics = LibraryMetrics(Registry())
@@ -180,4 +180,4 @@ class LibraryMetrics:
 DEFINITIONS: dict[str, Definition] = {
     name: each.definition for name, each in vars(LibraryMetrics).items() if isinstance(each, _Metric)
 }
-"""Definitions of the metrics by attribute."""
+"""Definition of each built-in metric by attribute name."""

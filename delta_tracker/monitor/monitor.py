@@ -1,4 +1,4 @@
-"""Monitor: the entry point to define, record, configure and collect metrics and events."""
+"""Monitor: the entry point for defining, recording, configuring and collecting metrics and events."""
 
 import atexit
 import time
@@ -28,17 +28,17 @@ _OPTIONS = Definition.__dataclass_fields__.keys() - {"name", "kind", "help"}
 
 
 class Monitor(Forkable):
-    """Entry point that records stats and events and delivers them to sinks. Thread-safe.
+    """Entry point for recording metrics and events and delivering them to sinks. Thread-safe.
 
-    Recording needs no setup and starts no thread. :meth:`start` starts two threads: one collects, the other calls
-    sinks, event handlers and callbacks of stats. :meth:`stop` delivers the last windows; it is also called at exit. In
-    a forked child, the monitor is stopped, and all records, events and sinks are discarded.
+    Metrics (called stats) and events can be recorded before :meth:`start`, which starts two threads: one collects
+    periodically, the other calls sinks, event handlers and callbacks of stats. :meth:`stop` collects once more; it is
+    also called at exit. In a forked child, the monitor is stopped, and all records, events and sinks are discarded.
 
     Args:
         clock: source of timestamps.
-        capacity: maximum number of events in a queue. The collector, each sink and each handler have their own queue.
-        deadline: time limit of a call to a sink, handler or callback. If a call exceeds the limit, no further calls
-            are made to the same sink, handler or callback for a while.
+        capacity: maximum number of events in each queue. The collector, each sink and each handler have a queue.
+        deadline: time limit for each call to a sink, handler or callback. After a call exceeds the limit, the sink,
+            handler or callback is not called for at least 10 seconds.
 
     Example:
         >>> monitor = Monitor()
@@ -68,19 +68,19 @@ class Monitor(Forkable):
     # Stats
 
     def counter(self, name: str, help: str = "", **options: Any) -> Counter:  # noqa: A002, ANN401
-        """Define and return a counter, a total that only grows. The arguments are those of :meth:`stat`.
+        """Define and return a counter: a total that only increases. The arguments are the same as in :meth:`stat`.
 
-        Pass ``is_logical=True`` if the counter describes the training run, not the process. It is then saved in
-        checkpoints, see :mod:`~delta_tracker.monitor.state`.
+        Pass ``is_logical=True`` if the counter describes the training run, not the process. Logical counters are saved
+        in checkpoints; see :mod:`~delta_tracker.monitor.state`.
         """
         return cast("Counter", self._define(Kind.COUNTER, name, help, options))
 
     def gauge(self, name: str, help: str = "", **options: Any) -> Gauge:  # noqa: A002, ANN401
-        """Define and return a gauge, a value that can go up and down. The arguments are those of :meth:`stat`."""
+        """Define and return a gauge: a value that can go up and down. The arguments are the same as in :meth:`stat`."""
         return cast("Gauge", self._define(Kind.GAUGE, name, help, options))
 
     def histogram(self, name: str, help: str = "", **options: Any) -> Histogram:  # noqa: A002, ANN401
-        """Define and return a stat that reports quantiles of samples. The arguments are those of :meth:`stat`."""
+        """Define and return a stat that reports quantiles. The arguments are the same as in :meth:`stat`."""
         return cast("Histogram", self._define(Kind.HISTOGRAM, name, help, options))
 
     def stat(self, name: str, help: str = "", **options: Any) -> Stat:  # noqa: A002, ANN401  the usual term
@@ -90,7 +90,7 @@ class Monitor(Forkable):
 
         Args:
             name: unique name; dots separate namespaces.
-            help: description in one sentence.
+            help: description of the stat in one sentence.
             options: ``unit``, ``labels``, ``max_cells`` and ``bounds`` of
                 :class:`~delta_tracker.monitor.stat.Definition`, and fields of
                 :class:`~delta_tracker.monitor.policy.Policy`, for example ``aggregations`` and ``window``.
@@ -115,11 +115,11 @@ class Monitor(Forkable):
 
         Args:
             name: unique name; dots separate namespaces.
-            callback: returns a number, a mapping of label values to numbers (for several labels, the keys are tuples),
-                or None for no data. For a counter, the numbers are totals.
-            help: description in one sentence.
+            callback: function that returns a number, a mapping of label values to numbers (with tuples as keys if there
+                are several labels), or None for no data. For a counter, the numbers are totals since the start.
+            help: description of the stat in one sentence.
             kind: kind of the stat, such as ``Kind.GAUGE``.
-            options: those of :meth:`stat`.
+            options: the same options as in :meth:`stat`.
 
         Raises:
             InvalidArgumentError: for an invalid name or option, or if ``name`` has another definition or already has a
@@ -131,7 +131,7 @@ class Monitor(Forkable):
         return stat
 
     def add_source(self, source: MetricSource) -> None:
-        """Add a source, which is read at every collection in a thread of the library.
+        """Add a source of metrics. The source is read once per collection, in a thread of the library.
 
         Raises InvalidArgumentError if ``source`` is not a MetricSource.
         """
@@ -141,7 +141,7 @@ class Monitor(Forkable):
         self.registry.add_source(source)
 
     def configure(self, pattern: str, **settings: Any) -> list[str]:  # noqa: ANN401
-        """Change the policy of matching stats, see :meth:`~delta_tracker.monitor.registry.Registry.configure`."""
+        """Change the policy of matching stats; see :meth:`~delta_tracker.monitor.registry.Registry.configure`."""
         return self.registry.configure(pattern, **settings)
 
     def find(self, pattern: str = "*", *, kind: Kind | None = None) -> list[Stat]:
@@ -160,16 +160,16 @@ class Monitor(Forkable):
 
         Args:
             name: type of the event; dots separate namespaces.
-            message: description for humans.
-            data: str, int, float or bool values by name.
+            message: human-readable description.
+            data: values by name, each a str, int, float or bool.
 
         Raises:
-            InvalidArgumentError: for an invalid name or nested data.
+            InvalidArgumentError: for an invalid name, or a value of another type.
         """
         self.emit(Event(name, message, data, time_ns=self._clock.time_ns(), monotonic_ns=self._clock.monotonic_ns()))
 
     def emit(self, event: Event) -> None:
-        """Queue an event for delivery, unless a limit for its name rejects it, see :meth:`limit_events`.
+        """Queue an event for delivery, or drop it if it exceeds a limit set with :meth:`limit_events`.
 
         Raises InvalidArgumentError if ``event`` is not an Event.
         """
@@ -181,18 +181,18 @@ class Monitor(Forkable):
     def span(
         self, name: str, /, *, severity: Severity = Severity.INFO, trace: int | None = None, **data: Value
     ) -> Span:
-        """Return a span, which emits one event when it starts and another when it stops.
+        """Return a span: a named range of time that emits one event at its start and another at its end.
 
-        Use it as a context manager or call its ``start()`` and ``stop()``.
+        Use the span as a context manager, or call its ``start()`` and ``stop()``.
 
         Args:
             name: name of both events.
             severity: severity of both events. The end event has severity ERROR if the body of the ``with``
                 statement raises.
-            trace: number of a group of related spans. Pass the same number, such as the step, on all ranks to group
-                their spans in one trace. Its id is computed from the number and the ``run_id`` of :meth:`start`. None
-                to use the trace of the parent, or a new trace if there is no parent.
-            data: data of both events.
+            trace: number, such as the step, that groups related spans in one trace. Pass the same number on all ranks
+                to group their spans; this requires the same ``run_id`` in :meth:`start`. None to use the trace of the
+                enclosing span, or a new trace if there is no enclosing span.
+            data: values to store in both events, by name.
         """
         trace_id = None if trace is None else trace_of(self._run(), trace)
         return Span(self.emit, self._clock, name, data, severity, trace_id)
@@ -202,27 +202,27 @@ class Monitor(Forkable):
 
         Args:
             pattern: shell pattern of event names.
-            handler: called with each matching event.
-            severity: lowest severity to handle.
+            handler: function that is called with each matching event.
+            severity: minimum severity of the events.
 
         Returns:
-            The subscription, whose ``remove()`` unsubscribes the handler.
+            The subscription. Call its ``remove()`` to unsubscribe the handler.
 
-        Raises InvalidArgumentError if ``handler`` cannot be called.
+        Raises InvalidArgumentError if ``handler`` is not callable.
         """
         check_function("handler", handler, "lambda event: print(event.message)")
         return self.events.subscribe(pattern, handler, severity)
 
     def limit_events(self, pattern: str, **rule: Any) -> None:  # noqa: ANN401  the fields of EventRule
-        """Limit the rate, severity or sampled fraction of the events whose names match a shell pattern.
+        """Drop events by severity, rate or random sampling if their names match a shell pattern.
 
-        If several patterns match a name, the limit that was set last applies.
+        If several patterns match a name, only the limits that were set last apply.
 
         Args:
             pattern: shell pattern of event names.
-            rule: fields of :class:`~delta_tracker.monitor.event_log.EventRule`.
+            rule: fields of :class:`~delta_tracker.monitor.event_log.EventRule`, for example ``per_second=10``.
 
-        Raises InvalidArgumentError for an unknown field, or an invalid value.
+        Raises InvalidArgumentError for an unknown field or an invalid value.
         """
         for field in rule.keys() - _RULES:
             raise InvalidArgumentError("rule", field, f"Pass some of {', '.join(_RULES)}")
@@ -231,9 +231,9 @@ class Monitor(Forkable):
     # Progress
 
     def step(self, number: int | None = None) -> None:
-        """Set the training step, by default the previous one plus 1. Windows report the step at which they closed.
+        """Set the current training step; by default, increment it. Reports of windows contain the step.
 
-        Raises InvalidArgumentError if ``number`` is not an integer of 0 or more.
+        Raises InvalidArgumentError if ``number`` is not a nonnegative integer.
         """
         if number is not None:
             check_count("number", number, least=0)
@@ -242,8 +242,8 @@ class Monitor(Forkable):
     def end_epoch(self, number: int | None = None) -> None:
         """End an epoch: close the windows of all stats whose policy has ``Window(epoch=True)``.
 
-        ``number`` is that of the epoch, by default the previous one plus 1. Raises InvalidArgumentError if it is not an
-        integer of 0 or more.
+        ``number`` is the number of the epoch, by default the previous number plus 1. Raises InvalidArgumentError if
+        ``number`` is not a nonnegative integer.
         """
         if number is not None:
             check_count("number", number, least=0)
@@ -269,19 +269,19 @@ class Monitor(Forkable):
         system: bool = True,
         run_id: str | None = None,
     ) -> None:
-        """Start collecting every ``interval`` in threads of the library, until :meth:`stop` or the end of the program.
+        """Start to collect every ``interval`` in threads of the library, until :meth:`stop` or the end of the program.
 
-        A program that is killed or calls ``os._exit`` does not deliver its last windows. Child processes of
-        multiprocessing end with ``os._exit`` and must therefore call :meth:`stop`.
+        The last collection is lost if the program is killed or calls ``os._exit``. Child processes of multiprocessing
+        end with ``os._exit``, so they must call :meth:`stop`.
 
         Args:
-            sinks: destinations of windows, totals and events.
+            sinks: sinks to which reports of stats and events are delivered.
             interval: time between two collections.
             attributes: names and values that identify the process, such as ``{"rank": "0"}``. Sinks export them.
             system: True to also record CPU time and memory of the process, and torch's CUDA memory.
-            run_id: identifier of the training run, equal on all ranks and different in each run. With it, spans of all
-                ranks that pass the same number share a trace. None to use ``TORCHELASTIC_RUN_ID`` or ``SLURM_JOB_ID``.
-                Without any, ranks do not share traces.
+            run_id: id of the training run: the same on all ranks, and different for each run. Spans of different ranks
+                share a trace only if their run ids are equal. None to use ``TORCHELASTIC_RUN_ID`` or ``SLURM_JOB_ID``,
+                or a random id if neither is set.
 
         Raises:
             InvalidArgumentError: if the monitor is running, ``interval`` is 0 or less, a sink is not a
@@ -305,7 +305,7 @@ class Monitor(Forkable):
         self._collector.start(sinks, seconds, labels)
 
     def stop(self, timeout: timedelta = timedelta(seconds=15)) -> bool:
-        """Deliver the last windows, close the sinks and stop the threads. Return False if ``timeout`` has passed.
+        """Collect a last time, close the sinks and stop the threads. Return False if this exceeds ``timeout``.
 
         No-op if the monitor is not running. Raises InvalidArgumentError if ``timeout`` is not a timedelta above 0.
         """
@@ -314,14 +314,14 @@ class Monitor(Forkable):
         return self._collector.stop(seconds)
 
     def flush(self, timeout: timedelta = timedelta(seconds=15)) -> bool:
-        """Collect now, and wait until the sinks have the collection. Return False after ``timeout``, otherwise True.
+        """Collect now, and wait for the delivery to the sinks. Return False if this exceeds ``timeout``.
 
         Raises InvalidArgumentError if ``timeout`` is not a timedelta above 0.
         """
         return self._collector.flush(_seconds("timeout", timeout))
 
     def collect(self) -> CollectionReport:
-        """Collect now and return the report. Intended for tests and programs that do not call :meth:`start`."""
+        """Collect now and return the report. For tests, and programs that do not call :meth:`start`."""
         return self._collector.collect()
 
     def after_fork_in_child(self) -> None:
@@ -364,12 +364,12 @@ def _seconds(argument: str, duration: timedelta) -> float:
 
 
 MONITOR = Monitor()
-"""Default monitor of the program, which is used if no other monitor is passed."""
+"""Default monitor of the program, used unless another monitor is passed."""
 
 
 def program_monitor() -> Monitor:
-    """Return :data:`MONITOR`.
+    """Return the default monitor of the program.
 
-    Code outside the package ``monitor`` must get the default monitor from this function or from a ``Recorder``.
+    Outside the package ``monitor``, call this function or use a ``Recorder`` instead of importing :data:`MONITOR`.
     """
     return MONITOR

@@ -1,8 +1,8 @@
 """Validation of names and labels.
 
-The rules are those of Prometheus (https://prometheus.io/docs/concepts/data_model/), so that every sink accepts the
-names. In addition, names of stats and events may contain dots, which separate namespaces, as in ``training.loss``.
-Sinks without namespaces replace the dots by underscores.
+Names and labels follow the rules of Prometheus (https://prometheus.io/docs/concepts/data_model/). In addition, names of
+stats and events may contain dots, which separate namespaces, as in ``training.loss``. Sinks without namespaces replace
+the dots by underscores.
 """
 
 import re
@@ -24,7 +24,7 @@ Labels = tuple[tuple[str, str], ...]
 
 
 def check_name(argument: str, name: object) -> str:
-    """Return ``name`` if it is valid for a stat or an event. ``argument`` names the argument in the error message.
+    """Return ``name`` if it is valid for a stat or an event. The error message refers to it as ``argument``.
 
     Raises:
         InvalidArgumentError: for an invalid name.
@@ -63,9 +63,9 @@ def check_text(argument: str, text: object) -> str:
 
 
 def encodable(text: str) -> str:
-    r"""Return ``text`` with each surrogate replaced by an escape sequence, because UTF-8 cannot encode surrogates.
+    r"""Return ``text`` with each surrogate replaced by an escape sequence. The result can be encoded in UTF-8.
 
-    Python represents bytes that are not UTF-8, for example in file names, by surrogates.
+    Python uses surrogates for bytes that are not valid UTF-8, for example in file names.
 
     Example:
         >>> encodable("a\udc80"), encodable("ä")
@@ -75,7 +75,7 @@ def encodable(text: str) -> str:
 
 
 def exposed(name: str) -> str:
-    """Return ``name`` as exposed to Prometheus, with dots replaced by underscores.
+    """Return the name of a stat in Prometheus: ``name`` with dots replaced by underscores.
 
     Example:
         >>> exposed("training.loss")
@@ -87,8 +87,8 @@ def exposed(name: str) -> str:
 def order_labels(stat: str, names: tuple[str, ...], labels: Mapping[str, object]) -> Labels:
     """Return ``labels`` in the order of ``names``, with values converted to encodable strings.
 
-    Raises InvalidArgumentError if the keys of ``labels`` are not exactly ``names``, or if a value is neither a string,
-    a number, a member of an enum nor a path.
+    Raises InvalidArgumentError if the keys of ``labels`` differ from ``names``, or a value is not a string, a number, a
+    path or an enum member.
     """
     if labels and not names:
         remedy = f"Define {stat!r} with labels={list(labels)}: it has no labels"
@@ -103,12 +103,12 @@ def order_labels(stat: str, names: tuple[str, ...], labels: Mapping[str, object]
 
 
 def labelled_call(stat: str, labels: Iterable[str], value: object) -> str:
-    """Return the text of a call that records ``value`` with labels, each as ``name`` or ``name='value'``."""
+    """Return, for error messages, a call that records ``value``. Each label is ``name`` or ``name='value'``."""
     return f"{stat}.cell({', '.join(labels)}).add({value!r})"
 
 
 def shown(labels: Mapping[str, object]) -> list[str]:
-    """Return the labels as the keyword arguments of a call.
+    """Return each label formatted as a keyword argument.
 
     Example:
         >>> shown({"table": "user", "rank": 3})
@@ -118,7 +118,7 @@ def shown(labels: Mapping[str, object]) -> list[str]:
 
 
 def refuse_labels(stat: str, value: object, labels: Mapping[str, object]) -> None:
-    """Raise InvalidArgumentError for ``labels`` of a record of ``value`` in a stat that has no labels."""
+    """Raise InvalidArgumentError for ``labels`` that were passed with ``value`` to a stat without labels."""
     call = labelled_call(stat, shown(labels), value)
     remedy = f"Define {stat!r} with labels={list(labels)}, then call {call}: it has no labels"
     raise InvalidArgumentError("labels", dict(labels), remedy)

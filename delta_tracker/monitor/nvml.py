@@ -16,16 +16,16 @@ _JOULES_PER_KILOWATT_HOUR = 3_600_000
 
 
 class NvmlMetrics(MetricSource):
-    """Source that records metrics of all NVIDIA devices visible to the driver, once per collection.
+    """Source that records metrics of all NVIDIA devices visible to the driver once per collection.
 
-    Energy is counted since the driver was loaded, for all processes on the device.
+    Energy is the total of all processes on the device since the driver was loaded.
 
     Args:
-        grams_per_kilowatt_hour: carbon dioxide emitted per kilowatt-hour of electricity; None to report no emissions.
+        grams_per_kilowatt_hour: carbon dioxide emissions per kilowatt-hour; None to omit the metric of emissions.
 
     Raises:
         InvalidArgumentError: for a negative ``grams_per_kilowatt_hour``.
-        MissingExtraError: if nvidia-ml-py is not installed.
+        MissingExtraError: if the package ``nvidia-ml-py`` is not installed.
         pynvml.NVMLError: if no driver is available.
     """
 

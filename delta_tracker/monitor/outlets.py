@@ -1,7 +1,7 @@
-"""Outlets: sinks, event handlers and callbacks of stats, as the collector calls them.
+"""Calls to outlets: the sinks, event handlers and sources of a monitor.
 
-Each call has a deadline, and exceptions are caught. An outlet that fails is muted: it is not called for a while.
-Windows and events that a sink has not accepted wait in its :class:`SinkQueue`.
+Each call has a deadline, and exceptions are caught. After a failure, the outlet is muted: not called for 10 seconds or
+more. A :class:`SinkQueue` keeps windows and events until a sink has accepted them.
 """
 
 import logging
@@ -23,19 +23,19 @@ _FIRST_MUTE_SECONDS, _LONGEST_MUTE_SECONDS = 10, 600
 _MAX_WINDOWS = 8192  # windows queued for one sink
 
 Call = tuple[Callable[[], None], Future[None]]
-"""Function to call, and the future of its end."""
+"""Function to call, and the future that is completed when the function returns or raises."""
 
 
 @dataclass(slots=True)
 class Guard:
-    """State of one sink, handler or callback: its failures, its muting and its newest call.
+    """Failures and muting of one sink, handler or source.
 
     Args:
-        name: name of the sink, handler or callback in log messages and metrics.
-        has_failed: True if a call raised or exceeded the deadline.
-        num_in_a_row: number of consecutive failures.
-        muted_until_ns: end of the muting, in nanoseconds of the monotonic clock.
-        call: the newest call if it exceeded the deadline. The next call is made only after it is done.
+        name: name of the sink, handler or source in log messages and metrics.
+        has_failed: True if any call raised an exception or exceeded the deadline.
+        num_in_a_row: number of consecutive failures, at most 16.
+        muted_until_ns: time until which no calls are made, in nanoseconds of the monotonic clock.
+        call: last call if it has not returned in time; None otherwise. No other call is made until it returns.
     """
 
     name: str
@@ -46,13 +46,13 @@ class Guard:
 
     @property
     def is_busy(self) -> bool:
-        """True if the newest call is unfinished."""
+        """True if the last call has not returned."""
         return self.call is not None and not self.call.done()
 
     def mute(self, reason: BaseException, now_ns: int) -> None:
-        """Mute the sink, handler or callback after a failure. Log the first failure.
+        """Make no calls for 10 seconds after a failure, or longer if the previous calls failed too.
 
-        The muting lasts 10 s after a first failure. The duration doubles with each consecutive failure, up to 600 s.
+        The duration doubles with each consecutive failure, up to 600 seconds. Only the first failure is logged.
         """
         seconds = min(_FIRST_MUTE_SECONDS * 2**self.num_in_a_row, _LONGEST_MUTE_SECONDS)
         self.num_in_a_row = min(self.num_in_a_row + 1, 16)
@@ -69,9 +69,9 @@ class Guard:
 
 
 class Runner:
-    """Runner of calls in a worker thread. If a call exceeds the deadline, the next call is made in a new worker thread.
+    """Worker thread that makes calls with a deadline. If a call exceeds the deadline, a new thread makes the next call.
 
-    Not thread-safe. The worker is a daemon thread, started by :meth:`start` or at the first call.
+    Not thread-safe. The worker is a daemon thread that :meth:`start` or the first :meth:`run` starts.
     """
 
     def __init__(self, clock: Clock, deadline_seconds: float, metrics: LibraryMetrics) -> None:
@@ -81,10 +81,10 @@ class Runner:
         self._calls: queue.SimpleQueue[Call | None] | None = None
 
     def start(self) -> queue.SimpleQueue[Call | None]:
-        """Start the worker thread if there is none, and return the queue of its calls.
+        """Start the worker thread if it is not running, and return its queue of calls.
 
-        :meth:`run` does the same. Call this method early if the first call may be made at interpreter shutdown, when no
-        thread can be started.
+        :meth:`run` also starts the thread. Call this method earlier if the first :meth:`run` may happen at interpreter
+        shutdown, when no thread can be started.
         """
         if self._calls is None:
             calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
@@ -100,10 +100,10 @@ class Runner:
         The call is skipped and counted if ``guard`` is muted, or if the previous call with ``guard`` has not returned.
 
         Args:
-            guard: state of the sink, handler or callback that is called.
+            guard: failures of the sink, handler or source to call.
             action: function to call.
-            even_if_muted: True to ignore the muting. The method then first waits for the previous call to return, but
-                not longer than the deadline.
+            even_if_muted: True to also call a muted outlet. If the previous call has not returned, first wait for it,
+                for at most the deadline.
             here_if_refused: True to call ``action`` in the calling thread, without a deadline, if no worker thread can
                 be started. Since Python 3.12, no thread can be started at interpreter shutdown.
         """
@@ -136,7 +136,7 @@ class Runner:
         return False
 
     def stop(self) -> None:
-        """End the worker thread after its current call. The next :meth:`run` starts a new worker thread."""
+        """End the worker thread after its current call. The next :meth:`run` starts a new thread."""
         if self._calls is not None:
             self._calls.put(None)
             self._calls = None
@@ -161,7 +161,7 @@ class SinkQueue:
     """Queue of the undelivered windows and events of one sink. Thread-safe.
 
     Attributes:
-        guard: record of the sink's failures. A sink that failed is muted: it is not called for a while.
+        guard: failures of the sink, and the time until which the sink is not called after a failure.
     """
 
     def __init__(self, sink: Sink, max_events: int) -> None:
@@ -173,9 +173,9 @@ class SinkQueue:
         self._events: list[Event] = []
 
     def add(self, windows: Sequence[WindowReport], events: Sequence[Event]) -> tuple[list[WindowReport], int]:
-        """Queue windows and events, and drop the oldest ones beyond a limit.
+        """Queue windows and events. Drop the oldest ones if the queue is too long.
 
-        Return the dropped windows, and the number of dropped events.
+        Returns the dropped windows, and the number of dropped events.
         """
         with self._lock:
             self._windows += windows
@@ -188,7 +188,7 @@ class SinkQueue:
     def deliver(self, collection: CollectionReport) -> None:
         """Call the sink with a copy of ``collection`` that contains all queued windows and events.
 
-        They leave the queue meanwhile, and return to it if the sink raises.
+        If the sink raises, put the windows and events back at the front of the queue.
         """
         with self._lock:
             windows, events = self._windows, self._events

@@ -1,4 +1,4 @@
-"""Policies: the windows and aggregations of stats, set when a stat is defined or later with ``configure()``."""
+"""Policies: settings for the windows and aggregations of stats."""
 
 from dataclasses import dataclass
 from datetime import timedelta
@@ -13,10 +13,10 @@ WhenEmpty = Literal["skip", "zero"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """Set of conditions that close a window. A window is a sequence of records that are aggregated together.
+    """Conditions that close a window: a sequence of records of a stat that are aggregated together.
 
-    Any one of the conditions closes the window and opens the next one. Without any condition, every collection closes
-    the window.
+    When any of the conditions is met, the window is closed and the next one is opened. Without conditions, each
+    collection closes the window.
 
     Args:
         count: close the window after this many records.
@@ -38,7 +38,7 @@ class Window:
             raise InvalidArgumentError("every", self.every, "Pass a timedelta above 0, or None")
 
     def is_over(self, age_ns: int) -> bool:
-        """Return whether a collection of metrics closes a window that is ``age_ns`` nanoseconds old."""
+        """Return whether a collection closes a window that is ``age_ns`` nanoseconds old."""
         if self.every is not None:
             return age_ns >= self.every // timedelta(microseconds=1) * 1000
         return self.count is None and not self.epoch
@@ -46,7 +46,9 @@ class Window:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """Settings for the aggregation and the reports of a stat's records.
+    """Settings of a stat: the windows, aggregates and samples to report.
+
+    Set when the stat is defined, or later with :meth:`~delta_tracker.monitor.monitor.Monitor.configure`.
 
     Args:
         aggregations: aggregates to report for each window: ``value`` (the newest record), ``count``, ``sum``, ``mean``,
@@ -54,7 +56,7 @@ class Policy:
             records is always reported.
         window: conditions that close a window.
         enabled: False to ignore all records.
-        when_empty: report of a window without records: nothing (``skip``), or 0 for every aggregate (``zero``).
+        when_empty: ``"skip"`` to omit windows without records, or ``"zero"`` to report 0 for each aggregate.
         raw: maximum number of records to report individually per window, as a uniform random sample.
 
     Raises:

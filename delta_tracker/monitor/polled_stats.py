@@ -1,4 +1,4 @@
-"""Sources of metrics. The collector reads them in its own threads, once per collection."""
+"""Sources of metrics, which the collector reads once per collection in its own threads."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -17,20 +17,20 @@ If the stat has several labels, the keys of the mapping are tuples of label valu
 class MetricSource(ABC):
     """Base class of objects that record metrics once per collection.
 
-    :meth:`read` is called in a thread of the library, one call at a time. If it raises, the exception is counted, and
-    the source is not read for a while.
+    :meth:`read` is called in a thread of the library. Calls do not overlap. If a call raises, the exception is counted,
+    and the source is not read for at least 10 seconds.
     """
 
     name: str
     """Name of the source in log messages and metrics."""
 
     if_taken: ClassVar[Literal["replace", "number", "refuse"]] = "replace"
-    """What happens if a source with a name in use is added: it replaces the other one, its name gets a number, or it
-    is refused."""
+    """Action if the name is already in use when the source is added: replace the other source, append a number to the
+    name, or raise InvalidArgumentError."""
 
     @property
     def is_over(self) -> bool:
-        """True if the source has ended and can be removed."""
+        """True if the registry should remove the source."""
         return False
 
     @abstractmethod
@@ -41,22 +41,22 @@ class MetricSource(ABC):
         """
 
     def end(self) -> None:  # noqa: B027  most sources need no clean-up
-        """Clean up before the source is removed."""
+        """Release resources before the source is removed."""
 
     def end_epoch(self) -> None:  # noqa: B027  most sources have no windows by epoch
-        """Assign the values recorded so far to the epoch that ends. Called in the training thread; must not block."""
+        """End an epoch: later values belong to the next epoch. Called in the training thread; must not block."""
 
     def after_fork(self) -> None:  # noqa: B027
-        """Replace locks and drop objects of the parent process. Called in a forked child."""
+        """Replace locks and discard objects of the parent process. Called in a forked child."""
 
 
 class Passive(MetricSource):
-    """Source that calls a callback at each collection and records the returned readings in a stat.
+    """Source that calls a callback once per collection and records the returned readings in a stat.
 
     Args:
         stat: stat that records the readings. If it is a counter, each reading is a total, and the increase since the
             previous reading is recorded.
-        callback: returns the readings.
+        callback: function that returns the readings.
     """
 
     if_taken = "refuse"

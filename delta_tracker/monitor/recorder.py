@@ -17,17 +17,18 @@ _MAX_LENGTH = 200
 
 
 class Recorder(MetricSource):
-    """Recorder of the built-in metrics of one object. It sets one label of each metric to the object's name.
+    """Built-in metrics of one object, such as a tracker, with one label set to the name of the object.
 
-    The attributes are the metrics of :class:`~delta_tracker.monitor.library.LibraryMetrics` that have this label.
+    Attributes of :class:`~delta_tracker.monitor.library.LibraryMetrics` that have the label are attributes of the
+    recorder.
 
     Args:
         role: name of the label: ``"tracker"``, ``"publisher"`` or ``"predictor"``.
-        owner: the object. The recorder keeps only a weak reference to it. After the object is garbage-collected, the
-            next collection removes the gauges.
-        name: name of the object and value of the label; None to use ``role``. If the name is in use, ``-2``,
+        owner: object that the metrics describe. The recorder keeps a weak reference. The first collection after the
+            object was garbage-collected removes the gauges.
+        name: name of the object, used as the label's value; None to use ``role``. If the name is in use, ``-2``,
             ``-3``, ... is appended.
-        monitor: the monitor; None for the program's default.
+        monitor: monitor that records the metrics; None for the program's default.
 
     Attributes:
         label: name and value of the label.
@@ -61,7 +62,7 @@ class Recorder(MetricSource):
         self.label = {role: self.name.removeprefix(f"{role} ")}
 
     def __getattr__(self, metric: str) -> BoundStat:
-        """Return the built-in metric ``metric``, with the recorder's label set to the name of the object."""
+        """Return the built-in metric ``metric`` with the recorder's label set."""
         if metric.startswith("_"):
             raise AttributeError(metric)
         bound = BoundStat(getattr(self.monitor.metrics, metric), self.label)
@@ -69,26 +70,24 @@ class Recorder(MetricSource):
         return bound
 
     def watch(self, record: Callable[[Any], None]) -> None:
-        """Call ``record(owner)`` once per collection, in a thread of the library, while the owner is alive."""
+        """Register a function: ``record(owner)`` is called once per collection, in a thread of the library."""
         self._record = record
 
     def close(self) -> None:
         """Stop recording, remove the gauges and release the name.
 
-        The next collection still reports the gauges. They are removed after it, or earlier if another recorder or
-        source is added.
-
-        Counters and histograms are totals of the process and are kept. The next recorder with this name adds to them.
+        The next collection still reports the gauges and then removes them. Adding another source removes them earlier.
+        Counters and histograms are kept as totals of the process, and later recorders with the same name add to them.
         """
         self._is_closed, self._record = True, None
 
     @property
     def is_over(self) -> bool:
-        """True after :meth:`close`, or if the object was garbage-collected."""
+        """True after :meth:`close`, or after the owner was garbage-collected."""
         return self._is_closed or self._owner() is None
 
     def read(self, *, is_last: bool) -> None:
-        """Call the function that was passed to :meth:`watch`. Remove the gauges of a deleted object."""
+        """Call the function passed to :meth:`watch`, or remove the gauges if the owner was garbage-collected."""
         del is_last
         owner, record = self._owner(), self._record
         if owner is None:
@@ -97,18 +96,18 @@ class Recorder(MetricSource):
             record(owner)
 
     def end(self) -> None:
-        """Remove the gauges."""
+        """Remove the cells of all gauges that have the recorder's label."""
         for stat in self.monitor.find(f"{PREFIX}*", kind=Kind.GAUGE):
             if self.label.keys() <= set(stat.definition.labels):
                 stat.remove(**self.label)
 
     def after_fork(self) -> None:
-        """Drop the owner in a forked child: another thread of the parent may have held the owner's locks."""
+        """Discard the owner, whose locks a thread of the parent may have held. Called in a forked child."""
         self._owner = lambda: None
 
 
 class BoundStat:
-    """View of a metric with a fixed value for one label. It has the methods of the metric."""
+    """View of a built-in metric with one label set. Provides the recording methods of the metric."""
 
     def __init__(self, stat: Stat, label: dict[str, str]) -> None:
         self.cell = cache(partial(stat.cell, **label))  # a version of few rows has little else to do

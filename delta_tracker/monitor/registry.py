@@ -1,4 +1,4 @@
-"""Registry in which stats are found and configured by name pattern."""
+"""Registry of stats, which can be found and configured by name pattern."""
 
 import itertools
 import threading
@@ -21,8 +21,8 @@ class Registry:
     """Registry of all stats, their policies, and the sources that are read at each collection. Thread-safe.
 
     Args:
-        progress: clock, step and epoch, shared by all stats; None creates a new :class:`Progress`.
-        overflowed: called with the name of a stat each time a cell beyond its ``max_cells`` is requested.
+        progress: clock, step and epoch, shared by all stats; None to create a new :class:`Progress`.
+        overflowed: function that is called with the name of a stat when a cell beyond its ``max_cells`` is requested.
     """
 
     def __init__(self, progress: Progress | None = None, overflowed: Callable[[str], None] = lambda _: None) -> None:
@@ -38,13 +38,12 @@ class Registry:
     def define(self, definition: Definition, **settings: Any) -> Stat:  # noqa: ANN401  the fields of Policy
         """Register a stat and return it. If the same definition is already registered, return the existing stat.
 
-        ``settings`` are fields of :class:`~delta_tracker.monitor.policy.Policy`; :meth:`configure` overrides them.
+        ``settings`` are fields of :class:`~delta_tracker.monitor.policy.Policy`. Settings of :meth:`configure` take
+        precedence. Names that differ only in dots and underscores are considered equal.
 
         Raises:
-            InvalidArgumentError: for an invalid setting, if the name is registered with another definition, or if
-                Prometheus cannot distinguish the stat from a registered one, see
-                :attr:`~delta_tracker.monitor.stat.Definition.exposed_names`. Names that differ only in dots and
-                underscores are the same name.
+            InvalidArgumentError: for an invalid setting, if the name is registered with another definition, or if one
+                of the :attr:`~delta_tracker.monitor.stat.Definition.exposed_names` is in use by another stat.
         """
         default = DEFAULT_POLICIES[definition.kind]
         if settings:
@@ -64,9 +63,9 @@ class Registry:
             return known
 
     def add_source(self, source: MetricSource) -> None:
-        """Add a source, which is read at every collection. Its ``if_taken`` selects the behavior if its name is in use.
+        """Add a source to read once per collection. ``source.if_taken`` applies if the name is in use.
 
-        Raises InvalidArgumentError if the name is in use and the source must not replace another one.
+        Raises InvalidArgumentError if the name is in use and ``source.if_taken`` is ``"refuse"``.
         """
         with self._lock:
             self.forget_ended()
@@ -78,7 +77,7 @@ class Registry:
             self._sources[source.name] = source
 
     def forget_ended(self) -> None:
-        """Clean up and remove the sources that have ended."""
+        """Remove the sources that have ended, and call the ``end()`` of each."""
         with self._lock:
             for known in [each for each in self._sources.values() if each.is_over]:
                 known.end()
@@ -88,15 +87,15 @@ class Registry:
         """Change the policy of the existing and future stats whose names match a shell pattern.
 
         Args:
-            pattern: shell pattern of names, such as ``training.*``. If several patterns match a name, each setting is
-                taken from the most recently configured pattern that has it.
+            pattern: shell pattern of names, such as ``training.*``. If several patterns match a name, the most recent
+                value of each setting applies.
             settings: fields of :class:`~delta_tracker.monitor.policy.Policy`.
 
         Returns:
             The names of the registered stats that match.
 
         Raises:
-            InvalidArgumentError: for an unknown setting or an invalid value; nothing is changed.
+            InvalidArgumentError: for an unknown setting or an invalid value. Nothing is changed.
         """
         replace(Policy(), **_checked(settings))
         with self._lock:
@@ -114,14 +113,14 @@ class Registry:
 
     @property
     def sources(self) -> list[MetricSource]:
-        """Sources that are read at every collection."""
+        """Sources that are read once per collection."""
         with self._lock:
             return list(self._sources.values())
 
     def reset(self) -> list[MetricSource]:
         """Discard all records and replace the locks. Called in a forked child, whose parent may have held the locks.
 
-        Return the sources whose ``after_fork()`` raised; they are removed.
+        Removes and returns the sources whose ``after_fork()`` raised an exception.
         """
         self._lock = threading.RLock()
         for stat in self._stats.values():

@@ -1,8 +1,8 @@
-"""Cells. A cell is a series of records of one stat, all with the same label values.
+"""Cells. A cell contains the records of one stat with the same label values.
 
 Training threads record into cells, so recording must be cheap. A record is an append to a deque, which is atomic in
-CPython and takes no lock. The collector, or the thread whose record fills the queue, aggregates the queued records
-under a lock. Totals are therefore exact, even if threads, signal handlers and finalizers record concurrently.
+CPython and takes no lock. The collector, or the thread that fills the queue, aggregates the queued records under a
+lock. Totals are exact even if threads, signal handlers and finalizers record concurrently.
 """
 
 import random
@@ -24,16 +24,17 @@ _MAX_CLOSED = 1024
 
 @dataclass(frozen=True, slots=True)
 class ClosedWindow:
-    """Closed window of a cell, with the aggregate of the window's records.
+    """Closed window of a cell.
 
     Args:
+        aggregate: aggregate of the records in the window.
         begin_ns: time at which the window opened, in nanoseconds of the monotonic clock.
         end_ns: time at which the window closed, in nanoseconds of the monotonic clock.
         time_ns: time at which the window closed, in nanoseconds since the epoch.
         step: training step at which the window closed; None if no step was set.
         epoch: number of the last epoch that ended before the window closed; None if no epoch was set.
         is_partial: True if the window was closed early, by the last collection or a change of policy.
-        number: number of the window among those of its cell, from 1.
+        number: number of the window in its cell, counted from 1.
         raw: uniform random sample of the records; empty unless the policy sets ``raw``.
     """
 
@@ -49,19 +50,19 @@ class ClosedWindow:
 
     @property
     def axis_position(self) -> int:
-        """Position on an axis of training steps: the step, or the number of the window if no step was set."""
+        """Step for plots: the training step, or the number of the window if no step was set."""
         return self.number if self.step is None else self.step
 
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """Records of a cell at a collection.
+    """Result of collecting a cell.
 
     Args:
         windows: windows closed since the last collection.
-        figures: aggregate of all records.
+        figures: aggregate of all records since the process started.
         num_rejected: number of values rejected since the last collection.
-        num_lost: number of windows dropped since the last collection, because too many were closed.
+        num_lost: number of closed windows dropped since the last collection because the queue was full.
     """
 
     windows: list[ClosedWindow]
@@ -72,7 +73,7 @@ class Collected:
 
 @dataclass(slots=True)
 class _OpenWindow:
-    """Window to which records are added: their aggregate, the time at which it opened, and a sample of the records."""
+    """Open window: the aggregate of its records, the time at which it opened, and a sample of the records."""
 
     aggregate: Aggregate
     begin_ns: int
@@ -92,7 +93,7 @@ class _Uncollected:
     """Counts that the next collection reports for a cell.
 
     Args:
-        num_lost: number of windows dropped because too many were closed.
+        num_lost: number of closed windows dropped because the queue was full.
         num_closed: number of windows closed since the cell was created.
         num_rejected: number of values rejected before the last collection.
     """
@@ -118,13 +119,13 @@ class CellKey:
 
 
 class Cell:
-    """Series of records of one stat, all with the same label values. Thread-safe.
+    """Records of one stat with the same label values, returned by ``Stat.cell()``. Thread-safe.
 
     Attributes:
-        enabled: True if records are accepted.
-        is_remote: True if the records come from a device and arrive with a delay. In this case, the source of the
-            records calls :meth:`end_epoch`; otherwise, the stat does.
-        function: returns the current value of a gauge, or None for no data; None if the values are recorded.
+        enabled: False if all records are ignored.
+        is_remote: True if the records arrive from a device with a delay. The source of the records must then call
+            :meth:`end_epoch`. The stat calls it otherwise.
+        function: function that returns the current value of a gauge, or None for no data; None without a function.
     """
 
     def __init__(self, key: CellKey, policy: Policy, progress: Progress) -> None:
@@ -143,9 +144,8 @@ class Cell:
         """Record a number. Never raises or waits for a device. Takes a lock only if the queue of records is full.
 
         Args:
-            value: an int, a float, an array or a tensor of one number on the host, or any object that ``float()``
-                accepts. It is converted by the call, so that the record neither changes with a tensor nor keeps its
-                graph. NaN, infinity and tensors on a device are counted as rejected.
+            value: int, float, array or CPU tensor with one element, or any object that ``float()`` accepts. The number
+                is copied, and the tensor is not kept. NaN, infinity and tensors on a device are counted as rejected.
         """
         if self.enabled:
             if type(value) is not float and type(value) is not int:  # faster than a lookup in a set
@@ -156,10 +156,10 @@ class Cell:
                 self.fold()
 
     def add_unlabelled(self, value: float = 1, **labels: object) -> None:
-        """Record a number as :meth:`add` does, in the only cell of a stat that has no labels.
+        """Record a number like :meth:`add`, in the only cell of a stat without labels.
 
         Raises:
-            InvalidArgumentError: for labels.
+            InvalidArgumentError: if labels are passed.
         """
         if labels:
             refuse_labels(self._key.stat, value, labels)
@@ -192,7 +192,7 @@ class Cell:
             self._begin()
 
     def fold(self) -> None:
-        """Aggregate all queued records, and close each window that becomes full."""
+        """Aggregate all queued records. Close each window that reaches its maximum number of records."""
         with self._lock:
             # A signal handler or finalizer recorded a value and reentered this method. The record stays queued.
             if self._is_folding:
@@ -211,14 +211,14 @@ class Cell:
                 self._is_folding = False
 
     def merge(self, figures: Aggregate) -> None:
-        """Add records that were aggregated elsewhere, for example on a device. Closes a window that is full."""
+        """Add records that were aggregated elsewhere, for example on a device. Close the window if it is full."""
         with self._lock:
             self.fold()
             self._open.aggregate.merge(figures)
             self._close_if_full()
 
     def collect(self, *, is_last: bool = False) -> Collected:
-        """Close the open window if it is over or ``is_last`` is True. Return the closed windows and new counts."""
+        """Close the open window if it is due or ``is_last`` is True. Return the closed windows and the totals."""
         with self._lock:
             self.fold()
             now = self._progress.clock.monotonic_ns()
@@ -230,14 +230,14 @@ class Cell:
             return Collected(list(new.windows), figures, figures.num_rejected - new.num_rejected, new.num_lost)
 
     def end_epoch(self, at: tuple[int | None, int | None] | None = None) -> None:
-        """Close the window at a step and epoch (default: the current ones) if the policy has ``Window(epoch=True)``."""
+        """Close the window if the policy has ``Window(epoch=True)``. ``at`` is the step and epoch, if not current."""
         if self._policy.window.epoch:
             with self._lock:
                 self.fold()
                 self._close(is_partial=False, at=at)
 
     def lifetime(self) -> Aggregate:
-        """Return the aggregate of all records except queued ones."""
+        """Return the aggregate of all records since the process started, except queued ones."""
         with self._lock:
             result = self._empty()
             result.merge(self._lifetime)
@@ -245,7 +245,7 @@ class Cell:
             return result
 
     def collect_total(self) -> float:
-        """Return the sum of all records, including queued ones, without closing a window."""
+        """Return the sum of all records, including queued ones. Does not close a window."""
         with self._lock:
             self.fold()
             return self.lifetime().total

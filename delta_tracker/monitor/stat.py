@@ -31,10 +31,10 @@ OTHER = "other"
 
 
 class Kind(StrEnum):
-    """Kind of a stat: the meaning of its numbers."""
+    """Kind of a stat: the meaning and the default aggregation of its records."""
 
     COUNTER = "counter"
-    """Increments of a total that only grows."""
+    """Increments of a total that only increases."""
     GAUGE = "gauge"
     """Readings of a value that can go up and down."""
     STAT = "stat"
@@ -69,13 +69,13 @@ class Definition:
     """Definition of a stat: its name, kind, unit and labels.
 
     Args:
-        name: name that is unique in a registry; dots separate namespaces.
+        name: name, unique in the registry; dots separate namespaces.
         kind: kind of the stat.
         help: description of the stat in one sentence.
         unit: base unit spelled out, such as seconds; empty for a plain number.
         labels: label names.
-        max_cells: maximum number of label sets, which are combinations of label values. Records of further label sets
-            go to the cell whose labels are all ``"other"``.
+        max_cells: maximum number of label sets (combinations of label values). Records with further label sets are
+            added to the cell whose labels are all ``"other"``.
         is_logical: True if the counter describes the training run, not the process. Such a counter is saved in
             checkpoints.
         bounds: lowest and highest bucket bound for sinks with fixed buckets, each as an exponent of 2.
@@ -114,7 +114,7 @@ class Definition:
 
     @property
     def family(self) -> str:
-        """Name of the stat's metric family in Prometheus, without ``_total`` and with the unit at the end."""
+        """Name of the metric family in Prometheus: the stat's name without ``_total``, and with the unit as suffix."""
         name = exposed(self.name)
         if self.kind is Kind.COUNTER:
             name = _TOTALS.sub("", name)
@@ -123,19 +123,19 @@ class Definition:
 
     @property
     def exposed_names(self) -> frozenset[str]:
-        """Names in Prometheus that no other stat may use: those of the metric family and of its samples."""
+        """Names of the metric family and its samples in Prometheus. No other stat may use them."""
         family = self.family
         return frozenset([family, *(family + suffix for suffix in _SAMPLE_SUFFIXES[self.kind])])
 
 
 class Stat:
-    """Named series of samples; base class of :class:`Counter`, :class:`Gauge` and :class:`Histogram`.
+    """Metric that records numbers; base class of :class:`Counter`, :class:`Gauge` and :class:`Histogram`.
 
-    If the stat has no labels, call :meth:`add`. Otherwise, look up each cell once with :meth:`cell`, keep it, and call
-    its ``add()``.
+    Call :meth:`add` to record a number in a stat without labels. If the stat has labels, look up the cell of each label
+    set once with :meth:`cell`, keep the cell, and call its ``add()``.
 
     Args:
-        overflowed: called with the stat's name each time a cell beyond ``max_cells`` is requested.
+        overflowed: function that is called with the stat's name when a cell beyond ``max_cells`` is requested.
     """
 
     def __init__(
@@ -175,13 +175,13 @@ class Stat:
         return list(self._cells.values())
 
     def cell(self, /, **labels: object) -> Cell:
-        """Return the cell of a label set. Create it if missing.
+        """Return the cell of a label set. Create the cell if it is missing.
 
         If there are already ``max_cells`` cells, return the cell whose labels are all ``"other"`` instead of a new one.
 
         Raises:
-            InvalidArgumentError: if the label names are not those of the stat, or a value is neither a string, a
-                number, a member of an enum nor a path.
+            InvalidArgumentError: if the label names differ from the stat's, or a value is not a string, number, enum
+                member or path.
         """
         if set(map(type, labels.values())) == {str}:  # fast path for labels in the order of the definition
             found = self._cells.get(tuple(labels.items()))  # type: ignore[arg-type]
@@ -207,15 +207,15 @@ class Stat:
             self._bind()
 
     def time(self, /, **labels: object) -> Timer:
-        """Return a context manager that records the duration of its body in seconds. It is also a decorator."""
+        """Return a context manager or decorator that records the duration of its body or function in seconds."""
         return self.timer(**labels)()
 
     def timer(self, /, **labels: object) -> Callable[[], Timer]:
-        """Look up the cell once, and return a function that creates timers as :meth:`time` does."""
+        """Return a function that works like :meth:`time`, but looks up the cell only once."""
         return partial(Timer, self.cell(**labels).add, self._progress.clock)
 
     def warn_of_rejected(self, number: int) -> None:
-        """Log a warning at the first values that were rejected, such as NaN."""
+        """Log a warning that ``number`` values, such as NaN, were rejected. Only the first call logs a warning."""
         if not self._has_rejected:
             self._has_rejected = True
             bound = ", 0 or more" if self.definition.kind is Kind.COUNTER else ""
@@ -230,7 +230,7 @@ class Stat:
                 cell.configure(policy)
 
     def end_epoch(self) -> None:
-        """Close the windows of all cells but remote ones, if the policy has ``Window(epoch=True)``."""
+        """If the policy has ``Window(epoch=True)``, close the windows of all cells except remote ones."""
         for cell in self.cells:
             if not cell.is_remote:
                 cell.end_epoch()
@@ -269,38 +269,34 @@ class Stat:
 
 
 class Counter(Stat):
-    """Stat that adds up increments. ``add(n)`` adds ``n``, by default 1. Negative values are rejected."""
+    """Stat that sums increments. ``add(n)`` adds ``n``, by default 1. Negative values are rejected."""
 
     add: Callable[..., None]
 
 
 class Histogram(Stat):
-    """Stat that reports quantiles of samples with a bounded error, see :mod:`delta_tracker.monitor.buckets`."""
+    """Stat that reports quantiles of samples with a bounded error; see :mod:`delta_tracker.monitor.buckets`."""
 
 
 class Gauge(Stat):
-    """Stat that records a value that can go up and down.
-
-    For a gauge, sinks that export totals export the newest reading.
-    """
+    """Stat for a value that can go up and down. Sinks that export totals export the newest reading."""
 
     def set(self, value: float, **labels: object) -> None:
-        """Record a reading."""
+        """Record the current value in the cell of ``labels``."""
         (self.cell(**labels).add if labels else self.add)(value)
 
     def set_function(self, function: Callable[[], float | None], /, **labels: object) -> None:
-        """Read the gauge from a function: at each collection, and at each scrape of a Prometheus endpoint.
+        """Get the value from a function, at each collection and at each scrape of a Prometheus endpoint.
 
-        The value is then never older than the scrape, even while the collection of other metrics waits. :meth:`remove`
-        also removes the function.
+        Scraped values are therefore current even if a collection is delayed. :meth:`remove` also removes the function.
 
         Args:
-            function: returns the current value, or None for no data. It is called in threads of the library. It must
-                be fast and must not block, because it has no time limit; if it raises, there is no data.
+            function: function that returns the current value, or None for no data. It is called in threads of the
+                library, must be fast and must not block. Exceptions count as no data.
             labels: label values of the cell.
 
         Raises:
-            InvalidArgumentError: if the label names are not those of the stat, or ``function`` cannot be called.
+            InvalidArgumentError: if the label names differ from the stat's, or ``function`` is not callable.
 
         Example:
             >>> from delta_tracker.monitor import Monitor

@@ -1,10 +1,10 @@
-"""Save logical counters in checkpoints, and restore them at any world size with the same sum over all ranks.
+"""Save logical counters in checkpoints, and restore them at any world size. Sums over all ranks are preserved.
 
 A logical counter is defined with ``is_logical=True``. It describes the training run. All other counters describe the
 process: they are not saved, and start at 0.
 
-A tracker saves :class:`LogicalCounters` that are registered with it. Without a tracker,
-:class:`~delta_tracker.tracker.checkpoint.rank_counters.RankCounters` does.
+Register :class:`LogicalCounters` with a tracker to save them with its state. Without a tracker, use
+:class:`~delta_tracker.tracker.checkpoint.rank_counters.RankCounters`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,9 +26,9 @@ Totals = dict[str, list[tuple[list[str], _Total]]]
 
 
 class LogicalCounters:
-    """Adapter that saves logical counters with a tracker's state; pass it to ``ModelDeltaTracker.register_counter()``.
+    """Adapter that saves the logical counters of a monitor. Pass it to ``ModelDeltaTracker.register_counter()``.
 
-    A state has the counters of one rank. A load restores each saved state on exactly one rank.
+    Each rank saves the state of its own counters. Loading restores each saved state on exactly one rank.
     """
 
     def __init__(self, monitor: Monitor = MONITOR) -> None:
@@ -45,8 +45,7 @@ class LogicalCounters:
     def merge(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Totals]:
         """Return one state with the totals summed over ``states``.
 
-        Raises InvalidArgumentError if a state is malformed, or a counter had another number of labels when it was
-        saved.
+        Raises InvalidArgumentError if a state is malformed, or a counter was saved with a different number of labels.
         """
         merged: Totals = {}
         for (name, values), total in self._summed(states).items():
@@ -56,12 +55,12 @@ class LogicalCounters:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Set the logical counters to the totals of a state, discarding earlier counts.
 
-        Counters that are missing in the state are set to 0. Define your counters before the call: undefined ones are
-        ignored. Built-in counters need no definition.
+        Counters that are missing in the state are set to 0. Define your own counters before the call: undefined
+        counters are ignored, except built-in ones.
 
         Raises:
-            InvalidArgumentError: if the state is malformed, or a counter is defined with another number of labels than
-                it was saved with; nothing is restored.
+            InvalidArgumentError: if the state is malformed, or a counter was saved with a different number of labels.
+                Nothing is restored.
         """
         summed = self._summed([state])
         stats = {stat.name: stat for stat in self._counters()}

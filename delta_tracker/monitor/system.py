@@ -1,7 +1,6 @@
 """Built-in metrics of the process: CPU, memory, threads, open files, and memory of CUDA devices.
 
-Most are read from ``/proc`` on Linux, without a third-party package. Unavailable metrics are omitted, not reported as
-0.
+Most metrics are read from ``/proc`` on Linux, without a third-party package. Unavailable metrics are omitted.
 """
 
 import os
@@ -34,7 +33,7 @@ def memory_bytes() -> Readings:
 
 
 def num_threads() -> Readings:
-    """Return the number of threads of the process; None if unavailable."""
+    """Return the number of threads in the process; None if unavailable."""
     text = _read("stat")
     return None if text is None else int(text.rpartition(")")[2].split()[17])
 
@@ -57,9 +56,9 @@ def start_time_seconds() -> Readings:
 
 
 def cuda_memory_bytes() -> Readings:
-    """Return bytes of torch's CUDA allocator, by device index and ``allocated``, ``reserved`` or ``peak``.
+    """Return the memory of PyTorch's CUDA allocator in bytes, by device index and kind.
 
-    None until the program has initialized CUDA.
+    Kinds are ``allocated``, ``reserved`` and ``peak``. Returns None until the program has initialized CUDA.
     """
     torch = sys.modules.get("torch")  # this module does not import it
     if torch is None or not torch.cuda.is_initialized():
@@ -87,7 +86,7 @@ _METRICS: tuple[tuple[str, Kind, str, str, tuple[str, ...], Callable[[], Reading
 
 
 class SystemMetrics(MetricSource):
-    """Source of all metrics of this module, read once per collection."""
+    """Source that records the metrics of the process and of CUDA memory once per collection."""
 
     name = "system"
 

@@ -19,19 +19,19 @@ FIGURES = ("accuracy", "precision", "recall", "f1")
 
 
 class DeviceClassification(DeviceState):
-    """Device metric for accuracy, precision, recall and F1 of single-label classification over an epoch.
+    """Accuracy, precision, recall and F1 of single-label classification over an epoch, computed from device counts.
 
     Each collection records the gauges ``<name>.accuracy``, ``<name>.precision``, ``<name>.recall`` and ``<name>.f1``.
-    Their values equal those of torchmetrics' Multiclass metrics. With ``macro``, they are means over the classes that
+    Their values equal the Multiclass metrics of torchmetrics. With ``macro``, they are means over the classes that
     occur in predictions or targets, and the accuracy equals the recall. With ``micro``, all four values are the
-    fraction of correct predictions. The counter ``<name>.rejected`` counts the predictions that were rejected because
-    the predicted or the target class index is invalid.
+    fraction of correct predictions. The counter ``<name>.rejected`` counts predictions that were rejected because of an
+    invalid predicted or target class index.
 
     Args:
         name: prefix of the gauges; dots separate namespaces.
-        num_classes: number of classes ``C``.
-        average: ``macro`` to average over classes, ``micro`` to average over predictions.
-        monitor: monitor of the gauges and the counter, by default the program's default monitor.
+        num_classes: number of classes ``C``, at least 2.
+        average: ``"macro"`` to average over classes, ``"micro"`` to average over predictions.
+        monitor: monitor that records the gauges and the counter.
 
     Raises:
         InvalidArgumentError: for fewer than 2 classes or an unknown average.
@@ -52,15 +52,14 @@ class DeviceClassification(DeviceState):
         super().__init__(reader_of(monitor))
 
     def update(self, predictions: Tensor, targets: Tensor) -> None:
-        """Count each pair of a prediction and its target. Reject pairs with an invalid class index.
+        """Count pairs of predictions and targets. Pairs with an invalid class index are rejected.
 
         Args:
-            predictions: ``[B]`` class indices, or ``[B, C]`` scores. The class with the highest score is the
-                predicted class.
+            predictions: ``[B]`` class indices, or ``[B, C]`` scores, whose maximum selects the predicted class.
             targets: ``[B]`` class indices.
 
         Raises:
-            InvalidArgumentError: for arguments of other shapes.
+            InvalidArgumentError: for tensors of other shapes.
         """
         if predictions.dim() == 2:  # noqa: PLR2004
             predictions = predictions.detach().argmax(dim=1)
@@ -76,7 +75,7 @@ class DeviceClassification(DeviceState):
         self._add(indices.device, torch.ones_like(indices, dtype=sum_dtype(indices.device)), indices)
 
     def absorb(self, growth: list[float], epoch_end: EpochEnd | None) -> None:
-        """Add the new counts to those of the epoch, and set the gauges; reset them if ``epoch_end`` is given."""
+        """Add new counts to the counts of the epoch and set the gauges. At an epoch's end, then reset the counts."""
         self._sums = [old + new for old, new in zip(self._sums, growth, strict=True)]
         if growth[-1]:
             self._rejected.add(round(growth[-1]) // 3)
@@ -88,7 +87,7 @@ class DeviceClassification(DeviceState):
                 gauge.cell().end_epoch(epoch_end)
 
     def figures(self) -> dict[str, float]:
-        """Return accuracy, precision, recall and F1 by name, as read in this epoch; empty without predictions."""
+        """Return the accuracy, precision, recall and F1 of the epoch by name; empty without predictions."""
         size = self._num_classes
         right, predicted, actual = (self._sums[index * size : (index + 1) * size] for index in range(3))
         num_seen = sum(actual)

@@ -2,9 +2,9 @@
 
 Notation: ``K`` is the number of sums of a state.
 
-Values are added to the sums on the device that holds the values. A reading is an asynchronous copy of the sums to the
-host, ordered with the other work on the device. The difference between two readings, called the growth, covers the
-values added between them. The sums therefore need no reset, and no value is lost or counted twice.
+Each value is added to sums on the value's own device. A reading is an asynchronous copy of the sums to the host,
+ordered with other work on the device. The difference between two readings, called the growth, covers the values added
+between them. The sums are never reset, and no value is lost or counted twice.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from delta_tracker.monitor.clock import Progress
 from delta_tracker.monitor.polled_stats import MetricSource
 
 EpochEnd = tuple[int | None, int | None]
-"""Step and epoch number at the end of an epoch. Each is None if it was never set."""
+"""Step and epoch number at the end of an epoch; None for a number that was not set."""
 
 _POLL_SECONDS, _NUM_POLLS = 0.001, 50
 
 
 class DeviceState(ABC):
-    """Base class of metrics that add values to ``K`` sums, which are kept separately on each device.
+    """Base class of metrics that add values to ``K`` sums on each device.
 
     Args:
         reader: reader that copies the sums to the host.
@@ -43,7 +43,7 @@ class DeviceState(ABC):
     """Number of sums ``K``."""
 
     is_deleted = False
-    """True if the caller has deleted the state, and only the reader uses it."""
+    """True if the state was deleted, and only the reader still refers to it."""
 
     def __init__(self, reader: DeviceReader) -> None:
         self._reader = reader
@@ -53,7 +53,7 @@ class DeviceState(ABC):
         reader.add(self)
 
     def __del__(self) -> None:
-        """Pass the sums to the reader, which records the growth since the last collection."""
+        """Pass the state to the reader, which records the growth since the last reading."""
         if getattr(self, "_vectors", None):  # missing if a constructor raised
             self.is_deleted = True
             self._reader.deleted.append(self)
@@ -62,19 +62,18 @@ class DeviceState(ABC):
     def absorb(self, growth: list[float], epoch_end: EpochEnd | None) -> None:
         """Record the growth of the ``K`` sums between two readings on one device. Called in threads of the library.
 
-        ``epoch_end`` is the step and the epoch if the second reading was started at an epoch's end, otherwise None.
+        ``epoch_end`` is the step and epoch number if the second reading was started at an epoch's end; None otherwise.
         """
 
     def forget(self) -> None:
-        """Drop the sums of every device. Called in a forked child."""
+        """Discard the sums of all devices. Called in a forked child."""
         self._vectors, self._seen = {}, {}
         self._fence = StreamFence(self._vectors.values)
 
     def _add(self, device: torch.device, growth: Tensor, indices: Tensor | None = None) -> None:
         """Add numbers to the sums on ``device``. Does not wait for the device.
 
-        ``growth`` has one number for each of the ``K`` sums, or ``[N]`` numbers for the sums with the ``[N]`` indices
-        ``indices``.
+        ``growth`` contains ``K`` numbers, one for each sum; or ``[N]`` numbers for the sums at the ``[N]`` ``indices``.
         """
         with self._reader.lock:
             vector = self._vector(device)
@@ -103,7 +102,7 @@ def sum_dtype(device: torch.device) -> torch.dtype:
 
 @dataclass(slots=True)
 class _Copy:
-    """Copy of the sums of ``parts``, which are states on one device. ``epoch_end`` is None unless an epoch ended."""
+    """Copy of the sums of the states ``parts`` on one device. ``epoch_end`` is None unless an epoch ended."""
 
     numbers: HostCopy
     device: torch.device
@@ -113,11 +112,12 @@ class _Copy:
 
 @dataclass(slots=True)
 class DeviceReader(MetricSource):
-    """Source that reads all device states of a monitor, with one copy for each device and CUDA stream.
+    """Source that reads all device states of a monitor. It makes one copy for each device and CUDA stream.
 
     Args:
-        lock: protects the states and the list of copies.
-        deleted: states that were deleted and are read once more. A destructor appends them without the lock.
+        progress: step and epoch of the monitor.
+        lock: lock that protects the states and the list of copies.
+        deleted: deleted states to read once more. Destructors append to it without the lock.
     """
 
     progress: Progress
@@ -129,14 +129,14 @@ class DeviceReader(MetricSource):
     _finishing: threading.RLock = field(default_factory=threading.RLock)
 
     def add(self, state: DeviceState) -> None:
-        """Add a state. Its sums are read at every collection, and once more after it is deleted."""
+        """Add a state. Its sums are read at each collection, and once more after the state is deleted."""
         with self.lock:
             self._states.append(weakref.ref(state))
 
     def read(self, *, is_last: bool) -> None:
         """Start to copy the sums of all states, and record the copies that complete.
 
-        If ``is_last`` is True, wait until all copies are complete; otherwise, wait for at most about 50 ms.
+        Waits for at most about 50 ms, or until all copies are complete if ``is_last`` is True.
         """
         self.begin()
         for _ in range(_NUM_POLLS):
@@ -151,8 +151,8 @@ class DeviceReader(MetricSource):
     def begin(self, epoch_end: EpochEnd | None = None) -> None:
         """Start to copy the sums of all states, each on the CUDA stream that last updated the state.
 
-        The states that were deleted are dropped once their copies are started. If a copy cannot be started, they are
-        kept for the next call. ``epoch_end`` is None unless an epoch ended.
+        Deleted states are removed once their copies are started. If a copy cannot be started, they are kept for the
+        next call. ``epoch_end`` is the step and epoch number at the end of an epoch; None otherwise.
         """
         with self.lock:
             deleted = [self.deleted[index] for index in range(len(self.deleted))]  # a destructor may append meanwhile
@@ -167,7 +167,7 @@ class DeviceReader(MetricSource):
                 self.deleted.popleft()
 
     def finish(self, *, wait: bool) -> bool:
-        """Record the completed copies, oldest first, up to the first one that is pending. Return False if there is one.
+        """Record completed copies, oldest first. Return False if a copy is pending; its successors are not recorded.
 
         With ``wait``, wait until all copies are complete.
         """
@@ -180,7 +180,7 @@ class DeviceReader(MetricSource):
             return True
 
     def after_fork(self) -> None:
-        """Drop all sums and copies, because a forked child cannot use the devices of its parent."""
+        """Discard all sums and copies. Called in a forked child, which cannot use the devices of its parent."""
         self.lock, self._finishing = threading.RLock(), threading.RLock()
         self._copies = []
         self.deleted.clear()
@@ -188,7 +188,7 @@ class DeviceReader(MetricSource):
             state.forget()
 
     def _alive(self) -> list[DeviceState]:
-        """Return the states that were not deleted, and drop the others."""
+        """Return the states that were not deleted, and remove the others."""
         found = [each for reference in self._states if (each := reference()) is not None and not each.is_deleted]
         self._states = [weakref.ref(state) for state in found]
         return found
@@ -205,9 +205,9 @@ class DeviceReader(MetricSource):
 
 
 def _start_copy(vectors: Sequence[Tensor], stream: Any) -> HostCopy:  # noqa: ANN401  torch's stubs lack it
-    """Concatenate vectors and start to copy the result to the host, on a CUDA stream (None on other devices).
+    """Concatenate vectors and start to copy the result to the host, on a CUDA stream (None for other devices).
 
-    On other devices, the library's thread that reads the copy makes it, because the copy may block.
+    On other devices, a copy may block, so the thread that reads the copy makes it.
     """
     with torch.cuda.stream(stream):
         return HostCopy(torch.cat([*vectors, vectors[0][:0]]))  # never one of the vectors themselves

@@ -1,8 +1,8 @@
 """Stats that accumulate values on a device without waiting for the device.
 
 A value may be a Python number or a tensor of any shape on any device. Values that are not finite are ignored and
-counted as rejected; the check runs on the device. A window closes when a copy of the sums to the host completes. With
-``Window(count=...)``, a window may therefore have more records than ``count``.
+counted as rejected; the check runs on the device. Values are recorded when a copy of the sums to the host completes.
+With ``Window(count=...)``, a window may therefore have more than ``count`` records.
 """
 
 import math
@@ -22,7 +22,7 @@ _HOST = torch.device("cpu")
 
 
 def reader_of(monitor: Monitor) -> DeviceReader:
-    """Return the monitor's reader of device states. Create the reader if it is missing."""
+    """Return the source that reads the device states of ``monitor``. Create the source if it is missing."""
     for source in monitor.registry.sources:
         if isinstance(source, DeviceReader):
             return source
@@ -32,7 +32,7 @@ def reader_of(monitor: Monitor) -> DeviceReader:
 
 
 class _DeviceStat(DeviceState):
-    """Base class of the stats on a device. Values are recorded in a cell, the series for one set of labels."""
+    """Base class of stats on a device. Values are recorded in one cell, for one set of labels."""
 
     definer: ClassVar[Callable[..., Stat]] = Monitor.stat
     is_signed: ClassVar[bool] = True  # False to reject negative values
@@ -68,7 +68,7 @@ class _DeviceStat(DeviceState):
             raise InvalidArgumentError("labels", labels, remedy)
 
     def _record(self, value: Tensor | float, weight: Tensor | float = 1.0) -> None:
-        """Add values to the sums, as :meth:`DeviceMean.update` does. No-op if the stat is disabled."""
+        """Add values to the sums; see :meth:`DeviceMean.update`. No-op if the stat is disabled."""
         if not self.enabled:
             return
         if isinstance(value, Tensor):
@@ -102,7 +102,7 @@ class _DeviceStat(DeviceState):
         self._add(value.device, torch.stack(sums))
 
     def figures(self, sums: list[float]) -> Aggregate:
-        """Convert sums to an :class:`Aggregate`: total, weight, number of accepted values, number of all values."""
+        """Convert the sums (total, weight, number of accepted values, number of values) to an aggregate."""
         total, weight, count, num_values = sums
         result = Aggregate()
         result.total, result.weight, result.count = total, weight, round(count)
@@ -110,7 +110,7 @@ class _DeviceStat(DeviceState):
         return result
 
     def absorb(self, growth: list[float], epoch_end: EpochEnd | None) -> None:
-        """Record the values that were added between two readings of the sums."""
+        """Record the values added between two readings of the sums."""
         self._cell.merge(self.figures(growth))
         if epoch_end is not None:
             self._cell.end_epoch(epoch_end)
@@ -121,8 +121,8 @@ class DeviceMean(_DeviceStat):
 
     Args:
         name: unique name; dots separate namespaces.
-        help: description in one sentence.
-        monitor: monitor of the stat, by default the program's default monitor.
+        help: description of the stat in one sentence.
+        monitor: monitor that records the stat.
         labels: label values by name; None for no labels.
         options: options of :meth:`~delta_tracker.monitor.monitor.Monitor.stat`. The default aggregations are ``mean``
             and ``count``.
@@ -145,9 +145,9 @@ class DeviceMean(_DeviceStat):
 
         Args:
             value: tensor of any shape and real dtype, or a number.
-            weight: a number, or a tensor that broadcasts to ``value``. If ``value`` is a number, it is added once with
-                each element of ``weight``.
-            labels: not accepted; the error says how to record with labels.
+            weight: number, or tensor that broadcasts to ``value``. If ``value`` is a number, it is added once for each
+                element of ``weight``.
+            labels: not supported; pass ``labels`` to the constructor.
 
         Raises:
             InvalidArgumentError: for labels, for complex values, if the shape of ``weight`` does not broadcast to
@@ -161,16 +161,16 @@ class DeviceMean(_DeviceStat):
 class DeviceSum(DeviceMean):
     """Stat that computes the weighted sum of values on a device: sum(value * weight).
 
-    The arguments are those of :class:`DeviceMean`. The default aggregations are ``sum`` and ``count``.
+    The arguments are the same as in :class:`DeviceMean`. The default aggregations are ``sum`` and ``count``.
     """
 
     _defaults: ClassVar[Mapping[str, Any]] = {"aggregations": ("sum", "count")}
 
 
 class DeviceCounter(_DeviceStat):
-    """Counter on a device: a total that only grows. Values are increments; negative values are rejected.
+    """Counter on a device: a total that only increases. Values are increments; negative values are rejected.
 
-    The arguments are those of :class:`DeviceMean`, with the options of
+    The arguments are the same as in :class:`DeviceMean`. ``options`` are passed to
     :meth:`~delta_tracker.monitor.monitor.Monitor.counter`.
     """
 
@@ -183,16 +183,16 @@ class DeviceCounter(_DeviceStat):
         Args:
             value: tensor of any shape and real dtype, or a number. The total of integers is exact up to 2**53, or up to
                 2**24 on MPS.
-            labels: not accepted; the error says how to record with labels.
+            labels: not supported; pass ``labels`` to the constructor.
 
         Raises:
-            InvalidArgumentError: for complex values and for labels.
+            InvalidArgumentError: for complex values or labels.
         """
         self._refuse_labels(labels)
         self._record(value)
 
     def figures(self, sums: list[float]) -> Aggregate:
-        """Convert the sums of recorded values to an :class:`Aggregate`, whose total is an int if it has no fraction."""
+        """Convert the sums to an aggregate. The total is an int if it has no fractional part."""
         result = super().figures(sums)
         result.total = int(sums[0]) if sums[0].is_integer() else sums[0]
         return result

@@ -16,17 +16,17 @@ class Sink(ABC):
     """Base class of destinations of metrics and events.
 
     The collector calls :meth:`deliver` with each collection, in order, one call at a time, in threads of the library.
-    It calls :meth:`close` after the last one, even if none was delivered. In a forked child it calls only
-    :meth:`forget`.
+    After the last collection, it calls :meth:`close`, even if no collection was delivered. In a forked child, only
+    :meth:`forget` is called.
 
-    If a call raises, the error is counted, and the sink is not called for a while. Only the first error of a sink is
-    logged. The windows and events of the collection are delivered again with the next one, so a sink should write a
+    If a call raises, the error is counted, and the sink is not called for at least 10 seconds. Only the first error of
+    a sink is logged. The next collection contains the undelivered windows and events again, so a sink should write a
     collection completely or not at all. For each sink, at most 8192 windows and the monitor's ``capacity`` of events
-    are queued. If there are more, the oldest ones are dropped and counted.
+    are queued. The oldest ones beyond these limits are dropped and counted.
 
-    A call that exceeds the collector's deadline counts as an error, and the sink is not called again before that call
-    has returned. If the late call does not raise, the collection counts as delivered. If the call never returns, the
-    sink is not closed.
+    A call that exceeds the monitor's deadline counts as an error, and the sink is not called again until that call has
+    returned. If the late call does not raise, the collection counts as delivered. If the call never returns, the sink
+    is not closed.
     """
 
     @property
@@ -36,23 +36,23 @@ class Sink(ABC):
 
     @abstractmethod
     def deliver(self, collection: CollectionReport) -> None:
-        """Export a collection. The sink must not change the collection, because all sinks share its contents."""
+        """Export a collection. Must not modify the collection, whose contents all sinks share."""
 
     def close(self) -> None:  # noqa: B027  many sinks have nothing to close
-        """Flush and release resources. Called once."""
+        """Flush pending data and release resources. Called once."""
 
     def forget(self) -> None:  # noqa: B027
-        """Release the resources shared with the parent process, but write nothing. Called in a forked child."""
+        """Release resources shared with the parent process, without writing. Called in a forked child."""
 
 
 class FileSink(Sink):
-    """Sink that appends to a file. When :meth:`write` returns, the operating system has the text.
+    """Base class of sinks that append to a file. Writes are unbuffered.
 
-    The class has no lock and no buffer. Otherwise, after a fork, a child process would hang at a lock that a thread of
-    its parent held, and parent and child would both write the text in a buffer.
+    The class uses neither a lock nor a buffer, so it is safe to fork at any time: a child process cannot inherit a held
+    lock, or write buffered text a second time.
 
     Args:
-        path: the file; it must have no other writer. Its folder is created if missing.
+        path: path of the file, which must have no other writer. The folder is created if it is missing.
         replace: True to truncate the file when it is opened.
 
     Raises:
@@ -65,11 +65,11 @@ class FileSink(Sink):
         self._file = FileIO(path, "w" if replace else "a")
 
     def append(self, objects: Iterable[object], end: str) -> None:
-        """Append each of ``objects`` as JSON, followed by ``end``, as :meth:`write` does."""
+        """Append each of ``objects`` as JSON, followed by ``end``; see :meth:`write`."""
         self.write("".join(json.dumps(each, allow_nan=False) + end for each in objects))
 
     def write(self, text: str) -> None:
-        """Append ``text``. If the write raises OSError, truncate the file to its previous length."""
+        """Append ``text``. If this raises OSError, truncate the file to its previous length."""
         data = memoryview(text.encode())
         length = os.fstat(self._file.fileno()).st_size
         try:
@@ -85,5 +85,5 @@ class FileSink(Sink):
         self._file.close()
 
     def forget(self) -> None:
-        """Close the file descriptor in a forked child."""
+        """Close the file without writing. Called in a forked child."""
         self._file.close()

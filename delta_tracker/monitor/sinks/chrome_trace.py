@@ -2,13 +2,13 @@
 
 Spans are displayed as bars, events as marks, and values of windows as curves.
 
-The format is the JSON array of the Trace Event Format. Its closing bracket is optional, so the file of a program that
-was killed is readable. No package is needed.
+The format is the JSON array of the Trace Event Format. The closing bracket is optional, so the file is readable even if
+the program was killed. No package is needed.
 
-Timestamps are those of the traces of torch's profiler: microseconds of wall-clock time since a base, which the profiler
-writes as ``baseTimeNanoseconds``. The events of both files can therefore be displayed in one timeline. The base is the
-last multiple of a quarter of a mean year before the sink was created. It is in the labels of the process. If the
-profiler was first used in another quarter, shift one of the traces by the difference of the bases.
+Timestamps are compatible with PyTorch's profiler, so both files can be displayed in one timeline. A timestamp is the
+wall-clock time in microseconds since a base time, which the profiler writes as ``baseTimeNanoseconds`` and the sink as
+a label of the process. The base time changes every quarter of a year. If the base times of two files differ, shift one
+of the traces by the difference.
 """
 
 import os
@@ -30,7 +30,7 @@ class ChromeTraceSink(FileSink):
     """Sink that writes a trace file for chrome://tracing and Perfetto. An existing file is replaced.
 
     Args:
-        path: the file, ending with ``.json``.
+        path: path of the file, ending in ``.json``.
     """
 
     def __init__(self, path: str | Path) -> None:

@@ -12,10 +12,10 @@ class JsonlSink(FileSink):
     """Sink that appends windows and events to a file. If a write fails, no part of the collection is written.
 
     Each line is an object with ``kind`` ("window" or "event"), ``time`` in seconds since the epoch, and further fields.
-    Undefined values are omitted. Numbers that are not finite are written as strings.
+    Undefined values are omitted. NaN and infinity are written as strings.
 
     Args:
-        path: the file; its folder is created if missing.
+        path: path of the file. The folder is created if it is missing.
     """
 
     def deliver(self, collection: CollectionReport) -> None:
@@ -26,7 +26,7 @@ class JsonlSink(FileSink):
 
 
 def window_line(report: WindowReport, attributes: Mapping[str, str]) -> dict[str, object]:
-    """Return a window as a JSON object, with the attributes of the process."""
+    """Return a window and the attributes of the process as a JSON object."""
     window = report.window
     line: dict[str, object] = {
         "kind": "window",
@@ -50,7 +50,7 @@ def window_line(report: WindowReport, attributes: Mapping[str, str]) -> dict[str
 
 
 def event_line(event: Event, attributes: Mapping[str, str]) -> dict[str, object]:
-    """Return an event as a JSON object. Ids are hexadecimal, because many readers round large numbers."""
+    """Return an event and the attributes of the process as a JSON object. Ids are hexadecimal strings."""
     return {
         "kind": "event",
         "time": event.time_ns * NS,

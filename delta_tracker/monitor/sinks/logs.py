@@ -1,4 +1,4 @@
-"""Logging of events and windows through :mod:`logging`."""
+"""Export of events and windows through :mod:`logging`."""
 
 import logging
 
@@ -9,11 +9,11 @@ from delta_tracker.monitor.sinks.base_sink import Sink
 
 
 class LoggingSink(Sink):
-    """Sink that logs events at their severity and windows at a fixed level.
+    """Sink that logs events at their severity, and windows at a fixed level.
 
     Args:
         logger: name of the logger.
-        window_level: level of the windows; None to log events only.
+        window_level: level at which windows are logged; None to log only events.
     """
 
     def __init__(self, logger: str = "delta_tracker.metrics", window_level: int | None = logging.INFO) -> None:
@@ -30,14 +30,14 @@ class LoggingSink(Sink):
 
 
 def event_text(event: Event) -> str:
-    """Return an event as one line of text."""
+    """Return an event formatted as one line of text."""
     data = " ".join(f"{key}={value}" for key, value in event.data.items())
     phase = "" if event.phase == "instant" else f" [{event.phase}]"
     return f"{event.name}{phase} {event.message} {data}".rstrip()
 
 
 def window_text(report: WindowReport) -> str:
-    """Return a window as one line of text."""
+    """Return a window formatted as one line of text."""
     series = " ".join([report.definition.name, *label_pairs(report.labels)])
     figures = " ".join(f"{name}={value:.6g}" for name, value in report.values.items())
     unit = f" {report.definition.unit}" if report.definition.unit else ""

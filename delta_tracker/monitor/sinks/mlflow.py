@@ -1,4 +1,4 @@
-"""Export parameters, metrics and the newest published version to an MLflow run."""
+"""Export of parameters, metrics and the newest published version to an MLflow run."""
 
 import hashlib
 import logging
@@ -26,22 +26,22 @@ _logger = logging.getLogger(__name__)
 class MlflowSink(Sink):
     """Sink that logs parameters, metrics and tags to one run of an MLflow tracking server.
 
-    The data of the event ``training.start`` is logged as parameters of the run, and the data of ``training.end`` as
-    tags. The newest published version is also logged as a tag. The values of each window are logged as metrics at the
-    window's step. When the sink is closed, the run ends. Its status is FAILED if ``training.end`` had severity ERROR or
-    CRITICAL, and FINISHED otherwise.
+    The data of the event ``training.start`` is logged as parameters, and the data of ``training.end`` as tags. The
+    newest published version is also logged as a tag. The values of each window are logged as metrics at the window's
+    step. Closing the sink ends the run, with status FAILED if ``training.end`` had severity ERROR or CRITICAL, and
+    FINISHED otherwise.
 
-    If MLflow refuses a metric, parameter or tag, such as a parameter whose value changed, only this one is lost, and a
-    warning is logged once. A key of more than 250 characters is shortened and ends with its hash.
+    If MLflow rejects an item, such as a parameter whose value changed, only this item is lost, and a warning is logged
+    once. Keys of more than 250 characters are truncated and end with a hash.
 
     Args:
-        experiment: name of the experiment; created if missing.
+        experiment: name of the experiment; created if it is missing.
         run_name: name of the run; None for a name chosen by MLflow.
-        parameters: parameters to log immediately.
+        parameters: parameters to log when the sink is created.
         tracking_uri: URI of the server; None for MLflow's default.
 
     Raises:
-        MissingExtraError: if neither mlflow nor mlflow-skinny is installed.
+        MissingExtraError: if neither ``mlflow`` nor ``mlflow-skinny`` is installed.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class MlflowSink(Sink):
         self._log_parameters(parameters or {})
 
     def deliver(self, collection: CollectionReport) -> None:
-        """Log a collection. Raises MlflowException if MLflow does not answer, or the run was deleted."""
+        """Log a collection. Raise MlflowException if MLflow cannot be reached, or the run was deleted."""
         for event in collection.events:
             self._log_event(event)
         known = [metric for metric in self._metrics(collection) if ("metrics", metric.key) not in self._refused]
@@ -107,7 +107,7 @@ class MlflowSink(Sink):
             self._log_request(kind, items[begin : begin + _MAX_ITEMS[kind]])
 
     def _log_request(self, kind: str, items: Sequence[Any]) -> None:
-        """Log items of one kind in one request. If MLflow refuses the request, log each half of the items."""
+        """Log items of one kind in one request. If MLflow rejects the request, log each half of the items."""
         if len(items) == 1:
             self._log_single(kind, items[0])
             return
@@ -136,7 +136,7 @@ class MlflowSink(Sink):
                 _logger.warning("monitor: MLflow refused an item: %s=%r error=%s", kind, item.key, error)
 
     def _is_active(self) -> bool:
-        """Return False if the run was deleted. MLflow then refuses all items."""
+        """Return False if the run was deleted. MLflow then rejects all items."""
         return str(self._client.get_run(self.run_id).info.lifecycle_stage) == "active"
 
 
@@ -146,7 +146,7 @@ def _series(report: WindowReport | TotalReport) -> str:
 
 
 def _key(name: str) -> str:
-    """Return ``name`` as a key of MLflow. Other characters become underscores; a long name ends with its hash."""
+    """Convert ``name`` to a key of MLflow. Replace invalid characters by underscores; shorten long names by a hash."""
     key = "".join(each if each.isalnum() or each in "_-. /" else "_" for each in name)
     if len(key) <= _MAX_KEY_LENGTH:
         return key

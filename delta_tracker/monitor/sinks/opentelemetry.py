@@ -1,12 +1,12 @@
 """Export of metrics, spans and log records to an OTLP endpoint over HTTP.
 
-The sink uses the data model and exporters of the OpenTelemetry SDK. It does not use the instruments of the SDK, because
-recording a value with an instrument takes many times as long.
+The sink uses the data model and exporters of the OpenTelemetry SDK. It does not use the instruments of the SDK, which
+are many times slower.
 
-Histograms are exported as exponential histograms with the buckets of :mod:`delta_tracker.monitor.buckets`. A stat whose
-records are not all counted in buckets is exported as a histogram with a single bucket, because the specification
-requires that the buckets add up to the count. If its records have weights, the count is the sum of the weights, rounded
-to an integer of at least 1 as the protocol requires, and the sum is the mean times the count.
+Histograms are exported as exponential histograms with the buckets of :mod:`delta_tracker.monitor.buckets`. The
+specification requires that the buckets add up to the count, so a stat whose records are not all counted in buckets is
+exported as a histogram with a single bucket. If the records have weights, the count is the sum of the weights, rounded
+to an integer of at least 1, and the sum is the mean times the count.
 """
 
 import math
@@ -44,14 +44,14 @@ class OpenTelemetrySink(Sink):
     Totals are sent as metrics, ended spans as spans, and instant events as log records.
 
     Args:
-        endpoint: address of the collector, such as ``http://127.0.0.1:4318``. The sink posts to the
-            paths ``/v1/metrics``, ``/v1/traces`` and ``/v1/logs`` of this address.
-        service: attribute ``service.name`` of the resource. The attributes of the process are added to the resource.
+        endpoint: URL of the OpenTelemetry collector. The paths ``/v1/metrics``, ``/v1/traces`` and ``/v1/logs`` are
+            appended.
+        service: attribute ``service.name`` of the resource. The attributes of the process are also added.
         headers: headers of each request.
-        timeout_seconds: time limit of a request including retries. Keep it below the monitor's deadline.
+        timeout_seconds: time limit for a request including retries. Must be less than the monitor's deadline.
 
     Raises:
-        MissingExtraError: if the SDK or its exporter is not installed.
+        MissingExtraError: if the SDK or the OTLP exporter is not installed.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class OpenTelemetrySink(Sink):
         self._logs = logs.OTLPLogExporter(f"{base}/v1/logs", **options)
 
     def deliver(self, collection: CollectionReport) -> None:
-        """Send a collection to the OpenTelemetry collector. Raise ConnectionError if it does not accept it."""
+        """Send a collection to the OpenTelemetry collector. Raise ConnectionError if the collection is not accepted."""
         from opentelemetry.sdk.resources import Resource  # noqa: PLC0415
 
         resource = Resource({"service.name": self._service, **collection.attributes})
@@ -97,7 +97,7 @@ class OpenTelemetrySink(Sink):
 
 
 def metrics_data(collection: CollectionReport, resource: Any) -> Any:  # noqa: ANN401  the SDK's classes
-    """Convert the totals of a collection to the SDK's ``MetricsData``. ``resource`` is a ``Resource`` of the SDK."""
+    """Convert the totals of a collection to ``MetricsData`` of the SDK. ``resource`` is a ``Resource`` of the SDK."""
     from opentelemetry.sdk.metrics import export as sdk  # noqa: PLC0415
     from opentelemetry.sdk.util.instrumentation import InstrumentationScope  # noqa: PLC0415
 
@@ -138,8 +138,8 @@ def _number(sdk: Any, report: TotalReport, value: float, collection: CollectionR
 def _exponential(sdk: Any, report: TotalReport, collection: CollectionReport) -> Any:  # noqa: ANN401
     """Return the data point of a cell whose records are all counted in buckets.
 
-    The bucket at :data:`LOWEST` also counts smaller magnitudes. Its counts are added to the count of zeros, which the
-    specification defines as the count of numbers that were rounded to zero.
+    The bucket at :data:`LOWEST` also counts smaller magnitudes. Its counts are added to the zero count, which the
+    specification defines as the number of values that round to zero.
     """
     counted = report.figures.buckets
     assert counted is not None, "checked by the caller"
@@ -164,10 +164,9 @@ def _single_bucket(sdk: Any, report: TotalReport, collection: CollectionReport) 
 
 
 def _common(report: TotalReport, collection: CollectionReport) -> dict[str, Any]:
-    """Return the fields that both kinds of histograms have. None omits an optional field.
+    """Return the fields of both kinds of histograms. None omits an optional field.
 
-    The sum is omitted if a record is negative: receivers treat it as a monotonic counter, and each decrease as a
-    restart.
+    The sum is omitted if a record is negative: receivers interpret a decrease of the sum as a restart.
     """
     figures: Aggregate = report.figures
     return {

@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 _BOUNDS_PER_OCTAVE = 8
 _MAX_PORT = 65_535
 BUCKET_RATIO = 2 ** (1 / _BOUNDS_PER_OCTAVE)
-"""Ratio of two successive bucket bounds, 1.09. A quantile that Prometheus computes is off by at most 9 %."""
+"""Ratio of successive bucket bounds, 1.09. The error of quantiles computed by Prometheus is at most 9 %."""
 
 
 class _TotalsSink(Sink):
-    """Sink that keeps the newest collection, whose totals ``prometheus_client`` reads."""
+    """Sink that stores the newest collection for ``prometheus_client``."""
 
     def __init__(self) -> None:
         self._client = import_optional("prometheus_client", "prometheus_client", "prometheus")
@@ -49,30 +49,27 @@ class _TotalsSink(Sink):
 
 
 class PrometheusSink(_TotalsSink):
-    """Sink that serves the monitor's newest totals at ``/metrics``.
+    """Sink that serves the totals of the newest collection at ``/metrics``.
 
-    The totals change only when the monitor collects the metrics. The monitor must collect at least as often as
-    Prometheus scrapes. Gauges with a function (:meth:`~delta_tracker.monitor.stat.Gauge.set_function`) are read at each
-    scrape.
+    Collect at least as often as Prometheus scrapes, because a scrape does not trigger a collection. Only gauges with a
+    function (:meth:`~delta_tracker.monitor.stat.Gauge.set_function`) are read at each scrape.
 
-    Counters are exported as totals since the process started, gauges as their newest reading, stats of kind ``STAT`` as
-    summaries, and histograms as histograms. The count of a summary is the sum of the weights, so that its sum divided
-    by its count is the mean; without weights, it is the number of records. Like counters, summaries and histograms
-    cover all records since the process started. The unit is appended to each name, and ``_total`` to the names of
-    counters.
+    Counters, summaries and histograms cover all records since the process started. Gauges are exported as their newest
+    reading, and stats of kind ``STAT`` as summaries. The count of a summary is the number of records, or the sum of the
+    weights if records have weights. The unit is appended to each name, and ``_total`` to the names of counters.
 
-    A histogram has eight buckets per power of two, between the ``bounds`` of its definition. In PromQL, a
-    ``histogram_quantile`` between these bounds is therefore off by at most 9 % (:data:`BUCKET_RATIO`), and by less than
-    5 % if the values near it are spread evenly. A cell with the default bounds has 196 series. The bounds are fixed, so
-    histograms of several processes can be summed.
+    A histogram has eight buckets per power of two, between the ``bounds`` of its definition. The error of a PromQL
+    ``histogram_quantile`` between these bounds is at most 9 % (:data:`BUCKET_RATIO`), and less than 5 % if the values
+    near the quantile are evenly distributed. A cell with the default bounds has 196 series. Histograms of several
+    processes have the same bounds and can be summed.
 
     Args:
         port: port to listen on; 0 for any free port, see :attr:`port`.
-        host: address to listen on; the default is not reachable from other machines.
+        host: address to listen on. The default is not reachable from other machines.
 
     Raises:
         InvalidArgumentError: if the port is not an integer from 0 to 65535.
-        MissingExtraError: if prometheus_client is not installed.
+        MissingExtraError: if the package ``prometheus_client`` is not installed.
         OSError: if the port is in use.
     """
 
@@ -90,7 +87,7 @@ class PrometheusSink(_TotalsSink):
 
     @property
     def port(self) -> int:
-        """Port that the server listens on."""
+        """Port on which the server listens."""
         port: int = self._server.server_port
         return port
 
@@ -101,7 +98,7 @@ class PrometheusSink(_TotalsSink):
         self._server.server_close()
 
     def forget(self) -> None:
-        """Close a forked child's copy of the socket. Otherwise the port stays in use after the parent has exited."""
+        """Close the inherited socket, which would otherwise keep the port in use. Called in a forked child."""
         self._server.socket.close()
 
 
@@ -109,11 +106,11 @@ class PrometheusFileSink(_TotalsSink):
     """Sink that writes the totals to a text file at each collection. The previous file is replaced atomically.
 
     Args:
-        path: the file, ending with ``.prom`` for node_exporter.
+        path: path of the file, which must end in ``.prom`` for node_exporter.
 
     Raises:
         InvalidArgumentError: if the path has a scheme or a leading ~.
-        MissingExtraError: if prometheus_client is not installed.
+        MissingExtraError: if the package ``prometheus_client`` is not installed.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -122,7 +119,7 @@ class PrometheusFileSink(_TotalsSink):
         self._path.parent.mkdir(parents=True, exist_ok=True)
 
     def deliver(self, collection: CollectionReport) -> None:
-        """Rewrite the file with the totals of the collection."""
+        """Replace the file with the totals of the collection."""
         super().deliver(collection)
         self._client.write_to_textfile(str(self._path), self._registry)
 
@@ -130,7 +127,7 @@ class PrometheusFileSink(_TotalsSink):
 def family(definition: Definition, reports: Sequence[TotalReport], attributes: Sequence[tuple[str, str]]) -> Metric:
     """Return the metric family of a stat.
 
-    ``attributes`` are labels added to every sample, unless the stat has a label of the same name.
+    ``attributes`` are added to each sample as labels, unless the stat has a label with the same name.
     """
     from prometheus_client import core  # noqa: PLC0415  optional
 
@@ -160,7 +157,7 @@ def family(definition: Definition, reports: Sequence[TotalReport], attributes: S
 
 
 def _buckets(definition: Definition, report: TotalReport) -> list[tuple[str, float]]:
-    """Return pairs of an upper bound and the number of values up to this bound. The last bound is infinity."""
+    """Return pairs of an upper bound and the number of values up to the bound. The last bound is infinity."""
     from prometheus_client.utils import floatToGoString  # noqa: PLC0415  optional
 
     low, high = definition.bounds

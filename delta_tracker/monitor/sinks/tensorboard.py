@@ -1,4 +1,4 @@
-"""Export to TensorBoard event files. The values of each series are plotted over the training step."""
+"""Export of windows and events to TensorBoard event files."""
 
 from pathlib import Path
 from typing import Any
@@ -15,14 +15,14 @@ from delta_tracker.monitor.sinks.base_sink import Sink
 class TensorBoardSink(Sink):
     """Sink that writes TensorBoard event files: values and histograms of each window, and events as text.
 
-    The x-axis is the training step at which a window closed. If no step was set, the windows of each series are
-    numbered from 1.
+    The x-axis is the training step at which a window closed. If no step was set, it is the number of the window in its
+    series, counted from 1.
 
     Args:
-        folder: folder of the event files.
+        folder: folder in which event files are created.
 
     Raises:
-        MissingExtraError: if tensorboard is not installed.
+        MissingExtraError: if the package ``tensorboard`` is not installed.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -30,7 +30,7 @@ class TensorBoardSink(Sink):
         self._writer: Any = tensorboard.SummaryWriter(str(folder))
 
     def deliver(self, collection: CollectionReport) -> None:
-        """Write and flush the collection."""
+        """Write the windows and events of the collection, and flush the files."""
         for report in collection.windows:
             self._write_window(report)
         for event in collection.events:
@@ -72,7 +72,7 @@ class TensorBoardSink(Sink):
 
 
 def limits(buckets: LogBuckets) -> list[tuple[float, int]]:
-    """Return the upper limit and the count of each bucket of TensorBoard, in ascending order, without gaps."""
+    """Convert buckets to the format of TensorBoard: ascending upper limits and counts, without gaps."""
     found: list[tuple[float, int]] = []
     for lower, upper, count in buckets.ranges():
         if found and found[-1][0] < lower:
@@ -82,7 +82,7 @@ def limits(buckets: LogBuckets) -> list[tuple[float, int]]:
 
 
 def tag(name: str, labels: Labels) -> str:
-    """Return the tag of a series: its name, with slashes in place of dots, and its labels.
+    """Return the TensorBoard tag of a series: its name with dots replaced by slashes, and its labels.
 
     TensorBoard groups tags by the part before the first slash.
 

@@ -1,4 +1,4 @@
-"""Forwarding of events and windows to ``torch.monitor``."""
+"""Export of events and windows to ``torch.monitor``."""
 
 import datetime as dt
 
@@ -10,20 +10,20 @@ from delta_tracker.monitor.sinks.base_sink import Sink
 
 
 class TorchMonitorSink(Sink):
-    """Sink that logs each event and window as an event of ``torch.monitor``, which calls its registered handlers.
+    """Sink that logs each event and window as an event of ``torch.monitor``, which passes it to registered handlers.
 
-    The handlers run in a thread of the library, one call at a time: two threads that log events at once can deadlock in
-    a handler that is written in Python.
+    Handlers run in a thread of the library, one call at a time. Do not log events to ``torch.monitor`` in other threads
+    at the same time: concurrent calls of a handler written in Python can deadlock.
 
     Raises:
-        MissingExtraError: if ``torch.monitor`` is missing.
+        MissingExtraError: if ``torch.monitor`` is not available.
     """
 
     def __init__(self) -> None:
         self._torch = import_optional("torch.monitor", "torch", None)  # the monitor package does not depend on torch
 
     def deliver(self, collection: CollectionReport) -> None:
-        """Log the collection to ``torch.monitor``."""
+        """Log the windows and events of the collection to ``torch.monitor``."""
         for report in collection.windows:
             data: dict[str, Value] = {f"{report.definition.name}.{name}": each for name, each in report.values.items()}
             self._log(
