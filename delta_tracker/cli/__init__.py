@@ -1,5 +1,5 @@
 """Command line ``delta-tracker``.
 
-Read ``commands.py`` first: it defines the group of commands. Each command has a file of the same name. ``main.py``
-converts errors to exit codes.
+Read ``commands.py`` first, which defines the command group. Each command is defined in a file with the command's name.
+``main.py`` converts errors to exit codes.
 """

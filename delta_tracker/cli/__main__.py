@@ -1,4 +1,4 @@
-"""Run ``delta-tracker`` as ``python -m delta_tracker.cli``."""
+"""Entry point for ``python -m delta_tracker.cli``, which runs ``delta-tracker``."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Notices about a stream: what needs attention, and what to do next. Shown by ``report`` and ``top``."""
+"""Notices about conditions of a stream that need attention. Shown by ``report`` and ``top``."""
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -24,12 +24,12 @@ _RIVAL_SECONDS = 600.0  # two claims within this time look like two jobs that fe
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """Condition of a stream and the next step for the reader.
+    """Condition of a stream that needs attention, and what to do about it.
 
     Args:
-        level: ``fault`` for a failure, ``warning`` for a condition that may lead to one, ``note`` otherwise.
-        what: the condition. Untrusted text: it contains names and errors from the stream.
-        next_step: instruction for the reader. Also untrusted text.
+        level: ``fault`` for a failure, ``warning`` for a condition that may lead to a failure, ``note`` otherwise.
+        what: description of the condition. Untrusted, because it may contain names and errors from the stream.
+        next_step: instruction for the operator. Also untrusted.
     """
 
     level: Level
@@ -38,12 +38,12 @@ class Notice:
 
 
 def sort_notices(notices: Iterable[Notice]) -> list[Notice]:
-    """Return notices with faults first, then warnings; the order within a level is kept."""
+    """Sort notices by level: faults first, then warnings, then notes. The sort is stable."""
     return sorted(notices, key=lambda each: LEVELS.index(each.level))
 
 
 def of_predictors(predictors: Sequence[SeenPredictor]) -> list[Notice]:
-    """Return the notices about predictors, at most one for each state and kind of error."""
+    """Return notices about predictors, at most one for each state and kind of error."""
     faulty = [each for each in predictors if each.beat.error is not None]
     found = _errors([each for each in faulty if each.health == "failing"], "fault")
     found += _errors([each for each in faulty if each.health not in ("failing", "silent", "elsewhere")], "warning")
@@ -90,17 +90,17 @@ _STATES: dict[State, tuple[Level, str, str]] = {
 
 
 def level_of(state: State) -> Level:
-    """Return the level of a notice about a predictor in this state."""
+    """Return the level of notices about predictors in a state."""
     if state == "failing":
         return "fault"
     return _STATES[state][0] if state in _STATES else "note"
 
 
 def of_publishers(history: History, head: Manifest, now: float, described: Collection[int]) -> list[Notice]:
-    """Return the notices about the publishers of a stream.
+    """Return notices about the publishers and versions of a stream.
 
-    ``now`` is Unix time by the store's clock, in seconds. Versions in ``described`` are skipped, because they have
-    other notices.
+    ``now`` is the Unix time by the store's clock, in seconds. No notices are returned for the missing versions in
+    ``described``, which other notices describe.
     """
     if not history.bins:
         step = "Call Publisher.snapshot() on the trainer. Without it, predictors have nothing to start from"
@@ -131,10 +131,10 @@ def of_publishers(history: History, head: Manifest, now: float, described: Colle
 
 
 def of_silence(age: float, num_gaps: int, longest: float) -> list[Notice]:
-    """Return the notice about a publisher that has stopped.
+    """Return a notice if the publisher seems to have stopped, otherwise an empty list.
 
-    ``age`` is the time since the newest version, and ``longest`` the longest of ``num_gaps`` times between successive
-    versions, all in seconds.
+    ``age`` is the time since the newest version in seconds. ``longest`` is the longest of ``num_gaps`` intervals
+    between successive versions, in seconds.
     """
     if num_gaps < _MIN_GAPS or age <= max(_MIN_QUIET_SECONDS, _QUIET_GAPS * longest):
         return []
@@ -143,7 +143,7 @@ def of_silence(age: float, num_gaps: int, longest: float) -> list[Notice]:
 
 
 def of_clocks(skews: Iterable[str]) -> list[Notice]:
-    """Return a notice for each of ``skews``, the descriptions of clocks that differ from the store's."""
+    """Return a notice for each description of a clock that differs from the store's clock."""
     step = (
         "Synchronize the clock of that host (NTP). Ages here are by the store's clock. Copy streams with their "
         "modification times (cp -a, rsync -t)"
@@ -152,7 +152,7 @@ def of_clocks(skews: Iterable[str]) -> list[Notice]:
 
 
 def _errors(predictors: Sequence[SeenPredictor], level: Level) -> list[Notice]:
-    """Return one notice for each kind of error."""
+    """Return one notice for each kind of error of the predictors."""
     kinds: dict[str, list[SeenPredictor]] = {}
     for each in predictors:
         kinds.setdefault((each.beat.error or "").partition(":")[0], []).append(each)

@@ -1,4 +1,4 @@
-"""Write a version as a checkpoint of ``torch.distributed.checkpoint`` (DCP) that TorchRec alone can load."""
+"""Export of a version as a ``torch.distributed.checkpoint`` (DCP) checkpoint, which TorchRec can load."""
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -38,9 +38,9 @@ def entries_of(log: StreamLog, version: int) -> list[Manifest]:
     """Return the entries that :func:`write_checkpoint` reads, in order.
 
     Raises:
-        InvalidArgumentError: if the version is not committed yet, a table has raw ids, or the keys of the states of an
-            optimizer in TorchRec's checkpoints are not known.
-        NotRecoverableError: if the version has states, and cannot be restored.
+        InvalidArgumentError: if the version is not committed yet, a table has raw ids, or the names of an optimizer's
+            states in TorchRec's checkpoints are unknown.
+        NotRecoverableError: if the version has training states but cannot be restored.
     """
     path = path_to(log, version, of_any=True)
     for fqn in path[-1].identities:
@@ -63,12 +63,12 @@ def write_checkpoint(
     """Write the version of the last entry of ``path`` as a DCP checkpoint.
 
     The checkpoint has the keys of ``{"model": model.state_dict(), "optimizer": model.fused_optimizer.state_dict()}`` of
-    a ``DistributedModelParallel``. ``optimizer`` is missing if the version has no states of fused optimizers.
-    ``training_state`` has the states of rank 0's ``training_state``, if the version has them.
+    a ``DistributedModelParallel``. ``optimizer`` is missing if the version has no states of fused optimizers. If the
+    version has training states, ``training_state`` contains those of rank 0.
 
-    ``path`` has the entries of :func:`entries_of`. ``directory`` must not exist. ``work`` is an existing directory for
-    memory-mapped files as large as the tables and their states. ``advance`` is called with the bytes of each entry that
-    was read.
+    ``path`` is the result of :func:`entries_of`. ``directory`` must not exist. ``work`` is an existing directory for
+    memory-mapped files, which are as large as the tables and their states. ``advance`` is called with the bytes of each
+    entry.
     """
     rows = mapped(work / "tables", {fqn: rows_of(spec) for fqn, spec in path[0].tables.items()})
     if path[-1].training:
@@ -87,7 +87,7 @@ def _with_states(
     work: Path,
     advance: Callable[[int], None],
 ) -> dict[str, Any]:
-    """Write the rows and states of versions with states. Return the whole content of the checkpoint."""
+    """Read versions with training states into memory-mapped files. Return the content of the checkpoint."""
     last = path[-1]
     targets: dict[str, RowTarget] = {fqn: TensorTarget.of(room) for fqn, room in rows.items()}
     optimizer: dict[str, dict[str, Tensor]] = {}
@@ -112,16 +112,16 @@ def _with_states(
 
 
 def _state_specs(states: TableStates, table: TableSpec) -> dict[str, DenseSpec]:
-    """Return dtype and shape of a table's states in TorchRec's checkpoint, by their names in the stream.
+    """Return the dtype and shape of a table's states in TorchRec's checkpoint, by their names in the stream.
 
-    A state with one number for each column range has one dimension: the rows of the first range, then of the next one.
+    A state with one number for each row and column range is one-dimensional, with the rows of one range after another.
     """
     shapes = {"columns": (table.num_rows, table.dim), "range": (table.num_rows * len(states.columns),)}
     return {each.name: DenseSpec(each.dtype_name, shapes[each.width]) for each in states.states}
 
 
 def _target(state: StateSpec, states: TableStates, table: TableSpec, room: Tensor) -> RowTarget:
-    """Return the target of a state of a table, which writes to a tensor as in :func:`_state_specs`."""
+    """Return a target that writes a state of a table to ``room``, which has the shape of :func:`_state_specs`."""
     if state.width == "columns":
         return TensorTarget.of(room)
     num_ranges, rows = len(states.columns), (0, table.num_rows)

@@ -46,7 +46,7 @@ Examples:
 @click.option("--limit", default=20, type=click.IntRange(0), help="Number of rows to list, largest move first.")
 @click.option("--ids", "shows_ids", is_flag=True, help="Compare the raw ids of the rows instead of their values.")
 def command(stream: Stream, v1: int, v2: int, *, fqn: str | None, limit: int, shows_ids: bool) -> int:
-    """Compare the two versions of the table and print the differences."""
+    """Compare a table in two versions and print the differences."""
     stream.check_exists()
     paths = path_to(stream.log, v1, of_any=True), path_to(stream.log, v2, of_any=True)
     spec = _table(fqn, paths[0][0])
@@ -78,7 +78,7 @@ def command(stream: Stream, v1: int, v2: int, *, fqn: str | None, limit: int, sh
 
 
 def _table(fqn: str | None, manifest: Manifest) -> TableSpec:
-    """Return the spec of the table ``fqn`` in a snapshot; if ``fqn`` is None, the spec of the only table.
+    """Return the spec of the table ``fqn`` in a snapshot, or of the only table if ``fqn`` is None.
 
     Raises:
         InvalidArgumentError: if the snapshot has no table ``fqn``.
@@ -105,11 +105,11 @@ def _both(
     *,
     with_ids: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return the rows that the table has at each of the two versions, or their raw ids if ``with_ids`` is True.
+    """Return the rows of a table in two versions, or the raw ids of the rows if ``with_ids`` is True.
 
-    ``paths`` has the entries from a snapshot to each version. If the second path begins with all entries of the first,
-    these are read only once. The results are memory-mapped files in ``scratch``: rows ``[rows, columns]`` in the
-    table's dtype, or raw ids ``[rows]`` int64.
+    ``paths`` contains the entries from a snapshot to each version. If the second path begins with the whole first path,
+    these entries are read only once. The results are memory-mapped files in ``scratch``: ``[rows, columns]`` in the
+    table's dtype, or ``[rows]`` int64 raw ids.
     """
     first, second = paths
     held = DenseSpec("int64", (spec.num_rows,)) if with_ids else rows_of(spec)
@@ -129,7 +129,7 @@ def _both(
 
 
 def _compare_ids(before: Tensor, after: Tensor, limit: int) -> dict[str, Any]:
-    """Return the number of rows whose raw ids differ, and the first of them, as JSON values."""
+    """Return the number of rows whose raw ids differ, and the first ``limit`` of these rows, as a JSON object."""
     (ids,) = (before != after).nonzero(as_tuple=True)
     shown = ids[:limit]
     rows = torch.stack([shown, before[shown], after[shown]], 1).tolist()
@@ -138,7 +138,7 @@ def _compare_ids(before: Tensor, after: Tensor, limit: int) -> dict[str, Any]:
 
 
 def _compare_rows(before: Tensor, after: Tensor, limit: int) -> dict[str, Any]:
-    """Return the number of rows that differ in any bit, the norms of the differences, and the largest ones."""
+    """Return, as a JSON object, the number of different rows, norms of differences, and the most different rows."""
     pieces = [(torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.float64))]
     num_rows = max(1, _CHUNK_BYTES // (before.shape[1] * before.element_size()))
     for begin in range(0, len(before), num_rows):

@@ -19,7 +19,7 @@ _T = TypeVar("_T")
 
 
 class Amount(Struct, frozen=True, rename={"num_bytes": "bytes"}):
-    """Amount of data of one table in one or more versions. ``num_bytes`` counts the stored values, without ids."""
+    """Numbers of rows and bytes of one table in one or more versions. ``num_bytes`` excludes row ids."""
 
     rows: int = 0
     num_bytes: int = 0
@@ -29,28 +29,28 @@ class Amount(Struct, frozen=True, rename={"num_bytes": "bytes"}):
 
 
 class OwnerChanges(Struct, frozen=True):
-    """Numbers of a table's rows whose raw id is new (``admitted``) or was removed without a new one (``evicted``)."""
+    """Numbers of a table's rows that got a new raw id (``admitted``) or lost theirs without a new one (``evicted``)."""
 
     admitted: int
     evicted: int
 
 
 class Entry(Struct, frozen=True, kw_only=True, rename={"num_rows": "rows", "num_bytes": "bytes", "num_parts": "parts"}):
-    """Summary of an entry's manifest. The attributes have the names of the JSON output. Times are Unix seconds.
+    """Summary of a log entry, which commands print as text or JSON. Times are Unix seconds.
 
     Args:
-        kind: claim, snapshot or delta.
+        kind: ``claim``, ``snapshot`` or ``delta``.
         cut: time of the cut.
         created: time of the commit by the publisher's clock.
         committed: time of the commit by the store's clock.
         batches: half-open range of the trainer's step counts that the version covers.
         pending_rows: number of changed rows left for later versions.
         num_rows: number of rows in all parts.
-        num_bytes: bytes of all objects: the parts with ids and dense tensors, and in format 2 the states.
-        part_bytes: bytes of the parts, which predictors read.
-        tables: FQN to amount of data, for each table that has rows in this version.
-        owners: FQN to the changes of raw ids, for each table with raw ids; None if they are unknown, as in the first
-            version of a publisher that continues a stream.
+        num_bytes: bytes of all objects: the parts and, in format 2, the states.
+        part_bytes: bytes of the parts, which predictors read. They contain rows, row ids and dense tensors.
+        tables: amount of data of each table with rows in this version, by FQN.
+        owners: changes of raw ids of each table with raw ids, by FQN; None if unknown, as in the first version of a
+            publisher that continues a stream.
     """
 
     version: int
@@ -70,9 +70,9 @@ class Entry(Struct, frozen=True, kw_only=True, rename={"num_rows": "rows", "num_
 
     @property
     def owner_changes(self) -> str:
-        """Numbers of rows that got a new raw id, and of rows that lost theirs, as text.
+        """Total numbers of admitted and evicted raw ids as text.
 
-        ``?`` if they are unknown; empty without such tables, as in a claim.
+        ``?`` if a number is unknown; empty if no table has raw ids, as in a claim.
         """
         known = [each for each in self.owners.values() if each is not None]
         if len(known) < len(self.owners):
@@ -82,7 +82,7 @@ class Entry(Struct, frozen=True, kw_only=True, rename={"num_rows": "rows", "num_
 
     @property
     def took(self) -> str:
-        """Time from the cut to the commit as text; empty if it is unknown, as in a claim."""
+        """Time from the cut to the commit as text; empty if unknown, as in a claim."""
         return duration(self.created - self.cut) if 0 < self.cut <= self.created else ""
 
     @property
@@ -113,13 +113,13 @@ class Entry(Struct, frozen=True, kw_only=True, rename={"num_rows": "rows", "num_
 
 
 def amounts(manifest: Manifest) -> dict[str, Amount]:
-    """Return the amount of data of each table, by FQN. A row in several column shards is counted once per shard."""
+    """Return the amount of data of each table by FQN. A row is counted once for each column shard."""
     blocks = (block for part in manifest.parts for block in part.blocks)
     return total({each.table: Amount(each.num_rows, each.num_rows * each.row_bytes)} for each in blocks)
 
 
 def total(amounts: Iterable[Mapping[str, Amount]]) -> defaultdict[str, Amount]:
-    """Return the sum of amounts of data, by FQN."""
+    """Sum amounts of data by FQN."""
     found = defaultdict[str, Amount](Amount)
     for each in amounts:
         for fqn, amount in each.items():
@@ -128,9 +128,9 @@ def total(amounts: Iterable[Mapping[str, Amount]]) -> defaultdict[str, Amount]:
 
 
 def contiguous(versions: Sequence[int]) -> int:
-    """Return the start index of the contiguous range that ends at the last version; 0 if ``versions`` is empty.
+    """Return the index at which the last contiguous range of ``versions`` starts; 0 if ``versions`` is empty.
 
-    A new reader reads only versions in this range. ``versions`` must be ascending.
+    New readers read only versions in this range. ``versions`` must be ascending.
 
     Example:
         >>> contiguous([0, 1, 5, 6, 7])
@@ -145,14 +145,14 @@ def contiguous(versions: Sequence[int]) -> int:
 def read_all(
     names: Sequence[_T], read: Callable[[_T], Manifest | None]
 ) -> Iterator[tuple[_T, Manifest | MalformedError | None]]:
-    """Read entries concurrently and yield the results in the order of ``names``. Holds at most 32 of them in memory.
+    """Read entries concurrently and yield the results in the order of ``names``. Keeps at most 32 results in memory.
 
     Args:
-        names: versions or names of the entries, passed to ``read``.
-        read: returns an entry; None if it does not exist.
+        names: versions or names of entries, which are passed to ``read``.
+        read: function that returns an entry, or None for a missing entry.
 
     Yields:
-        Pairs of a name and the entry, the error if the entry is malformed, or None if it does not exist.
+        Pairs of a name and the result: the entry, the error of a malformed entry, or None for a missing entry.
     """
 
     def one(name: _T) -> Manifest | MalformedError | None:

@@ -30,7 +30,7 @@ Examples:
 @click.option("--host", default="127.0.0.1", help="Address to listen on; 0.0.0.0 for all.")
 @click.option("--every", default=15.0, metavar="SECONDS", type=Number(1, 3600), help="Time between two reads.")
 def command(stream: Stream, port: int, host: str, every: float) -> int:
-    """Read the stream at each interval and serve the numbers, until a signal."""
+    """Read the stream periodically and serve the metrics, until Ctrl-C or SIGTERM."""
     monitor = Monitor()
     with os_errors_of("--port", port, "Choose another port or host"):
         sink = PrometheusSink(port, host=host)

@@ -1,4 +1,4 @@
-"""Statistics of a stream's log in bounded memory: sizes, time between versions, comparison with full snapshots."""
+"""Statistics of a stream's log in bounded memory: sizes, intervals, and a comparison with full snapshots."""
 
 from dataclasses import dataclass, field
 from itertools import chain, islice
@@ -14,19 +14,19 @@ _MAX_LOST = 100
 
 @dataclass(slots=True, kw_only=True)
 class Bin:
-    """Statistics of consecutive snapshots and deltas, here called versions. Times are Unix seconds.
+    """Statistics of consecutive versions (snapshots and deltas). Times are Unix seconds.
 
     Args:
         begin: commit time of the first version, see :class:`History`.
-        end: commit time of the last version, never before ``begin``.
-        restarts: number of claims between a version and its predecessor, summed over the versions.
-        delta_bytes: bytes of the deltas' parts.
-        snapshot_bytes: bytes of the snapshots' parts.
-        full_bytes: total bytes of the versions if each were a full snapshot.
-        gaps: number of versions whose predecessor's commit time is known.
-        gap_seconds: seconds from the predecessor's commit to the version's commit, summed over these versions.
-        max_gap: longest of these times, in seconds.
-        tables: FQN to amount of data of the table in the deltas.
+        end: commit time of the last version, at least ``begin``.
+        restarts: number of claims directly before versions of the bin.
+        delta_bytes: bytes of the parts of deltas.
+        snapshot_bytes: bytes of the parts of snapshots.
+        full_bytes: bytes that the versions would have if each were a full snapshot.
+        gaps: number of intervals between a version of the bin and the previous version.
+        gap_seconds: sum of these intervals in seconds.
+        max_gap: longest of these intervals in seconds.
+        tables: amount of data of each table in the deltas, by FQN.
     """
 
     first: int
@@ -45,7 +45,7 @@ class Bin:
     tables: dict[str, Amount] = field(default_factory=dict)
 
     def add(self, manifest: Manifest) -> None:
-        """Add the kind, the bytes and the tables of the next version."""
+        """Add the next version to the counts, bytes and tables of the bin."""
         self.last = manifest.version
         if manifest.kind == "delta":
             self.deltas += 1
@@ -57,25 +57,24 @@ class Bin:
 
 
 class History:
-    """Statistics of a stream's snapshots and deltas, in a bounded number of bins.
+    """Statistics of a stream's versions (snapshots and deltas) in at most 480 bins.
 
-    Commit times are those of the store at the first entry, and grow with :meth:`Manifest.seconds_since`.
-
-    Memory: one :class:`Amount` per table and bin, with at most 480 bins.
+    The commit time of the first entry is by the store's clock. Later times are computed with
+    :meth:`Manifest.seconds_since`. Memory: one :class:`Amount` per table and bin.
 
     Args:
-        num_entries: maximum number of entries.
+        num_entries: maximum number of entries that will be added.
 
     Attributes:
         bins: bins in ascending order of versions.
-        tables: FQN to spec of the table in the newest version that has the table.
+        tables: spec of each table, by FQN, in the newest version that contains the table.
         sizes: distribution of the sizes of deltas, in bytes.
         gaps: distribution of the seconds between the commits of successive versions.
         delays: distribution of the seconds from a version's cut to its commit.
-        newest: the newest entry that was added; None if there is none.
-        missing: ranges of missing versions between existing versions. Versions missing after a claim are left out,
-            because retention keeps the claim and deletes the entries after it.
-        claims: version and commit time of each claim after a version: new publishers that took over the stream.
+        newest: newest entry that was added; None if there is none.
+        missing: ranges of missing versions between existing versions. Versions that are missing directly after a claim
+            are omitted, because retention deletes them but keeps the claim.
+        claims: version and commit time of each claim after the first version, that is, of each change of publisher.
     """
 
     def __init__(self, num_entries: int) -> None:
@@ -110,12 +109,12 @@ class History:
 
     @property
     def num_missing(self) -> int:
-        """Number of missing versions."""
+        """Number of versions in :attr:`missing`."""
         return sum(map(len, self.missing))
 
     @property
     def lost(self) -> list[int]:
-        """The first 100 missing versions."""
+        """First 100 versions in :attr:`missing`."""
         return list(islice(chain.from_iterable(self.missing), _MAX_LOST))
 
     def _add_version(self, manifest: Manifest) -> None:
@@ -144,9 +143,9 @@ class History:
         own.end = self._time
 
     def _learn_full_bytes(self, manifest: Manifest) -> None:
-        """Update the size of all rows and dense tensors from a version.
+        """Update the size of a full snapshot, which contains all rows and dense tensors.
 
-        Row sizes are computed from the encodings of the newest snapshot or, before the first snapshot, from the dtypes
+        The size of rows depends on the encodings of the newest snapshot or, before the first snapshot, on the dtypes
         of the tables.
         """
         dense = sum(spec.num_bytes for spec in manifest.dense.values())

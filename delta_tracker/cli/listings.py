@@ -1,4 +1,4 @@
-"""Tables of predictors and of versions, as several commands print them."""
+"""Tables of predictors and versions that several commands print."""
 
 from collections.abc import Sequence
 
@@ -18,7 +18,7 @@ _VERSION_COLUMNS = (">version", "kind", ">age", ">batches", ">rows", ">bytes", "
 
 
 def predictor_cells(predictor: SeenPredictor) -> list[Text]:
-    """Return the row of a predictor in a table with ``PREDICTOR_COLUMNS``."""
+    """Return the cells of a predictor for a table with the columns ``PREDICTOR_COLUMNS``."""
     beat, level = predictor.beat, level_of(predictor.health)
     sign, style = ("", "") if level == "note" else SIGNS[level]
     figures = ["-"] * 4  # what a silent one wrote last is not what is now
@@ -34,15 +34,15 @@ def predictor_cells(predictor: SeenPredictor) -> list[Text]:
 
 
 def no_data(predictor: SeenPredictor, now: float) -> str:
-    """Return the time of a silent predictor's last heartbeat, and its version, as text. ``now`` is the store's time."""
+    """Format the time and version of a silent predictor's last heartbeat. ``now`` is the store's time in seconds."""
     last = "" if predictor.beat.version is None else f" at version {predictor.beat.version}"
     return f"no data since {moment(now - predictor.seconds_ago)}{last}"
 
 
 def version_table(entries: Sequence[Entry], now: float, *, is_cut: bool = False) -> Table:
-    """Return a table of entries. ``now`` is the store's time, ``is_cut`` as in :func:`~delta_tracker.cli.output.table`.
+    """Return a table of entries. The column of raw ids is omitted if no entry has tables with raw ids.
 
-    The column of raw ids is omitted if no entry has tables with raw ids.
+    ``now`` is the store's time in Unix seconds. ``is_cut`` is passed to :func:`~delta_tracker.cli.output.table`.
     """
     num_columns = len(_VERSION_COLUMNS) - (not any(entry.owners for entry in entries))
     rows = (

@@ -43,11 +43,11 @@ _FINDINGS = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command. ``arguments`` are the command-line arguments, None for those of this process.
+    """Run a command. ``arguments`` are the command-line arguments; None for ``sys.argv[1:]``.
 
     Returns:
-        The exit code: 0 success; 1 the stream is damaged, or a check has findings; 2 invalid call, or the store cannot
-        be reached; 130 interrupted; 141 the output pipe was closed.
+        The exit code: 0 for success; 1 if the stream is damaged, or a check has findings; 2 if the call is invalid, or
+        the store cannot be reached; 130 if interrupted; 141 if the output pipe was closed.
     """
     handler = logging.StreamHandler()
     handler.setFormatter(_Plain("%(levelname)s: %(message)s"))
@@ -81,7 +81,7 @@ def _discard_output() -> None:
 
 
 class _Plain(logging.Formatter):
-    """Log formatter that escapes control characters, because warnings quote untrusted names and errors."""
+    """Log formatter that escapes control characters. Warnings may contain untrusted names and errors."""
 
     def format(self, record: logging.LogRecord) -> str:
         return plain(super().format(record))

@@ -1,4 +1,4 @@
-"""``mirror``: copy a stream to another store and follow it, or promote such a copy."""
+"""``mirror``: copy a stream to another store and keep the copy up to date, or promote the copy."""
 
 import logging
 import threading
@@ -75,7 +75,7 @@ def command(  # noqa: PLR0913  the options of the command
     promotes: bool,
     is_forced: bool,
 ) -> int:
-    """Copy the stream until Ctrl-C, or with ``once`` up to its newest version, and print each copied entry."""
+    """Copy the stream until Ctrl-C, or up to its newest version if ``once`` is True. Print each copied entry."""
     if promotes:
         if poll is not None or keep_versions is not None or once:
             raise click.UsageError("Omit --once, --poll and --keep-versions with --promote.")
@@ -112,13 +112,13 @@ def command(  # noqa: PLR0913  the options of the command
 
 
 def _refuse_live_source(stream: Stream, mirror: Storage, silence: float) -> None:
-    """Raise an error unless the publisher of a mirror's source is silent or the source is lost.
+    """Check that the publisher of a mirror's source is silent. If the source cannot be read, log a warning instead.
 
     Raises:
         LivePublisherError: if the publisher may be alive.
-        InvalidArgumentError: if ``mirror`` is not a mirror of the source, the source is read over http, or ``silence``
+        InvalidArgumentError: if ``mirror`` is not a mirror of the source, the source is read over HTTP, or ``silence``
             is too short.
-        StorageError: if the source can be read, but an object cannot be written to it to find the store's time.
+        StorageError: if the source can be read, but the object that determines the store's time cannot be written.
     """
     if stream.storage.is_read_only:
         raise InvalidArgumentError("URL", stream.storage.url, "Pass the url of the bucket or directory, or --force")

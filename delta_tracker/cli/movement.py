@@ -1,4 +1,4 @@
-"""Statistics of a stream's updates in bounded memory: the most frequently updated rows, and L2 distances of updates."""
+"""Statistics of row updates in bounded memory: the most frequently updated rows, and L2 distances of updates."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ NUM_COUNTED = 1 << 20
 class RowCounts:
     """Counter of the most frequent row ids.
 
-    Counts are exact for up to ``capacity`` different ids. For more ids this is a Misra-Gries sketch in the mergeable
-    form of Agarwal et al., "Mergeable Summaries" (PODS 2012): a count may be too low by up to :attr:`error`, and every
-    id that occurs more than :attr:`error` times is kept.
+    Counts are exact for up to ``capacity`` different ids. Beyond that, this is a mergeable Misra-Gries sketch as in
+    Agarwal et al., "Mergeable Summaries" (PODS 2012): a count may be too low by up to :attr:`error`, and every id that
+    occurs more than :attr:`error` times is kept.
 
     Args:
-        capacity: maximum number of ids to keep. Added ids are buffered and counted in batches, so memory can hold up to
-            four times as many ids.
+        capacity: maximum number of ids to keep. Added ids are buffered and counted in batches, so up to four times as
+            many ids are in memory.
 
     Attributes:
-        error: maximum amount by which a count may be too low.
+        error: maximum difference between a count and the exact count.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -45,7 +45,7 @@ class RowCounts:
         self._num_waiting = 0
 
     def add(self, ids: NDArray[np.int64]) -> None:
-        """Add one to the count of each element of ``ids``, a one-dimensional array."""
+        """Count each element of ``ids``, an ``[N]`` int64 array."""
         for begin in range(0, len(ids), self._capacity):
             piece = ids[begin : begin + self._capacity]
             self._waiting.append(piece)
@@ -54,7 +54,7 @@ class RowCounts:
                 self._settle()
 
     def top(self, count: int) -> list[tuple[int, int]]:
-        """Return the ``count`` most frequent ids and their counts, most frequent first. Ties are sorted by id."""
+        """Return up to ``count`` pairs of an id and its count, most frequent first. Ties are sorted by id."""
         self._settle()
         order = np.lexsort((self._ids, -self._counts))[:count]
         return list(zip(self._ids[order].tolist(), self._counts[order].tolist(), strict=True))
@@ -75,16 +75,17 @@ class TableMovement:
     """Statistics of the updates of one table: how often each row is updated, and by what L2 distance.
 
     Args:
-        sample_bytes: maximum size in bytes of the sample, which holds the previous values of rows in float32. If the
-            whole table would need more memory in float32, only every ``stride``-th row is sampled.
+        spec: spec of the table.
+        sample_bytes: maximum size in bytes of the sample, which stores the previous values of rows in float32. If the
+            whole table does not fit, only every ``stride``-th row is sampled.
         num_counted: maximum number of different updated rows for which ``counts`` is exact.
 
     Attributes:
-        stride: every ``stride``-th row is sampled; 0 if no row is sampled.
-        counts: for each row, the number of deltas that contain the row.
-        moves: distribution of the nonzero L2 distances between successive values of a sampled row.
-        num_deltas: number of deltas with a block that lists ids of the table's rows.
-        unmoved: number of times that a delta contained a sampled row whose value had not changed.
+        stride: every ``stride``-th row is sampled; 0 if a single row exceeds ``sample_bytes``.
+        counts: number of deltas that contain each row.
+        moves: distribution of the nonzero L2 distances between successive values of sampled rows.
+        num_deltas: number of deltas that list rows of the table by id.
+        unmoved: number of occurrences of a sampled row with an unchanged value in a delta.
     """
 
     def __init__(self, spec: TableSpec, sample_bytes: int, num_counted: int) -> None:
@@ -100,9 +101,9 @@ class TableMovement:
         self._held = np.full((num_held, spec.dim), np.nan, np.float32)
 
     def add(self, blocks: Sequence[BlockRows], *, is_delta: bool) -> None:
-        """Add the rows of the table in the next version to the statistics.
+        """Add the table's rows in the next version to the statistics.
 
-        ``blocks`` has first those that contain every row of their range, then those that list the ids of their rows.
+        In ``blocks``, blocks with all rows of a range must precede blocks that list row ids.
         """
         # Two blocks contain the same row only if they are column shards.
         is_split = any(rows.block.num_columns < self.spec.dim for rows in blocks)
@@ -123,12 +124,11 @@ class TableMovement:
             self.unmoved += int((distances == 0).sum())
 
     def _compare(self, rows: BlockRows) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float64]]]:
-        """Compare a block's sampled rows with the stored values, then store the new values.
+        """Compare the sampled rows of a block with their stored values, then store the new values.
 
         Yields:
-            The positions of the block's sampled rows in the sample, and for each of these rows the squared L2 distance
-            between its new and previous values, computed over the block's columns. The distance is NaN for a row
-            without a previous value.
+            Indices of rows in the sample, and the squared L2 distance between the new and previous values of each row
+            over the columns of the block. The distance is NaN for a row without a previous value.
         """
         left, right = rows.block.columns
         for begin in range(0, rows.block.num_rows, _CHUNK_ROWS):
@@ -148,18 +148,17 @@ class TableMovement:
 
 
 class Movement:
-    """Statistics of the updates of all tables over successive versions, one :class:`TableMovement` per table.
+    """Statistics of the updates of several tables in successive versions.
 
     Memory: ``sample_bytes`` of values, 64 bytes for each of ``num_counted`` rows, and the memory to read a version.
 
     Args:
-        specs: FQN to spec of each table. Other tables are skipped. A table is also skipped in versions in which it has
-            another shape.
-        sample_bytes: as in :class:`TableMovement`, but divided among the tables.
-        num_counted: as in :class:`TableMovement`, but divided among the tables.
+        specs: spec of each table by FQN. Other tables, and versions in which a table has another shape, are skipped.
+        sample_bytes: maximum size of the samples of all tables, in bytes; see :class:`TableMovement`.
+        num_counted: maximum number of updated rows of all tables that are counted exactly.
 
     Attributes:
-        tables: FQN to statistics of the table.
+        tables: statistics of each table by FQN.
     """
 
     def __init__(

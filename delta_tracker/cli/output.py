@@ -1,4 +1,4 @@
-"""Output of a command: tables or JSON on stdout, progress on stderr."""
+"""Output of a command: tables or JSON on stdout, notes and progress on stderr."""
 
 import json
 import os
@@ -20,7 +20,7 @@ _WIDTH_OF_FILES = 160
 
 
 class _Console(Console):
-    """Console that raises an error for a closed pipe. By default, rich exits with code 1."""
+    """Console that raises BrokenPipeError for a closed pipe. The base class exits with code 1."""
 
     def on_broken_pipe(self) -> NoReturn:
         """Raise ``BrokenPipeError``, which :func:`~delta_tracker.cli.main.main` handles."""
@@ -28,12 +28,12 @@ class _Console(Console):
 
 
 class Output:
-    """Writer of a command's result, as text or, with the option ``--json``, as JSON objects.
+    """Writer for the results of a command, as text or as JSON objects.
 
     Text is not interpreted as markup, and control characters are escaped.
 
     Args:
-        is_json: option of the command: True to print JSON only, False to print text only.
+        is_json: True if the command has the option ``--json``. Only JSON is then printed, otherwise only text.
     """
 
     def __init__(self, *, is_json: bool) -> None:
@@ -44,14 +44,14 @@ class Output:
         self._errors = _Console(highlight=False, markup=False, emoji=False, stderr=True)
 
     def answer(self, value: object, text: str, style: str = "") -> None:
-        """Print a result: ``value`` with the option ``--json``, otherwise ``text``."""
+        """Print a result: ``value`` as JSON with ``--json``, otherwise ``text``."""
         self.json(value)
         self.line(text, style)
 
     def json(self, value: object) -> None:
         """Print a dict, a dataclass or a msgspec Struct as a JSON object on one line. No-op without ``--json``.
 
-        JSON has no NaN and no infinity: they become null.
+        NaN and infinity are printed as null.
         """
         if self.is_json:
             finite = json.loads(json.dumps(to_builtins(value)), parse_constant=lambda _: None)
@@ -59,24 +59,25 @@ class Output:
             sys.stdout.flush()
 
     def line(self, text: object = "", style: str = "") -> None:
-        """Print a line of text. ``style`` is a style name of the library ``rich``. No-op with ``--json``."""
+        """Print a line of text. ``style`` is a style of ``rich``, such as ``"bold red"``. No-op with ``--json``."""
         if not self.is_json:
             self.console.print(cell(text, style), soft_wrap=True)
 
     def show(self, renderable: RenderableType) -> None:
-        """Print a renderable of the library ``rich``, escaped with :func:`cell`. No-op with ``--json``."""
+        """Print a renderable of ``rich``. Its text must be escaped with :func:`cell`. No-op with ``--json``."""
         if not self.is_json:
             self.console.print(renderable)
 
     def note(self, text: object) -> None:
-        """Print a note on stderr."""
+        """Print a line of text on stderr, with and without ``--json``."""
         self._errors.print(cell(text, "dim"), soft_wrap=True)
 
     @contextmanager
     def progress(self, doing: str, total: float | None) -> Iterator[Callable[..., None]]:
         """Show a progress bar on stderr during the ``with`` statement, if stderr is a terminal.
 
-        ``total`` is the amount of work, None if unknown. The yielded function advances the bar by 1 or another amount.
+        ``doing`` is the label of the bar. ``total`` is the amount of work; None if unknown. The yielded function
+        advances the bar by its argument, by default 1.
         """
         columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
         is_shown = self._errors.is_terminal
@@ -85,24 +86,25 @@ class Output:
 
 
 def cell(value: object, style: str = "") -> Text:
-    """Return ``value`` as a :class:`rich.text.Text`. Escapes control characters; does not interpret markup."""
+    """Return ``value`` as a :class:`rich.text.Text`, with control characters escaped and markup not interpreted."""
     return Text(plain(value), style=style)
 
 
 def one_line(text: object, style: str = "") -> Text:
-    """Return ``text`` as :func:`cell` does. If it is too wide for the terminal, it is cut instead of wrapped."""
+    """Return the same as :func:`cell`, but truncated instead of wrapped if it is too wide for the terminal."""
     made = cell(text, style)
     made.no_wrap, made.overflow = True, "ellipsis"
     return made
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, is_cut: bool = False) -> Table:
-    """Return a :class:`rich.table.Table`. If it is too wide for the terminal, its first column wraps.
+    """Return a :class:`rich.table.Table`.
 
     Args:
-        columns: column names. A column whose name begins with ``>`` is right-aligned, and the ``>`` is not shown.
-        rows: cells of each row; a :class:`rich.text.Text` made by :func:`cell` keeps its style.
-        is_cut: True to cut the last column first and to wrap none, so that each row takes one line.
+        columns: column names. A leading ``>`` is removed and makes the column right-aligned.
+        rows: cells of each row: values, or results of :func:`cell`, which keep their style.
+        is_cut: how to fit the table to the terminal. False to wrap the first column; True to truncate columns, the last
+            one first, so that each row takes one line.
     """
     made = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold underline")
     as_cell = one_line if is_cut else cell
@@ -120,7 +122,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, is_cut: b
 
 
 def facts(lines: Mapping[str, str]) -> Table:
-    """Return a :class:`rich.table.Table` of names and values, without headings."""
+    """Return a :class:`rich.table.Table` with one row per name and value, without headings."""
     made = Table.grid(padding=(0, 2))
     made.add_column(style="bold", no_wrap=True)
     made.add_column(overflow="fold")

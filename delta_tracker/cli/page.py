@@ -1,9 +1,9 @@
-"""Render a report as one self-contained HTML file, which loads nothing from the network.
+"""HTML page of a report: one self-contained file that loads nothing from the network.
 
-Positions in charts are percentages, and shapes are SVG paths in a view box of 1000 by 100 units. The page stretches the
-SVG to its width. Text is not part of the SVG, because stretching distorts it.
+Positions in charts are percentages. Shapes are SVG paths in a view box of 1000 by 100 units, which the page stretches
+to its width. Text is not part of the SVG, because stretching would distort it.
 
-Names and errors from a stream are untrusted. The template escapes all of them. The content security policy of the page
+Names and errors from a stream are untrusted, and the template escapes them. The content security policy of the page
 allows only the page's own script, which sets text but never markup.
 """
 
@@ -34,13 +34,13 @@ _STEPS = (1, 2, 5, 10)
 _MIN_SLOT = 0.2  # percent of the axis
 
 Figures = dict[str, Any]
-"""Data of a report as JSON values."""
+"""Data of a report, as a JSON object."""
 
 _in_utc = partial(moment, zone=UTC)
 
 
 def render(figures: Figures) -> str:
-    """Return the HTML page of a report. :func:`delta_tracker.cli.report.read_figures` returns its data, ``figures``."""
+    """Return the HTML page for ``figures``, the data that :func:`~delta_tracker.cli.report.read_figures` returns."""
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, finalize=_harmless
     )
@@ -70,7 +70,7 @@ def number(value: float) -> str:
 
 
 def share(value: float) -> str:
-    """Format a fraction in percent, with more digits close to 0 % and 100 %.
+    """Format a fraction as a percentage, with more digits close to 0 % and 100 %.
 
     Example:
         >>> share(0.8776), share(0.00042), share(0.9996), share(1.0)
@@ -84,18 +84,18 @@ def share(value: float) -> str:
 
 
 def _harmless(value: object) -> object:
-    """Escape the control characters of a string for the template; return any other value unchanged."""
+    """Escape control characters in a string. Return any other value unchanged."""
     return plain(value) if type(value) is str else value
 
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Labeled position on an axis.
+    """Tick of a chart's axis, with its label.
 
     Args:
-        position: position on the axis, in percent from the left or the bottom.
+        position: distance from the left or bottom end of the axis, in percent of its length.
         label: text of the label.
-        more: second line of the label, in smaller type; empty if the label has one line.
+        more: second line of the label, in smaller type; empty for a label with one line.
     """
 
     position: float
@@ -105,16 +105,16 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Part of the horizontal axis that one bar takes, in percent from the left."""
+    """Horizontal range of one bar in a chart. ``left`` and ``width`` are in percent of the chart's width."""
 
     left: float
     width: float
 
 
 def round_values(highest: float) -> list[float]:
-    """Return evenly spaced round values for the ticks of an axis: from 0 to ``highest`` or above.
+    """Return evenly spaced round values for the ticks of an axis. The last value is at least ``highest``.
 
-    The axis ends at 1 if ``highest`` is not positive.
+    The first value is 0. If ``highest`` is not positive, the last value is 1.
 
     Example:
         >>> round_values(37.0)
@@ -128,10 +128,10 @@ def round_values(highest: float) -> list[float]:
 
 
 def bars(slots: Sequence[Slot], heights: Sequence[float], below: Sequence[float], gap: float) -> str:
-    """Return the SVG path data of bars.
+    """Return the path data of an SVG path that draws the bars of a chart.
 
-    ``heights`` are in percent; a bar of height 0 is not drawn. ``below`` has the distance of each bar's lower edge from
-    the bottom of the chart, in percent. ``gap`` is a fraction of a bar's slot.
+    ``heights`` are the heights of the bars, and ``below`` the distances of their lower edges from the bottom of the
+    chart, in percent of its height. ``gap`` is the fraction of each slot that is left empty.
     """
     width = WIDTH / 100
     steps = []
@@ -143,10 +143,10 @@ def bars(slots: Sequence[Slot], heights: Sequence[float], below: Sequence[float]
 
 
 def slots_of(spans: Sequence[tuple[float, float]], usual: float) -> list[Slot]:
-    """Return slots at their positions on an axis, such as times: each ends at the end of its span.
+    """Return the slot of each span on an axis, such as a time axis. Spans are ascending pairs of begin and end.
 
-    A slot begins at the end of the one before it, but no more than ``usual`` before its own span. A longer time without
-    a span thus remains empty. A slot takes at least 0.2 % of the axis. Spans are ascending pairs of begin and end.
+    A slot ends at the end of its span. It begins at the end of the previous slot, but at most ``usual`` before its own
+    span, so longer intervals without spans remain empty. Each slot has a width of at least 0.2 %.
 
     Example:
         >>> [(slot.left, slot.width) for slot in slots_of([(10.0, 10.0), (20.0, 20.0), (50.0, 50.0)], 10.0)]
@@ -169,10 +169,10 @@ def _svg(value: float) -> str:
 
 
 def _over_time(bins: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return slots, marks and ticks of a chart over the life of a stream. ``bins`` must not be empty.
+    """Return the slots, marks and ticks of a chart over time. ``bins`` must not be empty.
 
-    Marks show snapshots and publisher restarts, in percent from the left, by their CSS class. Ticks show the time and
-    the newest version at that time.
+    Marks are positions of snapshots and publisher restarts in percent from the left, by CSS class. Ticks show the time
+    and the newest version at that time.
     """
     pauses = sorted(each["gap_seconds"] / each["gaps"] for each in bins if each["gaps"])
     usual = pauses[len(pauses) // 2] if pauses else _MINUTE
@@ -196,11 +196,11 @@ def _over_time(bins: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _sizes(figures: Figures) -> dict[str, Any] | None:
-    """Return the bar chart of the mean delta size in each bin, divided into the bytes of each table and the rest.
+    """Return a stacked bar chart of the mean delta size in each bin, by table; None for a stream without versions.
 
-    ``legend`` has the label of each series by its CSS class. ``shapes`` are pairs of a CSS class and SVG path data,
-    from back to front. ``tips`` has the title and the values of the tooltip of each slot, one per series or none.
-    Returns None for a stream without versions.
+    ``legend`` contains the label of each series by CSS class. ``shapes`` are pairs of a CSS class and SVG path data,
+    from back to front. ``tips`` contains the title and the values of each slot's tooltip. The values are empty for a
+    bin without deltas.
     """
     if not figures["bins"]:
         return None

@@ -87,7 +87,7 @@ def command(
     is_json: bool,
     **fields: Any,  # noqa: ANN401  of the Workload
 ) -> int:
-    """Print the forecast as tables or as one JSON object. ``fields`` are those of the :class:`Workload`."""
+    """Print the forecast as tables or as one JSON object. ``fields`` are fields of :class:`Workload`."""
     if bool(shapes) == (url is not None):
         raise click.UsageError("Pass --table or --from, not both." if shapes else "Pass --table or --from.")
     if options and url is None:
@@ -130,7 +130,7 @@ def _tables(shapes: Sequence[str]) -> list[TableSpec]:
 
 
 def _values(found: Forecast, bandwidth: float | None, prices: dict[str, float | None]) -> dict[str, Any]:
-    """Return the forecast as JSON values. Bytes and requests are per hour unless stated otherwise."""
+    """Return the forecast as a JSON object. Bytes read, bytes written and requests are per hour."""
     load = found.workload
     starts = {"average": found.start_bytes, "longest": found.longest_start_bytes}
     per_day = {"class_a": _HOURS * found.requests.class_a, "class_b": _HOURS * found.requests.class_b}

@@ -1,4 +1,4 @@
-"""State of the predictors that follow a stream, read from their heartbeats; and clocks that differ from the store's."""
+"""States of the predictors of a stream, read from their heartbeats; and differences between clocks."""
 
 import statistics
 from collections.abc import Iterable, Sequence
@@ -24,14 +24,15 @@ from delta_tracker.stream.store_clock import StoreClock, skew_problem
 
 @dataclass(frozen=True, slots=True)
 class SeenPredictor:
-    """State of a predictor, computed from its last heartbeat and the newest entry of the log.
+    """State of a predictor, computed from its heartbeats and the newest entry of the log.
 
     Args:
-        health: state by the window of the last heartbeats, see :func:`~delta_tracker.stream.heartbeat.evaluate`.
-        seconds_ago: age of the heartbeat in seconds, by the store's clock.
-        skew: predictor's clock minus the store's, in seconds.
+        beat: last heartbeat of the predictor.
+        health: state according to the last heartbeats, see :func:`~delta_tracker.stream.heartbeat.evaluate`.
+        seconds_ago: age of the last heartbeat in seconds, by the store's clock.
+        skew: clock of the predictor minus the store's clock, in seconds.
         lag_versions: number of versions in the log after the version in the heartbeat; None if the predictor has no
-            version or follows another stream.
+            version or a version of another stream.
     """
 
     beat: Heartbeat
@@ -42,23 +43,22 @@ class SeenPredictor:
 
     @property
     def is_silent(self) -> bool:
-        """True if the predictor has written no heartbeat recently."""
+        """True if :attr:`health` is ``"silent"``: the predictor has not written a heartbeat recently."""
         return self.health == "silent"
 
     @property
     def behind(self) -> int | None:
         """Number of versions not yet applied; None if unknown.
 
-        For a live predictor, this is the number that the predictor wrote in its heartbeat, because :attr:`lag_versions`
-        also counts versions that were committed after the heartbeat. Otherwise, or if the heartbeat has no number, this
-        is :attr:`lag_versions`.
+        For a live predictor, this is the number in its heartbeat, if any: :attr:`lag_versions` also counts versions
+        that were committed after the heartbeat. For a silent predictor, this is :attr:`lag_versions`.
         """
         if self.lag_versions is None or self.is_silent or self.beat.lag_versions is None:
             return self.lag_versions
         return self.beat.lag_versions
 
     def to_dict(self) -> dict[str, object]:
-        """Return the heartbeat and the state as JSON values. Times are in seconds."""
+        """Return the heartbeat and the state as a JSON object. Times are in seconds."""
         fields: dict[str, object] = to_builtins(self.beat)
         return fields | {
             "state": "silent" if self.is_silent else "live",
@@ -75,8 +75,8 @@ def read_predictors(
 ) -> tuple[list[SeenPredictor], int]:
     """Return the predictors with a heartbeat in the last hour, and the number of heartbeats that were not read.
 
-    Those with an error come first, then those in the worst states. At most the ``limit`` newest heartbeats are read.
-    ``clock`` is updated with their modification times. ``order`` is the newest pin or release of the stream.
+    Predictors with errors come first, then the worst states. At most the ``limit`` newest heartbeats are read; None for
+    no limit. Updates ``clock`` with their modification times. ``order`` is the newest pin or release of the stream.
     """
     seen, num_unread = see_heartbeats(storage, clock, max_age=GONE_SECONDS, limit=limit)
     found = [_seen_predictor(each, head, max(0.0, clock.now() - each.modified), order) for each in seen]
@@ -84,10 +84,10 @@ def read_predictors(
 
 
 def hosts_of(predictors: Sequence[SeenPredictor]) -> dict[str, dict[str, int | None]]:
-    """Return for each host its numbers of predictors and silent predictors, and versions and worst lag of the rest.
+    """Return, by host, the numbers of predictors and silent predictors, and the versions and lags of the others.
 
-    The range of versions and the worst lag in versions are None if they are unknown, as on a host whose predictors are
-    all silent. Versions of another stream do not count.
+    Values are the lowest, median and highest version, and the largest lag in versions; None if unknown, for example if
+    all predictors of a host are silent. Predictors with a version of another stream are excluded.
     """
     found: dict[str, dict[str, int | None]] = {}
     for host in sorted({each.beat.host for each in predictors}):
@@ -109,7 +109,7 @@ def hosts_of(predictors: Sequence[SeenPredictor]) -> dict[str, dict[str, int | N
 class Skews:
     """Differences between the clocks of a stream's publishers and the store's clock.
 
-    The skew of a publisher is the smallest one of its entries, because a slow commit looks like a clock that is behind.
+    A publisher's skew is the smallest of the skews of its entries. A slow commit makes a clock appear to be behind.
     """
 
     def __init__(self, entries: Iterable[Manifest | Entry] = ()) -> None:
@@ -123,9 +123,9 @@ class Skews:
         self._found[entry.generation] = min(self._found.get(entry.generation, skew), skew, key=abs)
 
     def problems(self, predictors: Iterable[SeenPredictor] = (), clock: StoreClock | None = None) -> list[str]:
-        """Return a description of each clock that differs from the store's by more than a minute.
+        """Return a description of each clock that differs from the store's clock by more than a minute.
 
-        ``clock`` compares the clock of this process; None if it was not compared with the store's.
+        The clocks are those of the publishers, of ``predictors``, and of this host if ``clock`` is given.
         """
         skews = {f"the publisher of generation {number}": skew for number, skew in sorted(self._found.items())}
         skews |= {f"predictor {each.beat.name}": each.skew for each in predictors}

@@ -67,7 +67,7 @@ Examples:
 )
 @stream_command
 def command(stream: Stream, path: Path | None, versions: int, megabytes: int) -> int:
-    """Write the page. With ``--json``, print the data instead, and write the page only if ``--out`` is given."""
+    """Write the page. With ``--json``, print the data, and write the page only if ``--out`` is given."""
     if path is not None and not path.absolute().parent.is_dir():  # check before reading, which may take hours
         raise InvalidArgumentError("--out", str(path), "Name a file in a directory that exists")
     figures = read_figures(stream, versions, megabytes * 1_000_000)
@@ -82,7 +82,7 @@ def command(stream: Stream, path: Path | None, versions: int, megabytes: int) ->
 
 
 def _write(page: Path, text: str) -> None:
-    """Write a temporary file and rename it to ``page``, so that ``page`` is never incomplete."""
+    """Write ``text`` to ``page`` atomically: write a temporary file and rename it."""
     draft = page.with_name(f".{page.name}.{secrets.token_hex(8)}")
     with os_errors_of("--out", str(page)):
         try:
@@ -93,14 +93,14 @@ def _write(page: Path, text: str) -> None:
 
 
 def read_figures(stream: Stream, max_versions: int, max_bytes: int) -> Figures:
-    """Read a stream and return the data of its report as JSON values.
+    """Read a stream and return the data of its report as a JSON object.
 
     Times are Unix seconds by the store's clock.
 
     Args:
-        stream: the stream.
-        max_versions: maximum number of log entries to read, the newest ones.
-        max_bytes: maximum total size of the parts to read, in bytes, those of the newest versions.
+        stream: stream to read.
+        max_versions: number of the newest log entries to read.
+        max_bytes: maximum total size in bytes of the parts to read. The parts of the newest versions are read.
     """
     head = stream.head()
     listed = [version for version in stream.log.versions() if version <= head.version]
@@ -169,7 +169,7 @@ def read_figures(stream: Stream, max_versions: int, max_bytes: int) -> Figures:
 
 
 def _newest(sizes: Sequence[tuple[int, int]], max_bytes: int) -> list[tuple[int, int]]:
-    """Return the newest versions and their bytes, up to a total number of bytes. Skips versions without bytes."""
+    """Return the newest versions with their bytes, up to ``max_bytes`` in total. Versions without bytes are skipped."""
     left, found = max_bytes, []
     for version, num_bytes in reversed(sizes):
         left -= num_bytes
@@ -188,10 +188,10 @@ def _pinned(pin: Pin, now: float) -> Notice:
 
 
 def _gap(stream: Stream, listed: list[int]) -> list[StreamError]:
-    """Return a list with the error of a missing entry after the newest snapshot; empty if none is missing.
+    """Return an error if an entry after the newest snapshot is missing; an empty list otherwise.
 
-    If such an entry is missing, a new predictor cannot reach the newest version. Missing entries before the snapshot
-    are not a fault, because retention deletes them. ``listed`` has the versions in the log, ascending.
+    A new predictor then cannot reach the newest version. Entries before the snapshot may be missing, because retention
+    deletes them. ``listed`` contains the versions in the log in ascending order.
     """
     try:
         snapshot = stream.log.newest_snapshot()
@@ -206,10 +206,10 @@ def _gap(stream: Stream, listed: list[int]) -> list[StreamError]:
 def _read_rows(
     stream: Stream, movement: Movement, sizes: Sequence[tuple[int, int]], faults: list[StreamError]
 ) -> list[tuple[int, int]]:
-    """Add the rows of versions, each with its bytes, to ``movement``, and the errors of damaged ones to ``faults``.
+    """Add the rows of versions to ``movement``, and the errors of damaged versions to ``faults``.
 
     Returns:
-        The versions that were read.
+        The versions that were read, each with its bytes as in ``sizes``.
     """
     import_optional("torch", "torch", "torch")
     from delta_tracker.stream.format.part_reader import Contents  # noqa: PLC0415  it imports torch
@@ -270,9 +270,9 @@ def _table(bins: Sequence[Bin], sent: Amount, moved: TableMovement) -> dict[str,
 
 
 def _quantiles(buckets: LogBuckets) -> dict[str, Any]:
-    """Return ``count``, the number of values; the quantiles ``p50``, ``p90`` and ``p99``; and the maximum, ``max``.
+    """Return the number of values (``count``), the quantiles ``p50``, ``p90`` and ``p99``, and the maximum (``max``).
 
-    The quantiles and the maximum have a relative error of at most 1.1 %. They are None if there are no values.
+    The relative error of quantiles and maximum is at most 1.1 %. They are None if there are no values.
     """
     names = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
     found = {name: buckets.quantile(fraction) if buckets.count else None for name, fraction in names.items()}

@@ -1,4 +1,4 @@
-"""Check when a stream's publisher gave its last sign of life, for commands that replace the publisher."""
+"""Liveness check of a stream's publisher, for commands that replace the publisher."""
 
 import secrets
 
@@ -8,14 +8,14 @@ from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.stream.takeover_request import Liveness, Signs
 
 SILENCE_SECONDS = 30.0
-"""Default of the time without an entry or a heartbeat after which a publisher counts as dead."""
+"""Default time in seconds without an entry or a heartbeat after which a publisher counts as dead."""
 
 
 def check_silence(storage: Storage, silence: float) -> Signs | None:
-    """Return the signs of life of the publisher of a stream; None if there is no stream.
+    """Check that a stream's publisher is silent, and return its last signs of life; None if there is no stream.
 
     Raises:
-        LivePublisherError: if the publisher gave a sign of life in the last ``silence`` seconds.
+        LivePublisherError: if the publisher wrote an entry or a heartbeat in the last ``silence`` seconds.
         InvalidArgumentError: if ``silence`` is less than the time between the publisher's heartbeats.
     """
     name = f"command-{secrets.token_hex(4)}"  # two commands may run at the same time

@@ -1,4 +1,4 @@
-"""``sink``: write a stream to a row store and follow it."""
+"""``sink``: write a stream to a row store and keep the row store up to date."""
 
 import importlib
 import time
@@ -60,7 +60,7 @@ def command(
     *,
     once: bool,
 ) -> int:
-    """Write the stream until SIGTERM or Ctrl-C, or with ``once`` up to its newest version, and print each version."""
+    """Write versions until SIGTERM or Ctrl-C, or only the newest one if ``once`` is True. Print stored versions."""
     if once and poll is not None:
         raise InvalidArgumentError("--poll", poll, "Pass it without --once, which does not poll")
     sink = _opened(target)
@@ -83,7 +83,7 @@ def command(
 
 
 def _opened(target: str) -> RowSink:
-    """Return the sink of a target, which is not opened yet.
+    """Create the sink of a target. Does not open the sink.
 
     Args:
         target: ``redis://host:port/db?prefix=...``, ``rediss://...`` with TLS, ``lmdb:///directory``, or
@@ -91,7 +91,7 @@ def _opened(target: str) -> RowSink:
             :class:`~delta_tracker.sinks.row_sink.RowSink`.
 
     Raises:
-        InvalidArgumentError: if the target or one of its options is invalid. The message omits a password.
+        InvalidArgumentError: if the target or one of its options is invalid. The message never contains a password.
         MissingExtraError: if the package of the row store is not installed.
 
     Example:

@@ -1,4 +1,4 @@
-"""Shared parts of the commands: the stream argument, options of the store, types of options, and SIGTERM."""
+"""Shared parts of the commands: the stream argument, store options, types of options, and handling of SIGTERM."""
 
 import functools
 import signal
@@ -32,16 +32,16 @@ _JSON = click.Option(["--json", "is_json"], is_flag=True, help="Print JSON on st
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """Stream that a command works on, and the output of the command."""
+    """Stream of a command, and the command's output. Passed to the functions of :func:`stream_command`."""
 
     storage: Storage
     log: StreamLog
     out: Output
 
     def entries(self, versions: Sequence[int]) -> Iterator[tuple[int, Manifest | MalformedError]]:
-        """Read entries of the log as :func:`~delta_tracker.cli.entries.read_all` does, and show a progress bar.
+        """Yield each of ``versions`` with its entry, or with the error if it is malformed. Show a progress bar.
 
-        Entries that retention deleted meanwhile are left out.
+        Missing entries are omitted, because retention may delete entries at any time.
         """
         with self.out.progress("reading the log", len(versions)) as advance:
             for version, entry in read_all(versions, self.log.read):
@@ -63,7 +63,7 @@ class Stream:
         return head
 
     def wait_for_head(self, every: float) -> Manifest:
-        """Return the newest entry. While there is no stream, poll every ``every`` seconds."""
+        """Return the newest entry. If there is no stream yet, wait for it by polling every ``every`` seconds."""
         if (head := self.log.head()) is None:
             self.out.note(f"there is no stream at {self.storage.url} yet: waiting for its first version")
         while head is None:
@@ -78,12 +78,10 @@ class Stream:
 
 
 def stream_command(function: Callable[..., int]) -> Callable[..., int]:
-    """Add the argument ``URL`` and the options ``--option`` and ``--json`` to a click command.
+    """Decorator that adds the argument ``URL`` and the options ``--option`` and ``--json`` to a click command.
 
-    Place this decorator below ``click.command`` and above the command's own arguments, so that ``URL`` is the first
-    argument.
-
-    ``function`` takes a :class:`Stream` and the command's own parameters, and returns the exit code.
+    Place the decorator below ``click.command``, and above the command's own arguments to make ``URL`` the first
+    argument. ``function`` is called with a :class:`Stream` and the command's own parameters, and returns the exit code.
     """
 
     @functools.wraps(function)
@@ -98,10 +96,10 @@ def stream_command(function: Callable[..., int]) -> Callable[..., int]:
 
 
 def store_options(options: Sequence[str], option: str = "--option") -> dict[str, str] | None:
-    """Return a dict from name to value of the ``name=value`` arguments of an option; None if there are none.
+    """Parse ``name=value`` arguments of an option to a dict; None if there are none.
 
     Raises:
-        click.UsageError: if an argument has no name or no ``=``. The message omits its text, which may be secret.
+        click.UsageError: if an argument has no name or no ``=``. The message omits the argument, which may be secret.
     """
     pairs = [each.partition("=") for each in options]
     for name, equals, _ in pairs:
@@ -111,16 +109,16 @@ def store_options(options: Sequence[str], option: str = "--option") -> dict[str,
 
 
 class Number(click.FloatRange):
-    """Type of an option that takes a finite number from ``least`` to ``most``, or above ``least`` if ``above`` is True.
+    """Type of an option whose value is a number from ``least`` to ``most``. NaN is rejected.
 
-    ``most`` is 1e9 if it is None.
+    If ``most`` is None, it is 1e9. With ``above``, ``least`` itself is excluded.
     """
 
     def __init__(self, least: float, most: float | None = None, *, above: bool = False) -> None:
         super().__init__(least, most, min_open=above)
 
     def convert(self, value: float, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Convert the text of an option to a number."""
+        """Convert the text of an option to a number. Fail if the number is out of range."""
         number = super().convert(value, param, ctx)
         if not number <= _MAX:  # NaN passes the comparisons of a range
             self.fail(f"{value} is not a number up to {_MAX:g}.", param, ctx)
@@ -129,7 +127,7 @@ class Number(click.FloatRange):
 
 @contextmanager
 def os_errors_of(option: str, value: object, remedy: str = "Choose another path") -> Iterator[None]:
-    """Context manager that reports an ``OSError``, except StorageError, as an InvalidArgumentError of an option."""
+    """Context manager that converts OSError, except StorageError, to an InvalidArgumentError of ``option``."""
     try:
         yield
     except StorageError:
@@ -140,7 +138,7 @@ def os_errors_of(option: str, value: object, remedy: str = "Choose another path"
 
 @contextmanager
 def terminated() -> Iterator[None]:
-    """Context manager in which SIGTERM raises ``SystemExit`` with code 143, so that ``finally`` blocks run."""
+    """Context manager that makes SIGTERM raise SystemExit with code 143. ``finally`` blocks then run."""
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(_ANSWER_TO_TERMINATE))
     try:
         yield

@@ -44,7 +44,7 @@ Examples:
 @click.option("--wait", default=0.0, metavar="SECONDS", type=Number(0), help="Time to wait for the claim of a standby.")
 @click.option("--cancel", "cancels", is_flag=True, help="Delete the request instead. Excludes the other options.")
 def command(stream: Stream, silence: float, wait: float, *, is_forced: bool, cancels: bool) -> int:
-    """Write the request and wait. Return 1 if no publisher claims the stream within ``wait`` seconds, otherwise 0."""
+    """Request a takeover. Return 1 if ``wait`` is not 0 and no publisher claims the stream in time, otherwise 0."""
     if cancels:
         source = click.get_current_context().get_parameter_source
         if any(source(name) is not ParameterSource.DEFAULT for name in ("is_forced", "wait", "silence")):
@@ -78,7 +78,7 @@ def command(stream: Stream, silence: float, wait: float, *, is_forced: bool, can
 
 
 def _successor(stream: Stream, generation: int, seconds: float) -> int | None:
-    """Return the generation after ``generation`` in the log; None if there is none within ``seconds``."""
+    """Wait for a generation after ``generation`` and return it; None if there is none within ``seconds``."""
     end = time.monotonic() + seconds
     while (found := stream.head().generation) <= generation:
         if time.monotonic() >= end:

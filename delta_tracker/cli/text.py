@@ -12,10 +12,9 @@ _MAX_TEXT = 400
 
 
 def plain(text: object) -> str:
-    r"""Escape control characters in text from a stream or an error.
+    r"""Escape control characters in untrusted text, such as table names and errors in heartbeats.
 
-    Table names and the errors in heartbeats are untrusted. Escape codes, line breaks and bidirectional marks are
-    replaced by Python escape sequences.
+    Terminal escape codes, line breaks and bidirectional marks are replaced by Python escape sequences.
 
     Example:
         >>> plain("red \x1b[31m and\nmore")
@@ -25,7 +24,7 @@ def plain(text: object) -> str:
 
 
 def error_text(error: DeltaTrackerError) -> str:
-    """Return the problem and the remedy of an error in one paragraph. The problem is truncated to 400 characters."""
+    """Format the problem and the remedy of an error in one line. The problem is truncated to 400 characters."""
     rest = " ..." if len(error.problem) > _MAX_TEXT else ""
     return plain(f"error: {error.problem[:_MAX_TEXT]}{rest}. {error.remedy}.")
 
@@ -41,7 +40,7 @@ def count(number: int) -> str:
 
 
 def several(number: int, one: str, many: str = "") -> str:
-    """Format a number with a noun in the singular or plural. ``many`` defaults to ``one`` followed by ``s``.
+    """Format a number with a noun in singular or plural. The plural ``many`` defaults to ``one`` followed by ``s``.
 
     Example:
         >>> several(1, "entry", "entries"), several(2000, "part")
@@ -65,7 +64,7 @@ def size(num_bytes: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Format a number of seconds as a time span with a suitable unit, from ms to d.
+    """Format a duration with a suitable unit, from ms to d.
 
     Example:
         >>> duration(0.0123), duration(4.25), duration(600), duration(100_000)
@@ -80,9 +79,9 @@ def duration(seconds: float) -> str:
 
 
 def moment(seconds: float, form: str = "%Y-%m-%d %H:%M:%S", zone: tzinfo | None = None) -> str:
-    """Format a Unix time with a strftime format, in this host's time zone unless another one is given.
+    """Format a Unix time with a strftime format. ``zone`` defaults to the time zone of the host.
 
-    Only the year is returned if ``datetime`` cannot represent the time.
+    If ``datetime`` cannot represent the time, only the year is returned.
 
     Example:
         >>> moment(1e15)
@@ -95,7 +94,7 @@ def moment(seconds: float, form: str = "%Y-%m-%d %H:%M:%S", zone: tzinfo | None 
 
 
 def short(name: str, most: int = 72) -> str:
-    """Return ``name``. If it has more than ``most`` characters, an ellipsis replaces its middle.
+    """Shorten a name to at most ``most`` characters by replacing its middle with an ellipsis.
 
     Example:
         >>> short("ec.embeddings.a_table_with_a_long_name", 20)

@@ -38,7 +38,7 @@ Examples:
 @click.option("--once", is_flag=True, help="Show the screen once and exit.")
 @stream_command
 def command(stream: Stream, *, every: float, window: float, once: bool) -> int:
-    """Show the screen and refresh it until Ctrl-C. With ``--json``, print one line per refresh instead."""
+    """Show the screen and refresh it until Ctrl-C. With ``--json``, print one line per refresh."""
     if not once:
         with terminated():
             stream.wait_for_head(every)

@@ -81,7 +81,7 @@ def command(stream: Stream, *, quick: bool) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Damaged entry or part. ``is_in_the_way`` is True if a predictor that starts now reads it."""
+    """Damaged entry or object. ``is_in_the_way`` is True if a new predictor would read it."""
 
     where: str
     problem: str
@@ -89,9 +89,9 @@ class Finding:
 
 
 class _Owners:
-    """Checker that no raw id owns two rows after any version.
+    """Check that no raw id owns two rows of a table after any version.
 
-    Holds 8 bytes for each row of a table with raw ids, and 16 for each row of the current version.
+    Memory: 8 bytes for each row of tables with raw ids, and 16 bytes for each row of the current version.
     """
 
     def __init__(self) -> None:
@@ -105,13 +105,13 @@ class _Owners:
             self._new.append((rows.block.table, ids, rows.owners(0, rows.block.num_rows)[:, 0].clone()))
 
     def forget(self) -> None:
-        """Drop all raw ids, because the next version is unknown. The check continues at the next snapshot."""
+        """Discard all raw ids. The check continues at the next snapshot. Call it if a version is missing or damaged."""
         self._held, self._new = {}, []
 
     def problems(self, manifest: Manifest, *, is_whole: bool) -> Iterator[str]:
-        """Yield a description of each problem after a version, whose raw ids were added.
+        """Yield a description of each problem after a version. Call :meth:`add` first, for all rows of the version.
 
-        ``is_whole`` is True if all rows of the version were added.
+        ``is_whole`` is False if some rows of the version could not be added.
         """
         if manifest.kind == "claim":
             return
@@ -143,16 +143,17 @@ class _Owners:
 
 @dataclass
 class _Check:
-    """Check of the entries and parts of one stream, with its result.
+    """Check of all entries and objects of one stream, and its result.
 
     Args:
-        is_quick: True to compare only the sizes of parts.
+        stream: stream to check.
+        is_quick: True to compare only the sizes of objects.
 
     Attributes:
-        findings: damage found so far.
-        skews: differences between the clocks of the publishers and the store's.
-        counts: numbers of well-formed ``entries`` of the log and ``merged`` ones, of checked ``parts`` and other
-            objects, including damaged ones, and their ``bytes``.
+        findings: damage that was found.
+        skews: differences between the clocks of the publishers and the clock of the store.
+        counts: numbers of well-formed ``entries`` and ``merged`` entries, of checked objects (``parts``), including
+            damaged ones, and of their ``bytes``.
     """
 
     stream: Stream
@@ -170,7 +171,7 @@ class _Check:
     _advance: Callable[[int], None] = field(init=False)  # of the progress bar
 
     def run(self) -> None:
-        """Check the log, then the merged entries."""
+        """Check the entries of the log, the merged entries, and their objects."""
         storage = self.stream.storage
         head, newest = self._newest()
         self._stream = "" if head is None else head.stream
@@ -186,7 +187,7 @@ class _Check:
             self._check_merged()
 
     def _newest(self) -> tuple[Manifest | None, int]:
-        """Return the newest well-formed entry, None if there is none, and the newest version."""
+        """Return the newest well-formed entry (None if there is none) and the newest version."""
         try:
             head = self.stream.head()
         except MalformedError:  # reported when the entry is checked
@@ -212,7 +213,7 @@ class _Check:
             before = manifest if isinstance(manifest, Manifest) else None
 
     def _check_entry(self, manifest: Manifest, before: Manifest | None) -> None:
-        """Check an entry of the log, with its links and objects; ``before`` is the previous entry, None if unknown."""
+        """Check an entry of the log, its links and its objects. ``before`` is the previous entry; None if unknown."""
         version = manifest.version
         self.counts["entries"] += 1
         self._links[version] = manifest.link
@@ -230,7 +231,7 @@ class _Check:
             self._find(entry_name(version), problem, version)
 
     def _check_strays(self, versions: Sequence[int], newest: int) -> None:
-        """Check that versions above ``newest`` were committed while this check ran."""
+        """Report versions above ``newest``, unless they were committed during the check."""
         if versions and self.stream.log.storage.size(entry_name(newest + 1)) is None:
             problem = f"it is above version {newest + 1}, which is missing: delete it"
             for version in versions:
@@ -248,7 +249,7 @@ class _Check:
                 self._check_parts(manifest, partial(log.read_merged, merged))
 
     def _newest_snapshot(self, head: Manifest | None) -> tuple[int, bool]:
-        """Return the newest snapshot's version, or -1, and True if the newest entry names a missing snapshot."""
+        """Return the version of the newest snapshot (-1 for none), and True if the newest entry names a missing one."""
         named = -1 if head is None or head.snapshot is None else head.snapshot
         try:
             snapshot = self.stream.log.newest_snapshot()
@@ -257,7 +258,7 @@ class _Check:
         return (named, named >= 0) if snapshot is None else (snapshot.version, False)
 
     def _check_parts(self, manifest: Manifest, again: Callable[[], Manifest | None]) -> bool:
-        """Check an entry's objects. ``again`` reads the entry again. Return True if no object is damaged or missing."""
+        """Check an entry's objects. Return True if all are intact. ``again`` reads the entry again."""
         is_whole = True
         for each, check in self._checks(manifest):
             try:
@@ -277,7 +278,7 @@ class _Check:
     def _is_without_parts(self, manifest: Manifest, stored: Part | Stored) -> bool:
         """Return True if an object is missing because retention deleted it.
 
-        Retention keeps an entry that precedes a claim, but deletes the entry's objects.
+        Retention keeps an entry before a claim, but deletes the objects of the entry.
         """
         log = self.stream.log
         has_newer = manifest.version < self._start or manifest.stream != self._stream
@@ -285,7 +286,7 @@ class _Check:
         return (has_newer or has_merged) and log.storage.size(stored.name) is None and log.precedes_claim(manifest)
 
     def _checks(self, manifest: Manifest) -> Iterator[tuple[Part | Stored, Callable[[], object]]]:
-        """Yield each object of an entry, and a function that checks it. The functions raise CorruptPartError."""
+        """Yield each object of an entry with a function that checks the object and raises CorruptPartError."""
         if self.is_quick:
             for each in manifest.objects:
                 yield each, partial(self._check_size, each)
@@ -300,7 +301,7 @@ class _Check:
             yield stored, partial(_check_training, storage, stored)
 
     def _check_part(self, part: Part, manifest: Manifest, readers: list[PartReader]) -> None:
-        """Check every byte of a part, and append its reader to ``readers`` if it is not damaged."""
+        """Check every byte of a part. If the part is intact, append its reader to ``readers``."""
         reader = PartReader(self.stream.storage, part, manifest, memory_bytes=_MEMORY_BYTES)
         reader.check_tensors()
         readers.append(reader)
@@ -309,7 +310,7 @@ class _Check:
                 self._owners.add(rows)
 
     def _check_states(self, states: Stored, readers: Sequence[PartReader]) -> None:
-        """Check every byte of the states of a part's rows. Without a reader of the part, check only their hashes."""
+        """Check every byte of the states of a part. Without a reader of the part, check only the hash."""
         if readers:
             readers[0].with_states()
         else:
@@ -341,20 +342,20 @@ def _check_training(storage: Storage, stored: Stored) -> None:
 
 
 def _starts(manifest: Manifest, before: Manifest | None, stream: str, newest: str) -> bool:
-    """Return True if an entry may start another stream in the log. For the arguments, see :func:`_chain_problems`."""
+    """Return True if an entry may start another stream in the log. Same arguments as :func:`_chain_problems`."""
     if manifest.forked_from is not None:
         return before is None or manifest.forked_from.stream == stream
     return before is None and manifest.stream == newest  # the promotion itself is missing or malformed
 
 
 def _chain_problems(manifest: Manifest, before: Manifest | None, stream: str, newest: str) -> Iterator[str]:
-    """Compare an entry with those before it, and yield a description of each contradiction.
+    """Compare an entry with the previous entries, and yield a description of each contradiction.
 
     Args:
-        manifest: the entry.
+        manifest: entry to check.
         before: previous entry; None if it is missing or malformed.
-        stream: stream of the entries so far; empty if there are none.
-        newest: stream of the newest well-formed entry of the log.
+        stream: stream id of the previous entries; empty for the first entry.
+        newest: stream id of the newest well-formed entry of the log.
     """
     if stream and manifest.stream != stream and not _starts(manifest, before, stream, newest):
         yield f"it belongs to stream {manifest.stream}, and the entries before it to {stream}"

@@ -1,4 +1,4 @@
-"""Build the tables of a version in memory-mapped files. The tables may be larger than memory."""
+"""Tables of a version, built in memory-mapped files. The tables may be larger than memory."""
 
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -32,14 +32,15 @@ def write_versions(
     table: str | None = None,
     advance: Callable[[int], None],
 ) -> dict[str, Tensor]:
-    """Write the rows and raw ids of versions to tensors, in order, and return their dense tensors by name.
+    """Write the rows and raw ids of versions to tensors, in order. Return the dense tensors by name.
 
-    ``rows`` has the ``[rows, columns]`` of each table by FQN, and ``owners`` the ``[rows]`` int64 raw ids. Both are
-    written in place; other tables are skipped. The tables of the versions must be like those of the manifest ``like``.
-    If ``table`` is given, only its parts are read. ``advance`` is called with the bytes of each version.
+    ``rows`` contains a tensor ``[rows, columns]`` for each table by FQN, and ``owners`` a tensor ``[rows]`` int64 for
+    raw ids. Both are written in place, and other tables are skipped. If ``table`` is given, only parts with this table
+    are read. ``advance`` is called with the bytes of each version.
 
     Raises:
-        MalformedError: if the spec or the rule for raw ids of a table differs, or ``like`` does not have the table.
+        MalformedError: if a table of a version is missing in the manifest ``like``, or has another spec or other
+            buckets of raw ids than in ``like``.
     """
     targets = {fqn: TensorTarget.of(each) for fqn, each in rows.items()}
     dense: dict[str, Tensor] = {}
@@ -62,9 +63,9 @@ def write_versions(
 
 
 def mapped(path: Path, specs: Mapping[str, DenseSpec], header: bytes = b"") -> dict[str, Tensor]:
-    """Create a file for tensors, and return the memory-mapped tensors by name. Allocates the disk space immediately.
+    """Create a file and return the memory-mapped tensors in it by name. Allocates the disk space immediately.
 
-    The file has the bytes ``header``, and then the tensors in the order of ``specs``.
+    The file contains the bytes ``header``, followed by the tensors in the order of ``specs``.
     """
     with path.open("xb") as file:
         file.write(header)
@@ -84,7 +85,7 @@ def mapped(path: Path, specs: Mapping[str, DenseSpec], header: bytes = b"") -> d
 
 
 def rows_of(table: TableSpec) -> DenseSpec:
-    """Return dtype and shape of all rows of a table."""
+    """Return the dtype and shape of a tensor with all rows of a table."""
     return DenseSpec(table.dtype_name, (table.num_rows, table.dim))
 
 

@@ -1,4 +1,4 @@
-"""Incremental reader of a stream's newest entries, and the data that one refresh of the screen shows."""
+"""Incremental reader of a stream's newest entries, and the data of one refresh of a screen."""
 
 import time
 from collections import deque
@@ -25,18 +25,19 @@ _NUM_LISTED = 20
 
 
 class Watch:
-    """Reader that keeps the newest entries of a stream: those in a time window that ends now, and some older ones.
+    """Incremental reader of the newest entries of a stream, which computes rates over a time window.
+
+    Call :meth:`refresh` periodically. It keeps the entries in the window that ends now, and some older entries.
 
     Attributes:
-        head: newest entry that was read; None if none was read yet.
-        entries: the newest entries in ascending order, at most 5,000.
-        tables: FQN to spec of each table in the newest entry that has tables.
-        changed: FQN to the newest delta with rows of the table.
-        is_complete: True if the last call of :meth:`refresh` read the newest entry.
-        skews: differences between the clocks of the publishers and the store's.
-        fault: problem of a malformed entry below the head, at which the last read from the head backwards ended; None
-            if there is none.
-        starts: number of times that :meth:`refresh` read the log from the head backwards.
+        head: newest entry that was read; None before the first entry.
+        entries: newest entries in ascending order, at most 5,000.
+        tables: spec of each table by FQN, from the newest entry with tables.
+        changed: newest delta with rows of each table, by FQN.
+        is_complete: True if the last :meth:`refresh` reached the newest entry of the log.
+        skews: differences between the clocks of the publishers and the store's clock.
+        fault: problem of the malformed entry that ended the last read backwards from the head; None without one.
+        starts: number of times that :meth:`refresh` read the log backwards from the head.
     """
 
     def __init__(self, log: StreamLog, window_seconds: float) -> None:
@@ -53,10 +54,10 @@ class Watch:
         self._next_check = 0.0
 
     def refresh(self, now: float) -> None:
-        """Read the entries created since the last call, at most 500.
+        """Read the entries committed since the last call, at most 500.
 
-        If this is the first call, the stream was replaced, or the next entry is missing, read the newest entries
-        instead, from the head backwards.
+        In the first call, and if the stream was replaced or the next entry is missing, read the newest entries
+        backwards from the head instead.
 
         Args:
             now: Unix time in seconds, by the store's clock.
@@ -72,7 +73,7 @@ class Watch:
             self.entries.popleft()
 
     def recent(self, now: float) -> list[Entry]:
-        """Return the snapshots and deltas of the window that ends at ``now``, a Unix time."""
+        """Return the snapshots and deltas in the time window that ends at the Unix time ``now``."""
         return [
             entry for entry in self.entries if entry.kind != "claim" and entry.committed > now - self._window_seconds
         ]
@@ -82,23 +83,22 @@ class Watch:
         return list(islice(reversed(self.entries), count))
 
     def seconds(self, now: float) -> float:
-        """Return how many seconds of the window the entries cover, at least 1.
+        """Return the length in seconds of the part of the time window that the entries cover, at least 1.
 
-        The entries cover the whole window if the oldest of them was created before the window began.
+        If the oldest entry was committed before the window began, this is the length of the window.
         """
         oldest = self.entries[0].committed if self.entries else now
         return min(self._window_seconds, max(1.0, now - oldest))
 
     def amounts(self, now: float) -> dict[str, Amount]:
-        """Return the amount of data of each table in the window's deltas, by FQN."""
+        """Return the amount of data of each table in the deltas of the time window, by FQN."""
         found = total(entry.tables for entry in self.recent(now) if entry.kind == "delta")
         return {fqn: Amount() for fqn in self.tables} | found
 
     def _go_on(self, head: Manifest) -> None:
         """Read the entries after ``head``, at most 500.
 
-        Whether the stream was replaced or an entry is missing is checked at most every 10 seconds, because the check
-        may list the log.
+        At most every 10 seconds, also check for a replaced stream and missing entries. The check may list the log.
         """
         self.is_complete = False
         is_due = time.monotonic() >= self._next_check
@@ -148,17 +148,18 @@ class Watch:
 
 @dataclass(slots=True)
 class View:
-    """Data that one refresh of the screen shows.
+    """Data of one refresh of the screen of ``top``.
 
     Args:
-        now: Unix time of the refresh by the store's clock, in seconds.
+        url: URL of the stream.
+        now: time of the refresh, in Unix seconds by the store's clock.
         watch: reader of the newest entries.
         predictors: predictors with a heartbeat in the last hour.
         num_gone: number of predictors whose last heartbeat is older than an hour.
-        skews: descriptions of clocks that differ from the store's by more than a minute.
+        skews: descriptions of clocks that differ from the store's clock by more than a minute.
         problem: error of the last read, or another message to show; None if there is no problem.
-        read: time of the last successful read, like ``now``. Rates are computed for this time, so that they do not fall
-            to 0 if the store cannot be read.
+        read: time of the last successful read, in Unix seconds. Rates are computed for the window that ends at this
+            time.
     """
 
     url: str
@@ -172,19 +173,19 @@ class View:
 
     @property
     def head(self) -> Manifest:
-        """Newest entry that was read."""
+        """Newest entry that ``watch`` has read."""
         assert self.watch.head is not None, "the view is made after a refresh"
         return self.watch.head
 
     def rates(self) -> tuple[float, float, float]:
-        """Return the averages of versions, rows and bytes per second over the window."""
+        """Return the average numbers of versions, rows and bytes per second in the time window."""
         recent, seconds = self.watch.recent(self.read), self.watch.seconds(self.read)
         sums = len(recent), sum(entry.num_rows for entry in recent), sum(entry.num_bytes for entry in recent)
         versions, rows, num_bytes = (each / seconds for each in sums)
         return versions, rows, num_bytes
 
     def to_dict(self) -> dict[str, object]:
-        """Return the data as JSON values. Times are Unix seconds. Rates are averages over ``window_seconds``."""
+        """Return the data as a JSON object. Times are Unix seconds. Rates are averages over ``window_seconds``."""
         watch, head, seconds = self.watch, self.head, self.watch.seconds(self.read)
         versions: list[dict[str, object]] = [to_builtins(entry) for entry in watch.newest(_NUM_LISTED)]
         for each in versions:
