@@ -60,7 +60,7 @@ class LmdbRows:
             return self._state(transaction)
 
     def rows(self, table: str, ids: Tensor) -> LookedUp:
-        """Look up the rows of ids.
+        """Look up rows by id.
 
         Args:
             table: FQN of the table.
@@ -106,7 +106,7 @@ class LmdbRows:
 
 
 class LmdbStore:
-    """Directory and error handling that the sink and the reader of a row store in LMDB share.
+    """Directory and error handling shared by the sink and the reader of a row store in LMDB.
 
     Raises:
         InvalidArgumentError: if the directory is empty, a URL, or has a leading ~ or a null character.

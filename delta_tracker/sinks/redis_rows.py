@@ -65,7 +65,7 @@ class RedisRows:
         raise MalformedSinkError("its current stream", "it has no state")
 
     def rows(self, table: str, ids: Tensor) -> LookedUp:
-        """Look up the rows of ids.
+        """Look up rows by id.
 
         Args:
             table: FQN of the table.
@@ -126,7 +126,7 @@ def _check_prefix(prefix: object) -> None:
 
 
 class RedisServer:
-    """Connections, keys and error handling that the sink and the reader of a row store in Redis share.
+    """Connections, keys and error handling shared by the sink and the reader of a row store in Redis.
 
     The arguments and errors are the same as in :class:`RedisRows`.
 

@@ -22,13 +22,13 @@ _DTYPES = {dtype_name(dtype) for dtype in TENSOR_DTYPES.values() if dtype.is_flo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SinkState(Written):
-    """State of one stream that a row store keeps with the rows. The predictor writes it, and readers decode rows by it.
+    """State of one stream in a row store. The predictor stores it with the rows, and readers need it to look up rows.
 
     The other fields are described in :class:`~delta_tracker.stream.reading.position.Written`.
 
     Args:
-        is_settling: True while ``version`` is complete, but :meth:`RowSink.settle` has not run yet. Some logged owners
-            may be missing from the stored map, and default rows of former buckets may still be stored.
+        is_settling: True from the completion of ``version`` until :meth:`RowSink.settle`. The stored map may then lack
+            logged owners, and default rows of former buckets may still be stored.
         tables: size and dtype of each table by FQN.
         identities: buckets of raw ids as of ``version``, by FQN of each table with raw ids.
         default_slots: global ids of the default rows that may be stored, by FQN of each table with default rows.
@@ -147,7 +147,7 @@ class RowSink(Protocol):
         """Store the state before the first row of version ``state.applying``. Readers stay on their current stream."""
 
     def write(self, stream: str, table: str, keys: Tensor, values: Tensor, version: int) -> None:
-        """Write rows, in batches of limited size. Each row is written atomically.
+        """Write rows. Implementations may split the rows into batches, but must write each row atomically.
 
         Args:
             stream: id of the stream.

@@ -25,7 +25,7 @@ _VERSION_BYTES = 8
 
 
 def num_value_bytes(table: TableSpec) -> int:
-    """Return the size of a stored row of the table in bytes, including the version."""
+    """Return the size in bytes of a stored row of the table, including the version."""
     return _VERSION_BYTES + table.dim * table.dtype.itemsize
 
 
@@ -188,7 +188,7 @@ class Lookup:
     def decode(self, rows: Sequence[bytes | None], defaults: Sequence[bytes | None]) -> LookedUp:
         """Return the result of the lookup. Raise MalformedSinkError if a required row is missing or invalid.
 
-        ``rows`` has the bytes for each id, ``defaults`` for each of :attr:`defaults`; None if the row is not stored.
+        ``rows`` and ``defaults`` contain the stored bytes for ``ids`` and :attr:`defaults`; None for a missing row.
         """
         is_own = torch.tensor([row is not None for row in rows], dtype=torch.bool)
         found = [row for row in rows if row is not None]
