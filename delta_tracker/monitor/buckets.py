@@ -71,7 +71,7 @@ class LogBuckets:
         self.zero = 0
 
     def extend(self, values: Sequence[float]) -> None:
-        """Count each of the values in its bucket. All values must be finite."""
+        """Count ``values`` in their buckets. All values must be finite."""
         above = [value for value in values if value > 0]
         self.positive.update(_indices(above))
         if len(above) < len(values):
@@ -118,7 +118,7 @@ class LogBuckets:
         ]
 
     def cumulative(self, bounds: Sequence[float]) -> list[int]:
-        """Return, for each bound, how many numbers are less than or equal to it.
+        """Return the number of counted numbers that are less than or equal to each bound.
 
         ``bounds`` are powers of ``2**(1 / 32)`` in ascending order. The result is exact for numbers whose magnitude is
         above :data:`MIN` and at most :data:`MAX`.

@@ -55,7 +55,8 @@ class TotalReport:
 
     Args:
         figures: the aggregate. The sum of a logical counter includes the total restored from a checkpoint.
-        function: function that returns the current value of a gauge, or None for no data; None without a function.
+        function: function of ``Gauge.set_function()``, which returns the current value or None for no data; None if
+            no function is set.
     """
 
     definition: Definition

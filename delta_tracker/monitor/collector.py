@@ -96,7 +96,7 @@ class Collector:
         self._thread = thread
 
     def stop(self, timeout_seconds: float) -> bool:
-        """Collect a last time, close the sinks and end both threads. No-op if the collector is not running.
+        """Collect one last time, close the sinks and end both threads. No-op if the collector is not running.
 
         Returns False, without waiting for the threads, if this exceeds ``timeout_seconds``.
         """

@@ -87,7 +87,7 @@ CURRENT_SPAN: contextvars.ContextVar[tuple[int, int]] = contextvars.ContextVar("
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Occurrence in the program with a name, a message, flat data and a time.
+    """Event with a name, a message, flat data and a time.
 
     Surrogates in the message and in the data are replaced by escape sequences.
 
@@ -149,7 +149,7 @@ class Event:
 
 
 def json_value(value: Value) -> Value:
-    """Return ``value``, with NaN and infinity converted to strings, for encoding as JSON.
+    """Return ``value`` as a value that JSON can represent: NaN and infinity are converted to strings.
 
     Example:
         >>> json_value(float("nan")), json_value(1.5)

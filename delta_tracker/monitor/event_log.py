@@ -109,7 +109,7 @@ class Subscription:
         return bool(self._waiting)
 
     def queue(self, events: Sequence[Event]) -> None:
-        """Queue the matching events. Drop the oldest queued events if the queue exceeds the capacity of the log."""
+        """Queue the events that match. If the queue exceeds the capacity of the log, drop the oldest queued events."""
         self._waiting.extend(
             event for event in events if event.severity >= self._severity and fnmatchcase(event.name, self._pattern)
         )

@@ -30,9 +30,9 @@ _OPTIONS = Definition.__dataclass_fields__.keys() - {"name", "kind", "help"}
 class Monitor(Forkable):
     """Entry point for recording metrics and events and delivering them to sinks. Thread-safe.
 
-    Metrics (called stats) and events can be recorded before :meth:`start`, which starts two threads: one collects
-    periodically, the other calls sinks, event handlers and callbacks of stats. :meth:`stop` collects once more; it is
-    also called at exit. In a forked child, the monitor is stopped, and all records, events and sinks are discarded.
+    Metrics (called stats) and events can be recorded at any time. :meth:`start` starts two threads: one collects
+    periodically, the other calls sinks, event handlers and callbacks of stats. :meth:`stop`, which is also called at
+    exit, collects once more. In a forked child, the monitor stops and discards all records, events and sinks.
 
     Args:
         clock: source of timestamps.
@@ -214,7 +214,7 @@ class Monitor(Forkable):
         return self.events.subscribe(pattern, handler, severity)
 
     def limit_events(self, pattern: str, **rule: Any) -> None:  # noqa: ANN401  the fields of EventRule
-        """Drop events by severity, rate or random sampling if their names match a shell pattern.
+        """Limit the events whose names match a shell pattern by severity, rate or random sampling.
 
         If several patterns match a name, only the limits that were set last apply.
 
@@ -269,7 +269,7 @@ class Monitor(Forkable):
         system: bool = True,
         run_id: str | None = None,
     ) -> None:
-        """Start to collect every ``interval`` in threads of the library, until :meth:`stop` or the end of the program.
+        """Start collecting every ``interval`` in threads of the library, until :meth:`stop` or the end of the program.
 
         The last collection is lost if the program is killed or calls ``os._exit``. Child processes of multiprocessing
         end with ``os._exit``, so they must call :meth:`stop`.
@@ -305,7 +305,7 @@ class Monitor(Forkable):
         self._collector.start(sinks, seconds, labels)
 
     def stop(self, timeout: timedelta = timedelta(seconds=15)) -> bool:
-        """Collect a last time, close the sinks and stop the threads. Return False if this exceeds ``timeout``.
+        """Collect one last time, close the sinks and stop the threads. Return False if this exceeds ``timeout``.
 
         No-op if the monitor is not running. Raises InvalidArgumentError if ``timeout`` is not a timedelta above 0.
         """

@@ -42,7 +42,8 @@ def check_name(argument: str, name: object) -> str:
 def check_label_names(names: Iterable[str]) -> tuple[str, ...]:
     """Return the label names as a tuple if all of them are valid.
 
-    Raises InvalidArgumentError for an invalid, reserved (``le``, ``quantile``) or duplicate name, or a single string.
+    Raises InvalidArgumentError for an invalid, reserved (``le``, ``quantile``) or duplicate name, or if ``names`` is a
+    string.
     """
     if isinstance(names, str) or not isinstance(names, Iterable):
         raise InvalidArgumentError("labels", names, "Pass a list of label names, for example labels=['table']")
@@ -103,7 +104,7 @@ def order_labels(stat: str, names: tuple[str, ...], labels: Mapping[str, object]
 
 
 def labelled_call(stat: str, labels: Iterable[str], value: object) -> str:
-    """Return, for error messages, a call that records ``value``. Each label is ``name`` or ``name='value'``."""
+    """Return the code of a call that records ``value``. Each of ``labels`` is ``name`` or ``name='value'``."""
     return f"{stat}.cell({', '.join(labels)}).add({value!r})"
 
 

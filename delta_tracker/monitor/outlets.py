@@ -28,7 +28,7 @@ Call = tuple[Callable[[], None], Future[None]]
 
 @dataclass(slots=True)
 class Guard:
-    """Failures and muting of one sink, handler or source.
+    """Record of the failures of one sink, handler or source, and of the time until which calls are muted.
 
     Args:
         name: name of the sink, handler or source in log messages and metrics.
@@ -50,7 +50,7 @@ class Guard:
         return self.call is not None and not self.call.done()
 
     def mute(self, reason: BaseException, now_ns: int) -> None:
-        """Make no calls for 10 seconds after a failure, or longer if the previous calls failed too.
+        """Mute the outlet for 10 seconds after a failure.
 
         The duration doubles with each consecutive failure, up to 600 seconds. Only the first failure is logged.
         """
@@ -100,10 +100,10 @@ class Runner:
         The call is skipped and counted if ``guard`` is muted, or if the previous call with ``guard`` has not returned.
 
         Args:
-            guard: failures of the sink, handler or source to call.
+            guard: guard of the outlet. Failures are recorded in it.
             action: function to call.
-            even_if_muted: True to also call a muted outlet. If the previous call has not returned, first wait for it,
-                for at most the deadline.
+            even_if_muted: True to call the outlet even if it is muted. If the previous call has not returned, wait for
+                it up to the deadline.
             here_if_refused: True to call ``action`` in the calling thread, without a deadline, if no worker thread can
                 be started. Since Python 3.12, no thread can be started at interpreter shutdown.
         """
@@ -173,7 +173,7 @@ class SinkQueue:
         self._events: list[Event] = []
 
     def add(self, windows: Sequence[WindowReport], events: Sequence[Event]) -> tuple[list[WindowReport], int]:
-        """Queue windows and events. Drop the oldest ones if the queue is too long.
+        """Queue windows and events. Drop the oldest ones beyond the limits of the queue.
 
         Returns the dropped windows, and the number of dropped events.
         """

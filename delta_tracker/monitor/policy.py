@@ -13,7 +13,7 @@ WhenEmpty = Literal["skip", "zero"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """Conditions that close a window: a sequence of records of a stat that are aggregated together.
+    """Conditions that close a window. A window is a sequence of records of a stat that are aggregated together.
 
     When any of the conditions is met, the window is closed and the next one is opened. Without conditions, each
     collection closes the window.

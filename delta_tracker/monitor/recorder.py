@@ -19,7 +19,7 @@ _MAX_LENGTH = 200
 class Recorder(MetricSource):
     """Built-in metrics of one object, such as a tracker, with one label set to the name of the object.
 
-    Attributes of :class:`~delta_tracker.monitor.library.LibraryMetrics` that have the label are attributes of the
+    Each metric of :class:`~delta_tracker.monitor.library.LibraryMetrics` that has the label is an attribute of the
     recorder.
 
     Args:
@@ -70,7 +70,7 @@ class Recorder(MetricSource):
         return bound
 
     def watch(self, record: Callable[[Any], None]) -> None:
-        """Register a function: ``record(owner)`` is called once per collection, in a thread of the library."""
+        """Register a function to call with the owner once per collection, in a thread of the library."""
         self._record = record
 
     def close(self) -> None:

@@ -63,7 +63,7 @@ class Registry:
             return known
 
     def add_source(self, source: MetricSource) -> None:
-        """Add a source to read once per collection. ``source.if_taken`` applies if the name is in use.
+        """Add a source to read once per collection. If the name is in use, ``source.if_taken`` selects the behavior.
 
         Raises InvalidArgumentError if the name is in use and ``source.if_taken`` is ``"refuse"``.
         """
@@ -106,7 +106,7 @@ class Registry:
             return [stat.name for stat in found]
 
     def find(self, pattern: str = "*", *, kind: Kind | None = None) -> list[Stat]:
-        """Return the stats whose names match a shell pattern, sorted by name."""
+        """Return the stats whose names match a shell pattern, sorted by name; only one kind if ``kind`` is given."""
         with self._lock:
             found = [stat for stat in self._stats.values() if fnmatchcase(stat.name, pattern)]
         return sorted((s for s in found if kind is None or s.definition.kind is kind), key=lambda stat: stat.name)

@@ -123,9 +123,10 @@ class Cell:
 
     Attributes:
         enabled: False if all records are ignored.
-        is_remote: True if the records arrive from a device with a delay. The source of the records must then call
-            :meth:`end_epoch`. The stat calls it otherwise.
-        function: function that returns the current value of a gauge, or None for no data; None without a function.
+        is_remote: True if the records arrive from a device with a delay. In this case, the source of the records calls
+            :meth:`end_epoch`; otherwise, the stat does.
+        function: function that returns the current value of a gauge, or None for no data. None if values are recorded
+            with :meth:`add`.
     """
 
     def __init__(self, key: CellKey, policy: Policy, progress: Progress) -> None:
@@ -230,7 +231,7 @@ class Cell:
             return Collected(list(new.windows), figures, figures.num_rejected - new.num_rejected, new.num_lost)
 
     def end_epoch(self, at: tuple[int | None, int | None] | None = None) -> None:
-        """Close the window if the policy has ``Window(epoch=True)``. ``at`` is the step and epoch, if not current."""
+        """Close the window if the policy has ``Window(epoch=True)``. ``at``: step and epoch, None for current ones."""
         if self._policy.window.epoch:
             with self._lock:
                 self.fold()

@@ -69,11 +69,11 @@ class Definition:
     """Definition of a stat: its name, kind, unit and labels.
 
     Args:
-        name: name, unique in the registry; dots separate namespaces.
+        name: unique name; dots separate namespaces.
         kind: kind of the stat.
         help: description of the stat in one sentence.
         unit: base unit spelled out, such as seconds; empty for a plain number.
-        labels: label names.
+        labels: names of the labels.
         max_cells: maximum number of label sets (combinations of label values). Records with further label sets are
             added to the cell whose labels are all ``"other"``.
         is_logical: True if the counter describes the training run, not the process. Such a counter is saved in
@@ -180,8 +180,8 @@ class Stat:
         If there are already ``max_cells`` cells, return the cell whose labels are all ``"other"`` instead of a new one.
 
         Raises:
-            InvalidArgumentError: if the label names differ from the stat's, or a value is not a string, number, enum
-                member or path.
+            InvalidArgumentError: if the names in ``labels`` differ from the stat's labels, or a value is not a string,
+                a number, an enum member or a path.
         """
         if set(map(type, labels.values())) == {str}:  # fast path for labels in the order of the definition
             found = self._cells.get(tuple(labels.items()))  # type: ignore[arg-type]
@@ -207,11 +207,11 @@ class Stat:
             self._bind()
 
     def time(self, /, **labels: object) -> Timer:
-        """Return a context manager or decorator that records the duration of its body or function in seconds."""
+        """Return a :class:`Timer`, a context manager and decorator that records durations in seconds."""
         return self.timer(**labels)()
 
     def timer(self, /, **labels: object) -> Callable[[], Timer]:
-        """Return a function that works like :meth:`time`, but looks up the cell only once."""
+        """Return a function that creates timers. Faster than :meth:`time`, because the cell is looked up only once."""
         return partial(Timer, self.cell(**labels).add, self._progress.clock)
 
     def warn_of_rejected(self, number: int) -> None:
@@ -296,7 +296,8 @@ class Gauge(Stat):
             labels: label values of the cell.
 
         Raises:
-            InvalidArgumentError: if the label names differ from the stat's, or ``function`` is not callable.
+            InvalidArgumentError: if the names in ``labels`` differ from the stat's labels, or ``function`` is not
+                callable.
 
         Example:
             >>> from delta_tracker.monitor import Monitor

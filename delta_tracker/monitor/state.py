@@ -43,7 +43,7 @@ class LogicalCounters:
         return {_FORMAT: found}
 
     def merge(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Totals]:
-        """Return one state with the totals summed over ``states``.
+        """Return one state with the sums of the totals in ``states``.
 
         Raises InvalidArgumentError if a state is malformed, or a counter was saved with a different number of labels.
         """

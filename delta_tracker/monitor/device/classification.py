@@ -19,7 +19,7 @@ FIGURES = ("accuracy", "precision", "recall", "f1")
 
 
 class DeviceClassification(DeviceState):
-    """Accuracy, precision, recall and F1 of single-label classification over an epoch, computed from device counts.
+    """Accuracy, precision, recall and F1 of single-label classification over an epoch, counted on the device.
 
     Each collection records the gauges ``<name>.accuracy``, ``<name>.precision``, ``<name>.recall`` and ``<name>.f1``.
     Their values equal the Multiclass metrics of torchmetrics. With ``macro``, they are means over the classes that
@@ -75,7 +75,7 @@ class DeviceClassification(DeviceState):
         self._add(indices.device, torch.ones_like(indices, dtype=sum_dtype(indices.device)), indices)
 
     def absorb(self, growth: list[float], epoch_end: EpochEnd | None) -> None:
-        """Add new counts to the counts of the epoch and set the gauges. At an epoch's end, then reset the counts."""
+        """Add new counts to the epoch's counts and set the gauges. Then reset the counts if an epoch ended."""
         self._sums = [old + new for old, new in zip(self._sums, growth, strict=True)]
         if growth[-1]:
             self._rejected.add(round(growth[-1]) // 3)

@@ -167,7 +167,7 @@ class DeviceReader(MetricSource):
                 self.deleted.popleft()
 
     def finish(self, *, wait: bool) -> bool:
-        """Record completed copies, oldest first. Return False if a copy is pending; its successors are not recorded.
+        """Record completed copies, oldest first, up to the first pending copy. Return True if no copy is pending.
 
         With ``wait``, wait until all copies are complete.
         """

@@ -15,8 +15,8 @@ from delta_tracker.monitor.sinks.base_sink import Sink
 class TensorBoardSink(Sink):
     """Sink that writes TensorBoard event files: values and histograms of each window, and events as text.
 
-    The x-axis is the training step at which a window closed. If no step was set, it is the number of the window in its
-    series, counted from 1.
+    The x-axis is the training step at which a window closed. If no step was set, the x-axis is the number of the window
+    in its series, counted from 1.
 
     Args:
         folder: folder in which event files are created.
