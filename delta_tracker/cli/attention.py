@@ -131,10 +131,10 @@ def of_publishers(history: History, head: Manifest, now: float, described: Colle
 
 
 def of_silence(age: float, num_gaps: int, longest: float) -> list[Notice]:
-    """Return a notice if the publisher seems to have stopped, otherwise an empty list.
+    """Return a list with one notice if the publisher seems to have stopped; an empty list otherwise.
 
-    ``age`` is the time since the newest version in seconds. ``longest`` is the longest of ``num_gaps`` intervals
-    between successive versions, in seconds.
+    ``age`` is the time since the newest version in seconds. ``num_gaps`` is the number of intervals between successive
+    versions, and ``longest`` the longest of them in seconds.
     """
     if num_gaps < _MIN_GAPS or age <= max(_MIN_QUIET_SECONDS, _QUIET_GAPS * longest):
         return []

@@ -72,7 +72,7 @@ class RowCounts:
 
 
 class TableMovement:
-    """Statistics of the updates of one table: how often each row is updated, and by what L2 distance.
+    """Statistics of the updates of one table: numbers of updates of each row, and L2 distances of updates.
 
     Args:
         spec: spec of the table.

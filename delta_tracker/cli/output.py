@@ -91,7 +91,7 @@ def cell(value: object, style: str = "") -> Text:
 
 
 def one_line(text: object, style: str = "") -> Text:
-    """Return the same as :func:`cell`, but truncated instead of wrapped if it is too wide for the terminal."""
+    """Like :func:`cell`, but truncate the text instead of wrapping it if it is too wide for the terminal."""
     made = cell(text, style)
     made.no_wrap, made.overflow = True, "ellipsis"
     return made
@@ -103,8 +103,8 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, is_cut: b
     Args:
         columns: column names. A leading ``>`` is removed and makes the column right-aligned.
         rows: cells of each row: values, or results of :func:`cell`, which keep their style.
-        is_cut: how to fit the table to the terminal. False to wrap the first column; True to truncate columns, the last
-            one first, so that each row takes one line.
+        is_cut: False to wrap the first column if the table is too wide for the terminal. True to truncate columns
+            instead, beginning with the last one. Each row then takes one line.
     """
     made = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold underline")
     as_cell = one_line if is_cut else cell

@@ -50,8 +50,8 @@ class SeenPredictor:
     def behind(self) -> int | None:
         """Number of versions not yet applied; None if unknown.
 
-        For a live predictor, this is the number in its heartbeat, if any: :attr:`lag_versions` also counts versions
-        that were committed after the heartbeat. For a silent predictor, this is :attr:`lag_versions`.
+        For a live predictor, this is the number in its heartbeat, if any. Otherwise, it is :attr:`lag_versions`, which
+        also counts versions that were committed after the heartbeat.
         """
         if self.lag_versions is None or self.is_silent or self.beat.lag_versions is None:
             return self.lag_versions
@@ -84,10 +84,10 @@ def read_predictors(
 
 
 def hosts_of(predictors: Sequence[SeenPredictor]) -> dict[str, dict[str, int | None]]:
-    """Return, by host, the numbers of predictors and silent predictors, and the versions and lags of the others.
+    """Return, by host, the numbers of predictors and silent predictors, and statistics of the others.
 
-    Values are the lowest, median and highest version, and the largest lag in versions; None if unknown, for example if
-    all predictors of a host are silent. Predictors with a version of another stream are excluded.
+    The statistics are the lowest, median and highest version, and the largest lag in versions; None if unknown, as for
+    a host with only silent predictors. Predictors with a version of another stream are excluded.
     """
     found: dict[str, dict[str, int | None]] = {}
     for host in sorted({each.beat.host for each in predictors}):
@@ -109,7 +109,7 @@ def hosts_of(predictors: Sequence[SeenPredictor]) -> dict[str, dict[str, int | N
 class Skews:
     """Differences between the clocks of a stream's publishers and the store's clock.
 
-    A publisher's skew is the smallest of the skews of its entries. A slow commit makes a clock appear to be behind.
+    Slow commits make a clock appear to be behind, so the skew of a publisher is the smallest skew of its entries.
     """
 
     def __init__(self, entries: Iterable[Manifest | Entry] = ()) -> None:
@@ -118,14 +118,14 @@ class Skews:
             self.add(entry)
 
     def add(self, entry: Manifest | Entry) -> None:
-        """Add an entry of the log."""
+        """Update the skew of the publisher that committed ``entry``."""
         skew = entry.skew
         self._found[entry.generation] = min(self._found.get(entry.generation, skew), skew, key=abs)
 
     def problems(self, predictors: Iterable[SeenPredictor] = (), clock: StoreClock | None = None) -> list[str]:
         """Return a description of each clock that differs from the store's clock by more than a minute.
 
-        The clocks are those of the publishers, of ``predictors``, and of this host if ``clock`` is given.
+        Checks the clocks of the publishers, of ``predictors``, and of this host if ``clock`` is given.
         """
         skews = {f"the publisher of generation {number}": skew for number, skew in sorted(self._found.items())}
         skews |= {f"predictor {each.beat.name}": each.skew for each in predictors}

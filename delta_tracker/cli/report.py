@@ -100,7 +100,7 @@ def read_figures(stream: Stream, max_versions: int, max_bytes: int) -> Figures:
     Args:
         stream: stream to read.
         max_versions: number of the newest log entries to read.
-        max_bytes: maximum total size in bytes of the parts to read. The parts of the newest versions are read.
+        max_bytes: maximum total size in bytes of the parts to read, beginning with the newest version.
     """
     head = stream.head()
     listed = [version for version in stream.log.versions() if version <= head.version]

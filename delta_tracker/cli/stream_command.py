@@ -32,7 +32,7 @@ _JSON = click.Option(["--json", "is_json"], is_flag=True, help="Print JSON on st
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """Stream of a command, and the command's output. Passed to the functions of :func:`stream_command`."""
+    """Stream and output of a command. :func:`stream_command` passes it to the decorated function."""
 
     storage: Storage
     log: StreamLog
@@ -96,7 +96,7 @@ def stream_command(function: Callable[..., int]) -> Callable[..., int]:
 
 
 def store_options(options: Sequence[str], option: str = "--option") -> dict[str, str] | None:
-    """Parse ``name=value`` arguments of an option to a dict; None if there are none.
+    """Parse the ``name=value`` arguments of an option into a dict. Return None if there are no arguments.
 
     Raises:
         click.UsageError: if an argument has no name or no ``=``. The message omits the argument, which may be secret.
@@ -109,9 +109,9 @@ def store_options(options: Sequence[str], option: str = "--option") -> dict[str,
 
 
 class Number(click.FloatRange):
-    """Type of an option whose value is a number from ``least`` to ``most``. NaN is rejected.
+    """Parameter type of ``click`` for numbers from ``least`` to ``most``. NaN is rejected.
 
-    If ``most`` is None, it is 1e9. With ``above``, ``least`` itself is excluded.
+    The maximum is 1e9 if ``most`` is None. With ``above``, the number must be greater than ``least``.
     """
 
     def __init__(self, least: float, most: float | None = None, *, above: bool = False) -> None:

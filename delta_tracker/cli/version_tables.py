@@ -39,8 +39,8 @@ def write_versions(
     are read. ``advance`` is called with the bytes of each version.
 
     Raises:
-        MalformedError: if a table of a version is missing in the manifest ``like``, or has another spec or other
-            buckets of raw ids than in ``like``.
+        MalformedError: if a table of a version is missing in the manifest ``like``, or its spec or its buckets of raw
+            ids differ from ``like``.
     """
     targets = {fqn: TensorTarget.of(each) for fqn, each in rows.items()}
     dense: dict[str, Tensor] = {}

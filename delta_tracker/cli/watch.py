@@ -27,7 +27,7 @@ _NUM_LISTED = 20
 class Watch:
     """Incremental reader of the newest entries of a stream, which computes rates over a time window.
 
-    Call :meth:`refresh` periodically. It keeps the entries in the window that ends now, and some older entries.
+    Call :meth:`refresh` periodically. The reader keeps the entries in the window that ends now, and some older entries.
 
     Attributes:
         head: newest entry that was read; None before the first entry.
