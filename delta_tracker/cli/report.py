@@ -188,7 +188,7 @@ def _pinned(pin: Pin, now: float) -> Notice:
 
 
 def _gap(stream: Stream, listed: list[int]) -> list[StreamError]:
-    """Return an error if an entry after the newest snapshot is missing; an empty list otherwise.
+    """Return a list with one error if an entry after the newest snapshot is missing; an empty list otherwise.
 
     A new predictor then cannot reach the newest version. Entries before the snapshot may be missing, because retention
     deletes them. ``listed`` contains the versions in the log in ascending order.

@@ -22,7 +22,7 @@ from delta_tracker.monitor.names import check_name, encodable
 _logger = logging.getLogger(__name__)
 
 Value = str | int | float | bool
-"""Value in an event's data. Nested values are not supported, so that every sink can export the data."""
+"""Value in an event's data. Nested values are not supported, because not every sink could export them."""
 
 _RANK_BITS, _COUNT_BITS = 16, 48
 _TRACE_BITS = 128
