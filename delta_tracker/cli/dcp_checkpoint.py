@@ -64,7 +64,7 @@ def write_checkpoint(
 
     The checkpoint has the keys of ``{"model": model.state_dict(), "optimizer": model.fused_optimizer.state_dict()}`` of
     a ``DistributedModelParallel``. ``optimizer`` is missing if the version has no states of fused optimizers. If the
-    version has training states, ``training_state`` contains those of rank 0.
+    version has training states, ``training_state`` contains the states of rank 0.
 
     ``path`` is the result of :func:`entries_of`. ``directory`` must not exist. ``work`` is an existing directory for
     memory-mapped files, which are as large as the tables and their states. ``advance`` is called with the bytes of each

@@ -60,7 +60,7 @@ def command(
     *,
     once: bool,
 ) -> int:
-    """Write versions until SIGTERM or Ctrl-C, or only the newest one if ``once`` is True. Print stored versions."""
+    """Write the stream until SIGTERM or Ctrl-C, or up to its newest version with ``once``. Print stored versions."""
     if once and poll is not None:
         raise InvalidArgumentError("--poll", poll, "Pass it without --once, which does not poll")
     sink = _opened(target)

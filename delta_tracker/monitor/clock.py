@@ -44,7 +44,7 @@ class Progress:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Timer:
-    """Context manager and decorator that records durations, even if the body raises.
+    """Context manager and decorator that records the duration of a block or call, even if an exception is raised.
 
     A timer is not reentrant as a context manager. As a decorator, it times each call separately.
 

@@ -190,7 +190,7 @@ class Monitor(Forkable):
             severity: severity of both events. The end event has severity ERROR if the body of the ``with``
                 statement raises.
             trace: number, such as the step, that groups related spans in one trace. Pass the same number on all ranks
-                to group their spans; this requires the same ``run_id`` in :meth:`start`. None to use the trace of the
+                to group their spans; the ``run_id`` of :meth:`start` must be the same. None to use the trace of the
                 enclosing span, or a new trace if there is no enclosing span.
             data: values to store in both events, by name.
         """

@@ -43,7 +43,7 @@ _OVERHEAD: Final = 192  # bytes of a key, and of the objects of a row, about
 
 
 class LmdbSink(RowSink):
-    """Sink that writes a stream to a directory of this host. Pass it to :class:`~delta_tracker.Predictor`.
+    """Sink that writes a stream to LMDB in a local directory. Pass it to :class:`~delta_tracker.Predictor`.
 
     The rows of a version are buffered in memory and written in one transaction at the end of the version. Readers in
     other processes then see the whole version at once. A version that exceeds ``max_bytes`` is written in several

@@ -27,8 +27,8 @@ class SinkState(Written):
     The other fields are described in :class:`~delta_tracker.stream.reading.position.Written`.
 
     Args:
-        is_settling: True from the completion of ``version`` until :meth:`RowSink.settle`. The stored map may then lack
-            logged owners, and default rows of former buckets may still be stored.
+        is_settling: True if ``version`` is complete, but :meth:`RowSink.settle` still has to be called. The stored map
+            may then lack logged owners, and default rows of former buckets may still be stored.
         tables: size and dtype of each table by FQN.
         identities: buckets of raw ids as of ``version``, by FQN of each table with raw ids.
         default_slots: global ids of the default rows that may be stored, by FQN of each table with default rows.

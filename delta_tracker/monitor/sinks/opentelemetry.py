@@ -48,7 +48,7 @@ class OpenTelemetrySink(Sink):
             appended.
         service: attribute ``service.name`` of the resource. The attributes of the process are also added.
         headers: headers of each request.
-        timeout_seconds: time limit for a request including retries. Must be less than the monitor's deadline.
+        timeout_seconds: time limit for a request including retries. Should be less than the monitor's deadline.
 
     Raises:
         MissingExtraError: if the SDK or the OTLP exporter is not installed.
