@@ -44,8 +44,8 @@ def rows_to_repair(
         must be published, because ``note`` is not a position in this stream, or no delta can follow the versions after
         it: one is missing, damaged, a snapshot, or of another schema.
     """
-    try:
-        position = Position.from_dict(note)
+    try:  # releases before 0.1.0 saved neither a generation nor a time, which are not used here
+        position = Position.from_dict({"generation": 0, "created": 0, **note} if isinstance(note, dict) else note)
     except InvalidArgumentError:
         return None
     if position.stream != claim.stream or position.version > claim.version:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from typing import Any, TypedDict, TypeVar, cast
 
 import torch
@@ -95,10 +96,17 @@ class TrainingStates:
 
     def shards(self, rank: int, tables: Mapping[str, TableSpec]) -> dict[str, ShardSpec]:
         """Return the blocks that a rank had of ``tables``, which have no fused optimizer, by FQN."""
-        held = self._library(rank, "shards", dict[str, ShardSpec])
-        if missing := sorted(fqn for fqn, table in tables.items() if fqn not in held or held[fqn].table != table):
+        held = self._library(rank, "shards", dict[str, dict[str, Any]])
+        named = {fqn: held[fqn] for fqn in tables if fqn in held}
+        for fqn, former in named.items():
+            if "rows" in former:  # of a release before 0.1.0
+                first, end = self._converted(rank, "shards", former["rows"], tuple[int, int])
+                rows = {"row_offset": first, "num_rows": end - first, "is_replicated": former.get("replicated")}
+                named[fqn] = {"table": asdict(tables[fqn]), "columns": former.get("columns"), **rows}
+        found = self._converted(rank, "shards", named, dict[str, ShardSpec])
+        if missing := sorted(fqn for fqn, table in tables.items() if fqn not in found or found[fqn].table != table):
             raise self._error(rank, "shards", f"it has no tables {missing}")
-        return {fqn: held[fqn] for fqn in tables}
+        return {fqn: found[fqn] for fqn in tables}
 
     def dense(self) -> dict[str, Tensor]:
         """Return the dense tensors that are not in the version itself, by name."""

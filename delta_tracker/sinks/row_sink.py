@@ -84,13 +84,14 @@ class SinkState(Written):
         """
         try:
             values = msgspec.json.decode(data, type=dict[str, Any])
+            for fqn, table in values["tables"].items():
+                if "dtype" in table:  # of a release before 0.1.0
+                    table |= {"fqn": fqn, "dtype_name": dtype_name(TENSOR_DTYPES[table.pop("dtype")])}
             state = msgspec.convert(values, cls)
-        except ValueError as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise MalformedSinkError("its state", str(error)) from error
-        if values.get("format") != _FORMAT or values.keys() | {"choice"} != {
-            "format",
-            *(each.name for each in fields(cls)),
-        }:
+        known = {"format", *(each.name for each in fields(cls))}
+        if values.get("format") != _FORMAT or values.keys() | {"choice"} != known:
             raise MalformedSinkError("its state", "its format or a field is unknown")
         return state
 

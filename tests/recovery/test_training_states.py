@@ -74,6 +74,9 @@ def test_valid_values_are_read() -> None:
     assert library.shards(0, {"plain": _TABLE}) == {"plain": ShardSpec(_TABLE, 2, 3, ((0, 4),))}
     assert torch.equal(library.dense()["w"], torch.ones(2))
     assert (library.publisher(), library.buffers(0)) == ("main", {})
+    former = {"rows": [2, 5], "columns": [[0, 4]], "replicated": False}  # of releases before 0.1.0
+    shards = library_of({"shards": {"plain": former, "more": former}}).shards(0, {"plain": _TABLE})
+    assert shards == {"plain": ShardSpec(_TABLE, 2, 3, ((0, 4),))}
     other = library.consumers(0)["other"]
     assert (other.version, other.left_out["t"].tolist()) == (1, [1, 4])
 
@@ -109,6 +112,10 @@ def test_valid_values_are_read() -> None:
         ("shards.plain.columns", [[0, 5]]),
         ("shards.plain.columns", [[0, 2, 4]]),
         ("shards.plain.is_replicated", 1),
+        ("shards.plain", {"rows": [2, 5], "columns": [[0, 4]]}),
+        ("shards.plain", {"rows": [5, 2], "columns": [[0, 4]], "replicated": False}),
+        ("shards.plain", {"rows": [2], "columns": [[0, 4]], "replicated": False}),
+        ("shards.plain", {"rows": [2, 99], "columns": [[0, 4]], "replicated": False}),
         ("dense", None),
         ("dense.w", 1.0),
         ("publisher", 3),

@@ -274,6 +274,8 @@ def damaged(rank: int, world_size: int, path: str) -> dict[str, str]:
         "a value": {**whole, rows: mine[rows] + 1},
         "an id": {**whole, **renamed(head, digest(mine[rows]), digest(mine[rows] + 1)), rows: mine[rows] + 1},
         "not JSON": {**whole, f"rank{rank}of{world_size}/header": torch.zeros(3, dtype=torch.uint8)},
+        "a short list": renamed(whole, '"shards": {', '"shards": {"x": [1, "a"], '),
+        "a list": renamed(whole, '"shards": {', '"shards": {"x": [9, 2, "float32", "0", 1, [[0, 2]], true], '),
         "another rank": renamed(whole, '"world_size": 2', '"world_size": 3'),
         "a negative count": renamed(whole, '"num_batches": 1', '"num_batches": -1'),
     }

@@ -113,6 +113,8 @@ def test_a_state_that_does_not_fit_is_refused_by_name(two_ranks: RankPool, tmp_p
         "a value": ("CheckpointError", "its values are not the saved ones"),
         "an id": ("CheckpointError", "are not rows of its shard"),
         "not JSON": ("CheckpointError", "its header cannot be read"),
+        "a short list": ("CheckpointError", "its header cannot be read"),
+        "a list": ("CheckpointError", "its header cannot be read"),
         "another rank": ("CheckpointError", "its header says that it is"),
         "a negative count": ("CheckpointError", "at `$.num_batches`"),
         "fewer tables": (

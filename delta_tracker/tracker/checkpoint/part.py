@@ -44,7 +44,7 @@ from torch import Tensor
 from delta_tracker.errors import OR_NOTHING, CheckpointError, InvalidArgumentError, StateMismatchError
 from delta_tracker.rows import ChangedRows
 from delta_tracker.tracker.cursors import LogState
-from delta_tracker.types import ShardSpec, dtype_name
+from delta_tracker.types import ShardSpec, TableSpec, dtype_name
 
 FORMAT_VERSION = 1
 HEADER = re.compile(r"rank(\d+)of(\d+)/header")
@@ -331,7 +331,7 @@ def parse(key: str, header: Tensor) -> RankHeader:
     try:
         found = json.loads(header.cpu().numpy().tobytes())
         version = found["version"]
-        part = convert(found, RankHeader, dec_hook=_decoded) if version == FORMAT_VERSION else None
+        part = convert(_named(found), RankHeader, dec_hook=_decoded) if version == FORMAT_VERSION else None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(key, f"its header cannot be read: {type(error).__name__}: {error}") from error
     if part is None:
@@ -389,6 +389,16 @@ def digest(tensor: Tensor) -> str:
 
 def _decoded(kind: type, value: Any) -> object:  # noqa: ANN401  any JSON value
     return DTYPES[value] if kind is torch.dtype else value
+
+
+def _named(found: dict[str, Any]) -> dict[str, Any]:
+    """Return a header with the fields of its shards, which a release before 0.1.0 saved as lists."""
+    shards = dict(found["shards"])
+    for fqn, shard in shards.items():
+        if isinstance(shard, list):
+            num_rows, dim, dtype, *block = shard
+            shards[fqn] = asdict(ShardSpec(TableSpec(fqn, num_rows, dim, dtype), *block))
+    return {**found, "shards": shards}
 
 
 def check_alike(parts: Sequence[RankHeader]) -> None:
