@@ -92,6 +92,7 @@ _SLOWEST = [
     "system/test_crash.py",
     "system/test_follower_forks.py",
     "publisher/test_building.py",
+    "releases/test_mixed.py",
     "system/test_benchmarks.py",
     "tracker/test_change_log.py",
     "stream/test_lost_entries.py",

@@ -1,6 +1,6 @@
-"""The promises of the library and the tests that check them: ``python -m tests.promises`` writes the table.
+"""The promises of the library and the tests that check them: ``python -m tests.promises`` writes the tables.
 
-The marker ``@pytest.mark.promise("lossless")`` lists a test's file; it takes one or more names of ``PROMISES``.
+The marker ``@pytest.mark.promise("lossless")`` lists a test's file; it takes one or more names of promises.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _ROOT = Path(__file__).parent.parent
-PAGE = _ROOT / "delta_tracker" / "guide" / "promises.md"
+_GUIDE = _ROOT / "delta_tracker" / "guide"
 _BEGIN, _END = "<!-- promises -->\n", "<!-- /promises -->"
 
-PROMISES = {
+_PROMISES = {
     "lossless": "No update is lost, for any order of forward, backward, `step()`, evaluation and reads, also for reads "
     "inside a backward pass",
     "supported": "Modules, kernels and optimizers that cannot be tracked exactly are rejected by name when the tracker "
@@ -37,6 +37,24 @@ PROMISES = {
     "refused": "Invalid input changes nothing and raises a typed error that names the offender and the next step",
     "unpickled": "Nothing is unpickled. Sizes, names and offsets are checked before use",
 }
+_BETWEEN_RELEASES = {
+    "streams": "Streams: a predictor follows a publisher of the other release, in both directions. It gets the same "
+    "rows, bit for bit, from snapshots, deltas and merged versions of both formats. `verify` finds no damage",
+    "orders": "`rollback` and `release` of one release are obeyed by the other, in both directions",
+    "positions": "Saved positions: `Predictor.load_state_dict` continues from a position of the other release, in both "
+    "directions. A release without `Predictor(tables=)` rejects the position of some tables with a typed error",
+    "heartbeats": "Heartbeats: `fleet` and `inspect` show the predictors and publishers of the other release, in both "
+    "directions",
+    "fences": "A publisher of one release fences one of the other, in both directions, and continues its stream",
+    "checkpoints": "Checkpoints: a tracker loads what the release before saved, with the same pending rows, and its "
+    "publisher continues with a delta",
+    "recovery": "Continuous checkpoints: `restore` and a `Standby` continue from a trainer of the release before, bit "
+    "for bit",
+    "row stores": "Row stores: a sink and its readers continue with what a sink of the release before wrote",
+    "names": "Public names: each is listed [below](#names), and removed no earlier than the rule there says",
+}
+PAGES = {_GUIDE / "promises.md": _PROMISES, _GUIDE / "upgrade.md": _BETWEEN_RELEASES}
+PROMISES = _PROMISES | _BETWEEN_RELEASES
 
 
 def _marks(path: Path) -> Iterator[str]:
@@ -58,9 +76,10 @@ def shown_by() -> dict[str, list[str]]:
     return found
 
 
-def markdown() -> str:
-    """Return the table."""
-    rows = [f"| {PROMISES[name]} | {', '.join(files)} |\n" for name, files in shown_by().items()]
+def markdown(promises: dict[str, str]) -> str:
+    """Return the table of some promises."""
+    shown = shown_by()
+    rows = [f"| {text} | {', '.join(shown[name])} |\n" for name, text in promises.items()]
     return "".join(["| promise | tests |\n", "|---|---|\n", *rows])
 
 
@@ -70,9 +89,10 @@ def table_of(page: str) -> str:
 
 
 def main() -> None:
-    """Write the table into the page."""
-    before, _, rest = PAGE.read_text().partition(_BEGIN)
-    PAGE.write_text(before + _BEGIN + markdown() + _END + rest.partition(_END)[2])
+    """Write the tables into the pages."""
+    for page, promises in PAGES.items():
+        before, _, rest = page.read_text().partition(_BEGIN)
+        page.write_text(before + _BEGIN + markdown(promises) + _END + rest.partition(_END)[2])
 
 
 if __name__ == "__main__":

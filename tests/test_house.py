@@ -6,7 +6,8 @@ The tests of ``delta_tracker/PACKAGE/NAME.py`` are in ``tests/PACKAGE/test_NAME.
 every implementation has to pass. A module without a file of its name is tested by the files of those that
 import it. Tests that start processes are in ``tests/system/`` or ``tests/integrations/``, unless they belong to a
 module or need a server. Tests for a GPU are in ``tests/gpu/``. Tests that follow the advice of errors are in
-``tests/advice/``. A test file that has no module's name tests a behavior of several.
+``tests/advice/``, and those with another release of the library in ``tests/releases/``. A test file that has no
+module's name tests a behavior of several.
 """
 
 from __future__ import annotations

@@ -68,6 +68,7 @@ _CONTENTS = {
     """,
     "Decide": """
         delta_tracker/guide/promises
+        delta_tracker/guide/upgrade
         delta_tracker/guide/compare
         benchmarks/README
         benchmarks/faults/README
