@@ -432,8 +432,12 @@ class World:
             raise RuleError("restore", f"version {key[1]} is restored, but {difference}")
 
     def _check_continued(self, former: Trainer | JobTrainer, choice: int) -> None:
-        """Check that a restored trainer continues as the former one does, unless that has trained since."""
-        if self.trainer.copy().lost(former.copy()) is not None:
+        """Check that a restored trainer continues as the former one does, unless that has trained since.
+
+        NaN hides what was trained.
+        """
+        copy = former.copy()
+        if not copy.is_finite or self.trainer.copy().lost(copy) is not None:
             return
         for trainer in (former, self.trainer):
             torch.manual_seed(choice)  # by which TorchRec resets the rows of evicted ids
@@ -819,6 +823,9 @@ class World:
         if all(store is self._primary or store.is_lost for store in self._stores):
             return None
         self._primary.lose()
+        for former in self._former:  # nobody can repair its store
+            former.discard()
+        self._former = []
         return self._primary.path.name
 
     def _advance(self, who: int, choice: int) -> str:
