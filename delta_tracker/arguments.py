@@ -77,15 +77,18 @@ def check_home(argument: str, path: Path) -> None:
         raise InvalidArgumentError(argument, str(path), f"Write {expanded}: ~ is not expanded")
 
 
-def refuse_unknown(kind: type, unknown: Mapping[str, object]) -> None:
+def refuse_unknown(kind: type, unknown: Mapping[str, object], **options: type) -> None:
     """Raise InvalidArgumentError if the constructor of ``kind`` was called with an unknown argument.
 
-    The message names a similar argument of ``kind``, or all of its arguments.
+    The message names the one of the ``options`` that has it, a similar argument of ``kind``, or all of its arguments.
     """
     for name, value in unknown.items():
         known = [each for each in inspect.signature(kind).parameters if each != "unknown"]
-        near = difflib.get_close_matches(name, known, n=1)
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
         remedy = f"Write {near[0]}=" if near else f"Pass arguments of {kind.__name__}: {', '.join(known)}"
+        for argument, option in options.items():
+            if name in inspect.signature(option).parameters:
+                remedy = f"Write {argument}={option.__name__}({name}=...)"
         raise InvalidArgumentError(name, value, remedy)
 
 

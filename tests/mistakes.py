@@ -549,6 +549,14 @@ MISTAKES: Mapping[str, Mistake] = {
         "delta_tracker_config=Sequential(",
         "Pass the model first",
     ),
+    "an option of another class": Mistake(
+        lambda: Predictor(_model(), _url(), gate=3),  # type: ignore[call-arg, arg-type]
+        "gate=3",
+        "Write rollout=Rollout(gate=...)",
+    ),
+    "pass the optimizer to a publisher": Mistake(
+        lambda: _publisher(optimizer=3), "optimizer=3", "Pass arguments of Publisher: tracker, url"
+    ),
     "misspell an option of a publisher": Mistake(lambda: _publisher(cadance=3), "cadance=3", "Write cadence="),
     "an option that no predictor has": Mistake(
         lambda: Predictor(_model(), _url(), xyz=1),  # type: ignore[arg-type]

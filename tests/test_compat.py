@@ -64,6 +64,7 @@ def test_the_methods_of_dmp_are_patched(two_ranks: RankPool, case: str) -> None:
 
 
 @_from_1_5
+@pytest.mark.advice("InvalidArgumentError: _check_tracker")
 def test_a_publisher_of_states_needs_a_tracker_that_the_model_does_not_step(
     two_ranks: RankPool, tmp_path: Path
 ) -> None:

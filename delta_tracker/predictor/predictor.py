@@ -128,7 +128,7 @@ class Predictor(Uncopied, remedy="Save or copy its state_dict()"):
         runtime: Runtime = REAL,
         **unknown: Never,
     ) -> None:
-        refuse_unknown(Predictor, unknown)
+        refuse_unknown(Predictor, unknown, rollout=Rollout)
         check_type("cache", None if isinstance(cache, str | Path) else cache, HostCache, "'/var/cache/streams'")
         if isinstance(model, str | Path | Storage):
             raise InvalidArgumentError("model", model, "Pass the model first, and then the url of the stream")

@@ -147,7 +147,7 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
         join: Join = RankGroup,
         **unknown: Never,
     ) -> None:
-        refuse_unknown(Publisher, unknown)
+        refuse_unknown(Publisher, unknown, cadence=Cadence, recovery=Recovery, upkeep=Upkeep)
         _check_tracker(tracker)
         self._caller = threading.get_ident(), os.getpid()
         self._still = _Standstill(tracker.progress)

@@ -91,8 +91,8 @@ def release_pin(storage: Storage, *, reason: str = "") -> Pin:
     ``reason`` has at most 1,000 characters.
 
     Raises:
-        InvalidArgumentError: if the stream is not pinned.
-        PinError: if the log has no such snapshot yet, or another operator wrote a pin or a release meanwhile.
+        PinError: if the stream is not pinned, the log has no such snapshot yet, or another operator wrote a pin or a
+            release meanwhile.
         CorruptPartError: if an object of the snapshot is missing, or has another size.
         UnsupportedStoreError: if the store is at an http url.
         StorageError: if the store fails. The release may have been written.
@@ -100,7 +100,7 @@ def release_pin(storage: Storage, *, reason: str = "") -> Pin:
     log = _log(storage, "a release", reason)
     counters, pin = free_counters(storage), _former(log, replaces=True)
     if pin is None:
-        raise InvalidArgumentError("url", storage.url, "Pin it first: it is not pinned")
+        raise PinError(storage.url, "released", "it is not pinned", "Predictors apply new versions: do nothing")
     snapshot = _snapshot(log, log.head())
     if snapshot is None or snapshot.version <= pin.bad:
         reason = f"it has no snapshot above version {pin.bad}, from which predictors could continue"

@@ -24,7 +24,7 @@ from delta_tracker import (
 from delta_tracker.cli import diff as diff_command
 from delta_tracker.cli.main import main
 from delta_tracker.compat import ModelDeltaTrackerTrec, TorchrecAssertionError
-from delta_tracker.errors import HeldVersionError, InvalidArgumentError, MalformedError, NoSnapshotError
+from delta_tracker.errors import HeldVersionError, InvalidArgumentError, MalformedError, NoSnapshotError, PinError
 from delta_tracker.monitor import Monitor
 from delta_tracker.monitor.device.metrics import DeviceCounter, DeviceMean
 from delta_tracker.monitor.state import LogicalCounters
@@ -148,7 +148,7 @@ def test_a_version_of_the_stream_is_passed(tmp_path: Path) -> None:
     store = Storage(f"file://{tmp_path}/other", create=True)
     StreamLog(store).claim()
     refused(NoSnapshotError, lambda: pin_version(store, 0), "snapshot()")
-    refused(InvalidArgumentError, lambda: release_pin(store), "Pin it first")
+    refused(PinError, lambda: release_pin(store), "do nothing")
 
 
 @pytest.mark.advice(
