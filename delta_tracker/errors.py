@@ -313,9 +313,12 @@ class RestoreMismatchError(StreamError, ValueError):
     ``what`` names the property that differs: it is ``saved`` in the version, and ``found`` in this job.
     """
 
-    _remedy = "Build the job like the one that published the version"
+    default = (
+        "Build the job like the one that published the version, or restore what both have with "
+        "restore(..., on_model_change='continue')"
+    )
 
-    def __init__(self, what: str, saved: object, found: object, remedy: str = _remedy) -> None:
+    def __init__(self, what: str, saved: object, found: object, remedy: str = default) -> None:
         super().__init__(f"{what} is {saved} in the version but {found} in this job; nothing was restored", remedy)
         self.what, self.saved, self.found = what, str(saved), str(found)
 
@@ -626,8 +629,10 @@ class ModelMismatchError(StreamError, ValueError):
     """A table or a dense tensor differs between the stream and the predictor's model; nothing was applied.
 
     ``kind`` is "table" or "dense tensor". ``expected`` describes ``name`` in the stream, and ``found`` in the model. If
-    the model lacks it, ``known`` lists the names in the model.
+    the model lacks it, ``known`` lists the names in the model. ``version`` does not fit; None if it is unknown.
     """
+
+    version: int | None = None
 
     def __init__(
         self, name: str, expected: object, found: str, known: Iterable[str] = (), *, kind: str = "table"
@@ -639,8 +644,15 @@ class ModelMismatchError(StreamError, ValueError):
             "Build the predictor's model with the trainer's names and sizes, map differing names with "
             "ModelTarget(model, names={stream: model})"
             + (", pass dense=False there" if kind == "dense tensor" else "")
-            + ", or name what you need in Predictor(tables=[...])",
+            + ", name what you need in Predictor(tables=[...]), or apply what fits with "
+            "ModelTarget(model, on_model_change='continue')",
         )
+
+    def of_version(self, version: int) -> Self:
+        """Set the version that does not fit. Return the error."""
+        if self.version is None:
+            self.version, self.problem = version, f"version {version} does not fit: {self.problem}"
+        return self.advising(self.remedy)
 
 
 class PartialRowsError(StreamError, ValueError):

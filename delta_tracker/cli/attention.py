@@ -52,6 +52,9 @@ def of_predictors(predictors: Sequence[SeenPredictor]) -> list[Notice]:
         if by_state[state]:
             longest = max(each.seconds_ago for each in by_state[state])
             found.append(Notice(level, f"{_names(by_state[state])}: {what.format(duration(longest))}", next_step))
+    if differing := [each for each in predictors if each.beat.differences]:
+        step = "Deploy the trainer's model to them. A predictor of a changed model begins with a snapshot"
+        found.append(Notice("warning", f"{_names(differing)}: {differing[0].beat.differences[:_MAX_PROBLEM]}", step))
     return found
 
 

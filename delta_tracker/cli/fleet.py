@@ -41,7 +41,9 @@ def command(stream: Stream, limit: int) -> int:
     totals = dict(sorted(Counter(each.health for each in predictors).items()))
     hosts = hosts_of(predictors)
     slowest = sorted(predictors, key=lambda each: each.beat.version or 0)[: -(-len(predictors) // 10)]
-    shown = [each for each in predictors if each in slowest or each.health in (*_BAD, "silent")]
+    shown = [
+        each for each in predictors if each in slowest or each.health in (*_BAD, "silent") or each.beat.differences
+    ]
     stream.out.json(
         {
             "version": head.version,
@@ -88,4 +90,5 @@ def _remark(predictor: SeenPredictor, now: float) -> str:
         return f" has an error: {predictor.beat.error}"
     if predictor.is_silent:
         return f": {no_data(predictor, now)}"
-    return f": {predictor.beat.why}" if predictor.beat.why else ""
+    said = [each for each in (predictor.beat.why, predictor.beat.differences) if each]
+    return f": {'; '.join(said)}" if said else ""

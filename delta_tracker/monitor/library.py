@@ -158,6 +158,9 @@ class LibraryMetrics:
         unit="seconds",
     )
     hook_errors = _counter("Exceptions caught in the tracker's hooks.", "tracker", "table")
+    model_differences = _gauge(
+        "Tables and dense tensors that differ between a predictor's model and its stream; see Status.", "predictor"
+    )
     # Standby
     standby_version = _gauge("Newest version applied by this standby.", "standby")
     standby_lag_versions = _gauge("Versions of the stream that this standby has not applied.", "standby")

@@ -15,6 +15,7 @@ from delta_tracker.errors import (
     FollowEndedError,
     HeldVersionError,
     InvalidArgumentError,
+    ModelMismatchError,
     NoSnapshotError,
     StaleCacheError,
     StreamError,
@@ -275,7 +276,9 @@ class Follower(Forkable):
             _logger.info("the newest version was not checked before follow(): %s", error)
             return
         for manifest in newest:
-            self._reader.writer.check_fits(manifest)
+            # A predictor with rows serves them, and states in its heartbeat why it stays at their version.
+            with suppress(*([] if self._reader.position is None else [ModelMismatchError])):
+                self._reader.writer.check_fits(manifest)
 
     @contextmanager
     def _held_lock(self) -> Iterator[None]:

@@ -57,8 +57,9 @@ def version_owners(contents: Contents) -> VersionOwners:
 
 def identities_after(manifest: Manifest, held: Mapping[str, Identity]) -> Mapping[str, Identity]:
     """Return the buckets of all tables after a version, by table FQN. ``held`` has those before the version."""
-    if manifest.kind == "snapshot":
-        return manifest.identities
+    if manifest.kind == "snapshot":  # a table that it lacks keeps its rows and its mapping
+        kept = {fqn: identity for fqn, identity in held.items() if fqn not in manifest.tables}
+        return {**kept, **manifest.identities}
     for fqn, identity in manifest.identities.items():
         if held.get(fqn) != identity:
             raise MalformedError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,6 +19,7 @@ from delta_tracker.predictor.identities import (
     version_owners,
 )
 from delta_tracker.predictor.lock import TableFence, TableLock
+from delta_tracker.predictor.model_fit import MISSING
 from delta_tracker.predictor.placement import Chunk, Placement
 from delta_tracker.predictor.predictor_gauges import PredictorGauges
 from delta_tracker.predictor.served_model import ModelTarget, Receiver, ServedModel
@@ -29,6 +31,8 @@ from delta_tracker.stream.format.part_reader import Contents
 from delta_tracker.stream.reading.orders import Order
 from delta_tracker.stream.reading.position import Position, Rows, SavedPosition, Written
 from delta_tracker.types import Identity
+
+_logger = logging.getLogger(__name__)
 
 
 class _Saved(SavedPosition):
@@ -53,6 +57,9 @@ class ModelWriter:
         written: versions that were written. While another stream is being written, it has those of the former
             stream, and ``is_mixed`` is True.
         position: position of the tables; None before the first version.
+        specs: size in the model of each table and dense tensor that a version had, by name in the stream; None if it is
+            unknown.
+        differences: sentences on what of the stream and the model differs since the last version; see :class:`Status`.
         resolve: function that returns the current tables of the model for a version; see :meth:`ServedModel.resolve`.
     """
 
@@ -67,6 +74,8 @@ class ModelWriter:
         self.position: Position | None = None
         self._has_newer_rows = False  # rows that were saved after the position, until a snapshot replaces them
         self._applying: int | None = None  # last version of which rows were written, until it is complete
+        self.specs: Mapping[str, str] | None = None
+        self.differences: tuple[str, ...] = ()
 
     @property
     def is_reading(self) -> bool:
@@ -96,6 +105,28 @@ class ModelWriter:
     def restore(self) -> None:
         """No-op: the position is known."""
 
+    def keeps_rows(self, manifest: Manifest, receiver: Receiver | None = None) -> bool:
+        """Return False if a table or dense tensor of the model was replaced by one of another size.
+
+        Its rows are not those of the position then, and only a snapshot can be applied next. ``manifest`` is a delta
+        after the position or the entry at the position, and ``receiver`` what it is written to, if it fits.
+        """
+        own, held = self.model.specs(manifest) if receiver is None else receiver.specs, self.specs
+        if held is None and not self.model.continues:  # saved without sizes: all that the stream has fitted
+            held = {name: str(spec) for name, spec in {**manifest.dense, **manifest.tables}.items()}
+        changed = [
+            f"{name!r} was {held[name]} and is {own[name]}"
+            for name in own
+            if held and name in held and held[name] != own[name]
+        ]
+        if held is not None and not changed:
+            return True
+        what = ", ".join(changed) or "their former sizes were not saved"
+        _logger.warning("a snapshot is applied next, because the model changed: %s", what)
+        with self.lock.writing():
+            self._hold(replace(self.written, is_mixed=True))
+        return False
+
     def write(self, receiver: Receiver, contents: Contents, *, is_elsewhere: bool) -> None:
         """Check a version and write it to ``receiver``, and advance the position when it is complete.
 
@@ -121,6 +152,8 @@ class ModelWriter:
             self._map(change)
         with self.lock.writing(), self.fence.writing():
             receiver.write_dense(contents)
+            if manifest.kind != "claim" and receiver.specs is not self.specs:
+                self._compare(receiver)
             self._finish(begun, manifest)
             if manifest.kind != "claim":
                 self.manifest, self.identities = manifest, identities
@@ -143,6 +176,8 @@ class ModelWriter:
         if written.version is not None and not written.is_mixed:
             fields = {name: getattr(written, name) for name in _Saved.__struct_fields__}
             position = msgspec.to_builtins(_Saved(**fields))
+            if self.model.continues and self.specs is not None:
+                position["model"] = msgspec.json.encode(self.specs).decode()
         # Without a position too: until the snapshot is applied, unknown raw ids read the default rows of these buckets.
         if self.identities:
             position["identities"] = msgspec.json.encode(self.identities).decode()
@@ -153,6 +188,7 @@ class ModelWriter:
         try:
             fields = dict(state)
             identities = msgspec.json.decode(str(fields.pop("identities", "{}")), type=dict[str, Identity])
+            specs = msgspec.json.decode(str(fields.pop("model", "null")), type=dict[str, str] | None)
             saved = msgspec.convert(fields, _Saved) if fields else None
             written = Written(stream="") if saved is None else Written(**msgspec.structs.asdict(saved))
         except (TypeError, ValueError) as error:
@@ -162,9 +198,24 @@ class ModelWriter:
                 with self.fence.writing():
                     adopt_saved(identities, self.model.raw_ids())
             self.identities = identities
-            self.manifest = None
+            self.manifest, self.specs, self.differences = None, specs, ()
             self._has_newer_rows, self._applying, self.lock.is_torn = True, None, False
             self._hold(written)
+
+    def _compare(self, receiver: Receiver) -> None:
+        """Note and log how the model differs from the version that was written."""
+        held = self.specs or {}
+        found = [] if receiver.fit is None else list(receiver.fit.differences.values())
+        found += [
+            f"table {fqn!r} is missing in the stream but {spec} in the model: it keeps its values"
+            for fqn, spec in held.items()
+            if spec != MISSING and fqn not in receiver.specs and fqn in receiver.targets
+        ]
+        for each in found:
+            if each not in self.differences:
+                _logger.warning("the model differs from the stream: %s", each)
+        others = held.keys() - receiver.specs
+        self.differences, self.specs = tuple(found), {**held, **receiver.specs} if others else receiver.specs
 
     def _unmap(self, changes: Sequence[OwnerChange], default_rows: Iterable[Chunk]) -> None:
         """Unmap the raw ids of all rows whose owner changes. The caller must hold the lock for writing."""

@@ -164,7 +164,7 @@ class Predictor(Uncopied, remedy="Save or copy its state_dict()"):
     def manifest(self) -> Manifest | None:
         """Manifest of the last applied snapshot or delta; None before the first, and after :meth:`load_state_dict`.
 
-        With ``tables``, it has only what was applied.
+        It has only what was applied, also with ``tables`` or if the model differs.
         """
         return self._destination.manifest
 
@@ -213,6 +213,7 @@ class Predictor(Uncopied, remedy="Save or copy its state_dict()"):
             notice=reader.ignored.notice,
             why=reader.why,
             left_out=self._writer.left_out,
+            differences=self._destination.differences,
             counts=Counts(
                 rows=self._gauges.num_rows,
                 num_bytes=self._gauges.num_bytes,
@@ -273,7 +274,8 @@ class Predictor(Uncopied, remedy="Save or copy its state_dict()"):
 
         Raises:
             InvalidArgumentError: if an argument is invalid, or if the thread is already running.
-            ModelMismatchError: if the newest version can be read within two seconds and does not fit the model.
+            ModelMismatchError: if no version was applied yet, and the newest one does not fit the model and can be read
+                within two seconds. A predictor with rows serves them and reports the error.
         """
         self._follower.start(poll_seconds, notifier)
 

@@ -20,6 +20,14 @@ from delta_tracker.stream.store_clock import StoreClock
 _PATIENCE_SECONDS = 10.0
 
 
+def applied_entry(log: StreamLog, version: int) -> Manifest | None:
+    """Return the entry of a version, or of the last version before it that is not a claim; None if it is missing."""
+    entry = log.read(version)
+    while entry is not None and entry.kind == "claim" and entry.parent is not None:
+        entry = log.read(entry.parent.version)
+    return entry
+
+
 class PredictorGauges:
     """Metrics of one predictor.
 
@@ -97,14 +105,11 @@ class PredictorGauges:
             self.recorder.refused_parts.cell(reason="corrupt").add(1)
 
     def rests(self, log: StreamLog, position: Position | None) -> None:
-        """Read the entry of a loaded position once, to find the age of the rows. Ignores errors."""
-        if self.served is not None or position is None:
+        """Read the entry of a loaded position, to find the age of the rows. Ignores errors."""
+        if position is None:
             return
         with suppress(StreamError):
-            entry = log.read(position.version)
-            while entry is not None and entry.kind == "claim" and entry.parent is not None:
-                entry = log.read(entry.parent.version)
-            self.served = entry
+            self.served = applied_entry(log, position.version)
             self.reads(position.stream, self._source[1])
 
     def failed_over(self, url: str) -> None:
@@ -118,6 +123,7 @@ class PredictorGauges:
         lag_versions, lag_seconds = status.lag_versions, status.lag_seconds
         self._lag = None if lag_versions is None or lag_seconds is None else (lag_versions, lag_seconds)
         self._asked = None
+        self.recorder.model_differences.set(len(status.differences))
         for operation, total in status.counts.requests.items():
             if added := self._added(operation, total):
                 self.recorder.store_requests.cell(operation=operation).add(added)

@@ -45,6 +45,7 @@ class Heartbeats:
             pin=0 if reader.orders.followed is None else reader.orders.followed.counter,
             why=reader.why,
             next_step=error.remedy if isinstance(error, DeltaTrackerError) else "",
+            differences="; ".join(reader.writer.destination.differences),
         )
 
 

@@ -20,7 +20,7 @@ from delta_tracker.errors import (
     kind_of,
     unraised,
 )
-from delta_tracker.predictor.predictor_gauges import PredictorGauges
+from delta_tracker.predictor.predictor_gauges import PredictorGauges, applied_entry
 from delta_tracker.predictor.version_writer import VersionWriter
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.pin import newest_pin
@@ -75,6 +75,7 @@ class Reader:
         self._in_a_row = _CATCH_UP  # versions applied since the end of the log was seen
         self._num_failures = 0  # consecutive rounds that failed
         self._surveyed_at = float("-inf")  # monotonic time of the last look at all sources
+        self._is_checked = True  # False if the model was not compared with a loaded position
         self.orders.load(writer.destination.written)
 
     @property
@@ -106,6 +107,8 @@ class Reader:
         """
         destination = self.writer.destination
         destination.restore()
+        if not self._is_checked and destination.position is not None:
+            self._check_loaded(destination.position)
         try:
             has_moved = self._run(self._begin(destination.position, looks_for_gap=looks_for_gap))
             if self.orders.policy.follows_pins and (followed := self.orders.record(self.position)) is not None:
@@ -150,6 +153,7 @@ class Reader:
         """Reset the reader after the position of the rows was replaced."""
         self.orders.load(self.writer.destination.written)
         self._in_a_row = _CATCH_UP
+        self._is_checked = False
         self.source.settling.clear()
 
     def newest(self) -> list[Manifest]:
@@ -181,6 +185,14 @@ class Reader:
             except (InvalidArgumentError, StreamError) as error:
                 errors.append(error)
         raise errors[0]
+
+    def _check_loaded(self, position: Position) -> None:
+        """Compare the model with the entry of a loaded position, unless it cannot be read."""
+        with suppress(MalformedError, StorageError):
+            entry = applied_entry(self.source.log, position.version)
+            self._is_checked = True
+            if entry is not None and entry.stream == position.stream:
+                self.writer.keeps_rows(entry)
 
     # One round
 
@@ -233,18 +245,21 @@ class Reader:
         storage, entries = decision.log.source.storage, decision.entries
         entry = entries[0]
         try:
-            if decision.order is not None:
+            if decision.order is None:
+                keeps_rows = self.writer.apply(entry, storage, is_elsewhere=decision.is_elsewhere)
+            elif keeps_rows := entry.kind != "delta" or self.writer.keeps_rows(entry):
                 for entry in self.writer.check_path(entries, storage):  # noqa: B007  the faulty one, after an error
                     pass
                 self.orders.start(decision.order)
                 self.pinned = decision.order.version
                 self.writer.write_path(entries, storage)
-            else:
-                self.writer.apply(entry, storage, is_elsewhere=decision.is_elsewhere)
         except (*FAULTS, StorageError) as error:
             if isinstance(error, StaleCacheError):
                 raise
             self._failed(state, decision, entry, unraised(error))
+            return False
+        if not keeps_rows:
+            state.view = replace(state.view, position=self.position)
             return False
         self._applied(state, decision)
         return True
@@ -300,7 +315,8 @@ class Reader:
             self._surveyed_at = self.runtime.monotonic()
         if state.looks_for_gap:
             source, position = self.sources.current, state.view.position
-            self.gauges.rests(source.log, position)
+            if self.gauges.served is None:
+                self.gauges.rests(source.log, position)
             if not self.orders.policy.follows_pins:
                 self.ignored.look(source.storage, position)
             source.settling.clear()

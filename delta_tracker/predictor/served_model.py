@@ -6,7 +6,7 @@ import itertools
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
-from typing import cast
+from typing import cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from delta_tracker.arguments import check_count, check_switch
 from delta_tracker.errors import InvalidArgumentError, ModelMismatchError
 from delta_tracker.live_objects import num_announced, trained_memory
 from delta_tracker.predictor.identities import check_hidden, check_indexes, check_maps, find_maps
+from delta_tracker.predictor.model_fit import MISSING, Fit, OnModelChange, fit, specs_of
 from delta_tracker.predictor.placement import Placement, placements
 from delta_tracker.predictor.table_choice import TableChoice
 from delta_tracker.raw_ids import RawIdMap
@@ -49,6 +50,8 @@ class ModelTarget:
         dense: True to apply the dense parameters and buffers of the stream too; the model must have all of them.
         raw_ids: table name in the stream to :class:`~delta_tracker.raw_ids.index.RawIdIndex`, for tables whose raw ids
             no collision module of the model maps. The predictor changes the indexes.
+        on_model_change: "stop" to keep the last version that fits the model; "continue" to apply what fits, and to show
+            the rest in the status. ``guide/serve.md`` has the rules.
         chunk_rows: maximum number of rows that are written while lookups wait.
 
     Raises:
@@ -65,6 +68,7 @@ class ModelTarget:
     dense: bool = True
     raw_ids: Mapping[str, RawIdIndex] = field(default_factory=dict)
     chunk_rows: int = 4096
+    on_model_change: OnModelChange = "stop"
 
     def __post_init__(self) -> None:
         names, raw_ids = cast("object", self.names), cast("object", self.raw_ids)
@@ -84,6 +88,8 @@ class ModelTarget:
         if not isinstance(raw_ids, Mapping) or not all(isinstance(each, RawIdIndex) for each in raw_ids.values()):
             raise InvalidArgumentError("raw_ids", raw_ids, "Pass a mapping of table name in the stream to RawIdIndex")
         check_count("chunk_rows", self.chunk_rows)
+        if self.on_model_change not in (known := get_args(OnModelChange)):
+            raise InvalidArgumentError("on_model_change", self.on_model_change, f"Pass one of {known}")
 
 
 class Names:
@@ -125,7 +131,7 @@ def _is_prefix(name: str) -> bool:
 
 
 class ServedModel:
-    """Tables, dense tensors and mappings of raw ids of a model.
+    """Tables, dense tensors and mappings of raw ids of a model. ``continues`` is True to apply the part that fits.
 
     ``first_devices`` are the devices of the model when this object was created. The tensors of the last version are
     kept until the next one, even if the model replaces them.
@@ -134,7 +140,7 @@ class ServedModel:
     def __init__(self, target: ModelTarget, choice: TableChoice) -> None:
         self._model = model = target.model
         self._choice = choice
-        self._takes_dense = target.dense
+        self._takes_dense, self.continues = target.dense, target.on_model_change == "continue"
         tables, dense = find_targets(model), _tensors(model)
         self._rule = Names(target.names, {*tables, *dense})
         self._names = self._rule.of(target.raw_ids)  # of the last resolved version
@@ -155,20 +161,41 @@ class ServedModel:
         return self._found[1]
 
     def _find(self, manifest: Manifest) -> Receiver:
+        targets = self._targets(manifest)
+        maps = self.raw_ids() if manifest.identities or self._has_raw_ids else {}
+        found, entry = None, manifest
+        if self.continues:
+            dense = self._dense_specs(manifest) if self._takes_dense else None
+            found = fit(manifest, specs_of(manifest.tables, targets), dense, {fqn for fqn in maps if maps[fqn]})
+            entry = found.narrowed(manifest) if found.tables else manifest  # the checks below reject one without any
+        check_targets(entry, targets)
+        _refuse_trained({fqn: targets[fqn] for fqn in entry.tables}, trained_memory())
+        if not self._has_compared and manifest.kind != "claim":
+            self._warn_of_others(manifest)
+        if maps or manifest.identities:
+            check_hidden(entry, self._hidden, self._names)
+            check_maps(entry, maps)
+        return Receiver(targets, self._dense(entry.dense), maps, found, self.specs(manifest, targets))
+
+    def _targets(self, manifest: Manifest) -> dict[str, RowTarget]:
         tables = find_targets(self._model)
         if self._rule.depends_on_stream:
             self._names = self._rule.of((*manifest.tables, *manifest.dense))
-        targets = renamed(tables, self._names)
-        check_targets(manifest, targets)
-        _refuse_trained({fqn: targets[fqn] for fqn in manifest.tables}, trained_memory())
-        if not self._has_compared and manifest.kind != "claim":
-            self._warn_of_others(manifest)
-        maps: dict[str, tuple[RawIdMap, ...]] = {}
-        if manifest.identities or self._has_raw_ids:
-            maps = self.raw_ids()
-            check_hidden(manifest, self._hidden, self._names)
-            check_maps(manifest, maps)
-        return Receiver(targets, self._dense(manifest.dense), maps)
+        return renamed(tables, self._names)
+
+    def _dense_specs(self, manifest: Manifest) -> dict[str, DenseSpec]:
+        held = _tensors(self._model)
+        found = {name: held[own] for name in manifest.dense if (own := self._names.get(name, name)) in held}
+        return {name: DenseSpec(each.dtype, tuple(each.shape)) for name, each in found.items()}
+
+    def specs(self, manifest: Manifest, targets: Mapping[str, RowTarget] | None = None) -> dict[str, str]:
+        """Return the size in the model of each table and dense tensor of a version, also of those that it lacks."""
+        tables = specs_of(manifest.tables, self._targets(manifest) if targets is None else targets)
+        found = {fqn: str(tables.get(fqn, MISSING)) for fqn in manifest.tables}
+        if self._takes_dense and manifest.dense:
+            dense = self._dense_specs(manifest)
+            found |= {name: str(dense.get(name, MISSING)) for name in manifest.dense}
+        return found
 
     def _warn_of_others(self, manifest: Manifest) -> None:
         """Log the tables and dense parameters that are missing in the stream and therefore keep their values."""
@@ -227,12 +254,15 @@ class ServedModel:
 class Receiver:
     """Tables, dense tensors and mappings of raw ids that one version is written to, by name in the stream.
 
+    ``fit`` has what is applied of the version; None for all of it. :meth:`ServedModel.specs` returned ``specs``.
     ``devices`` has the devices of all of them. A target that is not a tensor may have an attribute of this name.
     """
 
     targets: Mapping[str, RowTarget]
     dense: Mapping[str, Tensor]
     raw_ids: Mapping[str, tuple[RawIdMap, ...]]
+    fit: Fit | None = None
+    specs: Mapping[str, str] = field(default_factory=dict)
     devices: set[torch.device] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -342,11 +372,9 @@ def check_targets(manifest: Manifest, targets: Mapping[str, RowTarget]) -> None:
     for fqn, table in manifest.tables.items():
         target = targets.get(fqn)
         if target is None:
-            raise ModelMismatchError(fqn, str(table), "missing", sorted(targets))
-        dtype = target.dtype or table.dtype
-        if (target.num_rows, target.dim, dtype) != (table.num_rows, table.dim, table.dtype):
-            found = f"{target.num_rows} x {target.dim} {str(dtype).removeprefix('torch.')}"
-            raise ModelMismatchError(fqn, str(table), found)
+            raise ModelMismatchError(fqn, str(table), MISSING, sorted(targets))
+        if (own := specs_of({fqn: table}, targets)[fqn]) != table:
+            raise ModelMismatchError(fqn, str(table), str(own))
         ShardSpec(table, target.rows[0], target.rows[1] - target.rows[0], target.columns)
         if isinstance(target, TensorTarget) and target.obstacle:
             raise ModelMismatchError(fqn, str(table), target.obstacle).advising(target.remedy)

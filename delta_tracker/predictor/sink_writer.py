@@ -58,6 +58,8 @@ class SinkWriter(Forkable):
     """
 
     is_reading = False  # lookups read the row store
+    specs: Mapping[str, str] | None = None
+    differences = ()  # a version with other tables is rejected: no row may be older than the stored version
 
     def __init__(self, sink: RowSink, gauges: PredictorGauges, choice: TableChoice) -> None:
         self.manifest: Manifest | None = None
@@ -78,6 +80,11 @@ class SinkWriter(Forkable):
         self._sink.settle(state)
         self._hold(state)
         self._is_known = True
+
+    def keeps_rows(self, manifest: Manifest, receiver: Receiver | None = None) -> bool:
+        """Return True: the row store keeps its tables."""
+        del manifest, receiver
+        return True
 
     def reading(self) -> AbstractContextManager[Served]:
         """Raise InvalidArgumentError: lookups read the row store."""

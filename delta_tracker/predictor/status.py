@@ -61,8 +61,10 @@ class Status:
         why: last decision and its reason, such as ``version 7 is the newest``; empty before the first; see
             ``guide/fleet.md``.
         left_out: names of the tables and dense tensors of the stream that are not applied, because the argument
-            ``tables`` of the predictor leaves them out; empty until a version with rows is applied, also after
-            :meth:`Predictor.load_state_dict` and in a row store that has a version.
+            ``tables`` of the predictor leaves them out, or because they do not fit the model; empty until a version
+            with rows is applied, also after :meth:`Predictor.load_state_dict` and in a row store that has a version.
+        differences: sentences on the tables and dense tensors that differ between the model and the stream: not
+            applied, applied in part, or missing in the stream since the predictor began. Empty as for ``left_out``.
         counts: numbers of rows, bytes, raw ids and requests.
     """
 
@@ -78,6 +80,7 @@ class Status:
     notice: str
     why: str
     left_out: tuple[str, ...]
+    differences: tuple[str, ...]
     counts: Counts
 
 

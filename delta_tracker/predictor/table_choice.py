@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import TypeVar
 
@@ -59,19 +58,7 @@ class TableChoice:
         for pattern in self.patterns if entry.kind == "snapshot" else ():
             if not any(_matches(pattern, name) for name in names):
                 raise InvalidArgumentError("tables", pattern, f"Pass names of the stream, which has {sorted(names)}")
-        return replace(
-            entry,
-            tables=self._of(entry.tables),
-            dense=self._of(entry.dense),
-            states=self._of(entry.states),
-            identities=self._of(entry.identities),
-            owner_changes=self._of(entry.owner_changes),
-            parts=tuple(part for each in entry.parts if (part := each.having(self.takes)).blocks or part.dense),
-        )
-
-    def left_out(self, entry: Manifest) -> tuple[str, ...]:
-        """Return the names of the tables and dense tensors of an entry that are not applied, sorted."""
-        return tuple(sorted(name for name in (*entry.tables, *entry.dense) if not self.takes(name)))
+        return entry.having(self.takes)
 
     def saved(self) -> dict[str, str]:
         """Return the choice as an item of a predictor's saved state; an empty dict if all tables are applied."""
@@ -87,9 +74,6 @@ class TableChoice:
         if saved is None:
             return state
         return {key: value for key, value in state.items() if key != "tables"}
-
-    def _of(self, items: Mapping[str, T]) -> dict[str, T]:
-        return {name: item for name, item in items.items() if self.takes(name)}
 
 
 def _matches(pattern: str, name: str) -> bool:

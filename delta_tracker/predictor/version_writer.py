@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from delta_tracker.errors import StreamReplacedError
+from delta_tracker.errors import ModelMismatchError, StreamReplacedError
 from delta_tracker.predictor.gate import GateKeeper
 from delta_tracker.predictor.identities import identities_after, version_owners
 from delta_tracker.predictor.model_writer import ModelWriter
+from delta_tracker.predictor.served_model import Receiver
 from delta_tracker.predictor.sink_writer import SinkWriter
 from delta_tracker.predictor.table_choice import TableChoice
 from delta_tracker.stream.format.manifest import Manifest
@@ -22,8 +23,8 @@ Destination = ModelWriter | SinkWriter
 class VersionWriter:
     """Writer that validates a whole version, checks it with the ``gate``, and then writes it to ``destination``.
 
-    It reads and writes the tables of ``choice`` only. ``left_out`` has the names of those that the last version had
-    beside them.
+    It reads and writes only what ``choice`` has and what fits the model. ``left_out`` has the names of the tables and
+    dense tensors that the last version had beside them.
     """
 
     def __init__(
@@ -42,49 +43,73 @@ class VersionWriter:
 
     def check_fits(self, entry: Manifest) -> None:
         """Raise an error if the tables of a version do not fit the destination."""
-        self.destination.resolve(self._choice.narrowed(entry))
+        self._resolve(entry)
 
-    def apply(self, entry: Manifest, storage: Storage, *, is_elsewhere: bool) -> None:
-        """Read and validate a version, then write it."""
+    def keeps_rows(self, entry: Manifest) -> bool:
+        """See :meth:`ModelWriter.keeps_rows`."""
+        return self.destination.keeps_rows(self._choice.narrowed(entry))
+
+    def apply(self, entry: Manifest, storage: Storage, *, is_elsewhere: bool) -> bool:
+        """Read and validate a version, then write it. Return False if it :meth:`keeps_rows` no more."""
         if self.destination.written.leaves_rows(entry):
             raise StreamReplacedError(storage.url, entry.version)
         gate = self.gate if entry.kind != "claim" else None
-        narrowed = self._choice.narrowed(entry)
-        receiver = self.destination.resolve(narrowed)
+        try:
+            receiver, narrowed = self._resolve(entry)
+        except ModelMismatchError:
+            if entry.kind != "delta" or self.keeps_rows(entry):
+                raise
+            return False
+        is_compared = entry.kind != "delta" or receiver.specs is self.destination.specs
+        if not (is_compared or self.destination.keeps_rows(entry, receiver)):
+            return False
         if gate is not None:
             gate.recall(entry)
         contents = self._contents(entry, narrowed, storage)
         measure = {} if gate is None else gate.check(entry, contents)
-        if narrowed is not entry:  # before the version is stated, so that no thread reads it without these names
-            self.left_out = self._choice.left_out(entry)
+        if narrowed is not entry or self.left_out:
+            self._note(entry, narrowed)  # before the version is stated, so that no thread reads it without these names
         self.destination.write(receiver, contents, is_elsewhere=is_elsewhere)
         if gate is not None:
             gate.passed(entry, measure)
+        return True
 
     def check_path(self, entries: Sequence[Manifest], storage: Storage) -> Iterator[Manifest]:
         """Read and validate the versions of a path. Yields each before its check. Nothing is written."""
         identities = self.destination.identities
         for entry in entries:
             yield entry
-            narrowed = self._choice.narrowed(entry)
-            receiver, identities = self.destination.resolve(narrowed), identities_after(narrowed, identities)
+            receiver, narrowed = self._resolve(entry)
+            identities = identities_after(narrowed, identities)
             contents = self._contents(entry, narrowed, storage)
             receiver.placements(contents)
             version_owners(contents)
 
     def write_path(self, entries: Sequence[Manifest], storage: Storage) -> None:
         """Write the versions of a path that was checked. The gate only records their values."""
-        narrowed = [self._choice.narrowed(entry) for entry in entries]
-        receivers = [self.destination.resolve(each) for each in narrowed]
+        resolved = [self._resolve(entry) for entry in entries]
         if self.gate is not None:
             self.gate.restart()
-        for entry, chosen, receiver in zip(entries, narrowed, receivers, strict=True):
-            contents = self._contents(entry, chosen, storage)
-            if chosen is not entry:
-                self.left_out = self._choice.left_out(entry)
+        for entry, (receiver, narrowed) in zip(entries, resolved, strict=True):
+            contents = self._contents(entry, narrowed, storage)
+            self._note(entry, narrowed)
             self.destination.write(receiver, contents, is_elsewhere=entry.kind == "snapshot")
             if self.gate is not None:
                 self.gate.passed(entry, self.gate.measure(entry, contents)[0])
+
+    def _resolve(self, entry: Manifest) -> tuple[Receiver, Manifest]:
+        """Return what a version is written to, and the version with what is applied of it."""
+        chosen = self._choice.narrowed(entry)
+        try:
+            receiver = self.destination.resolve(chosen)
+        except ModelMismatchError as error:
+            error.of_version(entry.version)
+            raise
+        return receiver, chosen if receiver.fit is None else receiver.fit.narrowed(chosen)
+
+    def _note(self, entry: Manifest, narrowed: Manifest) -> None:
+        if entry.kind != "claim":
+            self.left_out = tuple(sorted({*entry.tables, *entry.dense} - {*narrowed.tables, *narrowed.dense}))
 
     def _contents(self, entry: Manifest, narrowed: Manifest, storage: Storage) -> Contents:
         """Return the contents of a version, read through the host cache if there is one."""

@@ -81,6 +81,8 @@ class Heartbeat:
     why: Annotated[str, Meta(max_length=_MAX_TEXT)] = ""
     # what to do about the error; empty without one, for an error that is not of this library, and for standbys
     next_step: Annotated[str, Meta(max_length=_MAX_STEP)] = ""
+    # what of the model differs from the stream, see `Status`; empty if nothing does
+    differences: Annotated[str, Meta(max_length=_MAX_TEXT)] = ""
 
 
 def check_name(name: object) -> None:
@@ -93,6 +95,7 @@ def write_heartbeat(storage: Storage, beat: Heartbeat) -> None:
     """Write a heartbeat, and replace an earlier one of the same name. Truncates its error, reason and next step."""
     error = None if beat.error is None else beat.error[:_MAX_TEXT]
     fields = asdict(beat) | {"error": error, "why": beat.why[:_MAX_TEXT], "next_step": beat.next_step[:_MAX_STEP]}
+    fields["differences"] = beat.differences[:_MAX_TEXT]
     storage.replace(heartbeat_path(beat.name), json.dumps(fields).encode())  # texts may have surrogates
 
 

@@ -271,6 +271,10 @@ def _follow_fails(fleet: Fleet, begin: int) -> None:
         _from(fleet, begin, name, _FIRST, _PREDICTOR, value=lambda place, factor=factor: factor * place)  # type: ignore[misc]
 
 
+def _differs(fleet: Fleet, begin: int) -> None:
+    _from(fleet, begin, "model_differences", _FIRST, _PREDICTOR, value=lambda _: 2)
+
+
 def _read_only(fleet: Fleet, begin: int) -> None:
     """Seen by the exporter only: no version comes, one predictor lags, the other is killed."""
     for name, labels in (
@@ -341,6 +345,11 @@ CASES = (
             "ServedRowsOld": [{**_FIRST, **_PREDICTOR}],
             "PredictorStale": [{**_FIRST, **_PREDICTOR}],
         },
+    ),
+    Case(
+        fault="model differs",
+        happen=_differs,
+        fires={"ModelDiffers": [{**_FIRST, **_PREDICTOR}]},
     ),
     Case(
         fault="seen by the exporter only",

@@ -157,6 +157,7 @@ PANELS = (
     Panel(row="Health", title="Failovers to another source", metric="failovers", by=("predictor",)),
     Panel(row="Health", title="Resyncs", metric="resyncs", by=("predictor", "reason")),
     Panel(row="Health", title="Failed attempts to follow", metric="follow_errors", by=("predictor", "reason")),
+    Panel(row="Health", title="Differences of the model", metric="model_differences", by=("predictor",)),
     Panel(row="Health", title="Publish failures", metric="publish_failures", by=("publisher", "reason")),
     Panel(row="Health", title="Fences", metric="fences", by=("publisher",)),
     Panel(row="Health", title="Refused parts", metric="refused_parts", by=("predictor", "reason")),
@@ -265,6 +266,14 @@ ALERTS = (
         severity="ticket",
         summary="A predictor fails again and again to apply the next version.",
         action="The label holds the type of the error; status().error and the predictor's log have its text.",
+    ),
+    Alert(
+        name="DeltaTrackerModelDiffers",
+        expression=f"{exposed_name('model_differences')} > 0",
+        minutes=15,
+        severity="ticket",
+        summary="The model of a predictor differs from its stream, and lacks rows of some tables.",
+        action="Deploy the trainer's model to it. status().differences and its log name the tables.",
     ),
     Alert(
         name="DeltaTrackerPredictorSilent",

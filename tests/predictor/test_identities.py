@@ -193,12 +193,13 @@ def test_a_delta_with_other_buckets_is_refused_before_any_write() -> None:
     assert follower.predictor.status().pinned is None
 
 
-def test_a_delta_without_a_table_keeps_its_buckets() -> None:
+def test_a_version_without_a_table_keeps_its_buckets() -> None:
     history = _history_of(2)
     snapshot = _predictor(history)._reader.newest()[0]
     both = {FQN: history.identity, "b": history.identity}
     assert identities_after(replace(snapshot, kind="delta"), both) == both
-    assert identities_after(snapshot, both) == {FQN: history.identity}
+    assert identities_after(snapshot, both) == both
+    assert identities_after(replace(snapshot, identities={}), both) == {"b": history.identity}
 
 
 def test_a_mapping_that_is_half_written_is_repaired_by_a_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.reverts.mutation import DoesNothing, Replaces, Returns
+from tests.reverts.mutation import DoesNothing, Loses, Replaces, Returns
 from tests.reverts.revert import Revert
 
 REVERTS = {
@@ -44,7 +44,7 @@ REVERTS = {
         ),
         Revert(
             "a path to a pin names no tables that a predictor leaves out",
-            Replaces("VersionWriter.write_path", "chosen is not entry", "False"),
+            Loses("VersionWriter.write_path", "self._note(...)"),
         ),
         Revert(
             "a position that was saved with another choice of tables is accepted",

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 from msgspec import Meta, to_builtins
 
@@ -19,6 +19,8 @@ from delta_tracker.types import ITEM_BYTES, Identity, TableSpec, TableStates, dt
 
 if TYPE_CHECKING:
     import torch
+
+_Item = TypeVar("_Item")
 
 FORMAT = 1  # values only
 STATES_FORMAT = 2  # values, the optimizer's states and the raw ids of the same rows, and the training state
@@ -254,6 +256,22 @@ class Manifest:
     def schema(self) -> Schema:
         """Format, tables, states and identities. Only versions with equal schemas may be merged or consecutive."""
         return self.format, self.tables, self.states, self.identities
+
+    def having(self, takes: Callable[[str], bool]) -> Manifest:
+        """Return the entry with the tables and dense tensors for whose names ``takes`` returns True."""
+
+        def of(items: Mapping[str, _Item]) -> dict[str, _Item]:
+            return {name: item for name, item in items.items() if takes(name)}
+
+        return replace(
+            self,
+            tables=of(self.tables),
+            dense=of(self.dense),
+            states=of(self.states),
+            identities=of(self.identities),
+            owner_changes=of(self.owner_changes),
+            parts=tuple(part for each in self.parts if (part := each.having(takes)).blocks or part.dense),
+        )
 
     def to_json(self) -> bytes:
         """Return the bytes of the entry as they are stored in the log."""
