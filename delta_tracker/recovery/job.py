@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -23,6 +23,7 @@ from delta_tracker.errors import (
     RestoreMismatchError,
     UnfinishedStepError,
 )
+from delta_tracker.predictor.model_fit import OnModelChange
 from delta_tracker.publisher.training import Recovery, Stateful, check_recovery
 from delta_tracker.recovery.training_states import DATA, TrainingStates
 from delta_tracker.sharding.local_shard import LocalShard
@@ -39,7 +40,7 @@ _REMEDY = (
     "DistributedDataParallel, but modules inside it, build it with find_unused_parameters=True, or pass "
     "init_data_parallel=False to DistributedModelParallel"
 )
-_GROUPS = "param_groups"
+GROUPS = "param_groups"
 # Schedulers add these keys to the groups of an optimizer; a job may ignore its scheduler. Names of parameters are
 # optional, and the parameters are compared on their own.
 _OPTIONAL = {"initial_lr", "swa_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "param_names", "params"}
@@ -57,6 +58,7 @@ class LocalJob:
     ignore: Collection[str]
     rank: int
     world_size: int
+    on_model_change: OnModelChange = "stop"
 
     def check(self) -> None:
         """Raise InvalidArgumentError if an argument of the restore is invalid."""
@@ -64,6 +66,8 @@ class LocalJob:
             raise InvalidArgumentError("model", type(self.model), "Pass a module")
         if isinstance(self.ignore, str) or not isinstance(self.ignore, Collection):
             raise InvalidArgumentError("ignore", self.ignore, "Pass a list of names")
+        if self.on_model_change not in (known := get_args(OnModelChange)):
+            raise InvalidArgumentError("on_model_change", self.on_model_change, f"Pass one of {known}")
         check_recovery(self.recovery)
         if self.data is not None and not isinstance(self.data, DataPosition):
             raise InvalidArgumentError("data", type(self.data), "Pass a DataPosition")
@@ -102,15 +106,15 @@ class LocalJob:
                     remedy = "Call restore() between two batches, without a pipeline that has looked up rows"
                     raise InvalidArgumentError("model", error.reason, remedy) from error
 
-    def load(self, states: TrainingStates) -> None:
+    def load(self, states: TrainingStates, ignore: Collection[str]) -> None:
         """Load the states of all objects that are not in ``ignore``."""
         for name, each in self.recovery.training_state.items():
-            if name not in self.ignore:
+            if name not in ignore:
                 self._load(f"training_state[{name!r}]", each.load_state_dict, states.load(0, "training", name))
         # The data is first: its loader could draw numbers from random generators, which are usually in rank_state.
         of_rank: dict[str, Any] = {**({} if self.data is None else {DATA: self.data}), **self.recovery.rank_state}
         for name, each in of_rank.items():
-            if name in self.ignore:
+            if name in ignore:
                 continue
             what = DATA if each is self.data else f"rank_state[{name!r}]"
             if self.world_size == states.world_size:
@@ -205,9 +209,10 @@ class Job:
     world_size: int
 
 
-def check_fit(saved: Saved, job: Job, ignore: Collection[str] = ()) -> None:
+def check_fit(saved: Saved, job: Job, ignore: Collection[str] = (), stateless: Collection[str] = ()) -> None:
     """Check that a job can load all of a version, and that the version has all that the job needs, except ``ignore``.
 
+    The tables in ``stateless`` are restored without the states of an optimizer.
     A name in ``ignore`` that is neither in the version nor in the job raises InvalidArgumentError.
     """
     found = (saved.tables, saved.dense, saved.training, saved.rank, job.shards, job.dense, job.training, job.rank)
@@ -216,11 +221,12 @@ def check_fit(saved: Saved, job: Job, ignore: Collection[str] = ()) -> None:
         if name not in known:
             raise InvalidArgumentError("ignore", name, f"Pass some of {sorted(known)}")
     tables = {fqn: shard.table for fqn, shard in job.shards.items()}
-    remedy = "Build the job like the one that published the version, or name these tables in ignore={...}"
+    remedy = f"{RestoreMismatchError.default}, or name these tables in ignore={{...}}"
     _check_keys("tables that differ", saved.tables.keys() - set(ignore), tables.keys() - set(ignore), remedy)
     for fqn in _names(saved.tables, tables, ignore):
         check_same(f"table {fqn!r}", saved.tables.get(fqn), tables.get(fqn))
-        _check_optimizer(fqn, saved, job)
+        if fqn not in stateless:
+            check_optimizer(fqn, saved, job)
     for name in _names(saved.dense, job.dense, ignore):
         check_same(f"the dense tensor {name!r}", saved.dense.get(name), job.dense.get(name))
     for name in _names(saved.training, job.training, ignore):
@@ -238,7 +244,8 @@ def check_fit(saved: Saved, job: Job, ignore: Collection[str] = ()) -> None:
             )
 
 
-def _check_optimizer(fqn: str, saved: Saved, job: Job) -> None:
+def check_optimizer(fqn: str, saved: Saved, job: Job) -> None:
+    """Check that the states of a table in a version are those of its optimizer in a job."""
     expected, shard = saved.states.get(fqn), job.shards[fqn]
     optimizer = f"the optimizer of {fqn!r}"
     is_fused = fqn in job.fused
@@ -302,7 +309,7 @@ def check_objects(
             continue
         what = f"{argument}[{name!r}]"
         path = (argument.removesuffix("_state"), name)
-        if getattr(each, _GROUPS, None):
+        if getattr(each, GROUPS, None):
             _check_groups(what, each, states, rank, path)
         elif isinstance(each, LRScheduler):
             _check_scheduler(what, each, states, rank, path)
@@ -310,14 +317,14 @@ def check_objects(
 
 def _check_groups(what: str, optimizer: Stateful, states: TrainingStates, rank: int, path: tuple[str, str]) -> None:
     own = optimizer.state_dict()
-    if not (isinstance(own, Mapping) and _GROUPS in own):
+    if not (isinstance(own, Mapping) and GROUPS in own):
         remedy = "Call its save_param_groups(True): its state has no param_groups, so its learning rate would be lost"
         raise InvalidArgumentError(what, type(optimizer), remedy)
     fields = states.fields(rank, *path)
-    if fields is None or _GROUPS not in fields:
+    if fields is None or GROUPS not in fields:
         kind = f"that of an optimizer ({type(optimizer).__name__})"
         raise RestoreMismatchError(f"the state of {what}", f"another one, with the keys {fields or 'none'},", kind)
-    saved_groups, own_groups = states.load(rank, *path, _GROUPS), own[_GROUPS]
+    saved_groups, own_groups = states.load(rank, *path, GROUPS), own[GROUPS]
     saved_names, own_names = _parameters(saved_groups), _parameters(own_groups)
     is_keyed = any(isinstance(name, str) for names in own_names for name in names)
     if is_keyed:  # TorchRec's optimizers, which load groups and states by the names of the parameters

@@ -12,6 +12,7 @@ from torch import Tensor
 from delta_tracker.errors import NotRecoverableError, RestoreMismatchError
 from delta_tracker.predictor.served_model import check_targets, find_targets
 from delta_tracker.recovery.job import LocalJob, Saved, check_fit, check_objects, check_warm, spec_of
+from delta_tracker.recovery.model_change import Change, change_of
 from delta_tracker.recovery.recovery_path import pending_rows
 from delta_tracker.recovery.targets import RowWriter, state_targets
 from delta_tracker.recovery.training_states import TrainingStates
@@ -51,6 +52,7 @@ class Plan:
         consumers: result of :func:`pending_rows`.
         rerouted: FQNs of the tables whose raw ids are divided among the ranks differently than in the version.
         unloaded: ignored states of ranks, by name, that the user may load at another number of ranks.
+        change: what is not restored.
     """
 
     storage: Storage
@@ -67,6 +69,7 @@ class Plan:
     consumers: tuple[Mapping[str, Mapping[str, Tensor | None]], Mapping[str, object]]
     rerouted: Sequence[str]
     unloaded: Sequence[str]
+    change: Change
 
     @property
     def last(self) -> Manifest:
@@ -98,7 +101,7 @@ class Plan:
         writer = RowWriter(self.storage, self.specs, self.targets)
         for entry in self.path[self.continues :]:
             writer.write(entry)
-        write_scalars(self.shards, self.scalars)
+        write_scalars({fqn: self.shards[fqn] for fqn in self.scalars}, self.scalars)
         for module, states in self.collisions.values():
             load_collision_states(module, states)
         for part in self.last.parts:
@@ -154,21 +157,28 @@ def prepare(log: StreamLog, path: Sequence[Manifest], job: LocalJob, applied: Ma
         rank=rank_names,
         world_size=states.world_size,
     )
-    check_fit(saved, described, job.ignore)
-    check_objects("training_state", job.recovery.training_state, states, 0, job.ignore)
+    change = Change(tables=last.tables, ignore=job.ignore)
+    if job.on_model_change == "continue":
+        change = change_of(last, saved, described, job, states, every_owner.keys())
+    ignore, stateless = change.ignore, change.stateless
+    check_fit(replace(saved, tables=change.tables), described, ignore, stateless)
+    check_objects("training_state", job.recovery.training_state, states, 0, ignore)
     if is_same:
-        check_objects("rank_state", job.recovery.rank_state, states, own, job.ignore)
+        check_objects("rank_state", job.recovery.rank_state, states, own, ignore)
     for name, tensor in buffers.items():
-        if name not in job.ignore and described.dense.get(name) != spec_of(tensor):
+        if name not in ignore and described.dense.get(name) != spec_of(tensor):
             raise RestoreMismatchError(f"the buffer {name!r}", spec_of(tensor), described.dense.get(name) or "missing")
-    shards = {fqn: found.shards[fqn] for fqn in last.tables if fqn not in job.ignore}
-    scalars = _kernels(states, shards, own if is_same else None)
-    check_scalars(shards, scalars)
+    shards = {fqn: found.shards[fqn] for fqn in last.tables if fqn not in ignore}
+    with_states = {fqn: shard for fqn, shard in shards.items() if fqn not in stateless}
+    scalars = _kernels(states, with_states, own if is_same else None)
+    check_scalars(with_states, scalars)
     owners = {fqn: each for fqn, each in every_owner.items() if fqn in shards}
-    check_collisions(last, owners, job.ignore)
-    targets = _targets(job, last, shards)
+    check_collisions(last, owners, ignore)
+    kept = {fqn: each for fqn, each in last.states.items() if fqn in with_states}
+    targets = _targets(job, replace(last, tables=change.tables, states=kept), shards)
     collisions = load_collisions(states, owners, [own] if is_same else range(states.world_size))
-    consumers = pending_rows(job.tracker, states, log, last, {fqn: shard.spec for fqn, shard in shards.items()})
+    whole = {fqn: shard.spec for fqn, shard in shards.items() if shard.spec.table == last.tables[fqn]}
+    consumers = pending_rows(job.tracker, states, log, last, whole)
     plan = Plan(
         storage=log.storage,
         path=path,
@@ -178,12 +188,13 @@ def prepare(log: StreamLog, path: Sequence[Manifest], job: LocalJob, applied: Ma
         scalars=scalars,
         collisions=collisions,
         held=held,
-        names=last.dense.keys() - set(job.ignore),
-        dense={name: tensor for name, tensor in {**dense, **buffers}.items() if name not in job.ignore},
+        names=last.dense.keys() - set(ignore),
+        dense={name: tensor for name, tensor in {**dense, **buffers}.items() if name not in ignore},
         states=states,
         consumers=consumers,
         rerouted=sorted(fqn for fqn, each in owners.items() if each.identity != last.identities[fqn]),
-        unloaded=[] if is_same else [name for name in rank_names if name in job.ignore],
+        unloaded=[] if is_same else [name for name in rank_names if name in ignore],
+        change=change,
     )
     plan.check_objects(() if is_same else last.training)
     return plan
@@ -247,9 +258,8 @@ def _targets(job: LocalJob, last: Manifest, shards: Mapping[str, LocalShard]) ->
     tables = {fqn: last.tables[fqn] for fqn in shards}
     targets = {fqn: target for fqn, target in find_targets(job.model).items() if fqn in tables}  # also write caches
     check_targets(replace(last, tables=tables), targets)
-    kept = {fqn: states for fqn, states in last.states.items() if fqn in shards}
-    views = {fqn: state_views(shards[fqn]) for fqn in kept}
-    found = state_targets({fqn: shard.spec for fqn, shard in shards.items()}, views, kept)
+    views = {fqn: state_views(shards[fqn]) for fqn in last.states}
+    found = state_targets({fqn: shard.spec for fqn, shard in shards.items()}, views, last.states)
     for name, target in found.items():
         if isinstance(target, TensorTarget) and target.obstacle:
             fqn, _, state = name.partition("\n")

@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from delta_tracker.errors import NotRecoverableError
+from delta_tracker.predictor.model_fit import OnModelChange
 from delta_tracker.publisher.exchange import Exchange, Message, Phase, check_alike
 from delta_tracker.publisher.training import Recovery
 from delta_tracker.recovery.job import LocalJob
@@ -39,6 +40,7 @@ class Restored:
         world_size: number of ranks of the job that published the version.
         rank_states: states in ``ignore`` at another number of ranks: name to the states of all ranks that published the
             version, in rank order; None for a rank without such a state. The position in the data is ``"data"``.
+        differences: with ``on_model_change="continue"``, sentences on what was not restored, or only in part.
     """
 
     version: int
@@ -47,9 +49,10 @@ class Restored:
     event_time: float | None
     world_size: int
     rank_states: Mapping[str, Sequence[object]] = field(repr=False)
+    differences: tuple[str, ...] = ()
 
 
-def restore(
+def restore(  # noqa: PLR0913  all but two have a default
     model: nn.Module,
     url: Location,
     version: int | None = None,
@@ -58,6 +61,7 @@ def restore(
     recovery: Recovery | None = None,
     data: DataPosition[Any] | None = None,
     ignore: Collection[str] = (),
+    on_model_change: OnModelChange = "stop",
     timeout: timedelta = DEFAULT_TIMEOUT,
 ) -> Restored:
     """Restore the training state of a version that a ``Publisher(..., recovery=...)`` published. A collective.
@@ -80,6 +84,8 @@ def restore(
         data: position in the training data. The call also attaches it to the tracker.
         ignore: names of tables, dense tensors, training states and states of ranks (``"data"`` for ``data``) that are
             in the version or in this job, and are not restored; the same on all ranks.
+        on_model_change: "stop" to raise an error if the version does not fit the job; "continue" to restore what both
+            have, see ``guide/recover.md``; the same on all ranks.
         timeout: maximum wait for the slowest rank, in each of four steps. One step reads and writes all rows.
 
     Raises:
@@ -101,7 +107,8 @@ def restore(
     """
     with closing(Exchange(timeout, name="restore", call="restore(...)", action="restore")) as exchange:
         ranks = exchange.rank, exchange.group.world_size
-        job = LocalJob(model, tracker, Recovery() if recovery is None else recovery, data, ignore, *ranks)
+        objects = Recovery() if recovery is None else recovery
+        job = LocalJob(model, tracker, objects, data, ignore, *ranks, on_model_change)
         return Restoration(exchange, url, version, job).run()
 
 
@@ -143,6 +150,8 @@ class Restoration:
             unmark(model)
         if plan.rerouted and self.job.rank == 0:
             _logger.warning("unknown raw ids read other rows than before in the tables %s", plan.rerouted)
+        for each in plan.change.differences if self.job.rank == 0 else ():
+            _logger.warning("not restored: %s", each)
         _logger.info("restored version %d of stream %s", version, plan.last.stream)
         return Restored(
             version=version,
@@ -151,6 +160,7 @@ class Restoration:
             event_time=plan.last.event_time,
             world_size=plan.states.world_size,
             rank_states=self._unloaded,
+            differences=plan.change.differences,
         )
 
     def _resolve(self) -> dict[str, Any]:
@@ -165,6 +175,8 @@ class Restoration:
                     raise
                 nothing = error.reason  # raised on all ranks, which may start without a restore
         ignore = f"ignore={sorted(map(str, self.job.ignore))}"
+        if self.job.on_model_change != "stop":
+            ignore += f", on_model_change={self.job.on_model_change!r}"
         return {"chosen": chosen, "nothing": nothing, "version": f"version={self.version!r}", "ignore": ignore}
 
     def _prepare(self, version: int, xxh3: str) -> dict[str, Any]:
@@ -183,7 +195,7 @@ class Restoration:
 
     def _load(self, plan: Plan) -> dict[str, Any]:
         job = self.job
-        job.load(plan.states)
+        job.load(plan.states, plan.change.ignore)
         self._unloaded = {name: plan.states.of_all_ranks(name) for name in plan.unloaded}
         if job.tracker is not None:
             job.tracker.checkpoint.restore_from_stream(plan.last.batches[1], *plan.consumers)

@@ -45,6 +45,7 @@ class RowWriter:
                 rows += reader.with_states(None if part.states is None else Ranged(self.storage, part.states))
         for group in newest(rows):
             tables = [table for each in group for table in as_tables(each, entry.states.get(each.block.table))]
+            tables = [table for table in tables if table.block.table in self.targets]  # without states that differ
             for placement in placements(tables, self.targets):
                 num_rows = max(1, CHUNK_BYTES // (placement.target.dim * _VALUE_BYTES))
                 for chunk in placement.chunks(num_rows):

@@ -137,7 +137,7 @@ def _deeper() -> nn.Module:
 
 
 @pytest.mark.advice(
-    "RestoreMismatchError: _same check_same _check_keys _check_presence prepare _check_optimizer _check_groups "
+    "RestoreMismatchError: _same check_same _check_keys _check_presence prepare check_optimizer _check_groups "
     "_kernels _targets check_collisions check_collision_slots check_collision_states _check_routes "
     "check_scalars"
 )

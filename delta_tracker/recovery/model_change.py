@@ -1,0 +1,80 @@
+"""Comparison of a version with a job whose model or optimizers were changed since: :func:`change_of`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+
+from delta_tracker.errors import RestoreMismatchError
+from delta_tracker.predictor.model_fit import fit
+from delta_tracker.recovery.job import GROUPS, Job, LocalJob, Saved, check_objects, check_optimizer
+from delta_tracker.recovery.training_states import TrainingStates
+from delta_tracker.stream.format.manifest import Manifest
+from delta_tracker.types import TableSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """What a restore leaves out.
+
+    Args:
+        tables: tables of the version, by FQN; those that are restored with the number of rows in the job.
+        stateless: FQNs of the tables that are restored without the states of an optimizer.
+        ignore: names of everything that is not restored.
+        differences: sentences on what is not restored, or only in part.
+    """
+
+    tables: Mapping[str, TableSpec]
+    stateless: Collection[str] = ()
+    ignore: Collection[str] = ()
+    differences: tuple[str, ...] = ()
+
+
+def change_of(
+    last: Manifest, saved: Saved, own: Job, job: LocalJob, states: TrainingStates, with_raw_ids: Collection[str]
+) -> Change:
+    """Return what a restore of ``last`` leaves out, because the job lacks it or has it in another form.
+
+    ``with_raw_ids`` has the FQNs of the job's tables with managed collisions.
+    The optimizers that torch steps are left out as a whole if a parameter changed, because their states have no names.
+    """
+    ignore, rank = set(job.ignore), job.rank if states.world_size == job.world_size else None
+    entry = replace(last, dense=saved.dense).having(lambda name: name not in ignore)
+    found = fit(entry, {fqn: shard.table for fqn, shard in own.shards.items()}, own.dense, with_raw_ids)
+    differences = dict(found.differences)
+    for name in sorted({*own.shards, *own.dense} - {*saved.tables, *saved.dense} - ignore):
+        differences[name] = f"{name!r} is missing in the version: it keeps its values"
+    stateless = {fqn for fqn in found.tables if fqn in differences and fqn not in saved.states and fqn not in own.fused}
+    for fqn in found.tables.keys() - stateless:
+        try:
+            check_optimizer(fqn, saved, own)
+        except RestoreMismatchError as error:
+            stateless.add(fqn)
+            differences[f"{fqn} states"] = f"{_difference(error)}: the states of {fqn!r} are not restored"
+    is_same = all(name.removesuffix(" states") in own.fused for name in differences)
+    own_names, saved_names = {*own.training, *own.rank}, {*saved.training, *saved.rank}
+    for name in sorted((own_names ^ saved_names) - ignore):
+        where = "this job" if name in saved_names else "the version"
+        differences[name] = f"the state {name!r} is missing in {where}: it is not restored"
+    for argument, source in (("training_state", 0), ("rank_state", rank)):
+        for name, each in getattr(job.recovery, argument).items():
+            if name in ignore or name in differences:
+                continue
+            if not is_same and getattr(each, GROUPS, None):
+                differences[name] = f"parameters of the optimizer {name!r} may have changed: it is not restored"
+                continue
+            try:
+                check_objects(argument, {} if source is None else {name: each}, states, source or 0, ())
+            except RestoreMismatchError as error:
+                differences[name] = f"{_difference(error)}: it is not restored"
+    kept = {*found.tables, *found.dense}
+    return Change(
+        tables={**last.tables, **found.tables},
+        stateless=stateless,
+        ignore=ignore | {name for name in differences if name not in kept and not name.endswith(" states")},
+        differences=tuple(differences.values()),
+    )
+
+
+def _difference(error: RestoreMismatchError) -> str:
+    return f"{error.what} is {error.saved} in the version but {error.found} in this job"

@@ -1,0 +1,99 @@
+"""Restores of a version into a job whose model or optimizer was changed."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from delta_tracker import restore
+from delta_tracker.errors import InvalidArgumentError
+from tests.ranks import RankPool
+from tests.recovery.restore_cases import same
+from tests.recovery.test_restore import _COPIED, cells, load, spec
+
+_EC = "ec.embedding_bags."
+_OLD = spec(2, _COPIED)
+
+
+def _with(name: str, **changes: Any) -> dict[str, Any]:
+    """Return the model with a changed table."""
+    return {**_OLD, "tables": [{**each, **changes} if each["name"] == name else each for each in _OLD["tables"]]}
+
+
+_ADDED = {"name": "new", "rows": 5, "sharding": "row"}
+_NEW_COPY = {"name": "new", "rows": 5, "sharding": "data"}
+# What was changed, the new model, words of the differences, and the tables whose rows are restored without states.
+_CHANGES: dict[str, tuple[dict[str, Any], Sequence[str], Sequence[str]]] = {
+    "a table has more rows": (_with("row", rows=20), ["17 x 8", "rows from 17 on keep their values"], []),
+    "a table has fewer rows": (_with("row", rows=12), ["12 x 8", "rows from 12 on are left out"], []),
+    "a table is wider": (_with("table", dim=16), [f"{_EC}table' is 10 x 8 float32 in the stream"], []),
+    "a table was added": (spec(2, _COPIED, _ADDED), [f"'{_EC}new' is missing in the version"], []),
+    "a table was removed": (
+        {**_OLD, "tables": [each for each in _OLD["tables"] if each["name"] != "stacked"]},
+        [f"{_EC}stacked' is 11 x 8 float32 in the stream but missing in the model: it is left out"],
+        [],
+    ),
+    "a table without fused optimizer has more rows": (
+        _with("copied", rows=9),
+        ["rows from 7 on keep their values", "parameters of the optimizer 'optimizer' may have changed"],
+        ["copied"],
+    ),
+    "a table without fused optimizer was added": (
+        spec(2, _COPIED, _NEW_COPY),
+        [f"'{_EC}new' is missing in the version", "parameters of the optimizer 'optimizer' may have changed"],
+        [],
+    ),
+    "another optimizer": (
+        {**_OLD, "optimizer": "Adagrad"},
+        [f"the optimizer of '{_EC}row' is EXACT_ROWWISE_ADAGRAD in the version but EXACT_ADAGRAD in this job"],
+        ["row", "table", "column", "stacked"],
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def stream(two_ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("changed")
+    two_ranks.run("tests.recovery.restore_cases:published", path=str(path), spec=_OLD)
+    return path
+
+
+@pytest.mark.parametrize("what", _CHANGES)
+def test_rows_that_exist_in_both_are_restored(two_ranks: RankPool, stream: Path, tmp_path: Path, what: str) -> None:
+    made, words, stateless = _CHANGES[what]
+    shutil.copytree(stream, tmp_path, dirs_exist_ok=True)
+    answers = two_ranks.run("tests.recovery.model_change_cases:changed", path=str(tmp_path), spec=made)
+    saved = cells(load(tmp_path, "saved", 2))
+    dims = {each["name"]: each.get("dim", 8) for each in made["tables"]}
+    for held, former in zip(load(tmp_path, "after", 2), load(tmp_path, "before", 2), strict=True):
+        after, before = cells([held]), cells([former])
+        for key in [key for key in after if " " in key]:  # the others are the numbers of kernels
+            name = key.partition(" ")[0].removeprefix(_EC)
+            expected = before[key]
+            if key in saved and dims[name] == 8:
+                expected = [saved[key][0], *expected[1:]] if name in stateless else saved[key]
+            assert same(after[key], expected), key
+        assert any(same(after[key], saved[key]) for key in saved.keys() & after.keys())
+    for rank, answer in enumerate(answers):
+        for text in words:
+            assert any(text in each for each in answer["differences"]), (text, answer["differences"])
+        assert "on_model_change='continue'" in answer["refusal"]
+        assert answer["kind"] == "snapshot"
+        for fqn, (first, end) in (
+            (fqn, table["rows"]) for fqn, table in load(tmp_path, "after", 2)[rank]["tables"].items()
+        ):
+            if any(f"{fqn!r} is" in each and "restored" not in each for each in answer["differences"]):
+                assert {each[fqn] for each in answer["pending"].values()} == {end - first}, "no consumer had these rows"
+        states = [load(tmp_path, each, 2)[rank]["states"]["optimizer"] for each in ("saved", "before", "after")]
+        has_other_parameters = any("may have changed" in each for each in answer["differences"])
+        assert same(states[2], states[1 if has_other_parameters else 0])
+
+
+def test_a_rule_must_be_one_of_two(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"Pass one of \('stop', 'continue'\)"):
+        restore(torch.nn.EmbeddingBag(2, 2), tmp_path.as_uri(), on_model_change="skip")  # type: ignore[arg-type]
