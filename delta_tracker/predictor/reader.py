@@ -138,7 +138,8 @@ class Reader:
             raise InvalidArgumentError("version", version, text)
         for _ in self.writer.check_path(path, source.storage):
             pass
-        self._continue_from(source)
+        if source is not self.source:
+            self._continue_from(source)
         self.orders.roll_back(path[-1])
         self.pinned, self.why = version, f"pinned to version {version}"
         self.writer.write_path(path, self.storage)
@@ -372,19 +373,17 @@ class Reader:
     def _use(self, state: _Round, log: SeenLog) -> Source:
         """Make the source of a log current, and log the sources that could not be read. Return the source."""
         self._log_skipped(state, None)
-        return self._continue_from(self.sources.all[log.number])
+        if log.source.number != self.sources.current.number:
+            self._continue_from(self.sources.all[log.number])
+        return self.sources.current
 
-    def _continue_from(self, source: Source) -> Source:
-        former = self.sources.current
-        if source.number == former.number:
-            return former
-        _logger.warning("continue from another source: url=%s former=%s", source.url, former.url)
+    def _continue_from(self, source: Source) -> None:
+        _logger.warning("continue from another source: url=%s former=%s", source.url, self.sources.current.url)
         self.sources.use(source)
         source.lag.rested = None
         source.settling.clear()
         self._surveyed_at = float("-inf")  # the former one may have what this one lacks
         self.gauges.failed_over(source.url)
-        return source
 
     def _log_skipped(self, state: _Round, raised: StreamError | None) -> None:
         for log in state.view.logs:

@@ -22,12 +22,14 @@ class Change:
         stateless: FQNs of the tables that are restored without the states of an optimizer.
         ignore: names of everything that is not restored.
         differences: sentences on what is not restored, or only in part.
+        unloaded: ignored states of ranks, by name, that the user may load at another number of ranks.
     """
 
     tables: Mapping[str, TableSpec]
     stateless: Collection[str] = ()
     ignore: Collection[str] = ()
     differences: tuple[str, ...] = ()
+    unloaded: Collection[str] = ()
 
 
 def change_of(

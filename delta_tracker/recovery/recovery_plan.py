@@ -51,7 +51,6 @@ class Plan:
         dense: other dense tensors by name, in the order of writing: those of rank 0, then the buffers of this rank.
         consumers: result of :func:`pending_rows`.
         rerouted: FQNs of the tables whose raw ids are divided among the ranks differently than in the version.
-        unloaded: ignored states of ranks, by name, that the user may load at another number of ranks.
         change: what is not restored.
     """
 
@@ -68,7 +67,6 @@ class Plan:
     states: TrainingStates
     consumers: tuple[Mapping[str, Mapping[str, Tensor | None]], Mapping[str, object]]
     rerouted: Sequence[str]
-    unloaded: Sequence[str]
     change: Change
 
     @property
@@ -193,8 +191,7 @@ def prepare(log: StreamLog, path: Sequence[Manifest], job: LocalJob, applied: Ma
         states=states,
         consumers=consumers,
         rerouted=sorted(fqn for fqn, each in owners.items() if each.identity != last.identities[fqn]),
-        unloaded=[] if is_same else [name for name in rank_names if name in ignore],
-        change=change,
+        change=replace(change, unloaded=[] if is_same else [name for name in rank_names if name in ignore]),
     )
     plan.check_objects(() if is_same else last.training)
     return plan
