@@ -297,6 +297,13 @@ def test_many_random_worlds_break_no_rule_but_the_known_ones(worlds: Interpreter
             {"seed": 72000100, "states": True, "has_raw_ids": True, "has_buckets": True, "has_upkeep": False},
             id="a version to roll back to is at the second url only",
         ),
+        pytest.param(
+            "join 0 11856, publish 0 0, advance 0 7419, publish 0 0, mirror 0 0, publish 0 0, promote_lagging 0 0, "
+            "snapshot 0 0, settle 0 0, publish 0 0, mirror 0 0, restart 0 0, settle 0 0, spoil_copy 3 18065, "
+            "join 0 61167, settle 0 0",
+            {"seed": 72100775, "has_web": True, "ranks": 3},
+            id="a cache has a damaged copy of the snapshot of the stream that continues the own one at rest",
+        ),
     ],
 )
 def test_a_schedule_that_broke_a_rule_breaks_none(

@@ -209,7 +209,9 @@ def _elsewhere(view: View, decision: Decision) -> Decision:
         try:
             found = _at(replace(other, is_doubted=False), replace(view, looks_for_gap=True, surveys=False))
         except CACHE_FAULTS as fault:
-            doubt = doubt or (Doubt(other, fault) if other.is_doubted else None)
+            damaged = next((each.error for each in view.faults if each.number == other.number), None)
+            if doubt is None and other.is_doubted and (damaged or error):
+                doubt = Doubt(other, damaged or fault)
             continue
         except StreamError:
             continue
@@ -217,7 +219,7 @@ def _elsewhere(view: View, decision: Decision) -> Decision:
         if isinstance(found, Apply) or (isinstance(found, Stay) and is_better):
             return found
     # The copies of another log in a cache may be all that is in the way.
-    return decision if doubt is None or error is None or isinstance(error, HeldVersionError) else doubt
+    return decision if doubt is None or isinstance(error, HeldVersionError) else doubt
 
 
 def _asks_others(decision: Decision, view: View) -> bool:
