@@ -29,7 +29,7 @@ def is_number(value: object) -> TypeGuard[float]:
 
 
 def check_type(argument: str, value: object, kind: type, example: str) -> None:
-    """Raise InvalidArgumentError unless ``value`` is None or an instance of ``kind``. The message shows ``example``."""
+    """Raise InvalidArgumentError unless ``value`` is None or of type ``kind``. The message shows ``example``."""
     if value is not None and not isinstance(value, kind):
         raise InvalidArgumentError(argument, value, f"Pass a value such as {example}, or None")
 
@@ -53,7 +53,7 @@ def check_function(argument: str, value: object, example: str) -> None:
 
 
 def check_path(argument: str, path: object) -> Path:
-    """Return a local path. Raise InvalidArgumentError for a url, a leading ~ (it is not expanded) or another type.
+    """Return ``path`` as a local path. Raise InvalidArgumentError for a url, a leading ~ or an object of another type.
 
     Example:
         >>> check_path("cache", "/var/cache")
@@ -68,7 +68,7 @@ def check_path(argument: str, path: object) -> Path:
 
 
 def check_home(argument: str, path: Path) -> None:
-    """Raise InvalidArgumentError if ``path`` has a leading ~, which only a shell expands."""
+    """Raise InvalidArgumentError if ``path`` has a leading ~. Only a shell expands it."""
     try:
         expanded = path.expanduser()
     except RuntimeError:  # no user has this name
@@ -78,9 +78,10 @@ def check_home(argument: str, path: Path) -> None:
 
 
 def refuse_unknown(kind: type, unknown: Mapping[str, object], **options: type) -> None:
-    """Raise InvalidArgumentError if the constructor of ``kind`` was called with an unknown argument.
+    """Raise InvalidArgumentError if ``unknown``, unexpected keyword arguments of the class ``kind``, is not empty.
 
-    The message names the one of the ``options`` that has it, a similar argument of ``kind``, or all of its arguments.
+    The message names the class of ``options`` with such an argument, suggests a similar argument of ``kind``, or lists
+    all of its arguments. ``options`` are the classes of arguments of ``kind``, by argument.
     """
     for name, value in unknown.items():
         known = [each for each in inspect.signature(kind).parameters if each != "unknown"]
@@ -93,6 +94,6 @@ def refuse_unknown(kind: type, unknown: Mapping[str, object], **options: type) -
 
 
 def check_seconds(argument: str, seconds: object) -> None:
-    """Raise InvalidArgumentError unless ``seconds`` is None, or above 0 and below ``threading.TIMEOUT_MAX``."""
+    """Raise InvalidArgumentError unless ``seconds`` is None or a number above 0 and below ``threading.TIMEOUT_MAX``."""
     if seconds is not None and not (is_number(seconds) and 0 < seconds < threading.TIMEOUT_MAX):
         raise InvalidArgumentError(argument, seconds, "Pass seconds above 0, or None")

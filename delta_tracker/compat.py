@@ -1,8 +1,8 @@
-"""Names of TorchRec's own tracker, so that its users need to change only imports.
+"""Replacement for TorchRec's own tracker: programs need to change only their imports.
 
 Replace ``from torchrec.distributed.model_tracker...`` by ``from delta_tracker.compat``, also for the modules of that
 package. If the program calls ``init_torchrec_delta_tracker`` of ``DistributedModelParallel``, call
-:func:`patch_torchrec` before. The classes do what TorchRec's do, with these differences:
+:func:`patch_torchrec` first. The classes behave like TorchRec's, with these differences:
 
 - A row counts as changed when its update is written, not when it is looked up. Pass ``record="lookups"`` to
   :class:`ModelDeltaTrackerTrec` for the latter.
@@ -76,7 +76,7 @@ def __getattr__(name: str) -> object:
 
 
 class TorchrecAssertionError(InvalidArgumentError, AssertionError):
-    """An argument is invalid. Programs for TorchRec's tracker catch it as the ``AssertionError`` that they expect."""
+    """An argument is invalid. The error is also an ``AssertionError``, which TorchRec's tracker raises in this case."""
 
 
 @contextmanager
@@ -91,7 +91,7 @@ def _assertions() -> Iterator[None]:
 
 
 class Trackers(Enum):
-    """Kinds of trackers. Their names are the keys of ``DistributedModelParallel.model_trackers``."""
+    """Kind of tracker. The member names are the keys of ``DistributedModelParallel.model_trackers``."""
 
     DELTA_TRACKER = "delta_tracker"
     RAW_ID_TRACKER = "raw_id_tracker"
@@ -99,13 +99,13 @@ class Trackers(Enum):
 
 @dataclass
 class IndexedLookup:
-    """Lookup of one batch in one table.
+    """Recorded lookup of one batch in one table, as :meth:`DeltaStoreTrec.get_indexed_lookups` returns it.
 
     Args:
         batch_idx: index of the batch.
         ids: ``[N]`` ids, in any order, duplicates allowed.
-        states: ``[N, ...]`` recorded states, or None.
-        compact: not used, as in TorchRec.
+        states: ``[N, ...]`` recorded states; None if only ids are recorded.
+        compact: ignored, as in TorchRec.
     """
 
     batch_idx: int
@@ -116,7 +116,7 @@ class IndexedLookup:
 
 @dataclass
 class UniqueRows:
-    """Changed rows of one table on this rank.
+    """Ids and states of the changed rows of one table on this rank.
 
     Args:
         ids: ``[N]`` int64, local to the shard, ascending and unique.
@@ -129,14 +129,14 @@ class UniqueRows:
 
 @dataclass
 class DeltaTrackerConfig:
-    """Arguments of a tracker.
+    """Configuration of a tracker, for :func:`init_torchrec_delta_tracker`.
 
     Args:
-        tracking_mode: the data that is kept for each changed row.
-        consumers: names of the independent readers; None for one named ``"default"``.
-        delete_on_read: drop rows once every consumer has read them.
-        auto_compact: compact while TorchRec distributes its output.
-        fqns_to_skip: tables not to track.
+        tracking_mode: kind of state that a read returns for each changed row.
+        consumers: names of the consumers; None for one consumer named ``"default"``.
+        delete_on_read: True to drop rows once every consumer has read them.
+        auto_compact: True to compact the change log while TorchRec distributes its output.
+        fqns_to_skip: FQNs of the tables that are not tracked.
     """
 
     tracking_mode: TrackingMode = TrackingMode.ID_ONLY
@@ -148,11 +148,11 @@ class DeltaTrackerConfig:
 
 @dataclass
 class RawIdTrackerConfig:
-    """Arguments of TorchRec's ``RawIdTracker``, which ``DistributedModelParallel`` creates itself.
+    """Configuration of TorchRec's own ``RawIdTracker``, which ``DistributedModelParallel`` creates.
 
     Args:
-        delete_on_read: drop ids once every consumer has read them.
-        fqns_to_skip: tables not to track.
+        delete_on_read: True to drop ids once every consumer has read them.
+        fqns_to_skip: FQNs of the tables that are not tracked.
     """
 
     delete_on_read: bool = True
@@ -161,10 +161,10 @@ class RawIdTrackerConfig:
 
 @dataclass
 class ModelTrackerConfigs:
-    """Argument ``model_tracker_configs`` of ``DistributedModelParallel``.
+    """Value of the argument ``model_tracker_configs`` of ``DistributedModelParallel``.
 
     Args:
-        raw_id_tracker_config: arguments of a ``RawIdTracker``; None for no such tracker.
+        raw_id_tracker_config: configuration of a ``RawIdTracker``; None to create no such tracker.
     """
 
     raw_id_tracker_config: RawIdTrackerConfig | None = None
@@ -182,10 +182,10 @@ class _RawLookups(lookups.DeltaStore):
 
 
 class DeltaStoreTrec:
-    """:class:`~delta_tracker.DeltaStore` with the names of TorchRec's store. It stores copies of the tensors.
+    """Store of recorded lookups: :class:`~delta_tracker.DeltaStore` with TorchRec's interface. Copies the tensors.
 
     Args:
-        updateMode: the state to return for each id: no state, the first state or the last state.
+        updateMode: state that reads return for each id: none, the first or the last one.
 
     Example:
         >>> store = DeltaStoreTrec(updateMode=UpdateMode.LAST)
@@ -200,7 +200,7 @@ class DeltaStoreTrec:
 
     @property
     def per_fqn_lookups(self) -> dict[str, list[IndexedLookup]]:
-        """Stored lookups of each table, by FQN. The tensors belong to the store: do not write to them."""
+        """Stored lookups of each table, by FQN. Do not modify the tensors: the store shares them."""
         return self.get_indexed_lookups(-(1 << 63), 1 << 63)
 
     def append(
@@ -212,13 +212,13 @@ class DeltaStoreTrec:
         raw_ids: Tensor | None = None,
         runtime_meta: Tensor | None = None,
     ) -> None:
-        """Append one lookup, see :meth:`~delta_tracker.DeltaStore.append`. The last two arguments are not used."""
+        """Append one lookup, see :meth:`~delta_tracker.DeltaStore.append`. Ignores ``raw_ids`` and ``runtime_meta``."""
         del raw_ids, runtime_meta
         with _assertions():
             self._store.append(batch_idx, fqn, ids, states)
 
     def delete(self, up_to_idx: int | None = None) -> None:
-        """Delete the lookups of all batches before ``up_to_idx``. None deletes all lookups and tables."""
+        """Delete the lookups of all batches before ``up_to_idx``. If it is None, delete all lookups and tables."""
         self._store.delete(up_to_idx)
 
     def compact(self, start_idx: int, end_idx: int) -> None:
@@ -227,7 +227,7 @@ class DeltaStoreTrec:
             self._store.compact(start_idx, end_idx)
 
     def get_unique(self, from_idx: int = 0) -> dict[str, UniqueRows]:
-        """Return the ids of batch ``from_idx`` and all later ones, ascending and unique, with one state each."""
+        """Return the unique ids of batch ``from_idx`` and later, ascending, with one state each, by table FQN."""
         return {fqn: UniqueRows(rows.ids, rows.states) for fqn, rows in self._store.get_delta(from_idx).items()}
 
     def get_indexed_lookups(self, start_idx: int, end_idx: int) -> dict[str, list[IndexedLookup]]:
@@ -276,17 +276,17 @@ class ModelDeltaTrackerTrec(
         per_table_percentage: Mapping[str, tuple[float, str]] | None = None,
         sorted_by_indices: bool | None = True,  # noqa: FBT001, FBT002  TorchRec's signature
     ) -> dict[str, UniqueRows]:
-        """Return the rows that changed since the consumer's last read, by FQN of each table, and move its cursor.
+        """Return the rows that changed since the consumer's last read, by table FQN, and move the consumer's cursor.
 
         Args:
-            consumer: name of the reader; None for ``"default"``.
-            top_percentage: fraction of the changed rows of each table to return, those with the largest changes; 1 or
-                None for all. A smaller one needs a mode with states, and is a collective.
-            per_table_percentage: not supported: call ``get_delta(top_k=...)``.
-            sorted_by_indices: ids are always ascending.
+            consumer: name of the consumer; None for ``"default"``.
+            top_percentage: fraction of the changed rows of each table to return, largest changes first; 1 or None for
+                all rows. A fraction below 1 requires a mode with states, and makes the call a collective.
+            per_table_percentage: not supported; call ``get_delta(top_k=...)`` instead.
+            sorted_by_indices: ignored; ids are always ascending.
 
         Raises:
-            TorchrecAssertionError: if there is no such consumer, ``per_table_percentage`` is given, or
+            TorchrecAssertionError: if the consumer does not exist, ``per_table_percentage`` is given, or
                 ``top_percentage`` is not in ``(0, 1]``.
             NeedsSnapshotError: if the consumer was dropped, see :meth:`~delta_tracker.ModelDeltaTracker.get_delta`.
         """
@@ -300,13 +300,13 @@ class ModelDeltaTrackerTrec(
             return self._reader.read(self._log.consumers.resolve(consumer), _unique, top_k=top_k)
 
     def get_unique_ids(self, consumer: str | None = None) -> dict[str, Tensor]:
-        """Return the ids of :meth:`get_unique`, ``[N]`` int64 by table FQN, and move the consumer's cursor."""
+        """Return only the ids of the rows of :meth:`get_unique`, ``[N]`` int64 by table FQN, and move the cursor."""
         with _assertions():
             self._hooks.check_read()
             return self._reader.read(self._log.consumers.resolve(consumer), _ids)
 
     def clear(self, consumer: str | None = None) -> None:
-        """Discard the pending rows of a consumer, or of all, see :meth:`~delta_tracker.ModelDeltaTracker.clear`."""
+        """Discard the pending rows of one consumer, or of all consumers if ``consumer`` is None."""
         with _assertions():
             super().clear(consumer)
 
@@ -315,7 +315,7 @@ class ModelDeltaTrackerTrec(
     ) -> None:
         """Record a lookup, see :meth:`~delta_tracker.ModelDeltaTracker.record_lookup`.
 
-        The last two arguments are not needed.
+        ``emb_module`` and ``raw_ids`` are ignored.
         """
         del emb_module, raw_ids
         with _assertions():
@@ -323,16 +323,16 @@ class ModelDeltaTrackerTrec(
 
     @property
     def table_to_fqn(self) -> dict[str, str]:
-        """Mapping from the name of a table to its FQN; the last one if several modules have a table of the name."""
+        """Mapping from table name to FQN. If several modules have a table of the same name, the last one is used."""
         return {fqn.rpartition(".")[2]: fqn for fqn in self.tables}
 
     def get_latest(self) -> dict[str, Tensor]:
         """Return the first optimizer state of each table that this rank trains with a fused optimizer, by table FQN.
 
         Returns:
-            ``[R]`` for a state of one number per row, such as the sum of row-wise Adagrad, otherwise ``[R, D]``, for
-            the ``R`` rows of this rank. Training overwrites it. A table with ``S`` column ranges on this rank has a
-            copy, ``[R, S]`` or ``[R, D]``. Tables without such a state, such as those of SGD, are missing.
+            Views of the states of this rank's ``R`` rows: ``[R]`` for a state with one number per row, such as the sum
+            of row-wise Adagrad, otherwise ``[R, D]``. Training overwrites them. A table with ``S > 1`` column ranges on
+            this rank has a copy, ``[R, S]`` or ``[R, D]``. Tables without optimizer states are omitted.
         """
         found = {}
         for fqn, table in self.live.table_states.items():
@@ -357,15 +357,16 @@ ModelDeltaTracker = ModelDeltaTrackerTrec
 
 
 def init_torchrec_delta_tracker(model: nn.Module, delta_tracker_config: DeltaTrackerConfig) -> ModelDeltaTrackerTrec:
-    """Return a tracker of a model, as ``DistributedModelParallel.init_torchrec_delta_tracker`` does.
+    """Create a tracker of a model, and return it.
 
-    ``DistributedModelParallel`` does not call this tracker: call its ``step()`` after each batch.
+    Unlike TorchRec's method of the same name, this function does not register the tracker with the model: call the
+    tracker's ``step()`` after each batch.
 
     Args:
-        model: a ``DistributedModelParallel``, or another model, see :class:`~delta_tracker.ModelDeltaTracker`.
-        delta_tracker_config: the tracker's arguments; TorchRec's own class is accepted, too.
+        model: a ``DistributedModelParallel``, or another model that :class:`~delta_tracker.ModelDeltaTracker` supports.
+        delta_tracker_config: configuration of the tracker, of this class or of TorchRec's.
 
-    Raises InvalidArgumentError if the second argument is not a :class:`DeltaTrackerConfig`, and the errors of
+    Raises InvalidArgumentError for another object as configuration, and the errors of
     :class:`~delta_tracker.ModelDeltaTracker`.
     """
     if not all(hasattr(delta_tracker_config, each.name) for each in fields(DeltaTrackerConfig)):
@@ -383,19 +384,19 @@ def init_torchrec_delta_tracker(model: nn.Module, delta_tracker_config: DeltaTra
 
 
 def patch_torchrec() -> TorchrecPatch:
-    """Make the tracker methods of each ``DistributedModelParallel`` use the trackers of this module, in this process.
+    """Patch ``DistributedModelParallel`` in this process to create trackers of this module.
 
-    Call it once, before ``init_torchrec_delta_tracker(config)`` of a ``DistributedModelParallel``, which then creates a
-    :class:`ModelDeltaTrackerTrec`; ``get_delta_tracker()`` returns it. Keep the returned patch to undo the call with
-    ``remove()``, or use it in a ``with`` block.
+    Call this function once, before ``DistributedModelParallel.init_torchrec_delta_tracker(config)``. That method then
+    creates a :class:`ModelDeltaTrackerTrec`, and ``get_delta_tracker()`` returns it. To undo the patch, call
+    ``remove()`` of the returned object, or use the object in a ``with`` block.
 
-    ``DistributedModelParallel.forward`` calls the tracker's ``step()`` at the start of each forward pass, also in an
-    evaluation. An explicit ``step()`` counts the batch a second time. No row is lost or returned twice, but
+    ``DistributedModelParallel.forward`` calls the tracker's ``step()`` at the start of each forward pass, even during
+    evaluation. If the program calls ``step()`` too, each batch counts twice. No row is lost or returned twice, but
     ``curr_batch_idx``, a publisher's cadence in batches and the ``max_age`` of top-k advance by 2 for each batch, and a
     publisher rejects the position of ``attach_data``.
 
-    A publisher with ``recovery=`` needs a ``step()`` between the update and its own ``step()``. Create its tracker with
-    the function :func:`init_torchrec_delta_tracker`: ``DistributedModelParallel`` does not step that tracker.
+    A publisher with ``recovery=`` needs a ``step()`` of the tracker between the update and its own ``step()``. Create
+    its tracker with the function :func:`init_torchrec_delta_tracker`, so that only the program steps the tracker.
 
     Example:
         >>> patch_torchrec().remove()

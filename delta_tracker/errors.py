@@ -25,7 +25,7 @@ _Own = TypeVar("_Own", bound="DeltaTrackerError")
 
 CONTINUE = "Publish a snapshot to the present stream: predictors continue from it"
 LOAD_BEFORE = "Close the publisher, load or restore, and build a new Publisher afterwards"
-"""Remedy of a :class:`ReservedConsumerError` of a call that replaces the pending rows of all consumers."""
+"""Remedy if a call that replaces the pending rows of all consumers raises :class:`ReservedConsumerError`."""
 SINK_CLOSED = "the sink is closed", "Call open() first"
 SINK_FORKED = "this process was forked", "Build a sink in this process"
 NO_VERSION = "no version is complete yet", "Wait until the predictor of the row store has applied a version"
@@ -34,14 +34,14 @@ OR_NOTHING = "A tracker can also load {}, which marks every row as changed"
 
 
 class DeltaTrackerError(Exception):
-    """Base class of all errors. ``problem`` describes the error, and ``remedy`` what the user can do."""
+    """Base class of all errors. ``problem`` describes the error, and ``remedy`` says what the user can do."""
 
     def __init__(self, problem: str, remedy: str) -> None:
         self.problem, self.remedy = problem.removesuffix("."), remedy  # the text of another error may be its end
         super().__init__(str(self))
 
     def advising(self, remedy: str) -> Self:
-        """Replace the remedy of the class by one for this cause. Return the error."""
+        """Set a remedy for the specific cause of this error, and return the error."""
         self.remedy = remedy
         self.args = (str(self),)
         return self
@@ -83,11 +83,11 @@ class UncopyableError(DeltaTrackerError, TypeError):
 
 
 class MissingExtraError(DeltaTrackerError, ImportError):
-    """A required package is not installed, or was built for a release of ``other`` that is not installed.
+    """A required package is not installed, or was built for another release of the package ``other``.
 
-    ``extra`` is the extra of this library that installs ``package``, or None if every installation of the library does.
-    ``other`` is the other package with its release, if there is one. ``command`` installs what is missing. It names the
-    distribution that this library was installed from, otherwise a checkout.
+    ``extra`` is the extra of this library that installs ``package``; None if no extra is needed. ``other`` is the name
+    and release of the installed package that ``package`` does not match; None if ``package`` is not installed.
+    ``command`` is the shell command that installs the correct package.
     """
 
     def __init__(self, package: str, extra: str | None, *, other: str | None = None, command: str = "") -> None:
@@ -119,8 +119,8 @@ def import_optional(module: str, package: str, extra: str | None) -> ModuleType:
 class UnsupportedModelError(DeltaTrackerError, ValueError):
     """The model has tables or parts that cannot be tracked, read, published or compiled, or it has no table at all.
 
-    ``parts`` maps their names to their types, optimizers or reasons. To train without them, pass their names as
-    ``fqns_to_skip``.
+    ``parts`` maps the name of each such part to its type, its optimizer or the reason. To leave these parts untracked,
+    pass their names as ``fqns_to_skip``.
     """
 
     def __init__(
@@ -136,11 +136,11 @@ class UnsupportedModelError(DeltaTrackerError, ValueError):
 
 
 class UntrackedTrainingWarning(UserWarning):
-    """Tables are tracked but not trained, while a copy of the model probably is.
+    """The tracked tables receive no updates, probably because a copy of the model is trained instead.
 
-    ``tables`` are their FQNs, and ``num_updates`` is the number of updates of other tensors of their size. It is 0 if
-    none were seen, and no table was updated during 100 batches. Ignore the warning if the tracked model is written in
-    another way, for example as an average of the trained one.
+    ``tables`` are the FQNs of these tables. ``num_updates`` is the number of updates of other tensors of the same size;
+    0 if there were none and no table was updated during 100 batches. Ignore the warning if the program writes the
+    tracked model in another way, for example as an average of the trained model.
     """
 
     def __init__(self, tables: Iterable[str], num_updates: int) -> None:
@@ -158,7 +158,7 @@ class UntrackedTrainingWarning(UserWarning):
 
 
 class ReservedConsumerError(DeltaTrackerError, RuntimeError):
-    """A consumer is reserved by ``owner``, for example a publisher, which must be the only reader of its rows."""
+    """The consumer is reserved for ``owner``, for example a publisher, and only the owner may read it."""
 
     def __init__(self, consumer: str, owner: str, remedy: str) -> None:
         super().__init__(f"consumer {consumer!r} is reserved by {owner}", remedy)
@@ -168,7 +168,7 @@ class ReservedConsumerError(DeltaTrackerError, RuntimeError):
 class NeedsSnapshotError(DeltaTrackerError, RuntimeError):
     """A consumer needs a snapshot, because its pending rows exceeded ``max_bytes`` and were dropped.
 
-    ``max_bytes`` is None if an earlier run dropped them, before it saved the checkpoint that was loaded.
+    ``max_bytes`` is None if an earlier run dropped the rows, and this run was loaded from its checkpoint.
     """
 
     def __init__(self, consumer: str, max_bytes: int | None) -> None:
@@ -181,7 +181,7 @@ class NeedsSnapshotError(DeltaTrackerError, RuntimeError):
 
 
 class StaleDeltaError(DeltaTrackerError, RuntimeError):
-    """A delta is no longer its consumer's uncommitted read: it was committed, aborted or replaced by a newer one."""
+    """A delta is no longer its consumer's uncommitted read: it was committed, aborted or replaced by a newer read."""
 
     def __init__(self, consumer: str) -> None:
         super().__init__(
@@ -200,7 +200,7 @@ class DetachedError(DeltaTrackerError, RuntimeError):
 
 
 class CheckpointError(DeltaTrackerError, ValueError):
-    """A saved state is malformed or incomplete, or does not fit. The object that loads it is unchanged.
+    """A saved state is malformed or incomplete, or does not fit the object that loads it. The object is unchanged.
 
     ``reason`` describes the problem. ``part`` is the name of the malformed part, or None if no part is malformed.
     ``ranks`` are the ranks whose parts are missing, if they are known.
@@ -220,7 +220,7 @@ class CheckpointError(DeltaTrackerError, ValueError):
 class StateMismatchError(CheckpointError):
     """A saved state does not fit the object that loads it, or the parts saved by different ranks contradict each other.
 
-    ``what`` names the property that differs: it is ``saved`` in the state, and ``found`` in the object.
+    ``what`` names the property that differs: its value is ``saved`` in the state, and ``found`` in the object.
     """
 
     _remedy = "Load it into an object with the same arguments"
@@ -236,12 +236,12 @@ Action = Literal["publish", "restore", "agree"]
 
 
 class RankFailedError(StreamError, RuntimeError):
-    """A collective failed because rank ``rank`` failed with ``reason``, or differs from the other ranks.
+    """A collective failed because rank ``rank`` raised an error or differs from the other ranks; see ``reason``.
 
-    If a version was not published, all rows stay pending; with ``is_unknown``, it may have been published, or may
-    appear later, and the next version follows it. If a restore failed, the model may be partly written: its forward
-    pass then raises :class:`IncompleteModelError`. ``rank`` is this rank if one of its objects raised an error while it
-    loaded its state.
+    After a failed publish, all rows stay pending. If ``is_unknown`` is True, the version may still have been published
+    or may appear later; the next version then follows it. After a failed restore, the model may be partly written. Its
+    forward pass then raises :class:`IncompleteModelError`. ``rank`` is this rank if one of its objects failed to load
+    its state.
     """
 
     def __init__(self, rank: int, reason: str, action: Action = "publish", *, is_unknown: bool = False) -> None:
@@ -270,9 +270,10 @@ class RankLostError(StreamError, RuntimeError):
 
 
 class FencedError(StreamError, RuntimeError):
-    """A publisher is fenced: a newer publisher has claimed the stream, and this one can publish no more versions.
+    """The publisher is fenced: a newer publisher has claimed the stream, and this one can publish no more versions.
 
-    ``generation`` is that of the fenced publisher, and ``owner`` that of the newer one, which committed ``version``.
+    ``generation`` is the fenced publisher's generation. ``owner`` is the newer publisher's generation, and ``version``
+    one of its versions.
     """
 
     def __init__(self, generation: int, owner: int, version: int) -> None:
@@ -282,10 +283,10 @@ class FencedError(StreamError, RuntimeError):
 
 
 class LivePublisherError(StreamError, RuntimeError):
-    """The publisher of generation ``generation`` of the stream at ``url`` may be alive, so it was not replaced.
+    """The stream at ``url`` was not claimed, because its publisher may be alive.
 
-    ``version`` is the newest version. ``seconds`` is the time since the publisher's last sign of life, by the store's
-    clock, or None if the version was committed during the call.
+    ``generation`` is the generation of this publisher, and ``version`` is the newest version. ``seconds`` is the time
+    since the publisher's last sign of life, by the store's clock; None if ``version`` was committed during the call.
     """
 
     def __init__(self, url: str, generation: int, version: int, seconds: float | None = None) -> None:
@@ -298,8 +299,8 @@ class LivePublisherError(StreamError, RuntimeError):
 class UnfinishedStepError(StreamError, RuntimeError):
     """A version was not cut, because a training step was incomplete; the rows stay pending.
 
-    ``reason`` names an update of rows that is in progress, or was made after the last ``tracker.step()``: training that
-    resumes from the version would repeat it.
+    ``reason`` describes an update of rows that is in progress or was made after the last ``tracker.step()``. Training
+    that resumed from such a version would apply the update twice.
     """
 
     def __init__(self, reason: str, remedy: str) -> None:
@@ -310,7 +311,7 @@ class UnfinishedStepError(StreamError, RuntimeError):
 class RestoreMismatchError(StreamError, ValueError):
     """The saved training state does not fit this job, so nothing was restored.
 
-    ``what`` names the property that differs: it is ``saved`` in the version, and ``found`` in this job.
+    ``what`` names the property that differs: its value is ``saved`` in the version, and ``found`` in this job.
     """
 
     default = (
@@ -327,7 +328,7 @@ class NotRecoverableError(StreamError, LookupError):
     """Version ``version`` of the stream at ``url`` has no complete training state, so nothing was restored.
 
     ``reason`` describes what is missing. ``version`` is None on every rank if no version was published to the stream
-    yet: the job can start without a restore.
+    yet. In this case, start the job without a restore.
     """
 
     def __init__(self, url: str, version: int | None, reason: str) -> None:
@@ -342,10 +343,11 @@ class NotRecoverableError(StreamError, LookupError):
 
 
 class IncompleteModelError(StreamError, RuntimeError):
-    """The model mixes rows of several versions, because a restore of version ``version`` was not completed.
+    """The model cannot be used, because a restore was interrupted or the model belongs to a standby.
 
-    If ``is_following``, it follows a stream as a :class:`~delta_tracker.recovery.standby.Standby`, and has the rows of
-    that version, but no other state.
+    If ``is_following`` is False, the model mixes rows of several versions: a restore of ``version`` was not completed.
+    If it is True, a :class:`~delta_tracker.recovery.standby.Standby` has applied the rows of ``version``, but no other
+    state.
     """
 
     def __init__(self, version: int, *, is_following: bool = False) -> None:
@@ -360,11 +362,11 @@ class IncompleteModelError(StreamError, RuntimeError):
 
 
 class TakeoverFailedError(StreamError, RuntimeError):
-    """The takeover of the stream at ``url`` failed with ``reason``.
+    """The takeover of the stream at ``url`` failed; see ``reason``.
 
-    If ``is_claimed``, it was claimed by the entry ``version``. The claim is kept, and the next call completes the
-    takeover. Until then, the model raises :class:`IncompleteModelError`. Otherwise, nothing was claimed, because
-    ``version`` cannot be applied; ``applied`` is the last version that all ranks have applied, None if there is none.
+    If ``is_claimed`` is True, the entry ``version`` has claimed the stream. The next call completes the takeover; until
+    then, the model raises :class:`IncompleteModelError`. If it is False, nothing was claimed, because ``version``
+    cannot be applied. ``applied`` is the last version that all ranks have applied; None if there is none.
     """
 
     def __init__(
@@ -391,7 +393,7 @@ class TakeoverFailedError(StreamError, RuntimeError):
 
 
 class StorageError(StreamError, OSError):
-    """The store at ``url`` cannot be reached, read or written; see ``reason``."""
+    """The store at ``url`` could not be reached, read or written; see ``reason``."""
 
     _remedy = "Check the url, its permissions and free space, then try again; nothing was lost"
 
@@ -401,12 +403,11 @@ class StorageError(StreamError, OSError):
 
 
 class WriteRefusedError(StorageError):
-    """An object was certainly not written to the store at ``url``; see ``reason``.
+    """A write to the store at ``url`` was refused, and nothing was written; see ``reason``.
 
-    If ``name`` is given, the store refused to create this object, although no object of that name exists. Otherwise,
-    the directory of a local store was unmounted, deleted or replaced since it was opened, or has a link or a file
-    instead of a folder, so that a write would go to another disk or stream. Writes succeed again once the directory is
-    back.
+    If ``name`` is given, the store refused to create this object, although no object of this name exists. If it is
+    None, the directory of a local store was unmounted, deleted or replaced after it was opened, or has a link or a file
+    in place of a folder. Writes succeed again once the directory is restored.
     """
 
     def __init__(self, url: str, reason: str, remedy: str, name: str | None = None) -> None:
@@ -415,7 +416,7 @@ class WriteRefusedError(StorageError):
 
     @classmethod
     def taken(cls, url: str, name: str, attempts: int) -> WriteRefusedError:
-        """Return the error for a name that the store refused ``attempts`` times to create."""
+        """Return the error for an object that the store refused to create ``attempts`` times."""
         return cls(
             url,
             f"it refused {attempts} times to create {name} as existing, but does not list it",
@@ -425,9 +426,9 @@ class WriteRefusedError(StorageError):
 
 
 class AlteredEntryError(StorageError):
-    """The store at ``url`` has other bytes under ``name`` than the publisher sent: they were altered in transit.
+    """The entry ``name`` in the store at ``url`` differs from the bytes that the publisher sent.
 
-    The version was not committed. ``xxh3`` is the hash of the stored bytes; the next entry follows them.
+    The bytes were altered in transit; the version was not committed. ``xxh3`` is the hash of the stored bytes.
     """
 
     _remedy = "Find out what alters objects on the way to the store, then try again; no row was lost"
@@ -438,12 +439,12 @@ class AlteredEntryError(StorageError):
 
 
 class UnknownOutcomeError(StorageError):
-    """It is unknown whether the store at ``url`` has ``name``, or will have it: see ``reason``.
+    """It is unknown whether the store at ``url`` has the object ``name`` or will have it later; see ``reason``.
 
-    Either the response to the request that creates it was lost, or it was written or deleted, but the names in the
-    directory ``directory`` of a local store cannot be flushed to disk, so that a power loss may undo the change. If it
-    is the entry of a version, readers may apply it now or later. Its rows stay pending, and the next version follows it
-    if it exists.
+    If ``directory`` is None, the response to the request that creates the object was lost. Otherwise, the object of a
+    local store was written or deleted, but its directory ``directory`` could not be flushed to disk: a power loss may
+    undo the change. If the object is the entry of a version, readers may apply the version now or later. Its rows stay
+    pending, and the next version follows it if it exists.
     """
 
     def __init__(self, url: str, name: str, reason: str, directory: str | None = None) -> None:
@@ -458,10 +459,10 @@ class UnknownOutcomeError(StorageError):
 
 
 class LostEntryError(StorageError):
-    """Another program deleted or replaced the entry ``name`` of the store at ``url``, which was the newest.
+    """Another program deleted or replaced ``name``, the newest entry in the store at ``url``.
 
-    A delta cannot follow it, because new readers cannot reach the delta. Nothing was published. The stream was claimed
-    again by the entry ``claim``, a JSON text, and the next version is a snapshot.
+    Nothing was published, because new readers could not reach a delta after the lost entry. The publisher claimed the
+    stream again, and its next version is a snapshot. ``claim`` is the JSON text of the new claim.
     """
 
     _remedy = "Publish again: the next version is a snapshot, from which predictors continue"
@@ -472,10 +473,10 @@ class LostEntryError(StorageError):
 
 
 class UnsupportedStoreError(StorageError):
-    """The store at ``url`` does not support ``operation``: over http, it serves single objects only.
+    """The store at ``url`` does not support ``operation``: over http, only single objects can be read.
 
-    If ``operation`` is None, the store has no atomic operation that creates an object only if it does not exist, so
-    that a second publisher could replace an entry of the stream.
+    If ``operation`` is None, the store lacks an atomic operation that creates an object only if it does not exist.
+    Without it, a second publisher could replace an entry of the stream.
     """
 
     def __init__(self, url: str, operation: str | None = None) -> None:
@@ -490,9 +491,9 @@ class UnsupportedStoreError(StorageError):
 
 
 class StaleCacheError(StorageError):
-    """An object is missing, short or altered in the cache at ``url``; it may be correct at the origin.
+    """The object ``name`` is missing, truncated or altered in the cache at ``url``; the origin may have it intact.
 
-    A predictor retries until ``seconds`` have passed since it first found the fault, and then resyncs.
+    A predictor retries the read until ``seconds`` have passed since it first found the fault, and then resyncs.
     """
 
     _remedy = "The read is retried. If it lasts, check the lifetimes of the cache at the url"
@@ -503,9 +504,9 @@ class StaleCacheError(StorageError):
 
 
 class UnreadablePointerError(StorageError):
-    """The server at ``url`` sends something other than the pointer object ``name``; see ``received`` and ``why``.
+    """The server at ``url`` returned invalid content for the pointer object ``name``.
 
-    It is unknown whether there are newer versions. The read is retried, and applied rows are kept.
+    ``received`` describes the content, and ``why`` the fault. There may be newer versions: the read is retried.
     """
 
     def __init__(self, url: str, name: str, received: str, why: str) -> None:
@@ -550,8 +551,8 @@ class NewerFormatError(MalformedError):
 class CorruptPartError(StreamError, ValueError):
     """A part is missing or truncated, or does not match its manifest; see ``path`` and ``reason``.
 
-    No row of the version was applied, with one exception. A part that is too large for memory is read twice, first to
-    check it and then to apply it. If the part changed in between, some of its rows may have been applied.
+    Usually, no row of the version was applied. A part that is too large for memory is read twice, first to verify it
+    and then to apply it. If the part changed between the two reads, some of its rows may have been applied.
     """
 
     def __init__(self, path: str, reason: str) -> None:
@@ -570,7 +571,7 @@ class MissingVersionError(StreamError, LookupError):
 
 
 class NoSnapshotError(StreamError, LookupError):
-    """The stream at ``url`` has no snapshot at or below ``version``, or none at all if ``version`` is None."""
+    """The stream at ``url`` has no snapshot at or below ``version``. If ``version`` is None, it has no snapshot yet."""
 
     def __init__(self, url: str, version: int | None = None) -> None:
         if version is None:
@@ -586,7 +587,7 @@ class NoSnapshotError(StreamError, LookupError):
 
 
 class StreamReplacedError(StreamError, RuntimeError):
-    """The stream at ``url`` is not the one of ``version``, which the reader has applied completely or in part."""
+    """The store at ``url`` has another stream than the one whose ``version`` the reader applied, at least in part."""
 
     def __init__(self, url: str, version: int) -> None:
         super().__init__(f"the stream {url} is not the one of which version {version} was applied", CONTINUE)
@@ -594,7 +595,7 @@ class StreamReplacedError(StreamError, RuntimeError):
 
 
 class OlderCopyError(StreamError, RuntimeError):
-    """The log at ``url`` ends at ``newest``, before the applied ``version``. It is a lagging copy or a backup."""
+    """The log at ``url`` ends at version ``newest``, before the applied ``version``: it is a late copy or a backup."""
 
     def __init__(self, url: str, newest: int, version: int) -> None:
         super().__init__(
@@ -614,7 +615,7 @@ class PinError(StreamError, RuntimeError):
 
 
 class MirrorDivergedError(StreamError, RuntimeError):
-    """The destination of a mirror is not a prefix of its source; see ``reason``. Nothing was overwritten."""
+    """The log at ``destination`` is not a prefix of the log at ``source``; see ``reason``. Nothing was overwritten."""
 
     def __init__(self, source: str, destination: str, version: int, reason: str) -> None:
         remedy = "Mirror to an empty destination, or stop the program that writes to this one"
@@ -628,8 +629,9 @@ class MirrorDivergedError(StreamError, RuntimeError):
 class ModelMismatchError(StreamError, ValueError):
     """A table or a dense tensor differs between the stream and the predictor's model; nothing was applied.
 
-    ``kind`` is "table" or "dense tensor". ``expected`` describes ``name`` in the stream, and ``found`` in the model. If
-    the model lacks it, ``known`` lists the names in the model. ``version`` does not fit; None if it is unknown.
+    ``kind`` is "table" or "dense tensor", and ``name`` is its name. ``expected`` describes it in the stream, and
+    ``found`` in the model. If the model does not have this name, ``known`` lists the names in the model.
+    ``version`` is the version that does not fit, or None if it is unknown.
     """
 
     version: int | None = None
@@ -658,7 +660,7 @@ class ModelMismatchError(StreamError, ValueError):
 class PartialRowsError(StreamError, ValueError):
     """A version has only part of a column range that the predictor must write as a whole. Nothing was applied.
 
-    ``needed`` is this column range of ``table``. For ``num_rows`` rows, the version has only the columns ``found``.
+    ``needed`` is this column range in ``table``. The version has only the ranges ``found`` for ``num_rows`` rows.
     """
 
     def __init__(self, table: str, num_rows: int, found: Iterable[tuple[int, int]], needed: tuple[int, int]) -> None:
@@ -681,9 +683,9 @@ class HeldVersionError(StreamError, RuntimeError):
 
 
 class WaitTimeoutError(StreamError, TimeoutError):
-    """``Predictor.wait`` ended before the version was applied.
+    """``Predictor.wait`` timed out before the predictor applied the version.
 
-    ``wanted`` is the version, None for any; ``version`` is the version of the tables, None before the first.
+    ``wanted`` is the awaited version, None for any. ``version`` is the last applied version, None if there is none.
     """
 
     def __init__(
@@ -700,11 +702,11 @@ class WaitTimeoutError(StreamError, TimeoutError):
 
 
 class FollowEndedError(StreamError, RuntimeError):
-    """The thread of ``Predictor.follow`` ended with the exception ``__cause__``, or exists only in the parent process.
+    """The background thread of ``Predictor.follow`` has ended, or runs only in the parent process.
 
-    If this process was forked while ``follow`` ran, ``__cause__`` is None, and rows that were being written at the time
-    of the fork may be incomplete here. A copied or pickled error has no cause, like any exception; the message names
-    its type and text.
+    ``__cause__`` is the exception that ended the thread. It is None if this process was forked while ``follow`` ran.
+    Rows that were being written during the fork may be incomplete in this process. A copied or pickled error has no
+    ``__cause__``, but its message contains the type and text of the cause.
     """
 
     def __init__(self, cause: BaseException | str, remedy: str = "Call follow() again") -> None:
@@ -718,7 +720,7 @@ class FollowEndedError(StreamError, RuntimeError):
 class SinkError(StreamError, OSError):
     """The row store at ``target`` cannot be reached, read or written; see ``reason``. Stored rows are kept.
 
-    ``writer`` is the other process that is, or has become, the writer of the store; None if that is not the reason.
+    ``writer`` names the other process that writes to the store, if this is the reason for the error; otherwise None.
     """
 
     def __init__(self, target: str, reason: str, remedy: str | None = None, *, writer: str | None = None) -> None:
@@ -734,7 +736,7 @@ class SinkError(StreamError, OSError):
 
 
 class MalformedSinkError(StreamError, ValueError):
-    """An object ``where`` of a row store is invalid; see ``reason``."""
+    """The object ``where`` of a row store is invalid; see ``reason``."""
 
     def __init__(self, where: str, reason: str) -> None:
         remedy = "Delete the keys of the prefix, or the directory, and write the store again from the stream"
@@ -746,9 +748,9 @@ class MalformedSinkError(StreamError, ValueError):
 
 
 def kind_of(error: BaseException) -> tuple[object, ...]:
-    """Return a key that is equal for all attempts that fail for the same reason, so that it is logged once.
+    """Return a key that is equal for errors of the same kind. Use the key to log repeated failures only once.
 
-    The texts of such errors differ, for example in the time of a request, or in the name of a part.
+    The messages of such errors may differ, for example in the time of a request or in the name of a part.
     """
     match error:
         case MalformedError() | CorruptPartError():
@@ -763,7 +765,7 @@ def kind_of(error: BaseException) -> tuple[object, ...]:
 
 
 def is_unknown(error: BaseException) -> bool:
-    """Return True if ``error`` leaves open whether a version was published or will appear later."""
+    """Return True if a version may have been published, or may appear later, despite ``error``."""
     match error:
         case RankFailedError():
             return error.is_unknown
@@ -773,19 +775,19 @@ def is_unknown(error: BaseException) -> bool:
 
 
 def is_panic(error: BaseException) -> bool:
-    """Return True for a panic of Rust code. Each extension module has a class for it, which cannot be imported."""
+    """Return True if ``error`` is a panic of a Rust extension. Its class cannot be imported, only its name is known."""
     return type(error).__name__ == "PanicException"
 
 
 def unraised(error: _Error) -> _Error:
-    """Return a copy of an error without traceback, cause and context, as if it had never been raised.
+    """Return a copy of an error without its traceback, cause and context.
 
-    An object that keeps an error must keep such a copy, and raise another one: the frames of a traceback keep their
-    variables alive, for example the rows of a version, and a raise adds its frames to those of earlier raises.
+    To keep an error, store such a copy, and raise a new copy each time. A traceback keeps the variables of its frames
+    alive, for example the rows of a version, and each raise adds frames to it.
 
-    The cause of a :class:`FollowEndedError` is copied in the same way. If an error of another package cannot
-    be copied, it is returned itself, without these references. The errors within it, such as those of an
-    ``ExceptionGroup``, are not copied but lose their tracebacks.
+    The cause of a :class:`FollowEndedError` is copied in the same way. If an error cannot be copied, it is returned
+    itself, without these references. Nested errors, such as those in an ``ExceptionGroup``, are not copied but lose
+    their tracebacks.
     """
     try:
         copied = copy.copy(error)
@@ -801,7 +803,7 @@ def unraised(error: _Error) -> _Error:
 
 
 def _remove_tracebacks(values: list[object]) -> None:
-    """Remove the tracebacks of the errors in ``values``, and of the first 10,000 that these and containers hold."""
+    """Remove the tracebacks of the errors in ``values`` and of up to 10,000 errors and containers nested in them."""
     pending, seen = values, set[int]()
     while pending and len(seen) < _MAX_HELD:
         value = pending.pop()

@@ -12,10 +12,10 @@ from delta_tracker.errors import UncopyableError
 
 
 class Trained(Protocol):
-    """Interface of an object that knows the memory of tables in training, see :func:`trained_memory`."""
+    """Interface to the tables that one tracker observes in training, see :func:`trained_memory`."""
 
     def spans(self) -> set[tuple[str, int, int]]:
-        """Return the device, the first address and the end of each piece of memory; empty once training has ended."""
+        """Return a (device, start address, end address) for each piece of their memory; empty after the training."""
 
 
 _TRAINED: weakref.WeakValueDictionary[int, Trained] = weakref.WeakValueDictionary()
@@ -30,18 +30,18 @@ def announce_training(trained: Trained) -> None:
 
 
 def num_announced() -> int:
-    """Return the number of calls of :func:`announce_training`. It changes whenever other tables are trained."""
+    """Return the number of calls of :func:`announce_training`. Compare it to detect new tables in training."""
     return _announced[0]
 
 
 def trained_memory() -> set[tuple[str, int, int]]:
-    """Return the memory of the tracked tables of this process, to which no predictor may write."""
+    """Return the memory spans of the tracked tables of this process. Predictors must not write to this memory."""
     living = [trained for reference in _TRAINED.valuerefs() if (trained := reference()) is not None]
     return {span for trained in living for span in trained.spans()}
 
 
 class Uncopied:
-    """Base class of objects that can neither be pickled nor copied. Their class says what to save or build instead.
+    """Base class of objects that can neither be pickled nor copied. Each subclass names an alternative in ``remedy``.
 
     ``pickle``, ``torch.save``, ``copy.copy`` and ``copy.deepcopy`` raise
     :class:`~delta_tracker.errors.UncopyableError`.
@@ -61,12 +61,12 @@ class Uncopied:
 class Forkable(ABC):
     """Base class of objects that remain usable after ``os.fork``.
 
-    Once an object is registered with :func:`protect`, its methods are called before and after each fork, in the thread
+    Register each object with :func:`protect`. Its methods are then called before and after each fork, in the thread
     that forks.
     """
 
     def before_fork(self) -> None:  # noqa: B027  optional
-        """Bring the object to a consistent state before a fork.
+        """Bring the object into a consistent state before a fork.
 
         Must not block for long, even if the calling thread holds a lock of the object.
         """

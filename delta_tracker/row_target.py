@@ -17,7 +17,7 @@ from delta_tracker.rows import copy_from_host, put_pieces, to_device
 
 @runtime_checkable
 class RowTarget(Protocol):
-    """Interface to a table of a serving model, or to the block of the table that this process holds.
+    """Interface through which a predictor writes to a table of a serving model, or to this process's block of it.
 
     Derive from this class if the rows of a table are not in tensors.
 
@@ -31,18 +31,18 @@ class RowTarget(Protocol):
     written some of them.
 
     If the rows are in the memory of CUDA devices, add an attribute ``devices``, an iterable of these devices. The calls
-    of :meth:`write` are then also ordered with lookups that still run on the devices, and :meth:`write` may return
+    of :meth:`write` are then also ordered with lookups that are queued on the devices, and :meth:`write` may return
     before its work on the current streams is complete.
 
     Args:
         num_rows: number of rows of the whole table.
         dim: number of columns of the whole table.
         dtype: dtype that the table must have in the stream; None if every dtype is accepted.
-        rows: half-open range of global row ids held here.
-        columns: half-open column ranges held here, ascending and disjoint; empty if this process holds no part of the
-            table.
-        needs_whole_rows: True to receive the columns of each range in ``columns`` in a single call. A version that has
-            only some columns of a row is then rejected.
+        rows: half-open range of global row ids in this process.
+        columns: half-open column ranges in this process, ascending and disjoint; empty if this process holds no part of
+            the table.
+        needs_whole_rows: True to receive all columns of each range in ``columns`` in a single call. A version that has
+            only some of these columns for a row is then rejected.
 
     Example:
         A table in a file, for lookups in other processes:
@@ -96,7 +96,7 @@ class RowTarget(Protocol):
 
 
 class RowCopies(Protocol):
-    """Interface to copies of some rows of a region, for example in a cache, that lookups read instead of the rows."""
+    """Interface to a cache that holds copies of some rows of a region. Lookups read the copies."""
 
     def write(self, ids: Tensor, values: Tensor, columns: tuple[int, int]) -> None:
         """Write the rows that have a copy; ignore the others.
@@ -123,10 +123,10 @@ class Region:
     copies: RowCopies | None = None
 
     def write(self, ids: Tensor | slice, values: Tensor, columns: tuple[int, int] | None = None) -> None:
-        """Write those rows whose ids are in the region, and their copies; ignore the others.
+        """Write the rows whose ids are in the region, and update their copies. Ignore the other rows.
 
-        ``ids`` are as in :meth:`RowTarget.write`, and ``values`` are ``[N, C]`` in the dtype of the memory. ``columns``
-        is their range of columns in the memory; None for all columns.
+        ``ids`` are global row ids, as in :meth:`RowTarget.write`. ``values`` are ``[N, C]`` in the dtype of the memory.
+        ``columns`` is the half-open range of columns of the memory to write; None for all columns.
         """
         # Creating a view takes as long as writing several rows. no_grad() is not needed for detached tensors.
         memory = self.memory if columns is None else self.memory[:, slice(*columns)]
@@ -155,7 +155,7 @@ class TensorTarget(RowTarget):
         num_rows: number of rows of the whole table.
         dim: number of columns of the whole table.
         dtype: dtype of the table; None if versions of every dtype can be written.
-        regions: disjoint rectangles held here; all column ranges cover the same rows. The target detaches the tensors.
+        regions: disjoint rectangles in this process; all column ranges cover the same rows. The tensors are detached.
         obstacle: reason why rows cannot be written; empty if they can.
 
     Attributes:

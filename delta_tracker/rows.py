@@ -27,7 +27,7 @@ class ChangedRows:
         ids: ``[N]`` int64 local ids, ascending and unique.
         states: ``[N, S]`` old states, NaN where unknown; None in a mode without old states.
         known: ``[N]`` bool, True where the old state is known; None in a mode without old states.
-        ages: ``[N]`` int32, number of reads that left the row out; None if all are 0.
+        ages: ``[N]`` int32, number of top-k reads that left the row out; None if all are 0.
         former: ``[N]`` int64 raw id that owned the row when the consumer last received it, 2**63 - 1 if none did; None
             for a table without managed collisions.
     """
@@ -43,7 +43,7 @@ class ChangedRows:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All tensors that are not None."""
+        """Tensors of all fields that are not None."""
         return tuple(each for each in (self.ids, *self.columns) if each is not None)
 
     @property
@@ -52,9 +52,9 @@ class ChangedRows:
         return sum(each.nbytes for each in self.tensors)
 
     def take(self, index: Tensor) -> ChangedRows:
-        """Return copies of some of the rows.
+        """Return copies of the selected rows.
 
-        ``index`` has ascending int64 positions, or is an ``[N]`` bool mask.
+        ``index`` is an ascending int64 tensor of row indices, or an ``[N]`` bool mask.
         """
         indices = index.nonzero().flatten() if index.dtype == torch.bool else index
         return ChangedRows(
@@ -77,14 +77,14 @@ class ChangedRows:
 
     @property
     def columns(self) -> tuple[Tensor | None, ...]:
-        """All fields but the ids, in their order."""
+        """All fields except ``ids``, in order of definition."""
         return self.states, self.known, self.ages, self.former
 
 
 def merge_first(older: ChangedRows, newer: ChangedRows) -> ChangedRows:
-    """Return the union of two sets of rows of one shard. For a row in both sets, use the columns of ``older``.
+    """Return the union of two sets of rows of one shard. A row in both sets keeps the columns of ``older``.
 
-    Either both sets have former owners or neither has.
+    Former owners must be present in both sets or in neither.
 
     Example:
         >>> older = ChangedRows(torch.tensor([2, 5]), torch.tensor([[2.0], [5.0]]), torch.tensor([True, True]))
@@ -137,7 +137,7 @@ def last_per_id(ids: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def take_rows(memory: Tensor, indices: Tensor) -> Tensor:
-    """Return copies of the rows at the given positions, in memory of :func:`~delta_tracker.buffers.new_rows`.
+    """Return a copy of the rows at ``indices``, allocated with :func:`~delta_tracker.buffers.new_rows`.
 
     ``memory`` is ``[R, ...]``, ``indices`` are ``[N]`` int64 in ``[0, R)``, and the result is ``[N, ...]``.
     """
@@ -145,15 +145,15 @@ def take_rows(memory: Tensor, indices: Tensor) -> Tensor:
 
 
 def split_by_mask(masks: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return the positions at which each mask is True, and those at which it is False.
+    """Return the indices at which each mask is True, and the indices at which it is False.
 
-    Waits once for each device, except the CPU, for any number of masks.
+    Waits for each device except the CPU once, regardless of the number of masks.
 
     Args:
         masks: name to ``[N]`` bool.
 
     Returns:
-        Name to two ascending int64 tensors.
+        Name to a pair of ascending int64 tensors: the indices of True, and the indices of False.
 
     Example:
         >>> split_by_mask({"t": torch.tensor([True, False, True])})
@@ -176,11 +176,11 @@ def split_by_mask(masks: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor
 
 
 def put_pieces(memory: Tensor, indices: Tensor, pieces: Iterable[Tensor]) -> None:
-    """Write the rows of several tensors in place, one tensor after the other.
+    """Write the rows of several tensors in place, in order.
 
     Args:
-        memory: ``[R, C]``, for ``R`` rows of ``C`` columns.
-        indices: ``[N]`` int64 positions, unique and in ``[0, R)``.
+        memory: ``[R, C]`` tensor to write to.
+        indices: ``[N]`` int64 row numbers in ``memory``, unique and in ``[0, R)``.
         pieces: tensors ``[M, C]`` in the dtype of ``memory``, with ``N`` rows in total.
 
     Example:
@@ -209,7 +209,7 @@ def put_pieces(memory: Tensor, indices: Tensor, pieces: Iterable[Tensor]) -> Non
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a tensor on ``device``. A copy from the host to a CUDA device does not wait for the device.
 
-    Such a copy uses pinned memory, which torch's allocator reuses once the copy is complete.
+    Such a copy goes through pinned memory. Torch's allocator reuses the memory once the copy is complete.
     """
     if device.type == "cuda" and tensor.device.type == "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)
@@ -217,7 +217,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def copy_from_host(memory: Tensor, values: Tensor) -> None:
-    """Copy ``values`` to ``memory``, a tensor of the same shape. Does not wait; see :func:`to_device`."""
+    """Copy ``values`` to ``memory``, which has the same shape. Does not wait for a CUDA device."""
     if memory.is_cuda and not values.is_cuda:  # faster than a comparison of devices
         memory.copy_(values.pin_memory(), non_blocking=True)
     else:
@@ -225,7 +225,7 @@ def copy_from_host(memory: Tensor, values: Tensor) -> None:
 
 
 def bits_of(rows: Tensor) -> Tensor:
-    """Return the bits as integers. NaNs with the same bits are then equal, and -0.0 differs from 0.0."""
+    """Return the bits of rows as integers. NaNs with the same bits then compare equal, and -0.0 differs from 0.0."""
     return rows.contiguous().view(_INTEGERS[rows.element_size()])
 
 

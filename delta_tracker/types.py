@@ -30,18 +30,18 @@ ITEM_BYTES = {
     **dict.fromkeys(("int64", "float64", "complex64"), 8),
     "complex128": 16,
 }
-"""Size in bytes of a value of each dtype, by its name in torch."""
+"""Size in bytes of one value of each dtype, by torch's name of the dtype."""
 
 
 @cache
 def dtype_name(dtype: torch.dtype | str) -> str:
-    """Return the name of a dtype in torch, such as ``float32``."""
+    """Return torch's name of a dtype, without the prefix ``torch.``: ``float32``, for example."""
     return str(dtype).removeprefix("torch.")
 
 
 @cache
 def torch_dtype(name: str) -> torch.dtype:
-    """Return torch's dtype for a name. Files contain the names, so that reading them does not import torch."""
+    """Return the torch dtype with a name such as ``float32``. The first call imports torch."""
     import torch  # noqa: PLC0415
 
     found: torch.dtype = getattr(torch, name)
@@ -61,24 +61,24 @@ class TrackingMode(Enum):
     EMBEDDING = "embedding"
     """Value of the row as the consumer last received it; states ``[N, D]``."""
     MOMENTUM_LAST = "momentum_last"
-    """L2 norm of the row's values in the first optimizer state tensor (such as the momentum) at the time of the read.
+    """L2 norm of the row in the first state tensor of the optimizer, such as the momentum, at the time of the read.
 
     The states are ``[N]``.
     """
     MOMENTUM_DIFF = "momentum_diff"
-    """Growth of the row's sum of squared gradients in the optimizer since the consumer last received the row.
+    """Increase in the optimizer's sum of squared gradients of the row since the consumer last received the row.
 
     The states are ``[N]``.
     """
     ROWWISE_ADAGRAD = "rowwise_adagrad"
-    """Former name of MOMENTUM_DIFF, with the same meaning."""
+    """Former name of :attr:`MOMENTUM_DIFF`, with the same behavior."""
 
     @classmethod
     def of(cls, mode: TrackingMode | str) -> TrackingMode:
-        """Return the mode with a name, in upper or lower case; a mode is returned unchanged.
+        """Return the mode with the given name, in upper or lower case. A mode is returned unchanged.
 
         Raises:
-            InvalidArgumentError: if there is no such mode.
+            InvalidArgumentError: if no mode has this name.
         """
         found = cls.__members__.get(mode.upper()) if isinstance(mode, str) else mode
         if not isinstance(found, cls):
@@ -87,7 +87,7 @@ class TrackingMode(Enum):
 
 
 class EmbdUpdateMode(Enum):
-    """Choice of the state that a :class:`~delta_tracker.tracker.store.lookups.DeltaStore` returns for each id.
+    """State that a :class:`~delta_tracker.tracker.store.lookups.DeltaStore` returns for each id.
 
     Example:
         >>> EmbdUpdateMode("first")
@@ -104,7 +104,7 @@ class EmbdUpdateMode(Enum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class IndexedLookup:
-    """Lookup of one batch in one table: the ids and their recorded states.
+    """Recorded lookup of one batch in one table: the ids and their states.
 
     Args:
         batch_idx: index of the batch.
@@ -185,8 +185,8 @@ class StateSpec:
     Args:
         name: name of the state, unique in its table.
         dtype: float32, float16 or bfloat16, or its name in torch.
-        width: ``columns`` if the state has one number per column, ``range`` if it has one number for each of the
-            table's column ranges.
+        width: ``columns`` if the state has one number per column, ``range`` if it has one number per column range of
+            :class:`TableStates`.
     """
 
     name: str
@@ -210,7 +210,7 @@ class TableStates:
 
     Args:
         optimizer: FBGEMM's name of the optimizer, such as ``EXACT_ROWWISE_ADAGRAD``.
-        columns: half-open column ranges of the table's shards, ascending, from 0 to the number of columns without gaps.
+        columns: half-open column ranges of the table's shards, ascending; they cover all columns without gaps.
         states: states in the optimizer's order; empty if the optimizer keeps none.
     """
 
@@ -221,12 +221,12 @@ class TableStates:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Range of a table's rows that holds the raw ids of one bucket, and the row that unknown raw ids read.
+    """Rows of a table that the raw ids of one bucket can own, and the default row for unknown raw ids.
 
     Args:
         rows: half-open range of global row ids, not empty.
-        default: global id of the row that the bucket's unknown raw ids read. No raw id owns this row. None if unknown
-            raw ids have no row.
+        default: global id of the row that lookups of unknown raw ids read. No raw id owns this row. None if unknown raw
+            ids have no row.
     """
 
     rows: tuple[int, int]
@@ -235,17 +235,17 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Rule by which the raw ids of a table with managed collisions are assigned to ranges of its rows.
+    """Rule that assigns the raw ids of a table with managed collisions to ranges of its rows.
 
     :func:`~delta_tracker.raw_ids.bucket_of` returns the bucket of a raw id.
 
     Args:
         hash_size: size of the range of raw ids that is divided evenly among the buckets, from 0 to 2**63 - 1.
-        buckets: buckets, with ascending row ranges that cover the table without gaps. Either all of them have a default
-            row or none has.
+        buckets: buckets, with ascending row ranges that cover the table without gaps. Either all buckets have a default
+            row, or none of them has one.
 
     Raises:
-        InvalidArgumentError: if ``hash_size`` or ``buckets`` are not as described.
+        InvalidArgumentError: if ``hash_size`` or ``buckets`` is invalid.
     """
 
     hash_size: int
@@ -271,7 +271,7 @@ class Identity:
 
     @property
     def defaults(self) -> tuple[int, ...]:
-        """Default rows of the buckets; empty if they have none."""
+        """Default rows of the buckets; empty if the buckets have no default row."""
         return tuple(bucket.default for bucket in self.buckets if bucket.default is not None)
 
 
@@ -284,9 +284,9 @@ class ShardSpec:
     Args:
         table: the whole table.
         row_offset: global id of local row 0.
-        num_rows: number of rows held here, ``R``.
-        columns: half-open column ranges held here, ascending and disjoint.
-        is_replicated: True if every rank holds the same block (DATA_PARALLEL); one rank publishes it.
+        num_rows: number of rows of the block, ``R``.
+        columns: half-open column ranges of the block, ascending and disjoint.
+        is_replicated: True if every rank holds the same block (DATA_PARALLEL). Only rank 0 publishes it.
         replica: index of this rank's replica of the block in 2D parallelism (``DMPCollection``), otherwise 0. Only the
             rank with replica 0 publishes the block.
 
@@ -321,7 +321,7 @@ class ShardSpec:
             )
 
     def check_ids(self, ids: Tensor) -> None:
-        """Raise InvalidArgumentError if local ids are not ``[N]`` integers from 0 to ``num_rows - 1``."""
+        """Raise InvalidArgumentError unless ``ids`` are ``[N]`` integers from 0 to ``num_rows - 1``."""
         import torch  # noqa: PLC0415  the other types are used without it
 
         if not isinstance(ids, torch.Tensor):
@@ -349,7 +349,7 @@ class DeltaRows:
             had ``with_states=False``.
         values: ``[N, D]`` values of the rows at the time of the read, in the table's dtype, columns in the order of
             ``shard.columns``; None unless the read had ``with_values=True``.
-        shard: the block that ``ids`` refer to; None if they are not ids of a shard.
+        shard: block that holds the rows; None if ``ids`` are not local to a shard.
         known: ``[N]`` bool, True where the old state is known; elsewhere the row in ``states`` is NaN. None if the
             mode keeps no old states or the read had ``with_states=False``.
         optimizer: states of the fused optimizer for the rows, in the optimizer's order; empty unless the read had
@@ -359,13 +359,13 @@ class DeltaRows:
             table without managed collisions.
         admitted: ``[N]`` int64 raw id that owns each row but did not own it when the consumer last received the row,
             otherwise 2**63 - 1. None for a table without managed collisions.
-        evicted: ``[N]`` int64 raw id that owned each row when the consumer last received it and that has lost the row
-            since, otherwise 2**63 - 1. None for a table without managed collisions. After a restore or a reshard, the
-            raw ids of earlier reads may be unknown: the row then counts as one that no raw id owned.
+        evicted: ``[N]`` int64 raw id that owned each row when the consumer last received it but no longer owns it,
+            otherwise 2**63 - 1. None for a table without managed collisions. After a restore or a reshard, the former
+            raw id may be unknown. The row is then treated as previously unowned.
 
     Raises:
         InvalidArgumentError: if ``ids`` are not ``[N]`` int64, or ``states``, ``values``, ``raw_ids``, ``admitted`` or
-            ``evicted`` have another number of rows.
+            ``evicted`` have a different number of rows.
 
     Example:
         >>> import torch
@@ -408,7 +408,7 @@ class Delta(Mapping[str, DeltaRows]):
     Args:
         rows: table FQN to the changed rows.
         consumer: name of the consumer.
-        start: position of the consumer's cursor in the change log, at which the read starts.
+        start: position in the change log at which the read starts: the consumer's cursor.
         stop: position in the change log at which the read ends. A commit moves the cursor to this position.
         batches: half-open range of ``step()`` counts that the read covers.
         left_out: table FQN to the changed rows that top-k left out; a commit keeps them pending.
@@ -440,7 +440,7 @@ class Delta(Mapping[str, DeltaRows]):
         self._rows = MappingProxyType(dict(rows))
         kept = {fqn: rows for fqn, rows in left_out.items() if len(rows)} if left_out else {}
         self.kept = MappingProxyType(kept)
-        """Same rows as in :attr:`left_out`, but not copied. Do not write to the tensors: the tracker uses them too."""
+        """Rows of :attr:`left_out` without a copy. Do not modify the tensors: the tracker shares them."""
         self._left_out: Mapping[str, ChangedRows] | None = None
         self.consumer = consumer
         self.start = start
@@ -457,12 +457,12 @@ class Delta(Mapping[str, DeltaRows]):
         return len(self._rows)
 
     def items(self) -> ItemsView[str, DeltaRows]:
-        """Return a view of the (table FQN, rows) pairs. Faster than the default method of ``Mapping``."""
+        """Return a view of the (table FQN, rows) pairs. Faster than the default implementation of ``Mapping``."""
         return self._rows.items()
 
     @property
     def left_out(self) -> Mapping[str, ChangedRows]:
-        """Mapping from table FQN to the changed rows that top-k left out. The rows are copied at the first access."""
+        """Mapping from table FQN to the changed rows that top-k left out. The first access copies the rows."""
         if self._left_out is None:
             self._left_out = MappingProxyType({fqn: rows.copy() for fqn, rows in self.kept.items()})
         return self._left_out
@@ -489,12 +489,12 @@ class Memory:
     Buffers that all trackers of a process share (up to 1 GiB) and memory for 2D parallelism are not included.
 
     Args:
-        log_bytes: size of the sets of changed rows, the old states on the device and in pinned host memory, and the ids
-            of updates in progress.
-        copy_bytes: size of the copies of the shards whose optimizer is not fused, and of the copies of the raw ids that
-            own rows (8 bytes for each row with managed collisions).
-        carried_bytes: size of the pending rows that the log does not hold: rows that top-k left out, rows that were
-            loaded with a state, and rows that were made pending for one consumer only.
+        log_bytes: size of the change log: sets of changed rows, old states on the device and in pinned host memory, and
+            ids of updates in progress.
+        copy_bytes: size of the copies that reads compare with the model: shards without a fused optimizer, and the raw
+            id of each row (8 bytes) in tables with managed collisions.
+        carried_bytes: size of the pending rows outside the log: rows that top-k left out, rows loaded with a state, and
+            rows marked as pending for one consumer only.
 
     Example:
         >>> Memory(log_bytes=125, copy_bytes=0, carried_bytes=16)  # what tracker.memory() returns
@@ -507,5 +507,5 @@ class Memory:
 
     @property
     def total_bytes(self) -> int:
-        """Sum of all fields."""
+        """Total memory usage in bytes."""
         return self.log_bytes + self.copy_bytes + self.carried_bytes
