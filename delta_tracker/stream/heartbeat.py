@@ -50,12 +50,12 @@ State = Literal[
 STATES: tuple[State, ...] = get_args(State)
 """All states, the worst first."""
 Look = tuple[Time, Count | None, Count | None]
-"""Age in seconds by the predictor's monotonic clock, version and lag in versions of a heartbeat in a window."""
+"""One heartbeat in a window: age in seconds by the predictor's monotonic clock, version, and lag in versions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat:
-    """State of a predictor at a point in time."""
+    """State of a predictor at a point in time, as its heartbeat object contains it."""
 
     # name of the predictor: a letter or digit, then up to 63 letters, digits, underscores and hyphens
     name: Annotated[str, Meta(pattern=_NAME)]
@@ -86,13 +86,13 @@ class Heartbeat:
 
 
 def check_name(name: object) -> None:
-    """Check that ``name`` is a valid name of a predictor."""
+    """Raise InvalidArgumentError unless ``name`` is a valid name of a predictor."""
     if not isinstance(name, str) or re.search(_NAME, name) is None:
         raise InvalidArgumentError("name", name, "Use up to 64 letters, digits, underscores and hyphens")
 
 
 def write_heartbeat(storage: Storage, beat: Heartbeat) -> None:
-    """Write a heartbeat, and replace an earlier one of the same name. Truncates its error, reason and next step."""
+    """Write a heartbeat, replacing an earlier one of the same name. Truncates its error, reason and next step."""
     error = None if beat.error is None else beat.error[:_MAX_TEXT]
     fields = asdict(beat) | {"error": error, "why": beat.why[:_MAX_TEXT], "next_step": beat.next_step[:_MAX_STEP]}
     fields["differences"] = beat.differences[:_MAX_TEXT]
@@ -109,10 +109,10 @@ class _Target:
 
 
 class HeartbeatWriter:
-    """Writer of one predictor's heartbeats, every five seconds. It does not raise errors of the store.
+    """Writer of one predictor's heartbeats. Call :meth:`write` whenever :meth:`is_due` returns True.
 
-    The first of consecutive failures and the recovery are logged, but no failure before the first version. After a
-    failure, the time to the next one doubles, up to five minutes, because the caller waits for a store that hangs.
+    Heartbeats are due every five seconds. Errors of the store are not raised. Except before the first version, the
+    first of several failures is logged, and the recovery. Each failure doubles the interval, up to five minutes.
     """
 
     def __init__(self, storage: Storage, name: str) -> None:
@@ -127,13 +127,13 @@ class HeartbeatWriter:
         return time.monotonic() >= self._target.due
 
     def move_to(self, storage: Storage) -> None:
-        """Write the next heartbeats to another store. The first one is due immediately, even after failures."""
+        """Write the next heartbeats to another store. The next heartbeat is due immediately, even after failures."""
         self._target = _Target(storage)  # a heartbeat that another thread is writing delays only its own target
 
     def write(self, **fields: Any) -> None:  # noqa: ANN401  fields of a Heartbeat
-        """Write a heartbeat, except to a local directory without a log: it has no stream.
+        """Write a heartbeat. Does nothing if the store is a local directory without a log.
 
-        ``fields`` are the fields of the :class:`Heartbeat` that this object does not set.
+        ``fields`` are the fields of :class:`Heartbeat`, except ``name``, ``time``, ``host`` and ``window``.
         """
         target, now = self._target, time.monotonic()
         target.due = now + BEAT_SECONDS
@@ -173,24 +173,24 @@ class HeartbeatWriter:
 
 @dataclass(frozen=True, slots=True)
 class SeenHeartbeat:
-    """Heartbeat with the Unix time at which it was written, by the store's clock."""
+    """Heartbeat that was read from a store, and the Unix time of its write by the store's clock."""
 
     beat: Heartbeat
     modified: float
 
     @property
     def skew(self) -> float:
-        """Predictor's clock minus the store's when the heartbeat was written, in seconds."""
+        """Predictor's clock minus the store's clock when the heartbeat was written, in seconds."""
         return self.beat.time - self.modified
 
 
 def see_heartbeats(
     storage: Storage, clock: StoreClock, *, max_age: float = float("inf"), limit: int | None = None
 ) -> tuple[list[SeenHeartbeat], int]:
-    """Return the heartbeats of a stream's predictors, sorted by object name, and the number of those that are not read.
+    """Read and return the heartbeats of a stream's predictors, sorted by object name, and the number of those left out.
 
-    Heartbeats older than ``max_age`` seconds by the store's clock, and all but the ``limit`` newest, are not read. All
-    modification times update ``clock``. Logs and skips malformed heartbeats.
+    Leaves out heartbeats older than ``max_age`` seconds by the store's clock, and all but the ``limit`` newest. Updates
+    ``clock`` with the modification times of all heartbeats. Logs and skips malformed heartbeats.
     """
     began = clock.reader_time()
     listed = storage.objects("predictors")
@@ -215,7 +215,7 @@ def _seen(storage: Storage, stored: StoredObject) -> SeenHeartbeat | None:
 
 
 def read_record(storage: Storage, name: str, what: str, kind: type[_T], response: Transfer | None = None) -> _T | None:
-    """Return a small object as a record; None if it does not exist or is malformed, which is logged."""
+    """Read a small JSON object as a ``kind``. Return None if it is missing or malformed. Logs a malformed ``what``."""
     try:
         data = storage.read(name, max_bytes=_MAX_BYTES, transfer=response)
         return None if data is None else convert(load_json(data.tobytes()), kind)
@@ -225,15 +225,15 @@ def read_record(storage: Storage, name: str, what: str, kind: type[_T], response
 
 
 def heartbeat_path(name: str) -> str:
-    """Return the name of the object with a predictor's heartbeat."""
+    """Return the name of the object that contains a predictor's heartbeat."""
     return f"predictors/{name}.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublisherHeartbeat:
-    """State of a publisher of versions with states, the JSON object ``publishers/{generation}.json``.
+    """State of a publisher with ``recovery``, stored as the JSON object ``publishers/{generation}.json``.
 
-    It is replaced every few seconds by rank 0 of the job whose claim has this generation.
+    Rank 0 of the publisher's job replaces the object every few seconds.
     """
 
     stream: Hex  # id of the stream
@@ -245,7 +245,7 @@ class PublisherHeartbeat:
 
 
 def see_publisher(storage: Storage, head: Manifest) -> tuple[PublisherHeartbeat, float | None] | None:
-    """Return the heartbeat of an entry's publisher and its store time in Unix seconds; None if missing or malformed."""
+    """Return the heartbeat of the publisher of ``head`` and its modification time in Unix seconds; None without one."""
     name, response = _publisher_path(head.generation), Transfer()
     beat = read_record(storage, name, "heartbeat", PublisherHeartbeat, response)
     if beat is None or (beat.stream, beat.generation, beat.writer) != (head.stream, head.generation, head.writer):
@@ -296,8 +296,8 @@ def _publisher_path(generation: int) -> str:
 def evaluate(beat: Heartbeat, seconds_since: float, head: Manifest, *, order: Pin | None = None) -> State:
     """Return the state of a predictor. ``guide/fleet.md`` defines the states.
 
-    ``beat`` is its last heartbeat, ``seconds_since`` its age in seconds by the store's clock, ``head`` the newest entry
-    of the stream, and ``order`` the newest pin or release, or None. A pin or release of another stream is ignored.
+    ``beat`` is its last heartbeat, ``seconds_since`` the heartbeat's age in seconds by the store's clock, ``head`` the
+    newest entry of the stream, and ``order`` the newest pin or release, None without one.
     """
     span = max((age for age, _, _ in beat.window), default=0.0)
     if seconds_since > max(3 * beat.seconds, span):

@@ -24,19 +24,19 @@ _LIMIT = 4096  # heartbeats that are read at each collection, newest first
 def show_heartbeats(url: Location, monitor: Monitor | None = None, *, gone_seconds: float = GONE_SECONDS) -> None:
     """Export the heartbeats of a stream's predictors as the built-in gauges ``heartbeat_*``.
 
-    At each collection of metrics, a thread of the monitor reads the heartbeats, so training does not wait: one listing,
-    and one request for each of at most 4,096 heartbeats that are at most ``gone_seconds`` old. A failed read is counted
-    in the metric ``outlet_errors``. ``monitor`` is by default ``delta_tracker.monitor.MONITOR``.
+    A thread of the monitor reads the heartbeats at each collection of metrics, without delaying training. It reads at
+    most the 4,096 newest heartbeats, and none that is older than ``gone_seconds``. A failed read is counted in the
+    metric ``outlet_errors``. ``monitor`` is by default ``delta_tracker.monitor.MONITOR``.
     """
     chosen = program_monitor() if monitor is None else monitor
     chosen.registry.add_source(_Heartbeats(open_storage(url), chosen, gone_seconds))
 
 
 def show_stream(url: Location, monitor: Monitor) -> None:
-    """Export the newest version of a stream, its age and that of its publisher's heartbeat as gauges ``stream_*``.
+    """Export the newest version of a stream as gauges: its number, age, pending rows and the publisher's heartbeat age.
 
-    At each collection of metrics, a thread of the monitor reads the newest entry. Before the first version there are no
-    values. A failed read is counted in the metric ``outlet_errors``.
+    A thread of the monitor reads the newest entry at each collection of metrics. The gauges have no values before the
+    first version. A failed read is counted in the metric ``outlet_errors``.
     """
     monitor.registry.add_source(_Newest(StreamLog(open_storage(url)), monitor))
 

@@ -39,24 +39,24 @@ _OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 class HostCache:
-    """Directory in which the processes of one host keep the parts that they read, so that each is fetched once.
+    """Directory in which the processes of one host share parts. Each part is fetched from the store only once.
 
-    Each process validates every part before it uses the part. Thread-safe.
+    Each process verifies a part before it uses the part. Thread-safe.
 
     Args:
         directory: directory of the cache on a local file system; it is created with mode 0700 if it is missing.
         max_bytes: maximum size of all files. The least recently used parts are deleted first. A larger part
             bypasses the cache.
-        patience_seconds: time without progress of the fetching process after which others bypass the cache.
+        patience_seconds: time after which other processes bypass the cache if the fetching process makes no progress.
 
     Attributes:
         counts: number of parts that were read from the cache (``hits``), fetched into it (``misses``), and read without
             it (``bypasses``).
 
     Raises:
-        InvalidArgumentError: for a ``max_bytes`` below 1, or ``patience_seconds`` that are not positive and finite; or
-            if the directory cannot be created, belongs to another user, can be written by others, or is on a file
-            system without locks.
+        InvalidArgumentError: if ``max_bytes`` is below 1, if ``patience_seconds`` is not positive and finite, or if the
+            directory cannot be created, belongs to another user, can be written by others, or is on a file system
+            without locks.
     """
 
     def __init__(self, directory: str | Path, *, max_bytes: int = 32 << 30, patience_seconds: float = 10.0) -> None:
@@ -75,18 +75,18 @@ class HostCache:
             raise InvalidArgumentError("cache", str(directory), remedy) from error
 
     def over(self, storage: Storage, manifest: Manifest) -> Storage:
-        """Return a read-only store with the parts of a version from the cache, and all else from ``storage``.
+        """Return a read-only view of ``storage`` that reads the parts of one version through the cache.
 
-        It keeps the files that it has opened, so that an eviction does not affect a version that is being applied.
+        Opened files stay open, so that an eviction does not affect a version that is being applied.
         """
         return Storage.over(CachedStore(storage, self, manifest.parts), storage)
 
     def open(self, storage: Storage, part: Part) -> int | None:
-        """Return a descriptor of a verified file with the bytes of a part, fetched from ``storage`` if it is missing.
+        """Return a file descriptor of a verified copy of a part. Fetches the part from ``storage`` if it is not cached.
 
-        The caller closes it. None means that the part must be read past the cache: it does not fit, the disk is full,
-        the directory fails (logged once until it works again), or the fetching process makes no progress. Raises
-        CorruptPartError, and keeps nothing, if the part in ``storage`` does not match its record.
+        The caller must close the descriptor. If the result is None, read the part from ``storage`` instead: it does not
+        fit, the disk is full, the directory fails (logged once until it works again), or the fetching process makes no
+        progress. Raises CorruptPartError, and caches nothing, if the part in ``storage`` does not match its record.
         """
         if part.num_bytes > self._max_bytes:
             self.counts["bypasses"] += 1
@@ -267,7 +267,7 @@ class HostCache:
 
 
 class CachedStore(Store):
-    """Read-only view of a store with one version's parts from a host cache. Parts stay open after the first read."""
+    """Read-only store that takes the parts of one version from a host cache and all other objects from ``origin``."""
 
     is_read_only = True
 
@@ -281,7 +281,7 @@ class CachedStore(Store):
         finalize(self, self._files.close)
 
     def read(self, span: Span, transfer: Transfer) -> NDArray[np.uint8] | None:
-        """See :meth:`Store.read`."""
+        """Read from the cached copy of a part, otherwise from the origin; see :meth:`Store.read`."""
         descriptor = self._descriptor(span.name)
         if descriptor is None or (span.end or 0) > self._parts[span.name].num_bytes:
             return self._origin.read_span(span, transfer)
@@ -292,7 +292,7 @@ class CachedStore(Store):
             raise StorageError(self.url, reason) from error
 
     def stat(self, name: str) -> StoredObject | None:
-        """See :meth:`Store.stat`. The modification time of a part in the cache is 0."""
+        """Return the size and modification time of an object; None if it is missing. The time of a cached part is 0."""
         if self._descriptor(name) is None:
             return self._origin.stat(name)
         return StoredObject(name, self._parts[name].num_bytes, 0.0)

@@ -40,7 +40,7 @@ _thread = _Thread()
 def interruptible(stop: threading.Event) -> Iterator[None]:
     """Context manager in which store calls of this thread raise :class:`Interrupted` once ``stop`` is set.
 
-    Uploads of parts and access to local files stop between two pieces. Other requests to a remote store are abandoned
+    Uploads of parts and accesses to local files stop between two pieces. Other requests to a remote store are abandoned
     within about a second.
     """
     before, loop = (_thread.stop, _thread.loop), asyncio.SelectorEventLoop()
@@ -59,7 +59,7 @@ def check() -> None:
 
 
 def sleep(seconds: float) -> None:
-    """Wait, and raise :class:`Interrupted` as soon as the stop flag of this thread is set."""
+    """Sleep for ``seconds``. Raise :class:`Interrupted` as soon as the stop flag of this thread is set."""
     if _thread.loop is None:
         time.sleep(seconds)
     elif _thread.stop.wait(seconds):
@@ -67,7 +67,7 @@ def sleep(seconds: float) -> None:
 
 
 def checked(items: Iterable[T]) -> Iterator[T]:
-    """Return an iterator over ``items`` that checks the stop flag of this thread, if it has one, before each."""
+    """Return an iterator over ``items`` that calls :func:`check` before each item."""
     return iter(items) if _thread.loop is None else _checked(items, _thread.stop)
 
 
@@ -79,15 +79,15 @@ def _checked(items: Iterable[T], stop: threading.Event) -> Iterator[T]:
 
 
 def is_interruptible() -> bool:
-    """Return True in a thread with a stop flag, whose requests :func:`answer` can cancel."""
+    """Return True if this thread has a stop flag. :func:`answer` can then cancel its requests."""
     return _thread.loop is not None
 
 
 def answer(blocking: Callable[[], T], request: Callable[[], Awaitable[T]], seconds: float = math.inf) -> T:
-    """Return the response to a request. Raise Interrupted if the stop flag is set before the response arrives.
+    """Send a request and return the response. Raise Interrupted if the stop flag is set before the response arrives.
 
-    A thread without a stop flag calls ``blocking``; others await the same request, which can be cancelled. They raise
-    TimeoutError if there is no response after ``seconds``.
+    ``blocking`` and ``request`` send the same request. A thread without a stop flag calls ``blocking``. Other threads
+    await ``request``, which can be cancelled, and raise TimeoutError if no response arrives within ``seconds``.
     """
     if _thread.loop is None:
         return blocking()

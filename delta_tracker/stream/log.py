@@ -65,7 +65,7 @@ _SPREAD_SECONDS = 1.0  # readers that meet the same fault of a cache spread thei
 
 
 class StreamLog:
-    """Log of a stream, which can be read and claimed. ``is_listed`` is True if the store can list entries."""
+    """Log of the stream in a store: reads its entries and claims the stream. ``is_listed`` is False over http."""
 
     def __init__(self, storage: Storage, runtime: Runtime = REAL) -> None:
         self.storage = storage
@@ -82,10 +82,10 @@ class StreamLog:
         self._refused: dict[tuple[str, str], MalformedError] = {}
 
     def may_have(self, version: int) -> bool:
-        """Return False if the pointer shows that a version does not exist yet, so that it need not be requested.
+        """Return False if the entry of a version should not be requested yet, because it probably does not exist.
 
-        A request for an entry that does not exist yet leaves a "not found" in caches. Over http, returns True if the
-        pointer reaches the version, and otherwise once every 10 to 15 s.
+        True if the store can list entries. Over http, True if the pointer has reached the version, and otherwise once
+        every 10 to 15 s: a request for a missing entry leaves a "not found" response in caches.
         """
         if self.is_listed:
             return True
@@ -101,9 +101,9 @@ class StreamLog:
     def newest_version(self, after: int) -> int:
         """Return the newest version at or above ``after``, a version of the log or -1.
 
-        Over http, it is that of :meth:`pointed`. Otherwise, names above the pointer's are looked for, and the log is
-        listed if ``after`` is negative, the pointer's entry is missing, or the search ends at a claim. The result is
-        exact unless an entry in between is missing.
+        Over http, returns the version of :meth:`pointed`. Other stores are searched for entries above the pointer's
+        version. The log is listed if ``after`` is negative, the pointer's entry is missing, or the search ends at a
+        claim. The result may be too low if an entry in between is missing.
         """
         pointer = self.pointer.newest()
         if not self.is_listed and pointer is not None and pointer.version > after:
@@ -127,8 +127,8 @@ class StreamLog:
     def read(self, version: int) -> Manifest | None:
         """Return the entry of a version; None if it does not exist.
 
-        Over http, returns None for a version below the oldest one of the pointer, unless the pointer names it. Raises
-        MalformedError if the entry does not follow the format, belongs to another version, or is a merged entry.
+        Over http, also returns None if the pointer shows that the version was deleted. Raises MalformedError if the
+        entry does not follow the format, belongs to another version, or is a merged entry.
         """
         if not self.is_listed and self._is_deleted(version):
             return None
@@ -144,9 +144,9 @@ class StreamLog:
         return manifest
 
     def versions(self, *, after: int = -1) -> list[int]:
-        """Return the versions above ``after``, ascending. Lists the log, which is slow in a remote store.
+        """Return the versions above ``after``, ascending. Lists the log; this is slow for a remote store.
 
-        Over http, they are those of :meth:`pointed`, and at most the newest 1,048,576.
+        Over http, returns the versions that the pointer shows, at most the newest 1,048,576.
         """
         if self.is_listed:
             found = self.storage.names("log", after=entry_name(after) if after >= 0 else None)
@@ -163,9 +163,9 @@ class StreamLog:
     def head(self) -> Manifest | None:
         """Return the newest entry; None if the store is empty.
 
-        Searches upwards from the newest known version. Lists the whole log if none is known. Over http, raises
-        StaleCacheError if the entry is not the pointer's, and UnreadablePointerError if the pointer object is invalid,
-        and no pointer was read before.
+        Searches upwards from the newest known version, or lists the whole log if no version is known. Over http, raises
+        StaleCacheError if the store does not have the entry that the pointer names, and UnreadablePointerError if the
+        pointer object is invalid and no pointer was read before.
         """
         if self.is_listed:
             return self._known_head() or self._listed_head()
@@ -205,9 +205,9 @@ class StreamLog:
         return None
 
     def pointed(self, *, is_due: bool = True) -> HeadPointer | None:
-        """Return the newest pointer whose entry was read and has its hash, or a pointer to a newer entry that was read.
+        """Return the newest pointer whose entry was read and has the expected hash; None if there is none.
 
-        Used for a store that cannot list. With ``is_due=False``, sends no request for the pointer.
+        Use it for a store that cannot list. With ``is_due=False``, does not request the pointer object.
         """
         pointer = self.pointer.newest(is_due=is_due)
         if pointer is not None and pointer is not self.pointer.confirmed:
@@ -217,7 +217,7 @@ class StreamLog:
         return self.pointer.confirmed
 
     def check_pointer(self) -> None:
-        """Raise the UnreadablePointerError or StaleCacheError of the last pointer object; no-op if it had none."""
+        """Raise the error of the last read of the pointer object, UnreadablePointerError or StaleCacheError, if any."""
         if not self.is_listed and (trouble := self.pointer.trouble) is not None:
             raise unraised(trouble)
 
@@ -254,7 +254,7 @@ class StreamLog:
         return None
 
     def readable(self, version: int) -> Manifest | None:
-        """Return an entry; None if it is missing, or malformed, over http also past the caches."""
+        """Return an entry; None if it is missing or malformed. Over http, repeats a malformed read without caches."""
         with suppress(MalformedError):
             return self.read(version)
         with suppress(MalformedError):
@@ -278,7 +278,7 @@ class StreamLog:
     def merged(self, *, after: int = -1) -> list[Merged]:
         """Return references to the merged entries with a last version above ``after``, sorted by last version.
 
-        Over http, only those that the pointer names.
+        Over http, returns only the merged entries that the pointer names.
         """
         if self.is_listed:
             # Names sort by the last version.
@@ -298,13 +298,13 @@ class StreamLog:
         return None if manifest is None else check_merged(manifest, merged)
 
     def create_merged(self, manifest: Manifest) -> bool:
-        """Create a merged entry as :meth:`create_copy` does, if it follows the format."""
+        """Validate and create a merged entry. See :meth:`create_copy` for the result and the errors."""
         name, data = Merged.of(manifest).name, manifest.to_json()
         parse_manifest(name, data)
         return self.create_copy(name, data)
 
     def create_copy(self, name: str, data: bytes) -> bool:
-        """Create an entry that no other one depends on yet; return False if its name is taken by other bytes.
+        """Create an entry on which no other entry depends yet. Return False if another entry has its name.
 
         If the bytes were altered in transit to a remote store, deletes the entry and raises AlteredEntryError.
         """
@@ -315,7 +315,7 @@ class StreamLog:
             raise
 
     def newest_snapshot(self) -> Manifest | None:
-        """Return the newest snapshot that a reader can start from, which may be merged; None if there is none."""
+        """Return the newest snapshot, in the log or merged, from which a reader can start; None if there is none."""
         head = self.head()
         if head is None:
             return None
@@ -344,7 +344,7 @@ class StreamLog:
         return found[1:]
 
     def is_surely_newest(self, entry: Manifest) -> bool:
-        """Return True if single requests to a local directory prove that an entry is the newest one.
+        """Return True if an entry is proven to be the newest one without listing the log.
 
         Always False if the store is not a local directory.
         """
@@ -358,8 +358,8 @@ class StreamLog:
     def is_committed(self, entry: Manifest) -> bool:
         """Return True if an entry that was read is part of the log.
 
-        Use it for claims: a publisher that read the head long ago may have given its claim a name that retention has
-        freed. Other entries need no check: retention never frees a name that a fenced publisher may still try to use.
+        Call it for claims: a publisher that was suspended may have created a claim under a name that retention has
+        freed. Other entries need no check: retention never frees a name that a fenced publisher may still use.
         """
         following = None if self.storage.lists_from else self.read(entry.version + 1)
         if following is None and self.is_surely_newest(entry):
@@ -378,10 +378,10 @@ class StreamLog:
         return following is not None and following.kind == "claim"
 
     def claim(self, *, after: Link | None = None, writer: str | None = None, forks: bool = False) -> Claim:
-        """Claim the stream with the generation after the head's, and return the claim.
+        """Claim the stream: append a claim with the next generation, and return it.
 
-        If the store is empty, the claim starts a new stream. An altered claim is followed by another one, because no
-        other publisher may be able to read it.
+        If the store is empty, the claim starts a new stream. If the bytes of a claim were altered in transit, another
+        claim is appended after it.
 
         Args:
             after: link of the entry that the claim must follow; None to follow any entry.
@@ -392,8 +392,8 @@ class StreamLog:
         Raises:
             LivePublisherError: if another entry than ``after`` is the newest. Nothing was created.
             StreamReplacedError: if ``after`` is given and the store is empty.
-            StorageError: if the store fails, and the claim may have been created, or every attempt was lost to another
-                publisher. It is an AlteredEntryError if three consecutive claims were altered in transit.
+            StorageError: if the store fails, or other publishers won every attempt. If it failed, the claim may exist.
+            AlteredEntryError: if three consecutive claims were altered in transit.
         """
         writer = secrets.token_hex(16) if writer is None else writer
         refused, name = 0, ""
@@ -460,13 +460,13 @@ class _ParentLostError(StorageError):
 
 
 class Claim:
-    """Right to append entries to a stream. It ends when another publisher claims the stream.
+    """Right of one publisher to append entries to a stream. It ends when another publisher claims the stream.
 
     Attributes:
         head: newest entry of this generation.
-        data: bytes of the last entry that :meth:`commit` returned; before the first commit, those of the claim.
-        needs_snapshot: True if the next version must be a snapshot, because readers may be unable to pass an entry that
-            was altered in transit to the store, or was lost.
+        data: bytes of the last committed entry; before the first commit, bytes of the claim.
+        needs_snapshot: True if the next version must be a snapshot, because an entry was lost, or altered in transit so
+            that readers may be unable to read it.
     """
 
     def __init__(self, log: StreamLog, entry: Manifest, data: bytes, *, needs_snapshot: bool = False) -> None:
@@ -479,29 +479,29 @@ class Claim:
         self._is_used = False
 
     def use(self) -> None:
-        """Record that a publisher uses this claim. Raise InvalidArgumentError if another one does."""
+        """Mark this claim as used by a publisher. Raise InvalidArgumentError if a publisher already uses it."""
         if self._is_used:
             raise InvalidArgumentError("url", "a used claim", "Build the publisher with the url")
         self._is_used = True
 
     def release(self) -> None:
-        """Release this claim for another publisher. Call this if the publisher that used it could not be built."""
+        """Mark this claim as unused. Call this method if the publisher that called :meth:`use` could not be built."""
         self._is_used = False
 
     def commit(self, entry: Manifest) -> Manifest:
         """Append a version, and return the committed entry.
 
-        The stream, generation, writer, version, parent, snapshot and creation time of ``entry`` are filled in.
+        Sets the stream, generation, writer, version, parent, snapshot and creation time of the entry.
 
         Raises:
             FencedError: if a newer generation has claimed the stream.
-            AlteredEntryError: if a remote store has other bytes than were sent. The version was not committed.
-            LostEntryError: if the newest entry was deleted, and ``entry`` is a delta. Nothing was committed. The stream
+            AlteredEntryError: if the stored bytes differ from the bytes that were sent. Nothing was committed.
+            LostEntryError: if the newest entry was deleted and ``entry`` is a delta. Nothing was committed. The stream
                 was claimed again.
-            UnknownOutcomeError: if the store fails, and the entry may have been created, or may appear later. The next
-                commit then continues after it. With ``directory``, the entry was created, but may be missing after a
-                power loss.
-            StorageError: for other faults of the store. Nothing was committed.
+            UnknownOutcomeError: if the store fails, and the entry may exist or may appear later. The next commit then
+                continues after it. If the error has a ``directory``, the entry was created, but a power loss may undo
+                this.
+            StorageError: for other failures of the store. Nothing was committed.
         """
         if self._fenced is not None:
             raise unraised(self._fenced)
@@ -643,9 +643,10 @@ class Claim:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ClaimedStream:
-    """Claimed stream on one rank. One publisher can continue with the claim instead of claiming the stream again.
+    """Claimed stream on one rank, the result of a takeover. Pass it to one publisher in place of the url.
 
     Args:
+        storage: store of the stream.
         claim: the claim on rank 0; None on the other ranks.
         entry: entry of the claim, equal on all ranks.
         has_states: True for a recovery stream, whose versions need states; False for a serving stream.
@@ -790,7 +791,7 @@ def _create(storage: Storage, name: str, data: bytes) -> bool:
 
 
 def read_bytes(storage: Storage, name: str, max_bytes: int = MAX_ENTRY_BYTES) -> bytes | None:
-    """Return the bytes of an object; None if it does not exist. Raise MalformedError if it is larger."""
+    """Return the bytes of an object; None if it is missing. Raise MalformedError if it is larger than ``max_bytes``."""
     array = storage.read(name, max_bytes=max_bytes)
     return None if array is None else array.tobytes()
 
@@ -875,25 +876,25 @@ def _newer_publisher(storage: Storage, head: Manifest, entries: list[Manifest], 
 
 
 def check_version(entry: Manifest, version: int) -> Manifest:
-    """Return an entry read under the name of a version. Raise MalformedError if it has another version or is merged."""
+    """Return ``entry``. Raise MalformedError if it is not the entry of ``version`` in the log."""
     if entry.version != version or entry.merges is not None:
         raise MalformedError(entry_name(version), f"it is the entry of version {entry.version}, merged: {entry.merges}")
     return entry
 
 
 def check_merged(entry: Manifest, merged: Merged) -> Manifest:
-    """Return an entry read under a merged name. Raise MalformedError if it replaces other versions."""
+    """Return ``entry``. Raise MalformedError if it is not the merged entry that ``merged`` refers to."""
     if entry.merges is None or Merged.of(entry) != merged:
         raise MalformedError(merged.name, f"it replaces versions after {entry.parent} up to {entry.merges}")
     return entry
 
 
 def generation_error(entry: Manifest, before: Manifest) -> MalformedError:
-    """Return the error for an ``entry`` with a lower generation than its predecessor ``before``."""
+    """Return the error for an ``entry`` whose generation is lower than the generation of its predecessor ``before``."""
     reason = f"its generation {entry.generation} is below {before.generation}, the generation of its predecessor"
     return MalformedError(entry_name(entry.version), reason)
 
 
 def part_name(version: int, generation: int, author: str) -> str:
-    """Return a new, unique name for a part of ``version`` or a later one. ``author`` is ``r3`` for rank 3."""
+    """Return a unique name for a new part of ``version`` or a later version. ``author`` is ``r3`` for rank 3."""
     return f"parts/{version:020d}-g{generation}-{author}-{secrets.token_hex(8)}.safetensors"

@@ -59,20 +59,20 @@ _REPAIR = (
 
 
 class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
-    """Copier of the entries of one stream. Not thread-safe; run one mirror per destination.
+    """Copier of the entries and objects of one stream. Not thread-safe; run one mirror per destination.
 
-    An empty destination starts at the source's newest snapshot, or if a pin applies, at the one that leads to it. The
-    retention of the source does not apply to the destination, which keeps everything unless ``retention`` is given.
+    An empty destination starts at the source's newest snapshot or, if the stream is pinned, at the snapshot that leads
+    to the pinned version. Versions that the source deletes stay at the destination, unless ``retention`` is given.
     Raises InvalidArgumentError if both are the same store, or the destination is read-only.
 
     Args:
-        source: store of the stream. At an http url, entries are read past the caches, and parts through them.
+        source: store of the stream. At an http url, entries are read without caches, and parts from caches.
         destination: store of the copy.
         retention: bounds on the versions at the destination; None deletes nothing.
-        memory_bytes: maximum size of an object that is held in memory. Larger ones are copied in pieces of 8 MiB.
-        pointer_seconds: minimum time between two writes of the pointer object of the destination, which readers over
-            http need; None for no writes. Only :meth:`run` writes it.
-        runtime: clock, waits, random numbers and threads.
+        memory_bytes: maximum size of an object that is held in memory. Larger objects are copied in pieces of 8 MiB.
+        pointer_seconds: minimum time between two writes of the destination's pointer object, in :meth:`run` only. None
+            to write none; readers over http need it.
+        runtime: clock, waits, random numbers and threads to use.
 
     Example:
         >>> mirror = Mirror(Storage("memory://"), Storage("memory://"))
@@ -115,12 +115,12 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
         return self._head
 
     def step(self) -> bool:
-        """Copy the next entry, after the objects that it names. Return False if the source has none yet.
+        """Copy the objects of the next entry, then the entry. Return False if the source has no next entry yet.
 
         Raises:
             MirrorDivergedError: if the destination is not a prefix of the source, or the source has deleted the next
                 entry. Nothing was changed.
-            MissingVersionError: if the source has lost the next entry, and has no snapshot above it.
+            MissingVersionError: if the source has lost the next entry and has no newer snapshot.
             CorruptPartError: if an object of the source does not match its entry.
             MalformedError: if an entry does not follow the format.
             StorageError: if a store fails, or the source no longer has entries, for example because its volume is not
@@ -138,9 +138,9 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
             raise
 
     def copy_merged(self) -> int:
-        """Copy the newest merged snapshot and the merged deltas after it that no other one covers.
+        """Copy the newest merged snapshot and the merged deltas after it. Return the number of copied entries.
 
-        Skips those whose objects the source has deleted. Returns the number of copies.
+        Skips a delta that another merged delta covers, and an entry whose objects the source has deleted.
         """
         head = self._head
         if head is None:
@@ -149,9 +149,9 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
         return sum(self._copy_merged(each, head.stream) for each in found)
 
     def copy_claims(self) -> int:
-        """Copy the claims that prove which former streams the stream continues, and return their number.
+        """Copy the claims that link the stream to its former streams, and return their number.
 
-        Readers of a former stream need them to continue.
+        Readers of a former stream need these claims to continue with the current stream.
         """
         if self._head is None:
             return 0
@@ -166,7 +166,7 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
     def copy_pins(self) -> int:
         """Copy the pins of the source in the order of their counters, and return their number.
 
-        Copies none until the destination has the entry that the newest pin names. Raises MirrorDivergedError if the
+        Copies no pin until the destination has the entry that the newest pin names. Raises MirrorDivergedError if the
         destination has another pin with the same counter.
         """
         source, destination = self._source.storage, self._to.storage
@@ -325,16 +325,16 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
 
 
 def promote(storage: Storage) -> Manifest:
-    """Start a new stream after the newest entry of a log, so that a publisher can continue there; return its claim.
+    """Start a new stream in the log of a mirror, which a publisher can then continue. Return the claim that starts it.
 
-    Stop the former trainer and the mirror first: this function does not look for the publisher of the source. Restore
-    the trainer from the mirror before the call, and build the publisher afterwards; see ``guide/fleet.md``.
+    Stop the former trainer and the mirror first: this function does not check whether they run. Restore the trainer
+    from the mirror before the call, and build the publisher afterwards; see ``guide/fleet.md``.
 
-    The call is idempotent: if the newest entry has started a stream after another one, it is returned.
+    The call is idempotent: if the newest entry is already a claim that starts a stream, it is returned.
 
     Raises:
-        LivePublisherError: if an entry was appended during the call, by a mirror or a publisher that still runs.
-            Nothing was created.
+        LivePublisherError: if a mirror or a publisher that still runs has appended an entry during the call. Nothing
+            was created.
         StorageError: if the store fails; the stream may have been started. Repeat the call.
 
     Example:
@@ -353,7 +353,7 @@ def promote(storage: Storage) -> Manifest:
 
 
 class ObjectCopier:
-    """Copier of the objects that entries name. Those above ``memory_bytes`` are copied in pieces of 8 MiB."""
+    """Copier of the objects of entries between two stores. Copies those above ``memory_bytes`` in pieces of 8 MiB."""
 
     def __init__(self, source: Storage, destination: Storage, memory_bytes: int) -> None:
         self._source = source
@@ -363,7 +363,7 @@ class ObjectCopier:
     def copy(self, stored: Part | Stored) -> None:
         """Copy an object unless the destination has it.
 
-        It becomes visible only if its bytes match its record. Raises CorruptPartError otherwise.
+        Raises CorruptPartError, and creates no object, if the bytes do not match the record ``stored``.
         """
         if self._is_there(stored):
             return
@@ -411,7 +411,10 @@ class ObjectCopier:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Decision to copy an entry (a stand-in if it is malformed), after the merged snapshot that it follows."""
+    """Decision to copy ``entry``, with the bytes ``data``. For a malformed entry, ``entry`` is a stand-in.
+
+    ``merged`` is a merged snapshot to copy first, or None. ``note`` is a warning to log, if it is not empty.
+    """
 
     entry: Manifest
     data: bytes
@@ -444,10 +447,10 @@ class _Seen:
 
 
 def decide(log: _Seen, head: Manifest | None, *, is_checked: bool, is_due: bool) -> Copy | str:
-    """Return what a mirror copies after ``head``, the newest entry of the destination, or a note if it must wait.
+    """Return the next entry for a mirror to copy, or a note to log if it must wait; the note may be empty.
 
-    ``is_checked`` is True if the destination is known to be a prefix of the source. Otherwise, or if there is no next
-    entry, this is checked if ``is_due``.
+    ``head`` is the newest entry of the destination. ``is_checked`` is True if an earlier check found the destination to
+    be a prefix of the source. ``is_due`` is True to repeat the check if there is no next entry, or it was not made yet.
     """
     if head is None:
         return _first(log)

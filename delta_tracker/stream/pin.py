@@ -43,8 +43,8 @@ _MAX_REPORTED = 64
 class Pin:
     """Order to predictors that follow pins: return to a version and stay there, or continue from a snapshot.
 
-    FORMAT.md describes the fields. ``bad`` is the newest version when the pin was written; a release has that of its
-    pin.
+    FORMAT.md describes the fields. ``bad`` is the newest version when the pin was written; a release repeats the value
+    of its pin.
     """
 
     counter: Count
@@ -57,17 +57,17 @@ class Pin:
     time: Time
 
     def to_json(self) -> bytes:
-        """Encode as JSON."""
+        """Return the bytes of the pin object, in JSON."""
         return json.dumps(asdict(self)).encode()
 
 
 def pin_name(counter: int) -> str:
-    """Return the name of a pin."""
+    """Return the name of the object that contains the pin with a counter."""
     return f"{PINS}/{counter:020d}.json"
 
 
 def newest_counter(storage: Storage, *, after: int = 0) -> int:
-    """Return the highest counter of a pin, or ``after`` if no pin has a higher one. Does not list the store."""
+    """Return the highest counter of a pin, or ``after`` if no pin has a higher counter. Does not list the store."""
 
     def is_there(counter: int) -> bool:
         if counter - after > _MAX_PINS:
@@ -80,9 +80,9 @@ def newest_counter(storage: Storage, *, after: int = 0) -> int:
 
 
 def last_present(is_there: Callable[[int], bool], after: int) -> int:
-    """Return a number above ``after`` that exists while the next one does not; ``after`` if ``after + 1`` is missing.
+    """Search upwards from ``after`` for a present number whose successor is missing, and return the number.
 
-    Calls ``is_there`` a logarithmic number of times.
+    Returns ``after`` if ``after + 1`` is missing. Calls ``is_there`` a logarithmic number of times.
     """
     present, step = after, 1
     while is_there(after + step):
@@ -91,10 +91,10 @@ def last_present(is_there: Callable[[int], bool], after: int) -> int:
 
 
 def free_counters(storage: Storage) -> list[int]:
-    """Return the counters of the next order, ascending: above all pins that a reader may find, and in gaps below them.
+    """Return the counters under which the next pin or release must be written, ascending.
 
-    A forged pin leaves a gap. A reader at the counter ``c`` looks for ``c`` + 1, 2, 4 and so on while it finds pins, so
-    it may end at the gap, or find the forged pin if that is at most twice as high as those before the gap.
+    They are the gaps below the pins that a reader may find, and the next counter. A forged pin leaves a gap. A reader
+    at counter ``c`` probes ``c + 1``, ``c + 2``, ``c + 4`` and so on, and may stop at the gap or find the forged pin.
     """
     names = map(_PIN_NAME.fullmatch, storage.names(PINS))
     taken = {int(match[1]) for match in names if match is not None}
@@ -105,9 +105,9 @@ def free_counters(storage: Storage) -> list[int]:
 
 
 def newest_pin(storage: Storage, *, after: int = 0) -> Pin | None:
-    """Return the pin with the highest counter above ``after``; None if there is none. Lists nothing.
+    """Return the pin with the highest counter above ``after``; None if there is none. Does not list the store.
 
-    A malformed pin is logged once, and the one before it counts.
+    Logs a malformed pin once, and returns the pin before it.
     """
     pins = (_read_pin(storage, counter) for counter in range(newest_counter(storage, after=after), after, -1))
     return next((pin for pin in pins if pin is not None), None)
@@ -140,7 +140,7 @@ def _parsed(data: bytes, counter: int) -> Pin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deletions:
-    """Announcement below ``control/retention/``: a running pass may delete versions below ``before`` of ``stream``."""
+    """Announcement, in ``control/retention/``, that a pass may delete versions of ``stream`` below ``before``."""
 
     stream: Hex
     before: Count
@@ -148,7 +148,7 @@ class Deletions:
 
 
 def announce_deletions(storage: Storage, stream: str, before: int) -> str:
-    """Write a :class:`Deletions`, and return its name."""
+    """Write an announcement that versions of ``stream`` below ``before`` may be deleted. Return the object's name."""
     record = Deletions(stream=stream, before=before, time=time.time())
     name = f"{_DELETIONS}/{secrets.token_hex(16)}.json"
     storage.replace(name, json.dumps(asdict(record)).encode())
@@ -161,7 +161,7 @@ def has_deletions(storage: Storage) -> bool:
 
 
 def running_deletions(storage: Storage, *, now: float) -> list[Deletions]:
-    """Return the records that retention passes have written in the hour before ``now``, by the store's clock."""
+    """Return the announcements of retention passes from the last hour. ``now`` is the store's Unix time in seconds."""
     found = []
     for stored in storage.objects(_DELETIONS):
         if DELETIONS_NAME.fullmatch(stored.name) is None or now - stored.modified > DELETIONS_SECONDS:
@@ -178,11 +178,11 @@ def running_deletions(storage: Storage, *, now: float) -> list[Deletions]:
 
 
 class PinReader:
-    """Reader of the newest pin at one url, which looks for it every ``seconds``, with a random jitter of 25 %.
+    """Reader that polls one url for the newest pin every ``seconds``, with a random jitter of 25 %.
 
-    In a stream, the counter of a pin whose entry was read never decreases, even if the store is replaced by one with
-    fewer pins. Any other pin may be forged. It is dropped if the store does not have it past all caches, or fails for a
-    minute.
+    A pin is confirmed once its entry was read. The counter of a stream's confirmed pin never decreases, even if the
+    store is replaced by one with fewer pins. An unconfirmed pin may be forged. It is dropped if the store does not have
+    it when read without caches, or fails for a minute.
     """
 
     def __init__(self, seconds: float = 5.0, runtime: Runtime = REAL) -> None:
@@ -197,10 +197,10 @@ class PinReader:
         self._failing_since: float | None = None  # monotonic time of the first failed look; None after a success
 
     def order(self, storage: Storage, *, stream: str = "", at_once: bool = False) -> Pin | None:
-        """Return the newest pin that is known, None before the first.
+        """Return the newest known pin, after a poll of ``storage`` if one is due; None before the first pin.
 
-        ``stream`` is the stream of the reader's rows. Its pins may count from 1 again, if its log replaced another one
-        at the url. With ``at_once``, reads the pins now, past all caches.
+        ``stream`` is the stream of the reader's rows. The counters of its pins may restart at 1 if its log replaced
+        another one at the url. With ``at_once``, polls immediately and without caches.
         """
         now = self._runtime.monotonic()
         if self._next is not None and now < self._next and not at_once:
@@ -219,17 +219,17 @@ class PinReader:
         return self._newest
 
     def confirm(self, pin: Pin) -> None:
-        """Confirm a pin, because its entry was read and has the expected hash."""
+        """Confirm a pin. Call this method after its entry was read and has the expected hash."""
         if pin == self._newest:
             self._confirmed = pin
 
     def doubt(self, pin: Pin) -> None:
-        """Read a pin again at the next :meth:`order`, because its entry is missing or has another hash."""
+        """Read a pin again at the next :meth:`order`. Call this method if its entry is missing or has another hash."""
         if pin == self._newest:
             self._recheck_at = 0.0
 
     def take_drop(self) -> tuple[Pin, int] | None:
-        """Return the pin that was dropped since the last call, and the highest valid counter; None if none was."""
+        """Return the pin dropped since the last call, and the highest valid counter; None if no pin was dropped."""
         drop, self._drop = self._drop, None
         return drop
 

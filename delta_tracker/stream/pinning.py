@@ -38,21 +38,21 @@ _FAULTS = (CorruptPartError, MalformedError, MissingVersionError, NoSnapshotErro
 def pin_version(
     storage: Storage, version: int, *, reason: str = "", replaces: bool = False, is_quick: bool = False
 ) -> Pin:
-    """Return all predictors that follow pins to a version, and keep them there until a release.
+    """Write and return a pin: all predictors that follow pins return to a version and stay there until a release.
 
-    The entries that lead to the version, and the sizes of their objects, are checked before the pin is written and
-    again afterwards; unless ``is_quick`` is True, all bytes of the parts are also checked before. Retention keeps them
-    while the pin applies.
+    Checks the entries that lead to the version and the sizes of their objects, before and after the pin is written.
+    Unless ``is_quick`` is True, also verifies all bytes of the parts before. Retention keeps these objects while the
+    pin applies.
 
-    ``reason`` is a text of at most 1,000 characters for operators. ``replaces=True`` replaces the pin that applies.
+    ``reason`` is a text of at most 1,000 characters for operators. With ``replaces=True``, replaces a current pin.
 
     Raises:
         InvalidArgumentError: if the version is not in the stream, is a claim or belongs to a former stream of the log.
         MissingVersionError, NoSnapshotError, MalformedError, CorruptPartError: if an entry or an object that leads to
             the version is missing or damaged.
         PinError: if the stream is pinned and ``replaces`` is False, if another operator wrote a pin or a release
-            meanwhile, or if a retention pass deletes versions that lead to this one, or was interrupted. The pin is
-            undone.
+            meanwhile, or if a retention pass that may delete versions that lead to this one runs or was interrupted. A
+            written pin is undone.
         UnsupportedStoreError: if the store is at an http url.
         StorageError: if the store fails. The pin may have been written.
     """
@@ -85,10 +85,10 @@ def pin_version(
 
 
 def release_pin(storage: Storage, *, reason: str = "") -> Pin:
-    """Make the predictors that a pin holds continue from the newest snapshot of the log.
+    """Write and return a release: predictors at the pinned version continue from the newest snapshot of the log.
 
-    The snapshot must be above all versions that existed when the pin was written. Merged snapshots are not considered.
-    ``reason`` has at most 1,000 characters.
+    The snapshot must be above all versions that existed when the pin was written. Merged snapshots do not count.
+    ``reason`` is a text of at most 1,000 characters for operators.
 
     Raises:
         PinError: if the stream is not pinned, the log has no such snapshot yet, or another operator wrote a pin or a
@@ -123,9 +123,9 @@ def _former(log: StreamLog, *, replaces: bool) -> Pin | None:
 
 
 def checked_path(log: StreamLog, version: int, *, reads_parts: bool = False) -> tuple[Manifest, int]:
-    """Check the objects of the versions that lead to a version. Return its entry and the oldest of these versions.
+    """Check the objects of the versions that lead to ``version``. Return its entry and the oldest of these versions.
 
-    Only their sizes are compared, unless ``reads_parts`` is True. Raises the errors of :func:`pin_version`.
+    Compares only the sizes, unless ``reads_parts`` is True. Raises the errors of :func:`pin_version`.
     """
     path = path_to(log, version)
     entry = log.read(version)  # the path may end with a merged snapshot instead
@@ -203,7 +203,7 @@ def _create(storage: Storage, order: Pin, counters: Sequence[int]) -> Pin:
 
 
 def _correct(log: StreamLog, pin: Pin, former: Pin | None) -> None:
-    """Replace a pin, if its path is broken, by the former one or by a release, unless a newer order exists."""
+    """Replace a pin whose path is broken by the former pin or by a release, unless a newer order exists."""
     snapshot = _snapshot(log, log.head())
     reason = f"version {pin.version} cannot be reached"
     if former is not None:

@@ -41,7 +41,7 @@ _NEVER = float("-inf")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PointedSnapshot:
-    """Newest snapshot that a reader can start from, an entry of the log or a merged entry."""
+    """Newest snapshot from which a reader can start. ``merged`` is True for a merged entry."""
 
     version: Count
     merged: bool
@@ -56,19 +56,19 @@ class HeadPointer:
     version: Count
     xxh3: Hex
     oldest: Count
-    """Lowest version from which the log has all entries up to ``version``."""
+    """Lowest version such that the log has all entries from it to ``version``."""
     snapshot: PointedSnapshot | None
     merged: Annotated[tuple[tuple[Count, Count], ...], Meta(max_length=MAX_POINTED)]
-    """First and last version of each merged delta that no other one covers, ascending by the last."""
+    """First and last version of each merged delta that no other merged delta covers, sorted by last version."""
     time: Time
     """Unix time of the writer's host, in seconds; informative."""
     older: Annotated[tuple[Count, ...], Meta(max_length=MAX_POINTED)] = ()
-    """Versions below ``oldest`` that the log has, ascending: claims, by which a reader follows a promotion."""
+    """Versions below ``oldest`` in the log, ascending: the claims that a reader needs to follow a promotion."""
     snapshots: Annotated[tuple[Count, ...], Meta(max_length=MAX_POINTED)] = ()
-    """Last versions of the merged snapshots, ascending: a pin or a canary may need another one than the newest."""
+    """Versions of the merged snapshots, ascending. A pinned reader or a canary may need an older snapshot."""
 
     def to_json(self) -> bytes:
-        """Return the bytes of the object."""
+        """Return the bytes of the pointer object, in JSON."""
         return json.dumps(asdict(self), separators=(",", ":")).encode()
 
     def check(self) -> None:
@@ -85,15 +85,15 @@ class HeadPointer:
             raise ValueError(f"{', '.join(wrong)}: out of order, or not possible for version {self.version}")
 
     def may_have(self, version: int) -> bool:
-        """Return False for a version that the log no longer has."""
+        """Return False if the log no longer has a version, according to this pointer."""
         return version >= self.oldest or version in self.older
 
     def names(self, entry: Manifest) -> bool:
-        """Return True if an entry that was read is the one that the pointer names."""
+        """Return True if this pointer names ``entry``, with the same stream, generation, version and hash."""
         return entry.merges is None and _link(self) == (entry.stream, entry.generation, entry.version, entry.xxh3)
 
     def raised(self, head: Manifest) -> HeadPointer:
-        """Return the pointer to a newer entry of the same log."""
+        """Return a copy of this pointer that names ``head``, a newer entry of the same log."""
         snapshot = self.snapshot if head.stream == self.stream else None
         if head.snapshot is not None and (snapshot is None or head.snapshot > snapshot.version):
             snapshot = PointedSnapshot(version=head.snapshot, merged=False)
@@ -108,7 +108,7 @@ class HeadPointer:
 
 
 def read_pointer(storage: Storage) -> HeadPointer | None:
-    """Return the pointer object; None if it is missing or malformed. A malformed one is logged once."""
+    """Read and return the pointer; None if the object is missing or malformed. Logs a malformed object once."""
     try:
         return load_pointer(storage)
     except UnreadablePointerError as error:
@@ -117,7 +117,7 @@ def read_pointer(storage: Storage) -> HeadPointer | None:
 
 
 def load_pointer(storage: Storage) -> HeadPointer | None:
-    """Return the pointer object; None if it is missing. Raise UnreadablePointerError if it is not a pointer."""
+    """Read and return the pointer; None if the object is missing. Raise UnreadablePointerError if it is malformed."""
     data = b""
     try:
         found = storage.read(POINTER_NAME, max_bytes=MAX_POINTER_BYTES)
@@ -150,20 +150,20 @@ def _report(error: UnreadablePointerError) -> None:
 
 
 class PointerReader(Forkable):
-    """The pointers that one reader has read. Thread-safe.
+    """Reader that polls the pointer object and keeps the newest valid pointer. Thread-safe.
 
     A pointer is **claimed** until the entry that it names was read, and then **confirmed**. The confirmed pointer is
-    replaced as a whole: no field is the maximum over several pointers. A lower pointer is late and ignored, unless its
-    entry exists and the confirmed pointer's entry does not: then the log was restored from a copy. A pointer of another
-    stream is accepted only after it and its entry were read past all caches. If its generation is lower, it may be from
-    a fenced publisher, so the confirmed pointer's entry must also be missing.
+    replaced as a whole: fields of several pointers are never combined. A lower pointer is ignored as outdated. However,
+    if its entry exists and the confirmed pointer's entry does not, the log was restored from a copy, and the lower
+    pointer is accepted. A pointer of another stream is accepted only after it and its entry were read without caches.
+    If its generation is lower, the confirmed pointer's entry must also be missing.
 
     Args:
         seconds: minimum time between two reads.
 
     Attributes:
-        confirmed: the pointer whose entry was read; None before the first.
-        trouble: error of the object that was read last, if it is not a pointer or leads to no entry; None otherwise.
+        confirmed: newest pointer whose entry was read; None if there is none.
+        trouble: error of the last read if the object was invalid or its entry missing; None otherwise.
     """
 
     def __init__(self, storage: Storage, *, seconds: float = 1.0, runtime: Runtime = REAL) -> None:
@@ -187,7 +187,7 @@ class PointerReader(Forkable):
         self._lock, self._reading = threading.Lock(), threading.Lock()
 
     def newest(self, *, is_due: bool = True, past_cache: bool = False) -> HeadPointer | None:
-        """Return the claimed pointer if there is one, otherwise the confirmed pointer; None without either.
+        """Return the claimed pointer, otherwise the confirmed pointer; None if there is neither.
 
         Reads the object if the last read is at least ``seconds`` ago. With ``is_due=False``, does not read it. With
         ``past_cache``, always reads it and bypasses all caches.
@@ -202,7 +202,7 @@ class PointerReader(Forkable):
         return self._claimed or self.confirmed
 
     def saw(self, entry: Manifest) -> None:
-        """Confirm the claimed pointer by an entry that was read, or advance the confirmed pointer to a newer entry."""
+        """Confirm the claimed pointer if it names ``entry``, or advance the confirmed pointer if ``entry`` is newer."""
         claimed, known = self._claimed, self.confirmed
         if claimed is not None and claimed.names(entry):
             self.confirm(claimed)
@@ -218,7 +218,7 @@ class PointerReader(Forkable):
                     self._claimed = None
 
     def confirm(self, pointer: HeadPointer) -> None:
-        """Confirm a pointer: bytes with its hash were read under the name of its entry."""
+        """Confirm a pointer. Call this method after bytes with its hash were read under the name of its entry."""
         with self._lock:
             known, claimed = self.confirmed, self._claimed
             if claimed is not None and _link(claimed) == _link(pointer):  # otherwise, another thread was faster
@@ -227,7 +227,7 @@ class PointerReader(Forkable):
                     self.confirmed = self._base = claimed
 
     def refuse(self, pointer: HeadPointer, trouble: StaleCacheError) -> None:
-        """Ignore a pointer: past all caches, its entry is missing or has another hash. Checked again every 10 s."""
+        """Ignore a pointer whose entry is missing or has another hash, read without caches. Checks again every 10 s."""
         with self._lock:
             self.trouble = self.trouble or trouble
             self._refused = pointer, self._runtime.monotonic(), trouble

@@ -28,11 +28,11 @@ _CLOSE_SECONDS = 2.0  # for the last write, of which the last quarter is for its
 
 
 class PointerWriter:
-    """Writer of the pointer object after commits. Its failures are logged, and never reach the publisher.
+    """Background writer of the pointer object. Failures are logged and retried, and never raised to the publisher.
 
-    A thread, which the first :meth:`after` starts, writes the newest head at most once per ``seconds``, and only if
-    something has changed. The thread lists the log first, after :meth:`rescan` and every ten minutes. It thus finds the
-    newest entry of a publisher that has taken over the stream.
+    The first call of :meth:`after` starts a thread. It writes the newest head at most once per ``seconds``, and only
+    after a change. At the start, after :meth:`rescan` and every ten minutes, it first lists the log. It can thereby
+    find a newer entry of another publisher.
     """
 
     def __init__(self, storage: Storage, *, seconds: float = POINTER_SECONDS, runtime: Runtime = REAL) -> None:
@@ -53,7 +53,7 @@ class PointerWriter:
     def after(self, head: Manifest) -> None:
         """Request a write of the pointer to a committed entry. Never blocks or raises.
 
-        If the entry is that of the last call, the log is listed, because a later one may exist.
+        If ``head`` is the entry of the last call, the thread lists the log first, to look for later entries.
         """
         last = self._head
         if last is not None and (head.generation != last.generation or head.version == last.version):
@@ -71,12 +71,12 @@ class PointerWriter:
                 self._thread = thread
 
     def rescan(self) -> None:
-        """List the log before the next write, because entries were deleted or merged. Never blocks or raises."""
+        """Request a listing of the log before the next write. Call this method after entries were deleted or merged."""
         self._scanned_at = _NEVER
         self._wake.set()
 
     def write_now(self, head: Manifest | None = None) -> None:
-        """Write the pointer to ``head``, by default the entry of the last call, if it has changed."""
+        """Write the pointer to ``head``, by default the entry of the last call, unless the pointer is unchanged."""
         with self._writing:
             self._head = self._head if head is None else head
             if self._head is None:
@@ -95,7 +95,7 @@ class PointerWriter:
                 self._written = pointer
 
     def end(self) -> None:
-        """Request that the thread writes the newest head and ends. Does not wait."""
+        """Ask the thread to write the newest head and end. Does not wait."""
         self._stop.set()
         self._wake.set()
 
@@ -187,7 +187,7 @@ def _oldest(versions: list[int], head: int) -> int:
 
 
 def uncovered_deltas(merged: Iterable[Merged]) -> list[Merged]:
-    """Return the merged deltas that no other one covers, ascending."""
+    """Return the merged deltas that no other merged delta covers, ascending."""
     found: list[Merged] = []
     for each in sorted(merged, key=lambda each: (-each.last, each.first)):
         if each.kind == "delta" and not any(other.first <= each.first for other in found):

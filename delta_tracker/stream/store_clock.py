@@ -17,12 +17,12 @@ class StoreClock:
     - The store's time is not before any modification time.
     - If an object was not modified yet at the reader's last poll, its modification time is not before that poll.
 
-    The estimate is exact to the time between two polls, plus one second. It may be too low if a writer was suspended
-    after it dated a local object and before the object was visible. Not thread-safe.
+    The error is at most the time between two polls plus one second. The estimate may be too low if a writer was
+    suspended after it dated a local object and before the object was visible. Not thread-safe.
 
     Attributes:
-        offset: the store's time minus the reader's, in seconds; 0 unless the reader's clock is contradicted.
-        reader_time: returns the reader's time, to be passed to :meth:`saw` as the beginning of a poll.
+        offset: the store's time minus the reader's, in seconds; 0 until a modification time contradicts the reader's.
+        reader_time: returns the reader's time. Call it before a poll, and pass the result to :meth:`saw`.
     """
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
@@ -36,9 +36,9 @@ class StoreClock:
         return self.reader_time() + self.offset
 
     def saw(self, kind: str, modified: Iterable[float], *, began: float) -> None:
-        """Use the modification times of a poll, in Unix seconds. It began at the reader's time ``began``.
+        """Update the estimate with the modification times that a poll has returned, in Unix seconds.
 
-        ``kind`` names the set of objects: polls of the same kind must include all objects of the set that exist.
+        ``began`` is the reader's time at its start. Each poll of the same ``kind`` must cover the same set of objects.
         """
         newest = max(modified, default=-float("inf"))
         seen, looked_at = self._last.get(kind, (-float("inf"), -float("inf")))
@@ -46,7 +46,7 @@ class StoreClock:
         self._last[kind] = max(newest, seen), began
 
     def compare(self, modified: float, *, looked_at: float | None) -> None:
-        """Use the modification time of an object that was not modified yet at the reader's time ``looked_at``."""
+        """Update the estimate with a modification time that was not visible yet at the reader's time ``looked_at``."""
         low = modified - self.reader_time()
         self._low = max(self._low, low)
         if looked_at is not None:
@@ -57,7 +57,7 @@ class StoreClock:
 
 
 def skew_problem(whose: str, seconds: float) -> str | None:
-    """Describe the clock of ``whose``, which is ``seconds`` ahead of the store's; None for less than a minute."""
+    """Return a text that the clock of ``whose`` is ``seconds`` ahead of the store's; None for at most 60 seconds."""
     if abs(seconds) <= SKEW_SECONDS:
         return None
     if seconds > 0:

@@ -31,7 +31,7 @@ _REQUEST_NAME = "control/takeover.json"
 
 @dataclass(frozen=True, slots=True)
 class Signs:
-    """Signs of life of the publisher of a stream."""
+    """Signs of life of a stream's publisher, as :meth:`Liveness.look` finds them."""
 
     head: Manifest  # newest entry
     silent_seconds: float  # time since `last`, by the store's clock
@@ -41,10 +41,10 @@ class Signs:
 
 
 class Liveness:
-    """Reader of the signs of life of a stream's publisher.
+    """Observer of the signs of life of a stream's publisher, for a standby.
 
-    Host clocks are not used. Each call of :meth:`look` writes the predictor heartbeat ``name``, whose modification time
-    is the time of the call. If the store cannot be reached, :meth:`look` raises an error.
+    Uses no host clock: each call of :meth:`look` writes the predictor heartbeat ``name``, and its modification time is
+    the time of the call. :meth:`look` raises StorageError if the store cannot be reached.
     """
 
     def __init__(self, storage: Storage, name: str) -> None:
@@ -55,10 +55,10 @@ class Liveness:
         self._head: Manifest | None = None  # newest entry of the last look
 
     def look(self, version: int | None = None, error: str | None = None) -> Signs | None:
-        """Return the signs of life; None if there is no stream.
+        """Return the publisher's signs of life; None if there is no stream.
 
-        First writes a heartbeat with the observer's version and error, so that a sign of life during the call is found
-        to be newer.
+        First writes a heartbeat with ``version`` and ``error``, the observer's last applied version and current error.
+        A sign of life during the call is thus newer than the call.
         """
         if not self._storage.has_directory("log"):
             return None
@@ -91,7 +91,7 @@ class Liveness:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TakeoverRequest:
-    """Request to take over from the publisher of a generation."""
+    """Request that a standby takes over from the publisher of a generation."""
 
     stream: Hex  # id of the stream
     generation: Count  # generation of the publisher
@@ -102,22 +102,22 @@ class TakeoverRequest:
 
 
 def request_takeover(storage: Storage, head: Manifest, *, force: bool = False) -> None:
-    """Request a takeover from the publisher of the newest entry; see :class:`TakeoverRequest` for ``force``."""
+    """Request that a standby takes over from the publisher of ``head``. With ``force``, even if it is alive."""
     request = TakeoverRequest(stream=head.stream, generation=head.generation, time=time.time(), force=force)
     storage.replace(_REQUEST_NAME, encode(request))
 
 
 def cancel_takeover(storage: Storage) -> bool:
-    """Delete the request. Return False if there was none. A standby that has read it may still take over."""
+    """Delete the takeover request. Return False if there is none. A standby that has read it may still take over."""
     is_there = storage.size(_REQUEST_NAME) is not None
     storage.delete(_REQUEST_NAME)
     return is_there
 
 
 def read_request(storage: Storage, head: Manifest, last_sign: float) -> TakeoverRequest | None:
-    """Return the request for a takeover from the publisher of the newest entry; None if there is none.
+    """Return the request to take over from the publisher of ``head``, the newest entry; None if there is none.
 
-    Ignores a malformed request, one for another generation, and one without ``force`` that is not newer than
+    Ignores a malformed request and a request for another generation. Without ``force``, a request must be newer than
     ``last_sign``, the publisher's last sign of life in Unix seconds by the store's clock.
     """
     response = Transfer()
