@@ -240,8 +240,8 @@ class RankFailedError(StreamError, RuntimeError):
 
     After a failed publish, all rows stay pending. If ``is_unknown`` is True, the version may still have been published
     or may appear later; the next version then follows it. After a failed restore, the model may be partly written. Its
-    forward pass then raises :class:`IncompleteModelError`. ``rank`` is this rank if one of its objects failed to load
-    its state.
+    forward pass then raises :class:`IncompleteModelError`. If a state could not be loaded on this rank, ``rank`` is
+    this rank.
     """
 
     def __init__(self, rank: int, reason: str, action: Action = "publish", *, is_unknown: bool = False) -> None:
@@ -272,8 +272,8 @@ class RankLostError(StreamError, RuntimeError):
 class FencedError(StreamError, RuntimeError):
     """The publisher is fenced: a newer publisher has claimed the stream, and this one can publish no more versions.
 
-    ``generation`` is the fenced publisher's generation. ``owner`` is the newer publisher's generation, and ``version``
-    one of its versions.
+    ``generation`` is the generation of the fenced publisher. ``owner`` is the generation of the newer publisher, and
+    ``version`` is one of the newer publisher's versions.
     """
 
     def __init__(self, generation: int, owner: int, version: int) -> None:
@@ -346,8 +346,7 @@ class IncompleteModelError(StreamError, RuntimeError):
     """The model cannot be used, because a restore was interrupted or the model belongs to a standby.
 
     If ``is_following`` is False, the model mixes rows of several versions: a restore of ``version`` was not completed.
-    If it is True, a :class:`~delta_tracker.recovery.standby.Standby` has applied the rows of ``version``, but no other
-    state.
+    If it is True, a :class:`~delta_tracker.recovery.standby.Standby` has applied only the rows of ``version``.
     """
 
     def __init__(self, version: int, *, is_following: bool = False) -> None:

@@ -76,8 +76,7 @@ class RowTarget(Protocol):
         """Convert values for :meth:`write`, for example by moving them to a device or quantizing them.
 
         Args:
-            values: ``[N, C]`` in the table's dtype in the stream, on the CPU. Read-only, and valid until the chunk is
-                written.
+            values: ``[N, C]`` on the CPU, in the table's dtype in the stream. Read-only, valid until :meth:`write` ends.
             columns: half-open range of the columns of ``values``.
 
         Returns:

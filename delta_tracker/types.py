@@ -185,8 +185,7 @@ class StateSpec:
     Args:
         name: name of the state, unique in its table.
         dtype: float32, float16 or bfloat16, or its name in torch.
-        width: ``columns`` if the state has one number per column, ``range`` if it has one number per column range of
-            :class:`TableStates`.
+        width: ``columns`` for one number per column, ``range`` for one number per column range of :class:`TableStates`.
     """
 
     name: str

@@ -24,11 +24,11 @@ class Cadence:
     Rows and bytes are counted on each rank separately. Tables without a fused optimizer are not counted, because only a
     read finds their changed rows.
 
-    The ranks vote at every ``vote_every``-th call of :meth:`Publisher.step`, at the same calls on all ranks, and act on
-    the votes at the next such call; a single rank acts at once. A version therefore starts up to ``vote_every - 1``
-    calls late on a single rank and for ``batches``, and up to ``2 * vote_every - 1`` calls late for the other bounds on
-    several ranks, unless the previous version is not finished yet. A delta is committed without further calls. A
-    snapshot is first copied while training continues, and cut at the next vote.
+    All ranks vote at every ``vote_every``-th call of :meth:`Publisher.step`, and act on the votes at the next such
+    call. A single rank acts at once. A version starts at most ``vote_every - 1`` calls late for ``batches`` or on a
+    single rank, and at most ``2 * vote_every - 1`` calls late for the other bounds on several ranks, or later if the
+    previous version is still in progress. A delta is committed without further calls. A snapshot is first copied while
+    training continues, and cut at the next vote.
 
     Args:
         batches: number of batches since the last version.
@@ -36,12 +36,11 @@ class Cadence:
         rows: number of pending rows on one rank.
         num_bytes: size in bytes of the values of the pending rows on one rank, in the tables' dtypes.
         snapshot_every: number of versions from one snapshot to the next, for :meth:`Publisher.step`. It is counted from
-            the stream's newest snapshot, by any publisher and any method. Claims count; merged snapshots of a
-            compaction do not. After the tracker's state was restored, the first version is therefore not a snapshot if
-            the stream has a recent one. None to publish a snapshot only if one is needed.
+            the stream's newest snapshot, which any publisher and any method may have written. Claims count as versions;
+            merged snapshots do not count as snapshots. After a restore of the tracker, the first version is therefore a
+            delta if the stream has a recent snapshot. None to publish a snapshot only if one is needed.
         vote_every: number of calls of :meth:`Publisher.step` from one vote to the next, the same on every rank. None
-            for 1 with up to 16 ranks, and otherwise one more for each further 16 ranks, up to 16: the time of a vote
-            grows with the number of ranks.
+            uses 1 for up to 16 ranks, and one more for each further 16 ranks, up to 16.
 
     Raises:
         InvalidArgumentError: if an argument is not a positive finite number, if an argument other than ``seconds`` is
@@ -69,21 +68,21 @@ class Cadence:
             raise InvalidArgumentError("Cadence", "no bound", "Pass one of batches, seconds, rows and num_bytes")
 
     def calls_per_vote(self, world_size: int) -> int:
-        """Return ``vote_every``, or its default for a number of ranks."""
+        """Return ``vote_every``; if it is None, its default for ``world_size`` ranks."""
         if self.vote_every is not None:
             return self.vote_every
         return min(-(-world_size // _RANKS_PER_CALL), _MAX_CALLS_PER_VOTE)
 
 
 class Pace:
-    """Checker of the cadence's bounds on one rank.
+    """Progress of one rank towards the bounds of a cadence since the last version.
 
-    Counting the pending rows exactly is slow. They are counted only if the last exact count plus the number of rows
-    recorded since then reaches a bound.
+    An exact count of the pending rows is slow. It is made only if the last exact count plus the number of rows recorded
+    since then reaches a bound.
 
     Args:
         consumer: name of the consumer whose pending rows are counted.
-        num_batches: number of batches from a check to its effect.
+        num_batches: number of batches between a check and the start of the version.
     """
 
     def __init__(
@@ -98,7 +97,7 @@ class Pace:
         self._batch = 0
 
     def restart(self) -> None:
-        """Restart all counts at the start of a version."""
+        """Reset all counts. Call this method when a version starts."""
         self._batch = self._tracker.num_batches
         self._time = self._monotonic()
         self._set_counted({})
@@ -106,13 +105,13 @@ class Pace:
     def wants_snapshot(self, head: Manifest) -> bool:
         """Return True if ``snapshot_every`` requires that the version after ``head`` is a snapshot.
 
-        Earlier publishers' snapshots count: a trainer that resumes does not send all rows again.
+        Snapshots of earlier publishers count, so that a resumed trainer does not publish all rows again.
         """
         every = self._cadence.snapshot_every
         return every is not None and (head.snapshot is None or head.version + 1 - head.snapshot >= every)
 
     def is_due(self, *, is_clock: bool) -> bool:
-        """Return True if a bound is reached. ``batches`` includes the batches until the check takes effect.
+        """Return True if a bound is reached. ``batches`` includes the batches until the version starts.
 
         Args:
             is_clock: True to check ``seconds`` too. Only rank 0 passes True.

@@ -41,8 +41,8 @@ class Draft:
         pending_rows: number of changed rows on this rank that stay pending, because ``top_k`` did not select them.
         parts: parts of the version that this rank has already written.
         training: training state of this rank; None for a version without states. Its tensors are copied.
-        owner_changes: FQN to the copied numbers of raw ids that got and lost rows of this rank since the version
-            before, ``[2]`` int64; None if the raw ids of that version are unknown.
+        owner_changes: FQN to a copy of the numbers of raw ids that gained and lost rows of this rank since the previous
+            version, ``[2]`` int64; None if the raw ids of that version are unknown.
     """
 
     kind: Kind
@@ -57,7 +57,7 @@ class Draft:
 
 
 class Coordinator:
-    """Writer that appends versions to a stream together with the other ranks.
+    """Writer of one rank that publishes versions together with the other ranks: rank 0 commits them.
 
     The training thread calls the methods. A worker thread may call only :meth:`write_part`, :meth:`write`,
     :meth:`commit` and :meth:`answer`.
@@ -83,20 +83,20 @@ class Coordinator:
 
     @property
     def needs_snapshot(self) -> bool:
-        """True if the next version must be a snapshot because an entry was altered. False on all ranks but rank 0."""
+        """True on rank 0 if the next version must be a snapshot, because an entry was altered or lost."""
         return self._claim is not None and self._claim.needs_snapshot
 
     def skew(self) -> float | None:
-        """Return this host's clock minus the store's in seconds, at the commit of :attr:`head`.
+        """Return the seconds by which this host's clock was ahead of the store's at the commit of :attr:`head`.
 
-        Sends a request; None if unknown.
+        Sends a request. Returns None if the difference is unknown.
         """
         head = self.head
         stored = self.storage.stat(entry_name(head.version))
         return None if stored is None or stored.modified <= 0 else head.created - stored.modified
 
     def open(self, url: Location | ClaimedStream) -> None:
-        """Open the store on every rank, and claim the stream on rank 0, unless it is claimed already. A collective.
+        """Open the store on every rank, and claim the stream on rank 0 unless ``url`` has a claim. A collective.
 
         On rank 0, raises UnsupportedStoreError if the store has no atomic create.
         """
@@ -109,7 +109,7 @@ class Coordinator:
     def check_same_store(self) -> None:
         """Raise InvalidArgumentError unless this rank's store has rank 0's claim.
 
-        Predictors look for all parts in it.
+        All ranks must write their parts to the same store.
         """
         seen = StreamLog(self.storage, self._runtime).read(self.head.version)
         if seen is None or seen.writer != self.head.writer:
@@ -118,7 +118,7 @@ class Coordinator:
             )
 
     def release(self) -> None:
-        """Release the claim for another publisher. Call this if this one could not be built. No-op without a claim."""
+        """Mark the claim as unused. Call this method if the publisher could not be built. No-op without a claim."""
         if self._claim is not None:
             self._claim.release()
 
@@ -133,15 +133,15 @@ class Coordinator:
     def write_part(
         self, rows: Sequence[BlockRows], dense: Mapping[str, Tensor] | None = None, *, form: int = FORMAT
     ) -> Part:
-        """Write a part of the next version, in the format ``form``. Return its description for the manifest."""
+        """Write a part of the next version in the format ``form``. Return its record for the manifest."""
         states_name = None if form == FORMAT else self._name("s")
         with self._write_timer():
             return put_part(self.storage, self._name(), rows, dense, states_name=states_name)
 
     def write(self, draft: Draft | Exception) -> Message:
-        """Write this rank's parts of a version.
+        """Write this rank's parts of a version, and return a message that describes them.
 
-        Return a message that describes them, or the error of the read or write.
+        If ``draft`` is an error or the write fails, returns a message with the error.
         """
 
         def act() -> dict[str, Any]:
@@ -172,8 +172,9 @@ class Coordinator:
     def commit(self, draft: Draft, shares: Sequence[Mapping[str, Any]]) -> Manifest:
         """Create the manifest of a version, and return it. Only rank 0 may call this method.
 
-        ``draft`` is that of rank 0, ``shares`` those of all ranks, in rank order. Raises the errors of
-        :meth:`Claim.commit`. After a StorageError, the version may have been committed. The next one then follows it.
+        ``draft`` is rank 0's draft. ``shares`` are the contents of all ranks' messages of :meth:`write`, in rank order.
+        Raises the errors of :meth:`Claim.commit`. After a StorageError, the version may have been committed. The next
+        one then follows it.
         """
         assert self._claim is not None, "only rank 0 commits"
         schema, states = draft.schema, self.states
@@ -207,11 +208,11 @@ class Coordinator:
         return committed
 
     def answer(self) -> dict[str, Any]:
-        """Return the message to the other ranks with rank 0's last entry; an empty dict on the other ranks."""
+        """Return rank 0's last entry as a message to the other ranks; an empty dict on the other ranks."""
         return {} if self._claim is None else {"entry": self._claim.data.decode()}
 
     def set_head(self, message: Mapping[str, Any]) -> Manifest:
-        """Set :attr:`head` to rank 0's entry, which the other ranks parse from rank 0's :meth:`answer`. Return it."""
+        """Set :attr:`head` to rank 0's last entry, and return the entry. ``message`` is rank 0's :meth:`answer`."""
         if self._claim is not None:
             self.head = self._claim.head
         else:
@@ -219,7 +220,7 @@ class Coordinator:
         return self.head
 
     def lost(self, error: LostEntryError) -> None:
-        """Set :attr:`head` to the claim that follows an entry of rank 0 that was deleted."""
+        """Set :attr:`head` to the claim that rank 0 created after its newest entry was lost."""
         self.head = parse_manifest("entry of rank 0", error.claim.encode())
 
     def _write_training(self, taken: TakenState) -> Stored:
@@ -246,7 +247,7 @@ class Coordinator:
 def _owner_changes(
     shares: Sequence[Mapping[str, Any]], identities: Mapping[str, Identity]
 ) -> dict[str, tuple[int, int]]:
-    """Return the numbers of raw ids that got and lost rows of each table on all ranks; empty if they are unknown."""
+    """Return the numbers of raw ids that gained and lost rows of each table on all ranks; empty if unknown."""
     if not all("owner_changes" in share for share in shares):
         return {}
     found = dict.fromkeys(identities, (0, 0))

@@ -14,10 +14,11 @@ from delta_tracker.types import TableSpec, TableStates
 
 
 def declared_states(messages: Sequence[Mapping[str, Any]], tables: Mapping[str, TableSpec]) -> dict[str, TableStates]:
-    """Return the states of whole tables, by FQN. ``messages`` has those of each rank's column ranges as JSON values.
+    """Combine the states that each rank declares into the states of whole tables, and return them by FQN.
 
-    Tables that no rank declares are missing. Raises RankFailedError if ranks declare different optimizers or states of
-    a table, or their ranges do not divide its columns.
+    ``messages`` maps, for each rank in order, FQN to the states of the rank's column ranges, as JSON values. Omits
+    tables that no rank declares. Raises RankFailedError if ranks declare different optimizers or states of a table, or
+    their ranges do not divide its columns.
     """
     first: dict[str, TableStates] = {}
     columns: dict[str, set[tuple[int, int]]] = {}

@@ -22,12 +22,12 @@ from delta_tracker.types import Delta
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Result of a version.
+    """Result of an attempt to publish a version.
 
     Args:
-        manifest: the version; None if it was not published.
-        error: reason why it was not published; None if it was.
-        read: read of the tracker that returned its rows; None if this rank read none.
+        manifest: manifest of the version; None if the version was not published.
+        error: error of the attempt; None if the version was published.
+        read: uncommitted read of the version's rows; None if this rank read no rows.
     """
 
     manifest: Manifest | None = None
@@ -36,21 +36,21 @@ class Outcome:
 
 
 class Delivery:
-    """Threads of one rank that complete each version after its cut, without the training thread.
+    """Background threads of one rank that write and commit each version after its cut.
 
     Each rank writes its share of the version and sends the description to rank 0. Rank 0 commits the version and sends
     the outcome to all. While a rank writes, or rank 0 commits, the ranks exchange signs of life: a dead rank is
     detected at once, and a suspended rank within the timeout.
 
     Args:
-        writer: writes the shares of this rank and, on rank 0, commits.
-        group: group of all ranks that nothing else uses.
+        writer: writer of this rank's shares. On rank 0, it also commits.
+        group: process group of all ranks, used by this object only.
         seconds: time between two signs of life.
-        committed: functions that are called on rank 0 with each committed version, in a thread of this object; again
-            with the last one if it is unknown whether a later version exists.
+        committed: functions to call on rank 0 with each committed version, in a thread of this object. They are called
+            again with the last version if it is unknown whether a later version exists.
 
     Attributes:
-        worker: thread that writes.
+        worker: executor of the thread that writes.
     """
 
     def __init__(
@@ -69,13 +69,13 @@ class Delivery:
         self._messenger = runtime.executor("publisher-exchange")
 
     def start(self, outcome: Future[Outcome], number: int, draft: Draft | Exception, read: Delta | None = None) -> None:
-        """Start to complete a version. A second call with its ``outcome``, after an interrupt, does nothing.
+        """Start to write and commit a version. After an interrupt, call it again with the same ``outcome``.
 
         Args:
-            outcome: future of the result, which never has an exception.
-            number: number of the votes that decided the cut, the same on all ranks.
+            outcome: future that receives the result. An error is in its :attr:`Outcome.error`.
+            number: number of the vote that decided on the cut, the same on all ranks.
             draft: this rank's contents of the version, or the error of its read.
-            read: read of the contents.
+            read: uncommitted read of the version's rows.
         """
 
         def run() -> None:
@@ -183,16 +183,16 @@ class Delivery:
 
 
 class Rounds:
-    """Rounds of a version, in which each rank sends a letter to rank 0, and rank 0 answers all.
+    """Rounds of messages that complete a version: each rank sends a message to rank 0, and rank 0 answers all ranks.
 
-    A letter with data has a rank's share of the version, and an answer with data has the outcome. Without data, a rank
-    still writes its share, or waits for the outcome.
+    A message with data contains the rank's share of the version. A message without data is a sign of life of a rank
+    that still writes its share or waits for the outcome. An answer with data contains the outcome.
 
     All methods raise RankLostError if a rank died, does not take part in time, or is at another version. Rank 0 then
     leaves the group, so that the other ranks detect it at once.
 
     Args:
-        number: number of the votes that decided the cut.
+        number: number of the vote that decided on the cut.
     """
 
     def __init__(self, group: RankGroup, number: int) -> None:
@@ -200,34 +200,34 @@ class Rounds:
         self._number = number
 
     def collect(self) -> dict[int, bytes]:
-        """Return the letters of all ranks but rank 0, which calls this method."""
+        """Receive one message of each other rank, and return the data by rank. Only rank 0 may call this method."""
         headers = self._group.gather(self._header())
         return {rank: self._opened(headers[rank], rank) for rank in range(1, len(headers))}
 
     def send(self, data: bytes = b"") -> None:
-        """Send a letter to rank 0."""
+        """Send a message to rank 0."""
         self._group.gather(self._header(data))
         if data:
             self._group.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), 0)
 
     def answer(self, data: bytes = b"") -> None:
-        """Send an answer of rank 0 to all ranks."""
+        """Send an answer to all ranks. Only rank 0 may call this method."""
         self._group.send_all(self._header(data))
         if data:
             self._group.send_all(torch.frombuffer(bytearray(data), dtype=torch.uint8))
 
     def receive(self) -> bytes:
-        """Wait for the answer of rank 0."""
+        """Wait for the answer of rank 0, and return its data."""
         header = self._header()
         self._group.receive(header, 0)
         return self._opened(header, 0)
 
     def _header(self, data: bytes = b"") -> Tensor:
-        """Return the number of the votes and the length of the data, ``[2]`` int64."""
+        """Return the number of the vote and the length of the data, ``[2]`` int64."""
         return torch.tensor([self._number, len(data)])
 
     def _opened(self, header: Tensor, rank: int) -> bytes:
-        """Receive and return the data of a letter."""
+        """Receive and return the data of a message."""
         number, length = header.tolist()
         if number != self._number:
             own = f"rank {self._group.rank} at cut {self._number}"

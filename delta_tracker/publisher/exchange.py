@@ -27,7 +27,7 @@ Join: TypeAlias = Callable[[str, str, timedelta], RankGroup]
 
 
 class Phase(IntEnum):
-    """State of a rank's publisher or restore.
+    """Operation for which a rank of a publisher, restore or standby votes.
 
     All ranks must vote in the same phase. Their phases differ if they called different methods or if a rank failed.
     """
@@ -51,7 +51,7 @@ class Phase(IntEnum):
 
 
 class Vote(NamedTuple):
-    """Vote of one rank on the next change of state. A flag is true for all ranks if it is true in any vote.
+    """Vote of one rank on the next step of all ranks. A flag applies to all ranks if it is True in any vote.
 
     Args:
         phase: :class:`Phase` of the rank.
@@ -83,14 +83,14 @@ class Message:
 
     @property
     def data(self) -> bytes:
-        """Content, encoded as JSON."""
+        """Content of the message, encoded as JSON."""
         return json.dumps(self.content).encode()
 
     @classmethod
     def of(cls, action: Callable[[], Mapping[str, Any] | None]) -> Message:
-        """Return a message with the JSON result of ``action``, or with the error that it raised.
+        """Call ``action``, and return a message with its JSON result, or with the error that it raised.
 
-        A result of None gives an empty message.
+        The message is empty if the result is None.
         """
         try:
             return cls(action() or {})
@@ -117,8 +117,8 @@ class Exchange:
         timeout: maximum time that a call waits for other ranks before it raises RankLostError.
         name: name of the process group, the same on every rank.
         call: text of the call that every rank must make, for error messages.
-        action: name of the operation that fails if another rank fails, for error messages.
-        join: makes the group, from its name, the call and the timeout.
+        action: operation that fails if another rank fails, for error messages.
+        join: function that creates the group, called with the name, the text of the call and the timeout.
 
     Raises:
         InvalidArgumentError: if ``timeout`` is not a positive ``timedelta``.
@@ -144,8 +144,7 @@ class Exchange:
     def start_votes(self, vote: Vote) -> Gathering:
         """Send this rank's vote without waiting for the others, and return the handle for :meth:`count`.
 
-        If the other ranks still wait for a message, because this rank failed or was interrupted, a blank message is
-        sent first.
+        If the other ranks still wait for a message of this rank after a failure, a blank message is sent first.
         """
         if self._exchanged is not None or self._num_owed_bytes:
             self.send_owed_message()
@@ -156,7 +155,7 @@ class Exchange:
 
         Args:
             gathering: result of :meth:`start_votes`.
-            meanwhile: called several times per second during the wait; None for no calls.
+            meanwhile: function to call several times per second during the wait; None for no calls.
 
         Returns:
             The maximum of each field over the ranks, and True if all ranks are at the same batch and have the same
@@ -181,7 +180,7 @@ class Exchange:
         return most, least[:3] == most[:3]
 
     def exchange(self, phase: Phase, own: Message) -> list[dict[str, Any]]:
-        """Check that all ranks are in the same phase, and return their messages in rank order.
+        """Exchange a message with all ranks, and return the contents of their messages in rank order.
 
         Raises:
             Exception: ``own.failure``, if this rank failed.
@@ -209,7 +208,7 @@ class Exchange:
         self.group.close()
 
     def send_owed_message(self) -> None:
-        """Send a blank message, which is invalid, if the other ranks wait for one: they then raise RankFailedError."""
+        """If the other ranks wait for a message of this rank, send an invalid one: they then raise RankFailedError."""
         try:
             if self._exchanged is not None:
                 self.count(self._exchanged)
@@ -223,17 +222,16 @@ class Exchange:
 
 
 class Ballots(Exchange):
-    """Exchange of a publisher, with the votes of one rank.
+    """Exchange of a publisher that also tracks which votes this rank has to send.
 
-    Every ``vote_every``-th call of ``step()`` sends a vote. The vote of a call that failed or was interrupted before is
-    sent later.
+    A vote is due at every ``vote_every``-th call of ``step()``. If the call fails, its vote is sent later.
 
     Attributes:
         vote_every: number of calls of ``step()`` from one vote to the next.
-        number: number of votes of this rank so far.
-        num_owed: number of votes that are due because of calls of ``step()``, and were not sent.
-        pending: votes that were sent and not counted; None if there are none.
-        is_alone: True if there is one rank, whose votes are complete at once.
+        number: number of votes that this rank has sent.
+        num_owed: number of votes that are due and were not sent yet.
+        pending: handle of a vote that was sent and not counted yet; None if there is none.
+        is_alone: True if there is only one rank. Its votes are complete at once.
     """
 
     def __init__(self, timeout: timedelta, join: Join = RankGroup) -> None:
@@ -246,7 +244,7 @@ class Ballots(Exchange):
         self._num_calls = 0
 
     def call(self) -> None:
-        """Count a call of ``step()``."""
+        """Count a call of ``step()``, after which a vote may be due."""
         number = self._num_calls + 1
         self._num_calls, self.num_owed = number, self.num_owed + (number % self.vote_every == 0)
 
@@ -282,7 +280,7 @@ def opened(rank: int, data: bytes, action: Action = "publish") -> dict[str, Any]
 
 
 def check_alike(messages: Sequence[Mapping[str, Any]], *names: str, action: Action = "publish") -> None:
-    """Raise RankFailedError unless the messages, in rank order, have equal values for the keys ``names``."""
+    """Raise RankFailedError unless all messages, in rank order, have equal values for each of the keys ``names``."""
     for rank, each in enumerate(messages):
         for name in names:
             if each[name] != messages[0][name]:

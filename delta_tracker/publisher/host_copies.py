@@ -25,7 +25,7 @@ _ALIGNMENT = 16  # of each tensor in a buffer: enough for every dtype
 
 
 class SelectedRows:
-    """Rows to copy, and their copy on the host.
+    """Selection of rows to copy to the host, and the copy of these rows.
 
     Args:
         rows: ``[R, ...]`` tensor on any device.
@@ -64,7 +64,7 @@ class SelectedRows:
             out.copy_(rows)
 
     def copy_chunks(self) -> None:
-        """Copy all rows, which are on the CPU, to :attr:`copied`, in chunks that fit its cache."""
+        """Copy all rows to :attr:`copied` in chunks that fit the CPU cache. The rows must be on the CPU."""
         step, out = CHUNK_BYTES // max(1, self.row_bytes), self.copied
         if self.num_rows <= step:
             self.copy(0, self.num_rows, out)
@@ -76,14 +76,14 @@ class SelectedRows:
 
 
 class HostCopier:
-    """Copier of tensors to the host. Only one thread may call the methods.
+    """Copier of rows from any device to host memory. Only one thread may call the methods.
 
     On a CUDA device, all rows are copied into one buffer on the current stream, and a side stream copies the buffer
-    to pinned memory. The reader of the copies waits for this copy. If the rows do not fit into one buffer of 256 MiB,
-    they are copied in chunks through two such buffers, which delays the later work of the current stream. If device
-    memory runs out, smaller buffers are used, down to 4 MiB.
+    to pinned memory. If the rows do not fit into one buffer of 256 MiB, they are copied in chunks through two such
+    buffers. This delays the later work of the current stream. If device memory runs out, smaller buffers are used, down
+    to 4 MiB.
 
-    On other devices except the CPU, the buffers hold all rows, and the reader copies them to the host.
+    On other devices except the CPU, the buffers hold all rows, and are copied to the host when a copy is awaited.
 
     Device memory: the bytes of the rows, at most 512 MiB on CUDA; freed after the copy. Host memory: the bytes of the
     rows, reused after the copies have been garbage-collected. Torch rounds the size of pinned memory up to a power of
@@ -95,9 +95,9 @@ class HostCopier:
         self._streams: dict[torch.device, Any] = {}
 
     def copy(self, selections: Sequence[SelectedRows]) -> list[HostCopy]:
-        """Start to copy rows, with their values after the work that is queued on the current streams. Does not wait.
+        """Start to copy rows, without waiting. The copies include all work that is queued on the current streams.
 
-        Sets each :attr:`SelectedRows.copied`. Returns the copies to wait for before any of them is read.
+        Sets :attr:`SelectedRows.copied` of each selection. Wait for all returned copies before reading any of them.
         """
         started: list[HostCopy] = []
         groups: dict[torch.device, list[SelectedRows]] = {}
@@ -117,7 +117,7 @@ class HostCopier:
     def reader(self, device: torch.device) -> Callable[[Tensor], Tensor]:
         """Return a function that copies a tensor of ``device`` to the host and waits for the copy.
 
-        Another thread may call the function, while this thread queues more work. The copy has all writes that were
+        Another thread may call the function while this thread queues more work. The copy includes all writes that were
         queued on the current stream before the call of this method, and possibly later ones.
         """
         if device.type != "cuda":

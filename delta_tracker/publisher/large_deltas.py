@@ -14,7 +14,7 @@ _NUM_DELTAS = 10
 
 
 class LargeDeltas:
-    """Counter of each table's consecutive deltas with more than half of its rows."""
+    """Counter of the consecutive deltas that contain more than half of a table's rows, for each table."""
 
     def __init__(self) -> None:
         self._num_large: dict[str, int] = {}

@@ -20,7 +20,7 @@ _MAX_NAMES = 5
 
 
 def chosen_dense(dense: DenseChoice | Literal[True], live: LiveTables) -> DenseChoice:
-    """Return ``dense`` in a form that can be iterated more than once; the whole model for True."""
+    """Return the choice ``dense`` as an object that can be iterated repeatedly. True chooses the whole model."""
     if dense is True:
         return live.model
     if isinstance(dense, Mapping):
@@ -29,7 +29,7 @@ def chosen_dense(dense: DenseChoice | Literal[True], live: LiveTables) -> DenseC
 
 
 def warn_of_dense(live: LiveTables) -> None:
-    """Log a warning if trainable parameters are not published."""
+    """Log a warning if the model has trainable dense parameters. Call it if no dense tensors are published."""
     if names := dense_parameters(live.model, live.tables):
         shown = ", ".join(names[:_MAX_NAMES]) + (f" and {len(names) - _MAX_NAMES} more" if names[_MAX_NAMES:] else "")
         _logger.warning(
@@ -40,7 +40,7 @@ def warn_of_dense(live: LiveTables) -> None:
 
 
 def published_dense(live: LiveTables, choice: DenseChoice) -> dict[str, Tensor]:
-    """Return the chosen dense tensors, without a copy.
+    """Return the chosen dense tensors by name, without copying them.
 
     Raises InvalidArgumentError if the model has no such tensor, or its dtype or number of dimensions is unsupported.
     """

@@ -57,10 +57,10 @@ _PATIENCE = 0.75  # wait for a sign of life of a rank, of the timeout; the rest 
 class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a new Publisher after it is loaded"):
     """Writer that publishes a tracker's changed rows to a stream, as versions with the rows of all ranks.
 
-    Every rank builds a publisher in its training thread. There, all ranks call :meth:`publish` or :meth:`snapshot` at
-    the same batch, or :meth:`step` after each batch. At the cut, each rank reads its own rows, and background threads
-    write them. The version is committed when rank 0 has created its manifest. After any failure every row stays
-    pending.
+    Every rank builds a publisher in its training thread. In this thread, all ranks call :meth:`publish` or
+    :meth:`snapshot` at the same batch, or :meth:`step` after each batch. At the cut, each rank reads its own rows, and
+    background threads write them. Rank 0 commits the version by creating its manifest. After any failure, every row
+    stays pending.
 
     Building a publisher claims the stream, fences every publisher of an older generation, and reserves the consumer.
     The first version is a snapshot, unless the tracker was loaded from a checkpoint; see ``guide/train.md``.
@@ -69,23 +69,23 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
         tracker: tracker of the rows.
         url: url of the stream, such as ``file:///directory`` or ``s3://bucket/prefix``, or an opened
             :class:`~delta_tracker.stream.storage.storage.Storage`. It must be the same store on every rank. After a
-            takeover, pass its :class:`~delta_tracker.stream.log.ClaimedStream`, which is not claimed again.
+            takeover, pass its :class:`~delta_tracker.stream.log.ClaimedStream` to continue with the existing claim.
         consumer: name of the tracker's consumer; None if the tracker has only one.
         top_k: bound on the rows of a delta: only the rows that changed most are published, and the others stay pending.
             None publishes all changed rows.
         dense: dense parameters and buffers to publish: True for all of the model, a module, names in the model's
             ``state_dict``, a list of modules, or a dict of names to modules. Each version has these tensors with rank
-            0's values at the cut. Tensors that are split over the ranks are rejected. False and None publish none, and
-            None warns if some of them are trained.
+            0's values at the cut. Tensors that are split over the ranks are rejected. False publishes no dense tensors.
+            None publishes none either, and logs a warning if some are trained.
         encoding: :class:`~delta_tracker.stream.format.encoding.Encoding` of all tables, or a mapping of FQN to
             encoding. Tables without an encoding are stored in their own dtype.
         cadence: bounds at which :meth:`step` publishes; None if :meth:`step` is not used.
         upkeep: retention, compaction and pointer object of the stream; None for ``Upkeep()``.
         recovery: training state to publish with each version, so that :func:`~delta_tracker.recovery.restore.restore`
             can continue training from it. The entries have format 2. After ``restore``, a publisher starts with a
-            delta. After a load of a checkpoint, it starts with a snapshot, because the checkpoint may lack the states
+            delta. After a checkpoint was loaded, it starts with a snapshot, because the checkpoint may lack the states
             of the optimizers. None publishes values only.
-        notifier: delivers a hint of each version to waiting predictors; None if predictors only poll.
+        notifier: sends a hint of each version to waiting predictors; None if predictors only poll.
         timeout: maximum wait for the other ranks, including the wait until every rank has built its publisher.
         monitor: monitor for the metrics; None for ``delta_tracker.monitor.MONITOR``.
         runtime: clock, waits and threads of the publisher.
@@ -93,22 +93,21 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
             :class:`~delta_tracker.tracker.rank_group.RankGroup`.
         name: label ``publisher`` of the metrics; None for ``"publisher"``. If another publisher of this process has the
             name, ``-2``, ``-3``, ... is appended.
-        unknown: not accepted; the error names a similar argument.
+        unknown: not accepted; the error suggests a similar argument.
 
     Raises:
         ReservedConsumerError: if the consumer is already reserved.
         DetachedError: if the tracker is detached.
         IncompleteModelError: if a restore of the model was interrupted.
-        UnsupportedModelError: with ``recovery``, if it lacks a table's optimizer, or a state cannot be published.
+        UnsupportedModelError: if ``recovery`` does not have a table's optimizer, or a state cannot be published.
         InvalidArgumentError: if an argument is invalid, or does not fit the model, the tracker or another argument, for
-            example ``recovery`` with ``top_k`` or an encoding; if the claim in ``url`` was used, or rank 0 uses another
-            store.
+            example ``recovery`` with ``top_k``; if the claim in ``url`` is already used, or rank 0 uses another store.
         UnsupportedStoreError: if the store has no atomic create.
         MalformedError: if the stream's newest entry is malformed.
         StorageError: if this rank cannot use the store. If it failed during the claim, the stream may have been
             claimed.
-        RankFailedError: if another rank raised one of these errors, or has another ``top_k``, ``encoding``, ``cadence``
-            or ``recovery``.
+        RankFailedError: if another rank raised one of these errors, or passed a different ``top_k``, ``encoding``,
+            ``cadence`` or ``recovery``.
         RankLostError: if a rank dies, or does not build a publisher in time.
 
     Example:
@@ -236,7 +235,7 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
 
     @property
     def generation(self) -> int:
-        """Generation of this publisher."""
+        """Generation of this publisher's claim."""
         return self._writer.head.generation
 
     @property
@@ -251,14 +250,14 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
 
     @property
     def error(self) -> Exception | None:
-        """Error of the last version, without a traceback, if the version was not published; None otherwise."""
+        """Error of the last version if it was not published, without a traceback; None if it was published."""
         return self._reports.error
 
     @property
     def is_fenced(self) -> bool:
-        """True if a newer publisher has claimed the stream, so that this one publishes no more versions.
+        """True if a newer publisher has claimed the stream. This publisher then publishes no more versions.
 
-        It becomes True on all ranks in the same call of :meth:`step`, so that all training loops end at one batch.
+        It becomes True on all ranks in the same call of :meth:`step`: training can end at the same batch on all ranks.
         """
         return isinstance(self._reports.error, FencedError)
 
@@ -270,18 +269,18 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
     def step(self) -> None:
         """Publish when a bound of the cadence is reached. Call it on every rank after each ``tracker.step()``.
 
-        With ``recovery``, call it in the last line of the training loop, and with gradient accumulation only after the
-        last batch that is accumulated: a version has the state from which the next batch continues. Training then waits
-        up to 5 seconds for an update in progress. After a wait that timed out, later waits take at most 0.05 seconds,
-        until one succeeds. If the update takes longer, the version is not published. If the loop keeps the output of a
-        model whose backward pass has not run, for example of an evaluation, delete it before the call, or compute it
-        under ``torch.no_grad()``. A version is not published either if rows were updated since the last
-        ``tracker.step()``. Updates of sharded tables without a fused optimizer are not observed.
+        With ``recovery``, call it at the end of each training iteration, and with gradient accumulation only after the
+        last accumulated batch: a version has the state from which the next batch continues. The call then waits up to 5
+        seconds for an update in progress. After a wait that timed out, later waits take at most 0.05 seconds, until one
+        succeeds. If the update takes longer, the version is not published. If the loop keeps a model output whose
+        backward pass has not run, for example of an evaluation, delete it before the call, or compute it under
+        ``torch.no_grad()``. A version is not published either if rows were updated since the last ``tracker.step()``.
+        Updates of sharded tables without a fused optimizer are not observed.
 
         Training waits only while the rows are read. A snapshot is copied while training continues. After the cut, other
         threads write and commit the version. Its result is in :attr:`error`, the log and the metrics at the next vote.
-        Only one version is published at a time. Rows that change while it is published stay pending in the tracker.
-        Call :meth:`flush` before a pause to publish the rows that are still pending.
+        Only one version is published at a time. Rows that change in the meantime stay pending in the tracker. Call
+        :meth:`flush` before a pause to publish the rows that are still pending.
 
         If a version cannot be published, this method does not raise the error. The error is logged and kept in
         :attr:`error`, all rows stay pending, and the next version contains them. After a
@@ -334,16 +333,15 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
     def snapshot(self) -> Manifest:
         """Publish every row of every table with its current value, for example after weights were loaded or edited.
 
-        See :meth:`publish` for the result and the errors.
+        The result and the errors are those of :meth:`publish`.
         """
         return self._publish("snapshot")
 
     def flush(self) -> None:
-        """Publish all rows that have changed, so that a pause of training delays none of them.
+        """Publish all pending rows, including the rows that ``top_k`` left out. Call it before training pauses.
 
-        When it returns, every row that changed before the call is in a committed version, including those that
-        ``top_k`` has left out. A version that :meth:`step` started is completed first. Without changed rows on any
-        rank, no version is published, and the call only exchanges votes. Tables without a fused optimizer, dense
+        After the call, every row that changed before is in a committed version. A version that :meth:`step` started is
+        completed first. If no rank has changed rows, no version is published. Tables without a fused optimizer, dense
         tensors, states and raw ids are published if training has advanced since the last version.
 
         Every rank must call this method at the same batch. If it is interrupted, for example by Ctrl-C, call it again

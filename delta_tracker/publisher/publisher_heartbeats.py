@@ -12,14 +12,14 @@ from delta_tracker.stream.storage.storage import Storage
 
 
 class Heartbeats:
-    """Writer of the heartbeats of a publisher, in a thread of its own.
+    """Writer of a publisher's heartbeats in a background thread.
 
-    The thread writes only when the training thread calls :meth:`beat` or :meth:`wait`, so that a job whose training
-    hangs is considered dead.
+    The thread writes only if the training thread calls :meth:`beat` or :meth:`wait`. A job whose training hangs is
+    therefore considered dead.
 
     Args:
         storage: store of the stream.
-        seconds: time between two heartbeats. The first is written this long after the claim.
+        seconds: time between two heartbeats, and from the claim to the first heartbeat.
     """
 
     def __init__(self, storage: Storage, seconds: float, runtime: Runtime) -> None:
@@ -30,16 +30,16 @@ class Heartbeats:
         self._job: Future[None] = self._worker.submit(lambda: None)
 
     def beat(self, head: Manifest) -> None:
-        """Start to write a heartbeat if one is due and none is being written. Makes no request in this thread."""
+        """Start to write a heartbeat if one is due and none is being written. Does not wait for the store."""
         if self._writer.is_due() and self._job.done():
             self._job = self._worker.submit(self._writer.write, head)
 
     def wait(self, job: Future[Any], head: Manifest) -> None:
-        """Wait until a job has ended, and write heartbeats meanwhile."""
+        """Wait until ``job`` is done. Write the heartbeats that are due in the meantime."""
         while not job.done():
             self.beat(head)
             wait([job], self._seconds)
 
     def close(self) -> None:
-        """End the thread after the heartbeat in progress."""
+        """Wait for the heartbeat in progress, and end the thread."""
         self._worker.shutdown()

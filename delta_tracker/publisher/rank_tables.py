@@ -27,14 +27,14 @@ EncodingChoice = Encoding | str | Mapping[str, Encoding | str] | None
 
 
 def name_encodings(choice: EncodingChoice) -> str | dict[str, str] | None:
-    """Return the names of the encodings of a valid choice, in a form that is equal on all ranks."""
+    """Return the names of the encodings of a valid choice. Equal choices have equal names on all ranks."""
     if isinstance(choice, Mapping):
         return {fqn: Encoding.named(choice[fqn]).name for fqn in sorted(choice)}
     return None if choice is None else Encoding.named(choice).name
 
 
 def choose_encodings(choice: EncodingChoice, live: LiveTables) -> dict[str, Encoding]:
-    """Return the encoding of each table, by FQN. Tables without a chosen one are stored in their own dtype.
+    """Return the encoding of each table by FQN. A table without a chosen encoding is stored in its own dtype.
 
     Raises InvalidArgumentError for an unknown table, an invalid encoding, or one that does not support the number of
     columns of a shard.
@@ -53,10 +53,10 @@ def choose_encodings(choice: EncodingChoice, live: LiveTables) -> dict[str, Enco
 
 @dataclass(frozen=True, slots=True)
 class CopiedRows:
-    """Copies of the rows and dense tensors of a version.
+    """Copies of the rows and dense tensors of a version, the result of :meth:`RankTables.copy_rows`.
 
     Args:
-        copies: copies that must be complete before ``rows`` or ``dense`` is read.
+        copies: transfers to the host that must be complete before ``rows`` or ``dense`` is read.
     """
 
     rows: Sequence[BlockRows]
@@ -65,10 +65,10 @@ class CopiedRows:
 
 
 class RankSchema(NamedTuple):
-    """Schema of this rank's versions, by FQN. A version with another schema than the version before must be a snapshot.
+    """Schema of this rank's versions. A version whose schema differs from the previous one must be a snapshot.
 
-    The states are those of this rank's column ranges, and are empty if the versions have no states. ``text`` has the
-    tables and identities, to compare them among the ranks, and ``digest`` is its hash as an int64.
+    The keys of all mappings are FQNs. ``states`` has the states of this rank's column ranges, if versions have states.
+    ``text`` describes the tables and identities, to compare them among the ranks. ``digest`` is its int64 hash.
     """
 
     format: int
@@ -84,10 +84,9 @@ class RankTables:
 
     Only the training thread may call the methods.
 
-    The copies have the tables' dtypes; the reader of the rows encodes them in chunks that fit the CPU cache. All
-    encodings are computed on the CPU, so that their bytes do not depend on the device. Memory: 8 bytes per id and the
-    bytes of the rows in their tables' dtypes, as described for :class:`~.host_copies.HostCopier`. Rows that
-    :meth:`whole` returns take the memory of one chunk.
+    The copies have the tables' dtypes. They are encoded when they are read, in chunks that fit the CPU cache, and
+    always on the CPU: the bytes do not depend on the device. Memory: 8 bytes per id and the bytes of the rows in their
+    tables' dtypes, see :class:`~.host_copies.HostCopier`. Rows that :meth:`whole` returns take the memory of one chunk.
 
     Rows of a table in 2D parallelism are copied on the ranks of the first replica only.
 
@@ -113,7 +112,7 @@ class RankTables:
         self.copying = self.published = self.latest
 
     def current(self) -> RankSchema:
-        """Return the current schema of the tables, after finding their shards again if the tracker was reattached."""
+        """Return the current schema of the tables. Finds their shards again if the tracker was reattached."""
         if self._attached != self._live.num_attached:
             self._attach()
         return self.latest
@@ -148,14 +147,14 @@ class RankTables:
         extra: Sequence[SelectedRows],
         owners: Mapping[str, Tensor],
     ) -> CopiedRows:
-        """Start to copy rows and dense tensors with their current values. The thread does not wait for the copies.
+        """Start to copy rows and dense tensors with their current values. Does not wait for the copies.
 
         Omits tables that this rank does not write. Call this method and :meth:`whole` within
         :func:`~delta_tracker.sharding.kernel_memory.one_cut`.
 
         Args:
             delta: the changed rows.
-            whole: FQNs of tables of which all rows are copied, instead of the rows in ``delta``.
+            whole: FQNs of the tables whose rows are all copied, instead of only the rows in ``delta``.
             dense: name to dense tensor.
             extra: additional tensors to copy at the same time.
             owners: FQN to the ``[R]`` raw ids of the shard's rows, for each table with managed collisions.
@@ -177,9 +176,9 @@ class RankTables:
     def whole(self, tables: frozenset[str], owners: Mapping[str, Tensor]) -> list[BlockRows]:
         """Return all rows of some tables that this rank writes, one block for each column range of a shard.
 
-        Each chunk is copied when it is read, by any thread, with its values at that time, which include all updates
-        that were queued on the device at this call. The states of a row may be newer than its values. Owners may be
-        those of a later read of the tracker, whose changed rows then include the rows of both owners.
+        Any thread may read the rows. Each chunk is copied when it is read, and includes at least the updates that were
+        queued on the device before this call. The states of a row may be newer than its values. The owners may be newer
+        too: the next read of the tracker then contains the rows of the former and the new owner.
 
         Args:
             tables: FQNs of the tables.

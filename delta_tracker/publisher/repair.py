@@ -41,8 +41,8 @@ def rows_to_repair(
 
     Returns:
         FQN to ``[N]`` int64 local ids, ascending and unique; tables without such rows are omitted. None if every row
-        must be published, because ``note`` is not a position in this stream, or no delta can follow the versions after
-        it: one is missing, damaged, a snapshot, or of another schema.
+        must be published: ``note`` is not a position in this stream, or a version after it is missing, damaged, a
+        snapshot, or of another schema.
     """
     try:  # releases before 0.1.0 saved neither a generation nor a time, which are not used here
         position = Position.from_dict({"generation": 0, "created": 0, **note} if isinstance(note, dict) else note)

@@ -49,9 +49,9 @@ class Reports:
         self._version = 0  # the newest one that was published
 
     def open(self) -> None:
-        """Create the metrics that alerts use, with the value 0.
+        """Initialize the metrics that alerts use to 0. Call this method once the stream is claimed.
 
-        Alerts can then detect the first failure and the absence of new versions. Call it after the claim of the stream.
+        Alerts can then detect the first failure and the absence of new versions.
         """
         recorder, head = self._recorder, self._writer.head
         recorder.publisher_info.set(1, stream=head.stream, url=shown_url(self._writer.storage.url))
@@ -67,7 +67,7 @@ class Reports:
             recorder.publish_failures.cell(reason=failure.__name__)
 
     def published(self, committed: Manifest) -> None:
-        """Report that a version was published."""
+        """Record that a version was published, in the metrics and in :attr:`error`."""
         if self._writer.is_first:
             recorder = self._recorder
             num_bytes = committed.total_bytes if committed.training else committed.num_bytes
@@ -85,7 +85,7 @@ class Reports:
         self.error = self._failure = None
 
     def failed(self, error: Exception, version: int) -> None:
-        """Report that ``version`` was not published. A failure of the same kind as the last one is not logged."""
+        """Record that ``version`` was not published. Logs the error unless it is of the same kind as the last one."""
         former, self._failure = self._failure, kind_of(error)
         self.error, self.is_over = unraised(error), isinstance(error, FencedError | RankLostError)
         if self._failure != former:
@@ -96,7 +96,7 @@ class Reports:
             self._recorder.fences.cell().add(1)
 
     def upkeep_failed(self, step: str) -> None:
-        """Count a compaction or retention that failed. Any thread may call it."""
+        """Count a failure of the upkeep step ``step``, compaction or retention. Any thread may call this method."""
         self._recorder.upkeep_failures.cell(step=step).add(1)
 
     def _show_skew(self) -> None:

@@ -49,7 +49,7 @@ class TrackerReader:
 
     Attributes:
         tables: the schema and the rows of this rank's tables.
-        find_dense: finds the dense tensors that this rank writes, by name; None without dense tensors.
+        find_dense: function that returns the dense tensors that this rank writes, by name; None if none are published.
         is_repairing: True if the next delta must have all pending rows, without ``top_k``, because it repairs earlier
             versions.
     """
@@ -97,7 +97,7 @@ class TrackerReader:
 
     @property
     def needs_snapshot(self) -> bool:
-        """True if the next version must be a snapshot. Call :meth:`batch_and_schema` first, which finds new shards."""
+        """True if the next version must be a snapshot. Call :meth:`batch_and_schema` first to detect new shards."""
         return not self._has_snapshot or self.handle.needs_snapshot or self.tables.latest != self.tables.published
 
     @property
@@ -146,7 +146,7 @@ class TrackerReader:
         self._note(writer.head)
 
     def copy(self) -> list[BlockRows]:
-        """Start to track changes made during a snapshot, and return all rows of the tables with a fused optimizer.
+        """Return all rows of the tables with a fused optimizer for a snapshot, and start to track later changes.
 
         Each chunk of rows is copied when it is read.
         """
@@ -165,7 +165,7 @@ class TrackerReader:
     def cut(self, kind: Kind, copied: Part | None, *, is_complete: bool = False) -> tuple[Draft, Delta]:
         """Read the rows of a version with their current values.
 
-        The read of a delta with ``top_k`` is a collective. If a rank raises before it reaches the read, it must call
+        The read of a delta with ``top_k`` is a collective. A rank that fails before the read must call
         :meth:`fail_expected_read`.
 
         Args:
@@ -223,17 +223,17 @@ class TrackerReader:
         return draft, read
 
     def expect_read(self, *, is_complete: bool) -> None:
-        """Record that all ranks begin a delta, so that they wait for this rank in a read with ``top_k``."""
+        """Record that all ranks begin a delta. With ``top_k``, they wait for this rank's read."""
         self._ranks.is_expected = self._top_k is not None and not is_complete
 
     def can_read(self, kind: Kind, *, is_complete: bool) -> bool:
-        """Return False if reading a version is a collective that this rank has already begun."""
+        """Return False if the read of a version is a collective that this rank has already entered."""
         return kind == "snapshot" or is_complete or self._top_k is None or self._ranks.is_expected
 
     def fail_expected_read(self) -> None:
-        """Fail the read with ``top_k`` in which the other ranks wait for this one.
+        """Make a collective read with ``top_k`` fail on all ranks, if they wait for this rank.
 
-        Call it before any other collective.
+        Call it if this rank fails before its read, and before any other collective.
         """
         if self._ranks.is_expected and self._top_k is not None:
             with suppress(_UnreadError, RankLostError):  # a lost rank is reported by the next collective
@@ -263,8 +263,8 @@ class TrackerReader:
     def close(self, *, forgets: bool) -> None:
         """Release the consumer.
 
-        With ``forgets``, remove its stream position from the tracker's state, because the stream will miss the rows of
-        later reads.
+        With ``forgets``, also remove its stream position from the tracker's state. Pass True if the publisher was in
+        use, because the stream will miss the rows of later reads.
         """
         if forgets and not self.handle.is_released:  # an earlier call may have been interrupted
             self.handle.annotate(None)

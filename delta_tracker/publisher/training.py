@@ -59,13 +59,13 @@ _AGAIN_SECONDS = 0.05
 
 @runtime_checkable
 class Stateful(Protocol):
-    """Object with a state, such as an optimizer, a learning rate scheduler or a gradient scaler."""
+    """Interface of an object with a state, such as an optimizer, a learning rate scheduler or a gradient scaler."""
 
     def state_dict(self) -> Any:  # noqa: ANN401  torch's classes return dicts of different types
-        """Return the state, of types in :mod:`delta_tracker.stream.format.state_tree`. Must not call a collective."""
+        """Return the state, of types that :mod:`delta_tracker.stream.format.state_tree` supports. Not a collective."""
 
     def load_state_dict(self, state: Any, /) -> Any:  # noqa: ANN401
-        """Restore a state."""
+        """Restore a state that :meth:`state_dict` returned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,12 +77,12 @@ class Recovery:
 
     Args:
         training_state: name to object with ``state_dict`` and ``load_state_dict``, such as the dense optimizer and the
-            learning rate scheduler. Rank 0's state is published. Trainable dense parameters that no passed optimizer
-            has are logged.
-        rank_state: the same for objects whose state differs between the ranks. Each rank's state is published. At
-            another number of ranks, ``load_rank_states(states)`` is called with the states of all ranks.
-        heartbeat_seconds: time between two heartbeats, which show a standby that training advances. Rank 0 writes them
-            in a thread of its own while a method of the publisher is called. None for no heartbeats.
+            learning rate scheduler. Rank 0's state is published. A warning lists the trainable dense parameters that
+            none of these optimizers has.
+        rank_state: name to object whose state differs between the ranks. Each rank's state is published. A restore with
+            another number of ranks calls ``load_rank_states(states)`` with the states of all ranks.
+        heartbeat_seconds: time between two heartbeats that show a standby that training advances. Rank 0 writes them in
+            a background thread, only when methods of the publisher are called. None for no heartbeats.
 
     Raises:
         InvalidArgumentError: if an argument is invalid, a name is used twice or reserved, or an object has no
@@ -115,7 +115,7 @@ class Recovery:
 
 
 def check_recovery(recovery: object) -> None:
-    """Raise InvalidArgumentError unless an argument is a :class:`Recovery` or None."""
+    """Raise InvalidArgumentError unless ``recovery`` is a :class:`Recovery` or None."""
     check_type("recovery", recovery, Recovery, 'Recovery(training_state={"optimizer": optimizer})')
 
 
@@ -124,7 +124,7 @@ class TakenState:
     """Training state at a cut, whose tensors are not copied yet.
 
     Args:
-        tree: the state. Its :meth:`StateTree.buffers` need a copy of each selection.
+        tree: the state. Pass the copies of ``selections`` to its :meth:`StateTree.buffers`.
         event_time: time of the last trained batch in seconds; None if unknown.
         selections: the tensors of the state. Copy them together with the rows, before training continues.
     """
@@ -135,9 +135,9 @@ class TakenState:
 
 
 class TrainingCuts:
-    """Training states of this rank at the cuts of its versions.
+    """Source of this rank's training state at each cut.
 
-    The constructor takes the state once, so that a state that cannot be published is refused before any version.
+    The constructor reads the state once, to reject a state that cannot be published before any version.
 
     Args:
         progress: progress of the training, with the position in the training data.
@@ -214,8 +214,8 @@ class TrainingCuts:
     def take(self, published: Collection[str] = ()) -> TakenState:
         """Return the training state of this rank. Call it in the training thread, at the cut of a version.
 
-        Dense tensors in ``published`` are in the version, and are not saved again. Raises InvalidArgumentError with the
-        path of a value that cannot be encoded, and the errors of the objects.
+        Omits the dense tensors named in ``published``, which the version already has. Raises InvalidArgumentError with
+        the path of a value that cannot be encoded, and the errors of the objects.
         """
         position = self._progress.data_position
         state = {
@@ -230,7 +230,7 @@ class TrainingCuts:
         return TakenState(tree, None if position is None else position.event_time, selections)
 
     def add(self, position: int, version: int) -> None:
-        """Record the log position at which a committed version was cut."""
+        """Record the position in the change log at which a committed version was cut."""
         self._cuts.append((position, version))
 
     def _consumers(self) -> dict[str, dict[str, object]]:
@@ -276,7 +276,7 @@ class TrainingCuts:
 
 
 def check_recoverable(live: LiveTables, encodings: Mapping[str, Encoding], top_k: TopK | None) -> None:
-    """Raise an error if the versions of a publisher cannot have the complete training state."""
+    """Raise an error if versions with these encodings and ``top_k`` cannot have the complete training state."""
     if top_k is not None:
         raise InvalidArgumentError("top_k", top_k, "Pass None: a version with states has all changed rows")
     for fqn, table in live.tables.items():

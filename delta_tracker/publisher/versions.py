@@ -37,7 +37,7 @@ class Copying:
     The rows that change meanwhile are read at the cut.
 
     Args:
-        after: number of the vote that began it.
+        after: number of the vote that started the copy.
         job: future of the written copy; None until the copy has begun, for example after an interrupt.
     """
 
@@ -61,8 +61,8 @@ class Cut:
         is_complete: for a delta, True to read all rows, without ``top_k``.
         copied: future of the written copy of a snapshot; None for a delta.
         outcome: future of the result.
-        is_tried: True once this rank has begun to read its rows, which may be interrupted.
-        is_started: True once the threads have this rank's contents.
+        is_tried: True once this rank has started to read its rows. The read may have been interrupted.
+        is_started: True once the threads have received this rank's contents.
     """
 
     after: int
@@ -77,13 +77,13 @@ class Cut:
 
 @dataclass(slots=True)
 class Call:
-    """Call of ``publish()``, ``snapshot()`` or ``flush()``. If it is interrupted, the same call continues it.
+    """Call of ``publish()``, ``snapshot()`` or ``flush()``. After an interrupt, the next such call continues it.
 
     Args:
-        name: name of the method that was called.
+        name: what the call publishes.
         batch: batch at which it was called.
-        last: number of the votes of the last step, which this call acts on; None if they were acted on before.
-        voted: number of this rank's votes before the vote of this call; None before it.
+        last: number of the last vote of ``step()`` if this call has to act on it; otherwise None.
+        voted: number of votes that this rank had sent before the vote of this call; None before it is sent.
     """
 
     name: Publishes
@@ -94,14 +94,14 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """State after the version has ended on this rank. On other ranks, it may not have ended yet."""
+    """State after the version has ended on this rank. It may not have ended on other ranks yet."""
 
     after: int
     outcome: Outcome
 
 
 Flight: TypeAlias = Copying | Cut | Ended
-"""State of a version that is being published."""
+"""State of the version that is being published."""
 
 
 class Step(Enum):
@@ -123,7 +123,7 @@ _ENOUGH: Mapping[Publishes, Collection[Step]] = {
 
 
 def decide(flight: Flight | None, votes: int, most: Vote) -> Step:
-    """Return what a rank does next after a vote. ``most`` has the maximum of each field over the votes of all ranks."""
+    """Return the next step after a vote. ``votes`` is its number, ``most`` the maximum of each field over all ranks."""
     if flight is not None and flight.after == votes:  # an interrupt came after these votes had been acted on
         return Step.WAIT
     if most.is_working or isinstance(flight, Cut):
@@ -137,12 +137,11 @@ def decide(flight: Flight | None, votes: int, most: Vote) -> Step:
 
 @dataclass(slots=True, eq=False)
 class Versions:
-    """State of the version that this rank writes. Only the training thread calls the methods.
+    """State machine that takes each version of this rank from the votes for it to its result.
 
-    All ranks begin a version and make its cut after the same votes, and thus at the same batch.
-
-    An exception such as KeyboardInterrupt may end any method. The next call then completes this rank's part: it counts
-    the same votes again, and a version without this rank's contents fails on all ranks.
+    Only the training thread may call the methods. All ranks begin a version and make its cut after the same votes, and
+    thus at the same batch. An exception such as KeyboardInterrupt may end any method. The next call then completes this
+    rank's part: it counts the same votes again, and a version without this rank's contents fails on all ranks.
 
     Args:
         pace: bounds of the cadence; None to begin no version in :meth:`step`.
@@ -167,12 +166,12 @@ class Versions:
         return self._pace is not None
 
     def call(self) -> None:
-        """Count a call of ``Publisher.step()``, for which a vote may now be due."""
+        """Count a call of ``Publisher.step()``, after which a vote may be due."""
         self._call = None
         self._ballots.call()
 
     def returned(self) -> None:
-        """Record that a call of :meth:`publish` ended, so that calling the method again begins another version."""
+        """Record that a call of :meth:`publish` has returned. The next call then publishes another version."""
         self._call = None
 
     def step(self) -> None:

@@ -380,8 +380,7 @@ class StreamLog:
     def claim(self, *, after: Link | None = None, writer: str | None = None, forks: bool = False) -> Claim:
         """Claim the stream: append a claim with the next generation, and return it.
 
-        If the store is empty, the claim starts a new stream. If the bytes of a claim were altered in transit, another
-        claim is appended after it.
+        If the store is empty, the claim starts a new stream. If it was altered in transit, another claim follows it.
 
         Args:
             after: link of the entry that the claim must follow; None to follow any entry.
@@ -499,8 +498,7 @@ class Claim:
             LostEntryError: if the newest entry was deleted and ``entry`` is a delta. Nothing was committed. The stream
                 was claimed again.
             UnknownOutcomeError: if the store fails, and the entry may exist or may appear later. The next commit then
-                continues after it. If the error has a ``directory``, the entry was created, but a power loss may undo
-                this.
+                continues after it. If the error has a ``directory``, the entry exists, but a power loss may undo it.
             StorageError: for other failures of the store. Nothing was committed.
         """
         if self._fenced is not None:

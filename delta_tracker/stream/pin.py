@@ -43,8 +43,7 @@ _MAX_REPORTED = 64
 class Pin:
     """Order to predictors that follow pins: return to a version and stay there, or continue from a snapshot.
 
-    FORMAT.md describes the fields. ``bad`` is the newest version when the pin was written; a release repeats the value
-    of its pin.
+    FORMAT.md describes the fields. ``bad`` is the newest version when the pin was written; its release has the same.
     """
 
     counter: Count
