@@ -111,7 +111,7 @@ class Pace:
         return every is not None and (head.snapshot is None or head.version + 1 - head.snapshot >= every)
 
     def is_due(self, *, is_clock: bool) -> bool:
-        """Return True if a bound is reached. ``batches`` includes the batches until the version starts.
+        """Return True if a bound is reached. For ``batches``, counts the batches up to the start of the version.
 
         Args:
             is_clock: True to check ``seconds`` too. Only rank 0 passes True.

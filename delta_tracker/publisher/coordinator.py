@@ -57,7 +57,7 @@ class Draft:
 
 
 class Coordinator:
-    """Writer of one rank that publishes versions together with the other ranks: rank 0 commits them.
+    """Writer of one rank's parts of each version. Rank 0 also claims the stream and commits the versions.
 
     The training thread calls the methods. A worker thread may call only :meth:`write_part`, :meth:`write`,
     :meth:`commit` and :meth:`answer`.

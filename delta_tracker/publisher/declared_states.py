@@ -16,9 +16,9 @@ from delta_tracker.types import TableSpec, TableStates
 def declared_states(messages: Sequence[Mapping[str, Any]], tables: Mapping[str, TableSpec]) -> dict[str, TableStates]:
     """Combine the states that each rank declares into the states of whole tables, and return them by FQN.
 
-    ``messages`` maps, for each rank in order, FQN to the states of the rank's column ranges, as JSON values. Omits
-    tables that no rank declares. Raises RankFailedError if ranks declare different optimizers or states of a table, or
-    their ranges do not divide its columns.
+    ``messages`` has one mapping per rank, in rank order, of FQN to the states of the rank's column ranges, as JSON
+    values. Omits tables that no rank declares. Raises RankFailedError if ranks declare different optimizers or states
+    of a table, or if the column ranges of all ranks do not divide its columns.
     """
     first: dict[str, TableStates] = {}
     columns: dict[str, set[tuple[int, int]]] = {}

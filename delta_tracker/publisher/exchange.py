@@ -158,8 +158,7 @@ class Exchange:
             meanwhile: function to call several times per second during the wait; None for no calls.
 
         Returns:
-            The maximum of each field over the ranks, and True if all ranks are at the same batch and have the same
-            tables.
+            The maximum of each field over the ranks, and True if all ranks have the same phase, batch and tables.
 
         Raises:
             RankFailedError: if a rank is in another phase.
@@ -208,7 +207,7 @@ class Exchange:
         self.group.close()
 
     def send_owed_message(self) -> None:
-        """If the other ranks wait for a message of this rank, send an invalid one: they then raise RankFailedError."""
+        """If the other ranks wait for a message of this rank, send an invalid one. They then raise RankFailedError."""
         try:
             if self._exchanged is not None:
                 self.count(self._exchanged)

@@ -35,7 +35,7 @@ class SelectedRows:
     Attributes:
         num_rows: ``N``.
         row_bytes: size of a row in bytes.
-        copied: the copy, ``[N, ...]``, which :meth:`HostCopier.copy` sets.
+        copied: copy of the rows, ``[N, ...]``, set by :meth:`HostCopier.copy`.
     """
 
     __slots__ = ("copied", "ids", "num_rows", "offset", "row_bytes", "rows")
@@ -95,7 +95,7 @@ class HostCopier:
         self._streams: dict[torch.device, Any] = {}
 
     def copy(self, selections: Sequence[SelectedRows]) -> list[HostCopy]:
-        """Start to copy rows, without waiting. The copies include all work that is queued on the current streams.
+        """Start to copy rows, without waiting. The copies include all writes that are queued on the current streams.
 
         Sets :attr:`SelectedRows.copied` of each selection. Wait for all returned copies before reading any of them.
         """

@@ -1,4 +1,4 @@
-"""Warning about tables of which nearly all rows are sent with each delta: :class:`LargeDeltas`."""
+"""Warning about tables whose rows are nearly all in each delta: :class:`LargeDeltas`."""
 
 from __future__ import annotations
 

@@ -263,7 +263,7 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
 
     @property
     def upkeep_error(self) -> Exception | None:
-        """Error of the last compaction or retention on rank 0; None if neither failed, and on the other ranks."""
+        """Error of the last compaction or retention on rank 0, if one failed; otherwise, and on other ranks, None."""
         return None if self._upkeep is None else self._upkeep.error
 
     def step(self) -> None:
@@ -352,7 +352,7 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
     def close(self) -> None:
         """Finish a version that :meth:`step` started, release the consumer and leave the process group.
 
-        Every rank must call this method. It publishes no other rows: call :meth:`flush` before. The stream stays
+        Every rank must call this method. It publishes no other rows: call :meth:`flush` first. The stream stays
         claimed. If the version fails, its error is logged, and the rows stay pending. A running retention or
         compaction is interrupted after 10 seconds; the next run completes the work.
 

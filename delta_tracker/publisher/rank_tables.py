@@ -68,7 +68,7 @@ class RankSchema(NamedTuple):
     """Schema of this rank's versions. A version whose schema differs from the previous one must be a snapshot.
 
     The keys of all mappings are FQNs. ``states`` has the states of this rank's column ranges, if versions have states.
-    ``text`` describes the tables and identities, to compare them among the ranks. ``digest`` is its int64 hash.
+    ``text`` describes tables and identities, to compare them among ranks. ``digest`` is the int64 hash of ``text``.
     """
 
     format: int
@@ -234,7 +234,7 @@ class RankTables:
 
 
 def _shown(named: tuple[str, Identity]) -> str:
-    """Return a table and its identity as a short text with a hash of the identity, which may have 65,536 buckets."""
+    """Return a table and its identity as a short text. The identity, of up to 65,536 buckets, is given as a hash."""
     fqn, identity = named
     digest = xxhash.xxh3_64_hexdigest(json.dumps(to_builtins(identity)).encode())
     return f"{fqn}: {len(identity.buckets)} buckets of {identity.hash_size} ids, {digest}"

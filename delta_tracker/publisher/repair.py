@@ -1,8 +1,7 @@
 """Find the rows to republish after the trainer resumed from an older checkpoint.
 
-A checkpoint contains the stream position of the consumer. Predictors may have applied later versions, whose values the
-resumed trainer does not have. The rows of those versions are treated as changed, so that the trainer's values are
-published.
+A checkpoint contains the stream position of the consumer. Predictors may have applied later versions that the resumed
+trainer does not know. The rows of these versions are treated as changed and are published again.
 """
 
 from __future__ import annotations

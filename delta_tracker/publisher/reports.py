@@ -49,7 +49,7 @@ class Reports:
         self._version = 0  # the newest one that was published
 
     def open(self) -> None:
-        """Initialize the metrics that alerts use to 0. Call this method once the stream is claimed.
+        """Create the metrics that alerts use, with the value 0. Call this method once the stream is claimed.
 
         Alerts can then detect the first failure and the absence of new versions.
         """
@@ -67,7 +67,7 @@ class Reports:
             recorder.publish_failures.cell(reason=failure.__name__)
 
     def published(self, committed: Manifest) -> None:
-        """Record that a version was published, in the metrics and in :attr:`error`."""
+        """Record that ``committed`` was published. Updates the metrics, and resets :attr:`error`."""
         if self._writer.is_first:
             recorder = self._recorder
             num_bytes = committed.total_bytes if committed.training else committed.num_bytes

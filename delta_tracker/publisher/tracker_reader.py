@@ -223,7 +223,7 @@ class TrackerReader:
         return draft, read
 
     def expect_read(self, *, is_complete: bool) -> None:
-        """Record that all ranks begin a delta. With ``top_k``, they wait for this rank's read."""
+        """Record that all ranks begin a delta. With ``top_k``, the other ranks then wait for this rank's read."""
         self._ranks.is_expected = self._top_k is not None and not is_complete
 
     def can_read(self, kind: Kind, *, is_complete: bool) -> bool:
@@ -231,9 +231,9 @@ class TrackerReader:
         return kind == "snapshot" or is_complete or self._top_k is None or self._ranks.is_expected
 
     def fail_expected_read(self) -> None:
-        """Make a collective read with ``top_k`` fail on all ranks, if they wait for this rank.
+        """Make the collective read with ``top_k`` fail on all ranks, if the other ranks wait for this rank.
 
-        Call it if this rank fails before its read, and before any other collective.
+        If this rank fails before its read, call this method before any other collective.
         """
         if self._ranks.is_expected and self._top_k is not None:
             with suppress(_UnreadError, RankLostError):  # a lost rank is reported by the next collective
@@ -263,8 +263,8 @@ class TrackerReader:
     def close(self, *, forgets: bool) -> None:
         """Release the consumer.
 
-        With ``forgets``, also remove its stream position from the tracker's state. Pass True if the publisher was in
-        use, because the stream will miss the rows of later reads.
+        With ``forgets``, also remove its stream position from the tracker's state. Pass True to close a publisher, and
+        False if the publisher could not be built.
         """
         if forgets and not self.handle.is_released:  # an earlier call may have been interrupted
             self.handle.annotate(None)
@@ -290,7 +290,7 @@ class _UnreadError(Exception):
 
 
 def _count_owner_changes(read: Delta, identities: Iterable[str]) -> dict[str, SelectedRows]:
-    """Return the numbers of raw ids that got and lost rows, ``[2]`` int64, by FQN. Does not wait for a device."""
+    """Return the numbers of raw ids that gained and lost rows, ``[2]`` int64, by FQN. Does not wait for a device."""
     found = {}
     for fqn in identities:
         rows = read[fqn]

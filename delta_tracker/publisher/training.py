@@ -62,7 +62,10 @@ class Stateful(Protocol):
     """Interface of an object with a state, such as an optimizer, a learning rate scheduler or a gradient scaler."""
 
     def state_dict(self) -> Any:  # noqa: ANN401  torch's classes return dicts of different types
-        """Return the state, of types that :mod:`delta_tracker.stream.format.state_tree` supports. Not a collective."""
+        """Return the state. :mod:`delta_tracker.stream.format.state_tree` lists the types that it may contain.
+
+        Must not call a collective.
+        """
 
     def load_state_dict(self, state: Any, /) -> Any:  # noqa: ANN401
         """Restore a state that :meth:`state_dict` returned."""
@@ -81,8 +84,8 @@ class Recovery:
             none of these optimizers has.
         rank_state: name to object whose state differs between the ranks. Each rank's state is published. A restore with
             another number of ranks calls ``load_rank_states(states)`` with the states of all ranks.
-        heartbeat_seconds: time between two heartbeats that show a standby that training advances. Rank 0 writes them in
-            a background thread, only when methods of the publisher are called. None for no heartbeats.
+        heartbeat_seconds: time between two heartbeats. A standby uses them to detect that training has stopped. Rank 0
+            writes them in a background thread, only when methods of the publisher are called. None for no heartbeats.
 
     Raises:
         InvalidArgumentError: if an argument is invalid, a name is used twice or reserved, or an object has no
@@ -137,7 +140,7 @@ class TakenState:
 class TrainingCuts:
     """Source of this rank's training state at each cut.
 
-    The constructor reads the state once, to reject a state that cannot be published before any version.
+    The constructor reads the state once. It thereby rejects an invalid state before the first version.
 
     Args:
         progress: progress of the training, with the position in the training data.
@@ -181,8 +184,8 @@ class TrainingCuts:
     def begin(self, meanwhile: ConsumerHandle | None) -> None:
         """Wait for updates in progress, and find states that were written in place since the last cut.
 
-        Their rows become pending for the publisher's consumer, and for ``meanwhile``, which tracks changes during a
-        copy.
+        All rows of the tables with such states become pending for the publisher's consumer and for ``meanwhile``, the
+        consumer that tracks changes during a copy.
 
         Raises:
             UnfinishedStepError: if an update is still in progress after the wait, or rows were updated since the last
@@ -236,7 +239,7 @@ class TrainingCuts:
     def _consumers(self) -> dict[str, dict[str, object]]:
         """Return the pending rows of the other consumers, relative to the versions of this publisher.
 
-        The position of a consumer's own stream is read at the same time.
+        Includes the positions of the consumers that have their own stream.
         """
 
         def num_cuts(position: int) -> int:

@@ -34,11 +34,11 @@ Publishes: TypeAlias = Literal["delta", "snapshot", "flush"]
 class Copying:
     """State before the cut of a snapshot: all rows of the tables with a fused optimizer are copied and written.
 
-    The rows that change meanwhile are read at the cut.
+    The rows that change in the meantime are read at the cut.
 
     Args:
         after: number of the vote that started the copy.
-        job: future of the written copy; None until the copy has begun, for example after an interrupt.
+        job: future of the part with the copied rows; None until the copy has begun, for example after an interrupt.
     """
 
     after: int
@@ -59,7 +59,7 @@ class Cut:
         kind: ``"snapshot"`` or ``"delta"``.
         batch: batch of the cut.
         is_complete: for a delta, True to read all rows, without ``top_k``.
-        copied: future of the written copy of a snapshot; None for a delta.
+        copied: future of the part with the copied rows of a snapshot; None for a delta.
         outcome: future of the result.
         is_tried: True once this rank has started to read its rows. The read may have been interrupted.
         is_started: True once the threads have received this rank's contents.
@@ -137,7 +137,7 @@ def decide(flight: Flight | None, votes: int, most: Vote) -> Step:
 
 @dataclass(slots=True, eq=False)
 class Versions:
-    """State machine that takes each version of this rank from the votes for it to its result.
+    """State machine that takes each version of this rank from the votes of all ranks to a result.
 
     Only the training thread may call the methods. All ranks begin a version and make its cut after the same votes, and
     thus at the same batch. An exception such as KeyboardInterrupt may end any method. The next call then completes this
@@ -145,7 +145,7 @@ class Versions:
 
     Args:
         pace: bounds of the cadence; None to begin no version in :meth:`step`.
-        beats: heartbeats of the publisher; None without them.
+        beats: writer of the publisher's heartbeats; None for no heartbeats.
     """
 
     _reader: TrackerReader
