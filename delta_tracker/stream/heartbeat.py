@@ -55,7 +55,7 @@ Look = tuple[Time, Count | None, Count | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat:
-    """State of a predictor at a point in time, as its heartbeat object contains it."""
+    """State of a predictor at a point in time, which the predictor writes to the stream's store as JSON."""
 
     # name of the predictor: a letter or digit, then up to 63 letters, digits, underscores and hyphens
     name: Annotated[str, Meta(pattern=_NAME)]
@@ -111,8 +111,8 @@ class _Target:
 class HeartbeatWriter:
     """Writer of one predictor's heartbeats. Call :meth:`write` whenever :meth:`is_due` returns True.
 
-    Heartbeats are due every five seconds. Errors of the store are not raised. Except before the first version, the
-    first of several failures is logged, and the recovery. Each failure doubles the interval, up to five minutes.
+    Heartbeats are due every five seconds. Errors of the store are not raised: the first failure in a row and the
+    recovery are logged, except before the first version. Each failure doubles the interval, up to five minutes.
     """
 
     def __init__(self, storage: Storage, name: str) -> None:
@@ -215,7 +215,7 @@ def _seen(storage: Storage, stored: StoredObject) -> SeenHeartbeat | None:
 
 
 def read_record(storage: Storage, name: str, what: str, kind: type[_T], response: Transfer | None = None) -> _T | None:
-    """Read a small JSON object as a ``kind``. Return None if it is missing or malformed. Logs a malformed ``what``."""
+    """Return a small JSON object as a ``kind``; None if it is missing or malformed. Logs a malformed ``what``."""
     try:
         data = storage.read(name, max_bytes=_MAX_BYTES, transfer=response)
         return None if data is None else convert(load_json(data.tobytes()), kind)

@@ -84,8 +84,9 @@ class StreamLog:
     def may_have(self, version: int) -> bool:
         """Return False if the entry of a version should not be requested yet, because it probably does not exist.
 
-        True if the store can list entries. Over http, True if the pointer has reached the version, and otherwise once
-        every 10 to 15 s: a request for a missing entry leaves a "not found" response in caches.
+        If the store can list entries, always returns True. Over http, returns True if the pointer has reached the
+        version, and otherwise once every 10 to 15 s. A request for a missing entry leaves a "not found" response in
+        caches.
         """
         if self.is_listed:
             return True
@@ -99,7 +100,7 @@ class StreamLog:
         return awaited is not None and awaited[0] == version
 
     def newest_version(self, after: int) -> int:
-        """Return the newest version at or above ``after``, a version of the log or -1.
+        """Return the newest version of the log. ``after`` is a version that the log has or had, or -1.
 
         Over http, returns the version of :meth:`pointed`. Other stores are searched for entries above the pointer's
         version. The log is listed if ``after`` is negative, the pointer's entry is missing, or the search ends at a
@@ -262,12 +263,12 @@ class StreamLog:
         return None
 
     def _may_doubt(self, name: str) -> bool:
-        """Return False if an entry was read past the caches less than 10 s ago."""
+        """Return False if the entry was read without caches less than 10 s ago."""
         doubted = self._doubted
         return doubted is None or doubted[0] != name or self._runtime.monotonic() - doubted[1] >= _DOUBT_SECONDS
 
     def _read_past_cache(self, name: str) -> Manifest | None:
-        """Read an entry past the caches. Return None if it is missing, or was read past them in the last 10 s."""
+        """Read an entry without caches. Return None if it is missing, or was read in this way in the last 10 s."""
         if not self._may_doubt(name):
             return None
         self._doubted = name, self._runtime.monotonic()
@@ -358,8 +359,9 @@ class StreamLog:
     def is_committed(self, entry: Manifest) -> bool:
         """Return True if an entry that was read is part of the log.
 
-        Call it for claims: a publisher that was suspended may have created a claim under a name that retention has
-        freed. Other entries need no check: retention never frees a name that a fenced publisher may still use.
+        Call it for claims: a publisher that was suspended may have created a claim under the name of an entry that
+        retention has deleted. Other entries need no check: retention keeps each name that a fenced publisher may still
+        use.
         """
         following = None if self.storage.lists_from else self.read(entry.version + 1)
         if following is None and self.is_surely_newest(entry):
@@ -391,7 +393,7 @@ class StreamLog:
         Raises:
             LivePublisherError: if another entry than ``after`` is the newest. Nothing was created.
             StreamReplacedError: if ``after`` is given and the store is empty.
-            StorageError: if the store fails, or other publishers won every attempt. If it failed, the claim may exist.
+            StorageError: if other publishers won every attempt; or if the store fails, and the claim may exist.
             AlteredEntryError: if three consecutive claims were altered in transit.
         """
         writer = secrets.token_hex(16) if writer is None else writer
@@ -759,8 +761,7 @@ def _is_succeeded(log: StreamLog, entry: Manifest) -> bool:
 def _create(storage: Storage, name: str, data: bytes) -> bool:
     """Create an entry; return False if another entry has the name.
 
-    If the store fails or reports that the name is taken, the stored entry is compared with ``data`` and flushed to
-    disk.
+    If the store fails or reports that the name is taken, compares the stored entry with ``data`` and syncs it.
     """
     created, failure = False, None
     try:
@@ -823,7 +824,7 @@ def _continues_after(log: StreamLog, version: int) -> bool:
 
 
 def _is_superseded(taken: Manifest, head: Manifest) -> bool:
-    """Return True if the entry ``taken`` after ``head`` is a fenced publisher's, at a name that was freed."""
+    """Return True if a fenced publisher created ``taken``, the entry after ``head``, under a name that was freed."""
     return (
         taken.stream == head.stream
         and taken.generation < head.generation
@@ -855,9 +856,9 @@ def _is_readable(name: str, data: bytes) -> bool:
 
 
 def _newer_publisher(storage: Storage, head: Manifest, entries: list[Manifest], writer: str) -> tuple[int, int] | None:
-    """Return the generation and version of a publisher that has superseded that of ``head``; None without one.
+    """Return the generation and version of a publisher that has superseded the publisher of ``head``, or None.
 
-    ``entries`` begin with the entry before ``head``. ``writer`` is that of the publisher's next claim.
+    ``entries`` begin with the entry before ``head``. ``writer`` is the id of the publisher's next claim.
     """
     for entry in entries:
         is_other = entry.writer not in (head.writer, writer) and entry.link != head.parent

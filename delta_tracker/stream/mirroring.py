@@ -325,7 +325,7 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
 
 
 def promote(storage: Storage) -> Manifest:
-    """Start a new stream in the log of a mirror, which a publisher can then continue. Return the claim that starts it.
+    """Start a new stream in a mirror's log, for a publisher to continue. Return the claim that starts the stream.
 
     Stop the former trainer and the mirror first: this function does not check whether they run. Restore the trainer
     from the mirror before the call, and build the publisher afterwards; see ``guide/fleet.md``.
@@ -353,7 +353,7 @@ def promote(storage: Storage) -> Manifest:
 
 
 class ObjectCopier:
-    """Copier of the objects of entries between two stores. Copies those above ``memory_bytes`` in pieces of 8 MiB."""
+    """Copier of the objects of entries between two stores. Copies large objects in pieces of 8 MiB."""
 
     def __init__(self, source: Storage, destination: Storage, memory_bytes: int) -> None:
         self._source = source
@@ -411,7 +411,7 @@ class ObjectCopier:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Decision to copy ``entry``, with the bytes ``data``. For a malformed entry, ``entry`` is a stand-in.
+    """Decision to copy ``entry``, with the bytes ``data``. For a malformed entry, only the hash in ``entry`` is valid.
 
     ``merged`` is a merged snapshot to copy first, or None. ``note`` is a warning to log, if it is not empty.
     """
@@ -435,7 +435,7 @@ class _Seen:
         self.is_committed = log.is_committed
 
     def is_kept_for_claim(self, entry: Manifest) -> bool:
-        """Return True if retention has deleted the objects of an entry, and keeps it because a claim follows it."""
+        """Return True if retention has deleted the objects of an entry, and keeps the entry for the claim after it."""
         if not self.source.precedes_claim(entry):
             return False
         size = self.source.storage.size
@@ -450,7 +450,7 @@ def decide(log: _Seen, head: Manifest | None, *, is_checked: bool, is_due: bool)
     """Return the next entry for a mirror to copy, or a note to log if it must wait; the note may be empty.
 
     ``head`` is the newest entry of the destination. ``is_checked`` is True if an earlier check found the destination to
-    be a prefix of the source. ``is_due`` is True to repeat the check if there is no next entry, or it was not made yet.
+    be a prefix of the source. ``is_due`` is True to check this now, unless it was checked and there is a next entry.
     """
     if head is None:
         return _first(log)
@@ -496,7 +496,7 @@ def _first(log: _Seen) -> Copy | str:
 
 
 def _pinned_start(log: _Seen, head: Manifest) -> tuple[Manifest | None, str]:
-    """Return the snapshot that leads to the pinned version, None without one, and a note."""
+    """Return the snapshot that leads to the pinned version, or None, and a note."""
     pin = newest_pin(log.source.storage)
     if pin is None or pin.kind != "pin" or pin.stream != head.stream:
         return None, ""

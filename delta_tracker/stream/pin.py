@@ -43,7 +43,8 @@ _MAX_REPORTED = 64
 class Pin:
     """Order to predictors that follow pins: return to a version and stay there, or continue from a snapshot.
 
-    FORMAT.md describes the fields. ``bad`` is the newest version when the pin was written; its release has the same.
+    FORMAT.md describes the fields. ``bad`` is the newest version when the pin was written; a release has the same
+    value.
     """
 
     counter: Count
@@ -61,7 +62,7 @@ class Pin:
 
 
 def pin_name(counter: int) -> str:
-    """Return the name of the object that contains the pin with a counter."""
+    """Return the name of the object that contains the pin with the number ``counter``."""
     return f"{PINS}/{counter:020d}.json"
 
 
@@ -106,7 +107,7 @@ def free_counters(storage: Storage) -> list[int]:
 def newest_pin(storage: Storage, *, after: int = 0) -> Pin | None:
     """Return the pin with the highest counter above ``after``; None if there is none. Does not list the store.
 
-    Logs a malformed pin once, and returns the pin before it.
+    Skips malformed pins, and logs each of them once.
     """
     pins = (_read_pin(storage, counter) for counter in range(newest_counter(storage, after=after), after, -1))
     return next((pin for pin in pins if pin is not None), None)
@@ -180,8 +181,8 @@ class PinReader:
     """Reader that polls one url for the newest pin every ``seconds``, with a random jitter of 25 %.
 
     A pin is confirmed once its entry was read. The counter of a stream's confirmed pin never decreases, even if the
-    store is replaced by one with fewer pins. An unconfirmed pin may be forged. It is dropped if the store does not have
-    it when read without caches, or fails for a minute.
+    store is replaced by one with fewer pins. An unconfirmed pin may be forged. The reader drops it if a read without
+    caches does not find it, or if the store fails for a minute.
     """
 
     def __init__(self, seconds: float = 5.0, runtime: Runtime = REAL) -> None:

@@ -1,8 +1,7 @@
 """Pointer object ``control/head.json``: a hint with the newest entry of a log, for readers that cannot list.
 
-No writer depends on it. It may be missing, late, forged, or older than one that was read before. Therefore, a reader
-that cannot list takes all fields from one pointer, the newest whose entry it has read, and checks every object that the
-pointer leads to.
+No writer depends on it. It may be missing, late, forged, or older than one that was read before. A reader that cannot
+list therefore takes all fields from the newest pointer whose entry it has read, and checks every object.
 """
 
 from __future__ import annotations
@@ -280,7 +279,7 @@ class PointerReader(Forkable):
             self._claimed = None
 
     def _replacement(self, known: HeadPointer, pointer: HeadPointer, *, is_uncached: bool) -> HeadPointer | None:
-        """Return the pointer that has replaced ``known`` in the log, by entries read past all caches, or None."""
+        """Return the pointer that has replaced ``known`` in the log, or None. Reads entries without caches."""
         is_other = pointer.stream != known.stream
         base = self._base  # a pointer that was read before entries raised it is not lower than itself
         is_late = not is_other and base is not None and _order(pointer) >= _order(base)

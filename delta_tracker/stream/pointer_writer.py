@@ -1,4 +1,4 @@
-"""Writer of the pointer object, in a thread of its own: :class:`PointerWriter`."""
+"""Background writer of the pointer object: :class:`PointerWriter`."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ _CLOSE_SECONDS = 2.0  # for the last write, of which the last quarter is for its
 class PointerWriter:
     """Background writer of the pointer object. Failures are logged and retried, and never raised to the publisher.
 
-    The first call of :meth:`after` starts a thread. It writes the newest head at most once per ``seconds``, and only
-    after a change. At the start, after :meth:`rescan` and every ten minutes, it first lists the log. It can thereby
-    find a newer entry of another publisher.
+    The first call of :meth:`after` starts a thread. The thread writes the newest head at most once per ``seconds``, and
+    only after a change. At the start, after :meth:`rescan` and every ten minutes, it first lists the log, and can
+    thereby find a newer entry of another publisher.
     """
 
     def __init__(self, storage: Storage, *, seconds: float = POINTER_SECONDS, runtime: Runtime = REAL) -> None:

@@ -38,7 +38,7 @@ class StoreClock:
     def saw(self, kind: str, modified: Iterable[float], *, began: float) -> None:
         """Update the estimate with the modification times that a poll has returned, in Unix seconds.
 
-        ``began`` is the reader's time at its start. Each poll of the same ``kind`` must cover the same set of objects.
+        ``began`` is the reader's time at the start of the poll. All polls of one ``kind`` must cover the same objects.
         """
         newest = max(modified, default=-float("inf"))
         seen, looked_at = self._last.get(kind, (-float("inf"), -float("inf")))
@@ -46,7 +46,10 @@ class StoreClock:
         self._last[kind] = max(newest, seen), began
 
     def compare(self, modified: float, *, looked_at: float | None) -> None:
-        """Update the estimate with a modification time that was not visible yet at the reader's time ``looked_at``."""
+        """Update the estimate with the modification time of one object, in Unix seconds.
+
+        ``looked_at`` is a reader's time at which the object was not modified yet; None if no such time is known.
+        """
         low = modified - self.reader_time()
         self._low = max(self._low, low)
         if looked_at is not None:
@@ -57,7 +60,7 @@ class StoreClock:
 
 
 def skew_problem(whose: str, seconds: float) -> str | None:
-    """Return a text that the clock of ``whose`` is ``seconds`` ahead of the store's; None for at most 60 seconds."""
+    """Return a warning that the clock of ``whose`` is ``seconds`` ahead of the store's; None for up to 60 seconds."""
     if abs(seconds) <= SKEW_SECONDS:
         return None
     if seconds > 0:

@@ -117,8 +117,8 @@ def cancel_takeover(storage: Storage) -> bool:
 def read_request(storage: Storage, head: Manifest, last_sign: float) -> TakeoverRequest | None:
     """Return the request to take over from the publisher of ``head``, the newest entry; None if there is none.
 
-    Ignores a malformed request and a request for another generation. Without ``force``, a request must be newer than
-    ``last_sign``, the publisher's last sign of life in Unix seconds by the store's clock.
+    Ignores a malformed request and a request for another generation. A request without ``force`` must be newer than
+    ``last_sign``, the time of the publisher's last sign of life, in Unix seconds by the store's clock.
     """
     response = Transfer()
     request = read_record(storage, _REQUEST_NAME, "request", TakeoverRequest, response)
