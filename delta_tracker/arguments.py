@@ -78,10 +78,13 @@ def check_home(argument: str, path: Path) -> None:
 
 
 def refuse_unknown(kind: type, unknown: Mapping[str, object], **options: type) -> None:
-    """Raise InvalidArgumentError if ``unknown``, unexpected keyword arguments of the class ``kind``, is not empty.
+    """Raise InvalidArgumentError for the keyword arguments ``unknown``, which the class ``kind`` does not have.
 
-    The message names the class of ``options`` with such an argument, suggests a similar argument of ``kind``, or lists
-    all of its arguments. ``options`` are the classes of arguments of ``kind``, by argument.
+    The message names the class in ``options`` that has the argument, suggests a similar argument of ``kind``, or lists
+    all of its arguments. No-op without ``unknown``.
+
+    Args:
+        options: classes of arguments of ``kind``, by argument.
     """
     for name, value in unknown.items():
         known = [each for each in inspect.signature(kind).parameters if each != "unknown"]

@@ -68,15 +68,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """Return ``SUPPORTED_MODULES``, TorchRec's classes that can be tracked, or ``UPDATE_MODE_MAP``.
-
-    The access imports TorchRec.
-    """
+    """Return ``UPDATE_MODE_MAP`` or ``SUPPORTED_MODULES``, TorchRec's trackable classes. Imports TorchRec."""
     return getattr(own, name)
 
 
 class TorchrecAssertionError(InvalidArgumentError, AssertionError):
-    """An argument is invalid. The error is also an ``AssertionError``, which TorchRec's tracker raises in this case."""
+    """An argument is invalid. Also an ``AssertionError``, for programs that catch the errors of TorchRec's tracker."""
 
 
 @contextmanager
@@ -242,7 +239,7 @@ DeltaStore = DeltaStoreTrec
 
 
 def _compute_unique_rows(ids: Sequence[Tensor], states: Sequence[Tensor] | None, mode: UpdateMode) -> UniqueRows:
-    """Return the unique ids of several lookups, as TorchRec's function of this name, which its tests call."""
+    """Return the unique ids of several lookups. TorchRec's tests call its function of the same name."""
     store = lookups.DeltaStore(mode)
     with _assertions():
         for index, each in enumerate(ids):
@@ -300,7 +297,7 @@ class ModelDeltaTrackerTrec(
             return self._reader.read(self._log.consumers.resolve(consumer), _unique, top_k=top_k)
 
     def get_unique_ids(self, consumer: str | None = None) -> dict[str, Tensor]:
-        """Return only the ids of the rows of :meth:`get_unique`, ``[N]`` int64 by table FQN, and move the cursor."""
+        """Return the ids of the rows that changed since the consumer's last read, by table FQN, and move its cursor."""
         with _assertions():
             self._hooks.check_read()
             return self._reader.read(self._log.consumers.resolve(consumer), _ids)
@@ -364,9 +361,9 @@ def init_torchrec_delta_tracker(model: nn.Module, delta_tracker_config: DeltaTra
 
     Args:
         model: a ``DistributedModelParallel``, or another model that :class:`~delta_tracker.ModelDeltaTracker` supports.
-        delta_tracker_config: configuration of the tracker, of this class or of TorchRec's.
+        delta_tracker_config: a :class:`DeltaTrackerConfig` of this module or of TorchRec.
 
-    Raises InvalidArgumentError for another object as configuration, and the errors of
+    Raises InvalidArgumentError if ``delta_tracker_config`` is another object, and the errors of
     :class:`~delta_tracker.ModelDeltaTracker`.
     """
     if not all(hasattr(delta_tracker_config, each.name) for each in fields(DeltaTrackerConfig)):

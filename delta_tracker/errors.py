@@ -168,7 +168,7 @@ class ReservedConsumerError(DeltaTrackerError, RuntimeError):
 class NeedsSnapshotError(DeltaTrackerError, RuntimeError):
     """A consumer needs a snapshot, because its pending rows exceeded ``max_bytes`` and were dropped.
 
-    ``max_bytes`` is None if an earlier run dropped the rows, and this run was loaded from its checkpoint.
+    ``max_bytes`` is None if an earlier run dropped the rows, and this run has loaded its checkpoint.
     """
 
     def __init__(self, consumer: str, max_bytes: int | None) -> None:
@@ -586,7 +586,7 @@ class NoSnapshotError(StreamError, LookupError):
 
 
 class StreamReplacedError(StreamError, RuntimeError):
-    """The store at ``url`` has another stream than the one whose ``version`` the reader applied, at least in part."""
+    """The stream at ``url`` was replaced after the reader had applied ``version`` of it, completely or in part."""
 
     def __init__(self, url: str, version: int) -> None:
         super().__init__(f"the stream {url} is not the one of which version {version} was applied", CONTINUE)
@@ -594,7 +594,7 @@ class StreamReplacedError(StreamError, RuntimeError):
 
 
 class OlderCopyError(StreamError, RuntimeError):
-    """The log at ``url`` ends at version ``newest``, before the applied ``version``: it is a late copy or a backup."""
+    """The log at ``url`` ends at version ``newest``, below the applied ``version``: a lagging mirror or a backup."""
 
     def __init__(self, url: str, newest: int, version: int) -> None:
         super().__init__(
@@ -774,7 +774,7 @@ def is_unknown(error: BaseException) -> bool:
 
 
 def is_panic(error: BaseException) -> bool:
-    """Return True if ``error`` is a panic of a Rust extension. Its class cannot be imported, only its name is known."""
+    """Return True if ``error`` is a panic of a Rust extension. Checks the name of its class."""
     return type(error).__name__ == "PanicException"
 
 
@@ -784,9 +784,8 @@ def unraised(error: _Error) -> _Error:
     To keep an error, store such a copy, and raise a new copy each time. A traceback keeps the variables of its frames
     alive, for example the rows of a version, and each raise adds frames to it.
 
-    The cause of a :class:`FollowEndedError` is copied in the same way. If an error cannot be copied, it is returned
-    itself, without these references. Nested errors, such as those in an ``ExceptionGroup``, are not copied but lose
-    their tracebacks.
+    The cause of a :class:`FollowEndedError` is copied in the same way. If an error cannot be copied, the original is
+    returned without these references. Nested errors, for example of an ``ExceptionGroup``, only lose their tracebacks.
     """
     try:
         copied = copy.copy(error)

@@ -12,10 +12,10 @@ from delta_tracker.errors import UncopyableError
 
 
 class Trained(Protocol):
-    """Interface to the tables that one tracker observes in training, see :func:`trained_memory`."""
+    """Interface of an object that reports the memory of the tables in training, see :func:`trained_memory`."""
 
     def spans(self) -> set[tuple[str, int, int]]:
-        """Return a (device, start address, end address) for each piece of their memory; empty after the training."""
+        """Return the device, start and end address of each memory block of the tables; empty once training ends."""
 
 
 _TRAINED: weakref.WeakValueDictionary[int, Trained] = weakref.WeakValueDictionary()
@@ -30,7 +30,7 @@ def announce_training(trained: Trained) -> None:
 
 
 def num_announced() -> int:
-    """Return the number of calls of :func:`announce_training`. Compare it to detect new tables in training."""
+    """Return the number of calls of :func:`announce_training`. If it changes, other tables may be in training."""
     return _announced[0]
 
 

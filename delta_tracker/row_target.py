@@ -76,7 +76,7 @@ class RowTarget(Protocol):
         """Convert values for :meth:`write`, for example by moving them to a device or quantizing them.
 
         Args:
-            values: ``[N, C]`` on the CPU, in the table's dtype in the stream. Read-only, valid until :meth:`write` ends.
+            values: ``[N, C]`` on the CPU, in the table's dtype in the stream. Read-only, valid until they are written.
             columns: half-open range of the columns of ``values``.
 
         Returns:
@@ -98,7 +98,7 @@ class RowCopies(Protocol):
     """Interface to a cache that holds copies of some rows of a region. Lookups read the copies."""
 
     def write(self, ids: Tensor, values: Tensor, columns: tuple[int, int]) -> None:
-        """Write the rows that have a copy; ignore the others.
+        """Update the copies of the given rows. Ignore rows without a copy.
 
         ``ids`` are ``[N]`` int64 row numbers in the region, unique, at least one; ``values`` are ``[N, C]``. Both are
         on the region's device. ``columns`` is the range of columns in the region's memory.

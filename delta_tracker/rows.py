@@ -62,7 +62,7 @@ class ChangedRows:
         )
 
     def copy(self) -> ChangedRows:
-        """Return a copy of the rows."""
+        """Return a copy that shares no tensor with these rows."""
         columns = (None if each is None else new_rows(len(each), each).copy_(each) for each in self.columns)
         return ChangedRows(new_rows(len(self.ids), self.ids).copy_(self.ids), *columns)
 
@@ -232,8 +232,7 @@ def bits_of(rows: Tensor) -> Tensor:
 def _items(rows: Tensor) -> NDArray[np.void]:
     """Return a numpy view ``[N]`` of a CPU tensor ``[N, C]``, with one item per row.
 
-    numpy copies such items twice as fast as ``index_copy_``, in one thread and without the GIL, so that lookups can
-    run.
+    numpy copies such items twice as fast as ``index_copy_``, in one thread and without the GIL.
     """
     held = rows.view(torch.uint8).numpy()
     return held.view(np.dtype((np.void, held.shape[1])))[:, 0]

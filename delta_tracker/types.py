@@ -1,7 +1,6 @@
 """Value types of the tracker's interface.
 
-Notation: ``N`` is the number of rows of a read, ``R`` the number of rows of a shard, ``D`` the number of columns of a
-shard.
+Notation: ``N`` is the number of rows of a read, ``R`` the rows of a shard, ``D`` the columns of a shard.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ ITEM_BYTES = {
 
 @cache
 def dtype_name(dtype: torch.dtype | str) -> str:
-    """Return torch's name of a dtype, without the prefix ``torch.``: ``float32``, for example."""
+    """Return the name of a dtype without the prefix ``torch.``, for example ``float32``."""
     return str(dtype).removeprefix("torch.")
 
 
