@@ -77,8 +77,8 @@ class Cadence:
 class Pace:
     """Progress of one rank towards the bounds of a cadence since the last version.
 
-    An exact count of the pending rows is slow. It is made only if the last exact count plus the number of rows recorded
-    since then reaches a bound.
+    An exact count of the pending rows is slow. Therefore, the rows are counted only if the last exact count plus the
+    number of rows recorded since then reaches a bound.
 
     Args:
         consumer: name of the consumer whose pending rows are counted.

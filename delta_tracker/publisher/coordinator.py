@@ -174,7 +174,7 @@ class Coordinator:
 
         ``draft`` is rank 0's draft. ``shares`` are the contents of all ranks' messages of :meth:`write`, in rank order.
         Raises the errors of :meth:`Claim.commit`. After a StorageError, the version may have been committed. The next
-        one then follows it.
+        version then follows it.
         """
         assert self._claim is not None, "only rank 0 commits"
         schema, states = draft.schema, self.states

@@ -49,7 +49,7 @@ class Reports:
         self._version = 0  # the newest one that was published
 
     def open(self) -> None:
-        """Create the metrics that alerts use, with the value 0. Call this method once the stream is claimed.
+        """Create the metrics that alerts use, with the value 0. Call this method after the stream was claimed.
 
         Alerts can then detect the first failure and the absence of new versions.
         """

@@ -146,7 +146,7 @@ class TrackerReader:
         self._note(writer.head)
 
     def copy(self) -> list[BlockRows]:
-        """Return all rows of the tables with a fused optimizer for a snapshot, and start to track later changes.
+        """Start a snapshot: track later changes, and return all rows of the tables with a fused optimizer.
 
         Each chunk of rows is copied when it is read.
         """

@@ -218,7 +218,7 @@ class TrainingCuts:
         """Return the training state of this rank. Call it in the training thread, at the cut of a version.
 
         Omits the dense tensors named in ``published``, which the version already has. Raises InvalidArgumentError with
-        the path of a value that cannot be encoded, and the errors of the objects.
+        the path of a value that cannot be encoded, and any error of a ``state_dict`` method.
         """
         position = self._progress.data_position
         state = {
