@@ -215,7 +215,10 @@ def _seen(storage: Storage, stored: StoredObject) -> SeenHeartbeat | None:
 
 
 def read_record(storage: Storage, name: str, what: str, kind: type[_T], response: Transfer | None = None) -> _T | None:
-    """Return a small JSON object as a ``kind``; None if it is missing or malformed. Logs a malformed ``what``."""
+    """Return a small JSON object, converted to ``kind``; None if it is missing or malformed.
+
+    Logs a malformed object under the name ``what``. Sets the modification time in ``response``.
+    """
     try:
         data = storage.read(name, max_bytes=_MAX_BYTES, transfer=response)
         return None if data is None else convert(load_json(data.tobytes()), kind)
@@ -297,7 +300,7 @@ def evaluate(beat: Heartbeat, seconds_since: float, head: Manifest, *, order: Pi
     """Return the state of a predictor. ``guide/fleet.md`` defines the states.
 
     ``beat`` is its last heartbeat, ``seconds_since`` the heartbeat's age in seconds by the store's clock, ``head`` the
-    newest entry of the stream, and ``order`` the newest pin or release, None without one.
+    newest entry of the stream, and ``order`` the newest pin or release, or None.
     """
     span = max((age for age, _, _ in beat.window), default=0.0)
     if seconds_since > max(3 * beat.seconds, span):

@@ -255,7 +255,7 @@ class StreamLog:
         return None
 
     def readable(self, version: int) -> Manifest | None:
-        """Return an entry; None if it is missing or malformed. Over http, repeats a malformed read without caches."""
+        """Return an entry; None if it is missing or malformed. Over http, rereads a malformed entry without caches."""
         with suppress(MalformedError):
             return self.read(version)
         with suppress(MalformedError):
@@ -895,5 +895,5 @@ def generation_error(entry: Manifest, before: Manifest) -> MalformedError:
 
 
 def part_name(version: int, generation: int, author: str) -> str:
-    """Return a unique name for a new part of ``version`` or a later version. ``author`` is ``r3`` for rank 3."""
+    """Return a unique name for a part of ``version`` or later. ``author`` names the writer: ``r3`` is rank 3."""
     return f"parts/{version:020d}-g{generation}-{author}-{secrets.token_hex(8)}.safetensors"

@@ -219,7 +219,7 @@ class PinReader:
         return self._newest
 
     def confirm(self, pin: Pin) -> None:
-        """Confirm a pin. Call this method after its entry was read and has the expected hash."""
+        """Confirm a pin. Call this method once its entry has been read with the expected hash."""
         if pin == self._newest:
             self._confirmed = pin
 

@@ -84,7 +84,7 @@ class HeadPointer:
             raise ValueError(f"{', '.join(wrong)}: out of order, or not possible for version {self.version}")
 
     def may_have(self, version: int) -> bool:
-        """Return False if the log no longer has a version, according to this pointer."""
+        """Return False if, according to this pointer, the log no longer has ``version``."""
         return version >= self.oldest or version in self.older
 
     def names(self, entry: Manifest) -> bool:

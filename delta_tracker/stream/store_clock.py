@@ -17,11 +17,11 @@ class StoreClock:
     - The store's time is not before any modification time.
     - If an object was not modified yet at the reader's last poll, its modification time is not before that poll.
 
-    The error is at most the time between two polls plus one second. The estimate may be too low if a writer was
-    suspended after it dated a local object and before the object was visible. Not thread-safe.
+    The error is at most the time between two polls plus one second. The estimate may be too low if a writer to a local
+    directory was suspended before an object became visible with an earlier modification time. Not thread-safe.
 
     Attributes:
-        offset: the store's time minus the reader's, in seconds; 0 until a modification time contradicts the reader's.
+        offset: the store's time minus the reader's, in seconds; 0 until modification times require a correction.
         reader_time: returns the reader's time. Call it before a poll, and pass the result to :meth:`saw`.
     """
 

@@ -91,7 +91,7 @@ class Liveness:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TakeoverRequest:
-    """Request that a standby takes over from the publisher of a generation."""
+    """Request to a standby to take over from the publisher of a generation."""
 
     stream: Hex  # id of the stream
     generation: Count  # generation of the publisher
@@ -102,7 +102,7 @@ class TakeoverRequest:
 
 
 def request_takeover(storage: Storage, head: Manifest, *, force: bool = False) -> None:
-    """Request that a standby takes over from the publisher of ``head``. With ``force``, even if it is alive."""
+    """Request a takeover from the publisher of ``head`` by a standby. With ``force``, even if it is alive."""
     request = TakeoverRequest(stream=head.stream, generation=head.generation, time=time.time(), force=force)
     storage.replace(_REQUEST_NAME, encode(request))
 
