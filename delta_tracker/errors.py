@@ -136,7 +136,7 @@ class UnsupportedModelError(DeltaTrackerError, ValueError):
 
 
 class UntrackedTrainingWarning(UserWarning):
-    """The tracked tables receive no updates, probably because a copy of the model is trained instead.
+    """Tracked tables receive no updates, probably because a copy of the model is trained instead.
 
     ``tables`` are the FQNs of these tables. ``num_updates`` is the number of updates of other tensors of the same size;
     0 if there were none and no table was updated during 100 batches. Ignore the warning if the program writes the
@@ -535,7 +535,7 @@ class MalformedError(StreamError, ValueError):
 
 
 class NewerFormatError(MalformedError):
-    """The object ``path`` of a stream has the format ``found``, which only newer releases of the library can read.
+    """The object ``path`` of a stream has the format ``found``. Only newer releases of the library can read it.
 
     ``known`` describes the formats that this release reads.
     """

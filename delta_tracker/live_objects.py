@@ -35,7 +35,7 @@ def num_announced() -> int:
 
 
 def trained_memory() -> set[tuple[str, int, int]]:
-    """Return the memory spans of the tracked tables of this process. Predictors must not write to this memory."""
+    """Return the device, start and end address of the tracked tables' memory. Predictors must not write there."""
     living = [trained for reference in _TRAINED.valuerefs() if (trained := reference()) is not None]
     return {span for trained in living for span in trained.spans()}
 

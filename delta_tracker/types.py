@@ -406,7 +406,7 @@ class Delta(Mapping[str, DeltaRows]):
     Args:
         rows: table FQN to the changed rows.
         consumer: name of the consumer.
-        start: position in the change log at which the read starts: the consumer's cursor.
+        start: position in the change log at which the read starts; equal to the consumer's cursor.
         stop: position in the change log at which the read ends. A commit moves the cursor to this position.
         batches: half-open range of ``step()`` counts that the read covers.
         left_out: table FQN to the changed rows that top-k left out; a commit keeps them pending.
