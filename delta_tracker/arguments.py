@@ -81,10 +81,7 @@ def refuse_unknown(kind: type, unknown: Mapping[str, object], **options: type) -
     """Raise InvalidArgumentError for the keyword arguments ``unknown``, which the class ``kind`` does not have.
 
     The message names the class in ``options`` that has the argument, suggests a similar argument of ``kind``, or lists
-    all of its arguments. No-op without ``unknown``.
-
-    Args:
-        options: classes of arguments of ``kind``, by argument.
+    all of its arguments. No-op without ``unknown``. ``options`` has the class of some arguments of ``kind``, by name.
     """
     for name, value in unknown.items():
         known = [each for each in inspect.signature(kind).parameters if each != "unknown"]
