@@ -57,10 +57,13 @@ def create_app(url: str) -> FastAPI:
 
     @app.get("/health")
     def health(response: Response) -> dict[str, object]:
-        """Return 200 if a version is applied and there is no error; alerts can use the lag."""
+        """Return 200 once a version is applied.
+
+        An error is no reason for 503: a held version or a store that fails reaches all workers at once, and each still
+        serves its last version. Alert on the error and the lag.
+        """
         status = predictor.status()
-        is_well = status.version is not None and status.error is None
-        response.status_code = 200 if is_well else 503
+        response.status_code = 503 if status.version is None else 200
         return {
             "version": status.version,
             "lag_versions": status.lag_versions,

@@ -41,8 +41,11 @@ def command(stream: Stream, limit: int) -> int:
     totals = dict(sorted(Counter(each.health for each in predictors).items()))
     hosts = hosts_of(predictors)
     slowest = sorted(predictors, key=lambda each: each.beat.version or 0)[: -(-len(predictors) // 10)]
+    bad = (*_BAD, "silent")
     shown = [
-        each for each in predictors if each in slowest or each.health in (*_BAD, "silent") or each.beat.differences
+        each
+        for each in predictors
+        if each in slowest or each.health in bad or each.beat.error is not None or each.beat.differences
     ]
     stream.out.json(
         {

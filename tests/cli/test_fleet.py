@@ -30,6 +30,14 @@ def test_a_stuck_predictor_has_exit_code_1(cli: Cli, writer: Writer) -> None:
     assert "1 current, 1 silent, 1 stuck" in text
 
 
+def test_a_new_error_is_shown_before_the_state_changes(cli: Cli, writer: Writer) -> None:
+    leave(writer, beat(writer, "first", version=3, window=_CURRENT))
+    leave(writer, beat(writer, "holds", version=4, window=_CURRENT, error="HeldVersionError: version 5 has NaN"))
+    found = cli.json("fleet", url_of(writer))
+    assert (found["states"], {each["name"] for each in found["shown"]}) == ({"current": 2}, {"first", "holds"})
+    assert "holds has an error: HeldVersionError: version 5 has NaN" in cli("fleet", url_of(writer))
+
+
 def test_a_long_error_leaves_the_table_readable(cli: Cli, writer: Writer) -> None:
     leave(writer, beat(writer, "bad", host="host-7", version=1, window=_STUCK, error="cannot be read " * 60))
     lines = cli("fleet", url_of(writer), code=1).splitlines()
