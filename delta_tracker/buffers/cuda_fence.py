@@ -12,18 +12,17 @@ from torch import Tensor
 
 
 class StreamFence:
-    """Fence that orders the use of shared memory by different CUDA streams.
+    """Fence that orders the accesses of several CUDA streams to the same memory.
 
-    Call :meth:`enter` before each use, on the stream that will run the work. This stream then waits for the streams of
-    earlier uses, including all work that was queued on them so far. Neither the calling thread nor any other stream
-    waits. Devices other than CUDA devices need no fence and are ignored.
+    Before each use of the memory, call :meth:`enter` while the stream of this use is the current stream. This stream
+    then waits for all work queued on the streams of earlier uses. The calling thread and other streams do not wait. On
+    devices other than CUDA, the fence does nothing. Callers must serialize the calls.
 
-    The fence also registers the memory with each new stream, so that the caching allocator does not reuse it before
-    that stream has finished its work. Callers must serialize the calls.
+    The fence also calls ``Tensor.record_stream`` for each new stream. The caching allocator then reuses freed memory
+    only after the work of this stream.
 
     Args:
-        tensors: function that returns all tensors of the shared memory that may be freed. It is called only if the
-            stream changes.
+        tensors: function that returns the tensors in this memory that may be freed. Called only if the stream changes.
     """
 
     def __init__(self, tensors: Callable[[], Iterable[Tensor]]) -> None:
@@ -33,15 +32,16 @@ class StreamFence:
         self._open: dict[int, dict[torch.device, Any]] = {}  # key of a use to its streams
 
     def guard(self, devices: Iterable[torch.device]) -> None:
-        """Set the devices of the shared memory."""
+        """Set the devices of the memory. Devices other than CUDA are ignored."""
         self._devices = tuple(dict.fromkeys(device for device in devices if device.type == "cuda"))
 
     def enter(self, key: int | None = None) -> None:
         """Make the current stream of each device wait for the streams of earlier uses.
 
         Args:
-            key: key of this use, if more work will be queued on the stream until :meth:`leave`. Until then, each use on
-                another stream waits for this stream, and so does the first use after :meth:`leave`.
+            key: identifier of a use that queues work on the stream until :meth:`leave` is called with the same key. All
+                uses on other streams until then, and the first one afterwards, wait for this stream. None for a use
+                that queues all its work before the next call.
         """
         for device in self._devices:
             stream, used = torch.cuda.current_stream(device), self._used.get(device, [])
@@ -58,12 +58,12 @@ class StreamFence:
                 self._open.setdefault(key, {})[device] = stream
 
     def last_stream(self, device: torch.device) -> Any:  # noqa: ANN401  torch's stubs have no common type
-        """Return the stream of the last use on ``device``; None if there was none, or if no fence is needed.
+        """Return the stream of the last use on ``device``; None before the first use and for devices other than CUDA.
 
-        Work that is queued on this stream is ordered after this use and before the next one, and makes no stream wait.
+        Work queued on this stream runs after that use and before the next one.
         """
         return next(iter(self._used.get(device, ())), None)
 
     def leave(self, key: int) -> bool:
-        """End the use ``key``. Return False if there is no such use, which is always the case without CUDA devices."""
+        """End the use with this key. Return False if no use has it, as on devices other than CUDA."""
         return self._open.pop(key, None) is not None

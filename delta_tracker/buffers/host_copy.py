@@ -7,22 +7,21 @@ from torch import Tensor
 
 
 class HostCopy:
-    """Copy of a device tensor in host memory.
+    """Asynchronous copy of a device tensor to host memory.
 
     On CUDA, the constructor starts the copy and does not wait for the device, unless torch has to allocate pinned
     memory. On other devices, :meth:`result` makes the copy. This class has not been tested on a GPU.
 
     Args:
-        source: the tensor. It must not be written between this call and the completion of the copy, except by later
-            work on the CUDA stream that copies.
-        stream: CUDA stream that copies, after the work that is queued on the current stream; None for the current
-            stream. Pass :func:`side_stream`, so that later work on the current stream does not wait for the copy. The
-            memory of ``source`` must then come from torch's allocator.
-        into: host memory of the size and dtype of ``source``, which must be pinned for a copy from CUDA; None to
-            allocate it.
+        source: tensor to copy. Until the copy is complete, only work queued later on the copying stream may write to
+            it.
+        stream: CUDA stream that copies after all work queued on the current stream, usually a :func:`side_stream`.
+            Later work on the current stream does not wait for the copy. The memory of ``source`` must come from torch's
+            caching allocator. None copies on the current stream.
+        into: CPU tensor with the size and dtype of ``source``, pinned if ``source`` is on CUDA; None to allocate one.
 
     Attributes:
-        copied: event after the copy on CUDA; None on other devices.
+        copied: CUDA event that is recorded after the copy; None on other devices.
     """
 
     __slots__ = ("_host", "_source", "copied")
@@ -36,21 +35,21 @@ class HostCopy:
 
     @property
     def is_done(self) -> bool:
-        """True if the copy is complete. Does not wait. On devices other than CUDA, False until :meth:`result`."""
+        """True if the copy is complete. Does not wait. On devices other than CUDA, :meth:`result` completes it."""
         return self._source is None if self.copied is None else bool(self.copied.query())
 
     @property
     def is_running(self) -> bool:
-        """True if the copy is started and not complete. Does not wait. Always False on devices other than CUDA."""
+        """True if the copy has started but is not complete. Does not wait. Always False on devices other than CUDA."""
         return self.copied is not None and not self.copied.query()
 
     @property
     def num_bytes(self) -> int:
-        """Size in bytes of the copy in host memory; 0 if it was not started."""
+        """Size of the copy in bytes; 0 if its memory is not allocated yet."""
         return 0 if self._host is None else self._host.nbytes
 
     def result(self) -> Tensor:
-        """Return the copy, a CPU tensor. Waits until it is complete. Releases the source."""
+        """Wait until the copy is complete and return it, a CPU tensor. Releases the source tensor."""
         if self.copied is None and self._source is not None:
             self._host = self._source.cpu() if self._host is None else self._host.copy_(self._source)
         elif self.is_running:
@@ -77,5 +76,5 @@ class HostCopy:
 
 
 def side_stream(device: torch.device) -> Any:  # noqa: ANN401  torch's stubs have no common type
-    """Return a CUDA stream of a device, other than the current one, for :class:`HostCopy`; None for other devices."""
+    """Return a stream other than the current one for :class:`HostCopy`; None if ``device`` is not a CUDA device."""
     return torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]

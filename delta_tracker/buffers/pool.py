@@ -20,21 +20,20 @@ _ROUNDS = 4
 class BufferPool:
     """Pool of reusable CPU buffers.
 
-    Buffers are not returned explicitly. A buffer becomes free when the array from :meth:`lend` is garbage-collected,
-    which a weak reference detects. Views and tensors of the array keep the array alive. The pool may be used from
-    several threads, from signal handlers, and after a fork: while another thread uses the pool, :meth:`lend` allocates
-    a new array instead of blocking.
+    Buffers are not returned explicitly. A buffer becomes free when the array from :meth:`lend` is garbage-collected.
+    Views and tensors of the array keep the array alive. The pool may be used from several threads, from signal
+    handlers, and after a fork. While another thread uses the pool, :meth:`lend` allocates a new array instead of
+    blocking.
 
-    Buffers are reused because new memory costs more than copying rows into it: the first touch of 256 MB takes 17 ms of
-    processor time with huge pages and 110 to 180 ms without, and the copy takes 15 ms.
+    Reuse avoids page faults: the first touch of 256 MB takes 17 ms of processor time with huge pages and 110 to 180 ms
+    without. Copying 256 MB of rows takes 15 ms.
 
-    Memory: all free buffers together take at most ``max_bytes``. A buffer in use may be up to 1.5 times as large
-    as requested. If the pool has n buffers, a buffer that stays free during 4 n requests is released, and a request
-    takes O(log n).
+    All free buffers together take at most ``max_bytes``. A buffer in use may be up to 1.5 times as large as requested.
+    If the pool has n buffers, it releases a buffer that stays free during 4 n requests, and a request takes O(log n).
 
     Args:
-        max_bytes: maximum size of all free buffers together, in bytes.
-        min_bytes: smallest request in bytes that the pool serves; smaller arrays are always new.
+        max_bytes: maximum total size of the free buffers, in bytes.
+        min_bytes: size in bytes of the smallest array that comes from the pool. Smaller arrays are always new.
 
     Example:
         >>> memory = BufferPool()
@@ -63,12 +62,12 @@ class BufferPool:
 
     @property
     def free_bytes(self) -> int:
-        """Size of all free buffers in bytes."""
+        """Total size of the free buffers in bytes."""
         self._returned()
         return self._free_bytes
 
     def lend(self, num_bytes: int) -> NDArray[np.uint8]:
-        """Return an uninitialized uint8 array ``[num_bytes]`` that is aligned for every dtype."""
+        """Return an uninitialized array ``[num_bytes]`` uint8, aligned for every dtype."""
         if num_bytes < self._min_bytes or not self._lock.acquire(blocking=False):
             return np.empty(num_bytes, dtype=np.uint8)
         try:
@@ -86,17 +85,17 @@ class BufferPool:
             self._lock.release()
 
     def join(self, user: object) -> None:
-        """Register ``user``, any object, as a user of the pool. The pool holds only a weak reference to it."""
+        """Register an object that uses the pool until :meth:`leave`. The pool holds only a weak reference to it."""
         self._users.add(user)
 
     def leave(self, user: object) -> None:
-        """Unregister ``user``. If the pool has no other users, return all free memory to the system."""
+        """Unregister ``user``. If no other user is registered, release all free buffers."""
         self._users.discard(user)
         if not self._users:
             self.give_back()
 
     def give_back(self) -> None:
-        """Return all free memory to the system. Does nothing while another thread uses the pool, so it never blocks."""
+        """Release all free buffers. Does nothing while another thread uses the pool. Never blocks."""
         if self._lock.acquire(blocking=False):
             try:
                 self._settle()
@@ -149,7 +148,7 @@ class BufferPool:
 
 
 def capacity(num_bytes: int) -> int:
-    """Return the size of a new buffer for a request, in bytes. The next request may be for a few more rows."""
+    """Return the size in bytes of a new buffer for a request of ``num_bytes``, with room for slightly larger ones."""
     return num_bytes + num_bytes // 8  # untouched pages use no memory
 
 
@@ -158,9 +157,9 @@ MEMORY = BufferPool()
 
 
 def new_rows(num_rows: int, like: Tensor) -> Tensor:
-    """Allocate uninitialized rows ``[num_rows, ...]`` with the dtype, device and other dimensions of ``like``.
+    """Return an uninitialized tensor ``[num_rows, ...]`` with the dtype, device and other dimensions of ``like``.
 
-    Large CPU memory comes from the :class:`BufferPool` of this process.
+    The memory of large CPU tensors comes from :data:`MEMORY`.
     """
     num_bytes = num_rows * math.prod(like.shape[1:]) * like.element_size()
     if like.device.type != "cpu" or num_bytes < _LARGE_BYTES:
