@@ -1,4 +1,4 @@
-"""Index of the rows of raw ids, for serving code without torchrec, and the sorted mapping that implements it.
+"""Index from raw ids to rows, for serving code without torchrec, and the sorted mapping that implements it.
 
 Notation: ``R`` is the number of rows of a mapping, ``N`` the number of ids of a call.
 """
@@ -21,31 +21,31 @@ _NUM_DIMS = {"owners": 1, "hash_size": 1, "buckets": 2}  # number of dimensions 
 
 
 class SortedMap(RawIdMap):
-    """Mapping in two tensors: the raw ids in ascending order, and the row of each.
+    """Base class of mappings with two tensors: the raw ids in ascending order, and the row of each raw id.
 
-    Rows without an owner are in the mapping too, last, with the id :data:`~delta_tracker.raw_ids.raw_id_map.NO_OWNER`.
-    An unmapped id stays in the mapping, with the default row of its bucket. The tensors are changed in place.
+    Rows without an owner come last and have the id :data:`~delta_tracker.raw_ids.raw_id_map.NO_OWNER`. :meth:`unmap`
+    keeps an id and sets its row to the default row of its bucket. The tensors are changed in place.
     """
 
     @property
     @abstractmethod
     def identity(self) -> Identity | None:
-        """Buckets by which unknown raw ids are routed; None before the first version."""
+        """Rule that assigns unknown raw ids to buckets; None before the first version."""
 
     @abstractmethod
     def tensors(self) -> tuple[Tensor, Tensor]:
-        """Return the raw ids, ``[R]`` int64, ascending, and the global row of each, ``[R]`` int64.
+        """Return the raw ids, ``[R]`` int64, ascending, and the global id of each row, ``[R]`` int64.
 
-        The row is -1 for an unmapped id whose bucket has no default row.
+        An unmapped id has the default row of its bucket, or -1 if the bucket has no default row.
         """
 
     @property
     def memory(self) -> Tensor:
-        """Rows of the sorted raw ids."""
+        """Global ids of the rows, ``[R]`` int64, in the order of the raw ids."""
         return self.tensors()[1]
 
     def owners(self) -> Tensor:
-        """See :meth:`RawIdMap.owners`. Default rows have none."""
+        """Return the raw id of each row, ``[R]`` int64 on the CPU. Default rows have :data:`NO_OWNER`."""
         first, end = self.rows
         raw_ids, slots = (each.cpu() for each in self.tensors())
         if len(slots) and not first <= int(slots.min()) <= int(slots.max()) < end:
@@ -59,13 +59,13 @@ class SortedMap(RawIdMap):
         return found
 
     def slots_of(self, raw_ids: Tensor) -> Tensor:
-        """See :meth:`RawIdMap.slots_of`."""
+        """Return the row of each raw id on the CPU, see :meth:`RawIdMap.slots_of`."""
         return self.find(to_device(raw_ids, self.memory.device)).cpu()
 
     def find(self, raw_ids: Tensor) -> Tensor:
         """Return the row of each raw id, in the shape of ``raw_ids``; -1 for ids that are not in the mapping.
 
-        The ids are int64, on the device of the mapping.
+        ``raw_ids`` must be int64 and on the device of the mapping.
         """
         known_ids, slots = self.tensors()
         indices = torch.searchsorted(known_ids[:-1], raw_ids)
@@ -80,9 +80,9 @@ class SortedMap(RawIdMap):
             held[torch.searchsorted(known_ids[:-1], owners)] = self._local_defaults(self.identity, owners)
 
     def reroute(self, identity: Identity) -> None:
-        """Map the raw ids of the present default rows, and those without a row, to the default rows of other buckets.
+        """Map all unmapped raw ids to the default rows of their buckets in a new ``identity``.
 
-        Takes time in proportion to ``R``.
+        Takes O(R) time.
         """
         first, end = self.rows
         raw_ids, slots = self.tensors()
@@ -93,12 +93,12 @@ class SortedMap(RawIdMap):
         slots[indices] = self._local_defaults(identity, raw_ids[indices])
 
     def prepare(self, owners: Tensor) -> tuple[Tensor, Tensor]:
-        """Sort ``owners``. Return the raw ids and their rows, on the CPU. :data:`NO_OWNER`, the largest id, is last."""
+        """Return the sorted raw ids and their rows, on the CPU. Rows without an owner come last."""
         raw_ids, indices = owners.sort(stable=True)
         return raw_ids, indices + self.rows[0]
 
     def map(self, ready: object) -> None:
-        """See :meth:`RawIdMap.map`. If this is interrupted, every id is unknown."""
+        """Replace the mapping with the result of :meth:`prepare`. After an interrupt, all raw ids may be unknown."""
         raw_ids, slots = cast(tuple[Tensor, Tensor], ready)
         known_ids, held = self.tensors()
         known_ids.fill_(NO_OWNER)
@@ -106,23 +106,23 @@ class SortedMap(RawIdMap):
         copy_from_host(known_ids, raw_ids)
 
     def _local_defaults(self, identity: Identity, raw_ids: Tensor) -> Tensor:
-        """Return the default rows of raw ids; the last row for a raw id whose default row is elsewhere."""
+        """Return the default rows of raw ids; the last row of :attr:`rows` for default rows outside of it."""
         first, end = self.rows
         found = defaults_of(identity, raw_ids)
         return torch.where((found == _NO_ROW) | ((found >= first) & (found < end)), found, end - 1)
 
     def _defaults(self) -> tuple[int, ...]:
-        """Return the default rows by which raw ids are routed now. Some may be outside of :attr:`rows`."""
+        """Return the default rows of the current :attr:`identity`. Some may be outside of :attr:`rows`."""
         return () if self.identity is None else self.identity.defaults
 
 
 class RawIdIndex(SortedMap):
-    """Index of the rows of raw ids in a table, on the CPU, for serving code without torchrec.
+    """Index from the raw ids of a table to its rows, on the CPU, for serving code without torchrec.
 
     Pass it as ``raw_ids`` to a :class:`~delta_tracker.predictor.predictor.Predictor`, which keeps it up to date. Look
-    ids and rows up in one ``with predictor.reading()`` block. Takes 16 bytes per row, and up to 60 more while a version
-    that changes the owners of all rows is applied. Serving code calls :meth:`rows_of`, :meth:`state_dict` and
-    :meth:`load_state_dict`; the other methods are for the predictor, see :class:`~delta_tracker.raw_ids.RawIdMap`.
+    up ids and rows in one ``with predictor.reading()`` block. The index takes 16 bytes per row, and up to 60 more while
+    a version that changes the owners of all rows is applied. Serving code calls :meth:`rows_of`, :meth:`state_dict` and
+    :meth:`load_state_dict`. The predictor calls the other methods.
 
     Args:
         num_rows: number of rows of the table.
@@ -145,20 +145,20 @@ class RawIdIndex(SortedMap):
 
     @property
     def identity(self) -> Identity | None:
-        """Buckets by which unknown raw ids are routed; None before the first version."""
+        """Rule that assigns unknown raw ids to buckets; None before the first version."""
         return self._identity
 
     def rows_of(self, raw_ids: Tensor) -> Tensor:
         """Return the row of each raw id. Call it inside ``predictor.reading()``.
 
         Args:
-            raw_ids: int64 raw ids of any shape, on the CPU, as the trainer's collision module receives them: after its
-                ``input_hash_func``.
+            raw_ids: int64 raw ids of any shape, on the CPU. If the trainer's collision module has an
+                ``input_hash_func``, apply it first.
 
         Returns:
-            int64 rows in the shape of ``raw_ids``. The row of an unknown id is the default row of its bucket; -1 if the
-            trainer's module has no default rows, or before the first version. Leave these ids out, because -1 as an
-            index of a tensor selects the last row.
+            int64 rows in the shape of ``raw_ids``. The row of an unknown id is the default row of its bucket, or -1 if
+            the trainer's module has no default rows. Before the first version, all rows are -1. Filter these ids out:
+            as an index of a tensor, -1 selects the last row.
 
         Raises:
             InvalidArgumentError: if ``raw_ids`` is not an int64 tensor on the CPU.
@@ -173,14 +173,14 @@ class RawIdIndex(SortedMap):
         return torch.where(found == _NO_ROW, defaults_of(self._identity, raw_ids, self._default_rows), found)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the index as tensors.
+        """Return the state of the index as int64 tensors.
 
-        Save them together with the table and the predictor's position, in one ``with predictor.reading()`` block.
+        Save it together with the table and the predictor's position, in one ``with predictor.reading()`` block.
 
         Returns:
-            ``owners``: ``[num_rows]`` raw id of each row, 2**63 - 1 if it has none. ``hash_size``: ``[1]``, and
-            ``buckets``: ``[B, 3]`` first row, end and default row of each bucket, -1 without default rows; both are
-            empty before the first version.
+            ``owners``, ``[num_rows]``: raw id of each row, 2**63 - 1 if it has none. ``hash_size``, ``[1]``: size of
+            the range of raw ids. ``buckets``, ``[B, 3]``: first row, end and default row (or -1) of each bucket.
+            ``hash_size`` and ``buckets`` are empty before the first version.
         """
         identity = self._identity
         buckets = () if identity is None else identity.buckets
@@ -192,14 +192,14 @@ class RawIdIndex(SortedMap):
         }
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Replace the index by a saved one. Call it before a predictor applies versions.
+        """Replace the state of the index with a saved state. Call it before the predictor applies a version.
 
         Args:
             state: result of :meth:`state_dict`.
 
         Raises:
-            InvalidArgumentError: if ``state`` is not the state of an index with this number of rows. The index is
-                unchanged.
+            InvalidArgumentError: if ``state`` is not the state of an index with this number of rows. The index does not
+                change.
         """
         remedy = f"Pass what state_dict() of an index with {self.rows[1]} rows returned"
         if not isinstance(state, Mapping):
@@ -222,21 +222,21 @@ class RawIdIndex(SortedMap):
         self._default_rows = torch.empty(0, dtype=torch.int64) if identity is None else default_rows(identity)
 
     def tensors(self) -> tuple[Tensor, Tensor]:
-        """See :meth:`SortedMap.tensors`."""
+        """Return the sorted raw ids and their rows, see :meth:`SortedMap.tensors`."""
         return self._raw_ids, self._slots
 
     def refusal(self, identity: Identity) -> str:
-        """Return the reason why the index cannot serve the buckets of a stream; the empty string if it can."""
+        """Return the reason why the index cannot use a stream's ``identity``; an empty string if it can."""
         if identity.num_rows != self.rows[1]:
             return f"with a RawIdIndex of {self.rows[1]} rows"
         return ""
 
     def routes_by(self, identity: Identity) -> bool:
-        """Return True if unknown raw ids are routed by the buckets of a stream."""
+        """Return True if the index uses ``identity`` for unknown raw ids."""
         return identity == self._identity
 
     def adopt(self, identity: Identity) -> None:
-        """Route raw ids without a row by the buckets of a stream."""
+        """Use ``identity`` for unknown raw ids, which then read the default rows of its buckets."""
         if identity != self._identity:
             self.reroute(identity)
             self._route_by(identity)

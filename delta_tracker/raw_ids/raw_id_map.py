@@ -1,4 +1,4 @@
-"""Raw ids of the rows of tables with managed collisions: the bucket of an id, and the interface of a live mapping.
+"""Raw ids of tables with managed collisions: the bucket of an id, and the interface of a live mapping.
 
 A managed-collision module maps raw 64-bit ids to the rows of a table, admits new ids and evicts old ones. The raw id
 that a row is mapped to is its owner. A raw id is the id that the collision module receives, after its
@@ -22,14 +22,14 @@ _LOW = (1 << 63) - 1  # bits of an int64 without the sign
 
 
 def bucket_of(identity: Identity, raw_ids: Tensor) -> Tensor:
-    """Return the index of the bucket of each raw id, as TorchRec routes ids to ranks.
+    """Return the index of each raw id's bucket. TorchRec routes ids to ranks by the same rule.
 
     With ``B`` buckets, bucket ``b`` has the ids from ``b * size`` to ``(b + 1) * size - 1``, where ``size`` is
-    ``hash_size / B``, rounded up. An id outside of all of these belongs to the bucket ``id % B``. Negative ids count as
+    ``hash_size / B``, rounded up. An id outside of these ranges belongs to the bucket ``id % B``. Negative ids count as
     unsigned 64-bit integers.
 
     Args:
-        identity: rule of the table.
+        identity: the table's number of buckets ``B`` and ``hash_size``.
         raw_ids: int64 ids of any shape.
 
     Returns:
@@ -63,9 +63,9 @@ def default_rows(identity: Identity) -> Tensor:
 
 
 def defaults_of(identity: Identity, raw_ids: Tensor, rows: Tensor | None = None) -> Tensor:
-    """Return the row that each raw id reads while no row is mapped to it.
+    """Return the default row of each raw id, which lookups read while the id is unknown.
 
-    ``rows`` is the result of :func:`default_rows`, on the device of ``raw_ids``; None to build it in the call.
+    ``rows`` is the result of :func:`default_rows` on the device of ``raw_ids``; None to compute it.
 
     Returns:
         int64 global row ids in the shape and on the device of ``raw_ids``; -1 if the table has no default rows.
@@ -76,16 +76,14 @@ def defaults_of(identity: Identity, raw_ids: Tensor, rows: Tensor | None = None)
 
 
 def check_owners(identity: Identity, slots: Tensor, owners: Tensor, *, is_unique: bool = True) -> None:
-    """Check that raw ids may own the given rows.
-
-    Waits for the device of ``owners``.
+    """Check that each raw id may own its row. Waits for the device of ``owners``.
 
     Args:
-        identity: rule of the table.
+        identity: buckets and default rows of the table.
         slots: ``[N]`` int64 global row ids, inside the table.
         owners: ``[N]`` int64 raw ids of these rows, :data:`NO_OWNER` if none.
-        is_unique: True if the rows were read at one time, so that no raw id may own two of them. False for rows that
-            were copied while ids were mapped to other rows.
+        is_unique: also check that no raw id owns two rows. Pass False for rows that were copied at different times,
+            because an id may have moved in between.
 
     Raises:
         ValueError: if a default row has an owner, a raw id owns a row of another bucket, or with ``is_unique`` a raw id
@@ -125,9 +123,10 @@ def _sorted(raw_ids: Tensor) -> Tensor:
 
 
 class RawIdMap(ABC):
-    """Live mapping from raw ids to a range of a table's rows, as lookups use it.
+    """Live mapping from raw ids to a range of a table's rows. A predictor updates it while lookups read it.
 
-    Notation: ``R`` is the number of rows of the range.
+    Methods that change the mapping must be called while holding the lock that lookups acquire. Notation: ``R`` is the
+    number of rows of the range.
 
     Attributes:
         rows: half-open range of the global row ids that this mapping holds.
@@ -138,7 +137,7 @@ class RawIdMap(ABC):
     @property
     @abstractmethod
     def memory(self) -> Tensor:
-        """Tensor of the mapping, which no other mapping may share."""
+        """Tensor that stores the mapping. Two mappings must not share it."""
 
     @property
     def devices(self) -> Iterable[torch.device]:
@@ -147,29 +146,29 @@ class RawIdMap(ABC):
 
     @abstractmethod
     def refusal(self, identity: Identity) -> str:
-        """Return the reason why the mapping cannot serve the buckets of a stream; the empty string if it can."""
+        """Return the reason why the mapping cannot use a stream's ``identity``; an empty string if it can."""
 
     @abstractmethod
     def routes_by(self, identity: Identity) -> bool:
-        """Return True if unknown raw ids are routed by the buckets of a stream."""
+        """Return True if the mapping uses ``identity`` for unknown raw ids."""
 
     @abstractmethod
     def adopt(self, identity: Identity) -> None:
-        """Route raw ids without a row by the buckets of a stream. Call it while holding the lock."""
+        """Use ``identity`` for unknown raw ids, which then read the default rows of its buckets. Requires the lock."""
 
     @abstractmethod
     def owners(self) -> Tensor:
-        """Return the raw ids by row, ``[R]`` int64 on the CPU, derived from the live mapping."""
+        """Return the raw id of each row, ``[R]`` int64 on the CPU; :data:`NO_OWNER` for a row without one."""
 
     @abstractmethod
     def slots_of(self, raw_ids: Tensor) -> Tensor:
-        """Return the row of each raw id in the live mapping.
+        """Return the global id of each raw id's row, ``[N]`` int64 on the CPU; -1 or a default row for an unknown id.
 
-        ``raw_ids`` is ``[N]`` int64 on the CPU, and so is the result. It is -1 or a default row for an unknown id.
+        ``raw_ids`` is ``[N]`` int64 on the CPU.
         """
 
     def conflict(self, slots: Tensor, owners: Tensor) -> str:  # noqa: ARG002  a default
-        """Return the reason why lookups would not find the owners of some rows; the empty string if they would.
+        """Return the reason why lookups could not find new owners of some rows; an empty string if they could.
 
         The arguments are ``[N]`` int64: global row ids inside :attr:`rows`, and their raw ids.
         """
@@ -177,23 +176,22 @@ class RawIdMap(ABC):
 
     @abstractmethod
     def unmap(self, slots: Tensor, owners: Tensor) -> None:
-        """Remove the raw ids of some rows, so that they read default rows. Call it while holding the lock.
+        """Remove raw ids from the mapping. Lookups of these ids then read default rows. Requires the lock.
 
-        The arguments are ``[N]`` int64: global row ids inside :attr:`rows`, and their raw ids, none of which is
-        :data:`NO_OWNER`.
+        The arguments are ``[N]`` int64: global row ids inside :attr:`rows`, and their raw ids without :data:`NO_OWNER`.
         """
 
     @abstractmethod
     def prepare(self, owners: Tensor) -> object:
-        """Return the new content of the mapping for :meth:`map`, without changing the mapping.
+        """Return the argument of :meth:`map` for new owners. Does not change the mapping.
 
         Args:
-            owners: ``[R]`` int64 raw ids by row, :data:`NO_OWNER` if none, checked with :func:`check_owners`.
+            owners: ``[R]`` int64 raw id of each row, :data:`NO_OWNER` if none, checked with :func:`check_owners`.
         """
 
     @abstractmethod
     def map(self, ready: object) -> None:
-        """Replace the content of the mapping by the result of :meth:`prepare`. Call it while holding the lock.
+        """Replace the mapping with the result of :meth:`prepare`. Requires the lock.
 
-        If the call is interrupted, no raw id is mapped to the row of another one.
+        An interrupted call never leaves a raw id mapped to the row of another raw id.
         """
