@@ -1,4 +1,4 @@
-"""Choose the engine: the subclass of ``RowSet`` that records which rows of a shard changed."""
+"""Choose an engine, the subclass of ``RowSet`` that records which rows of a shard changed."""
 
 from collections.abc import Callable, Mapping
 from functools import wraps
@@ -21,7 +21,7 @@ _Result = TypeVar("_Result")
 
 
 def choose_engine(name: str | None, device: torch.device) -> type[RowSet]:
-    """Return the engine for a device.
+    """Return the implementation of :class:`RowSet` to use on a device.
 
     Args:
         name: one of :data:`ENGINES`: ``"torch"`` (any device), ``"numba"`` (CPU) or ``"triton"`` (CUDA). None chooses
@@ -49,7 +49,7 @@ def choose_engine(name: str | None, device: torch.device) -> type[RowSet]:
 
 
 def is_engine_fault(error: BaseException) -> bool:
-    """Return True if an engine raised ``error`` for another reason than lack of memory. It may fail again."""
+    """Return True if an engine raised ``error``, except for MemoryError and RuntimeError: memory may have run out."""
     if isinstance(error, MemoryError | RuntimeError):  # torch raises RuntimeError if host or device memory runs out
         return False
     frames = (frame for frame, _ in walk_tb(error.__traceback__))
@@ -59,10 +59,10 @@ def is_engine_fault(error: BaseException) -> bool:
 def retried(
     replace: Callable[[_Stores, Exception], bool],
 ) -> Callable[[Callable[Concatenate[_Stores, _Args], _Result]], Callable[Concatenate[_Stores, _Args], _Result]]:
-    """Return a decorator of functions that can be repeated: if an engine fails in one, repeat it with another engine.
+    """Return a decorator that calls a function a second time if an engine failed and could be replaced.
 
-    ``replace`` replaces the engine that raised the error, in the function's first argument. It returns False if no
-    engine did.
+    ``replace`` receives the function's first argument and the error. It replaces the engine that raised the error, and
+    returns False if no engine raised it.
     """
 
     def decorate(

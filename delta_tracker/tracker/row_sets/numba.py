@@ -29,15 +29,14 @@ _WORDS_PER_ID = 4  # number of words that can be summarized in the time that is 
 
 
 class NumbaRows(RowSet):
-    """Row set with one bit per row and one per block of 128 rows, so that a scan skips blocks without marked rows.
+    """CPU row set with one bit per row and one bit per block of 128 rows. A scan skips blocks without marked rows.
 
-    It reserves ``R / 8 + R / 1024`` bytes of address space, of which only pages that were written take memory. All
-    loops release the GIL. :meth:`mark_new` returns ids in the order of their first occurrence. The first set in a
-    process loads the loops from numba's cache, or compiles them, which takes seconds.
+    It reserves ``R / 8 + R / 1024`` bytes of address space. Only pages that were written take memory. All loops release
+    the GIL. :meth:`mark_new` returns ids in the order of their first occurrence. The first set in a process loads the
+    loops from numba's cache, or compiles them, which takes seconds.
 
-    The bits of the blocks are the *summary*. Some calls of :meth:`mark` do not update it. It is rebuilt before it is
-    needed, and if Ctrl-C interrupts a call: the count must never be too low, because :meth:`scan` allocates memory for
-    this number of rows.
+    The bits of the blocks are the *summary*. Some calls of :meth:`mark` do not update it. The next call that needs it,
+    or that follows an interrupted call, rebuilds it.
 
     Raises:
         MissingExtraError: if numba is not installed or does not support the installed numpy.
@@ -68,22 +67,22 @@ class NumbaRows(RowSet):
 
     @classmethod
     def warm_up(cls, device: torch.device) -> None:
-        """Load the loops, which raises MissingExtraError if numba does not support the installed numpy."""
+        """Load the loops. Raise MissingExtraError if numba is missing or does not support the installed numpy."""
         del device
         load_loops()
 
     @classmethod
     def serves(cls, device: torch.device) -> bool:
-        """Return True for the CPU of a little-endian machine."""
+        """Return True for the CPU on little-endian machines."""
         return device.type == "cpu" and sys.byteorder == "little"
 
     @property
     def num_bytes(self) -> int:
-        """Size in bytes of the bits and their summary."""
+        """Size of the bits and their summary in bytes."""
         return self._words.nbytes + self._summary.nbytes
 
     def mark(self, ids: Tensor) -> None:
-        """See :meth:`RowSet.mark`."""
+        """Add the rows with the given ids, see :meth:`RowSet.mark`."""
         array = _array(ids)
         if not array.size:
             return
@@ -96,21 +95,21 @@ class NumbaRows(RowSet):
             self._add(array.size, self._loops.mark, self._octets, self._summary, self.num_rows, array)
 
     def mark_all(self) -> None:
-        """See :meth:`RowSet.mark_all`."""
+        """Add all rows, see :meth:`RowSet.mark_all`."""
         self._count, self._is_settled = self.num_rows, False
         set_first(self._words, self.num_rows, 64)
         set_first(self._summary, -(-self.num_rows // _ROWS_PER_BLOCK), 64)
         self._is_settled = True
 
     def clear(self) -> None:
-        """See :meth:`RowSet.clear`."""
+        """Remove all rows, see :meth:`RowSet.clear`."""
         self._settle()
         self._is_settled = False
         self._loops.clear(self._words, self._summary)
         self._count, self._is_settled = 0, True
 
     def mark_new(self, ids: Tensor) -> Tensor:
-        """See :meth:`RowSet.mark_new`."""
+        """Add rows and return the ids of the new ones, see :meth:`RowSet.mark_new`."""
         array = _array(ids)
         fresh = np.empty(array.size, dtype=np.int64)
         count = self._add(array.size, self._loops.mark_new, self._octets, self._summary, self.num_rows, array, fresh)
@@ -118,19 +117,19 @@ class NumbaRows(RowSet):
         return torch.from_numpy(fresh)
 
     def contains(self, ids: Tensor) -> Tensor:
-        """See :meth:`RowSet.contains`."""
+        """Return True for each id whose row is in the set, see :meth:`RowSet.contains`."""
         array = _array(ids)
         found = np.empty(array.size, dtype=np.bool_)
         self._loops.contains(self._words, self.num_rows, array, found)
         return torch.from_numpy(found)
 
     def absorb(self, other: Self) -> None:
-        """See :meth:`RowSet.absorb`."""
+        """Add all rows of another set, see :meth:`RowSet.absorb`."""
         other._settle()  # self is settled later, when needed
         self._add(other._count, self._loops.absorb, self._words, self._summary, other._words, other._summary)
 
     def scan(self) -> Tensor:
-        """See :meth:`RowSet.scan`."""
+        """Return the ids of all marked rows, ascending, see :meth:`RowSet.scan`."""
         if not self._is_settled:  # as _settle(), with a call less
             self._count, self._is_settled = self._loops.summarize(self._words, self._summary), True
         rows = np.empty(self._count + self._loops.SPARE, dtype=np.int64)
@@ -138,12 +137,12 @@ class NumbaRows(RowSet):
         return torch.from_numpy(rows[: self._count])
 
     def count(self) -> int:
-        """See :meth:`RowSet.count`."""
+        """Return the number of marked rows, see :meth:`RowSet.count`."""
         self._settle()
         return self._count
 
     def rank(self, ids: Tensor, scanned: Tensor) -> Tensor:  # noqa: ARG002  counting takes less time than a search
-        """See :meth:`RowSet.rank`."""
+        """Return the number of marked rows below each id, see :meth:`RowSet.rank`."""
         self._settle()
         array = _array(ids)
         before = np.empty(-(-self.num_rows // _ROWS_PER_SPAN), dtype=np.int64)

@@ -109,7 +109,7 @@ def _index(row: np.uint64) -> int:
 
 @_loop("int64(uint8[::1], int64[::1], int64, int64[::1])")
 def mark(octets: _Octets, summary: _Ints, num_rows: int, ids: _Ints) -> int:
-    """Mark the row of each id and update the summary. Return the number of rows that were not marked before."""
+    """Mark the row of each id and update the summary. Return the number of newly marked rows."""
     count = 0
     for i in range(ids.size):
         if i + _AHEAD < ids.size:
@@ -125,9 +125,9 @@ def mark(octets: _Octets, summary: _Ints, num_rows: int, ids: _Ints) -> int:
 
 @_loop("void(uint8[::1], int64, int64[::1])")
 def mark_octets(octets: _Octets, num_rows: int, ids: _Ints) -> None:
-    """Mark the row of each id without updating the summary. Call :func:`summarize` afterwards.
+    """Mark the row of each id. Does not update the summary: call :func:`summarize` afterwards.
 
-    It is faster than :func:`mark` if the words fit into a core's cache.
+    Faster than :func:`mark` if the words fit into a core's cache.
     """
     for i in range(ids.size):
         row = _within(ids[i], num_rows)
@@ -164,7 +164,7 @@ def clear(words: _Ints, summary: _Ints) -> None:
 def mark_new(octets: _Octets, summary: _Ints, num_rows: int, ids: _Ints, fresh: _Ints) -> int:
     """Mark the row of each id and update the summary.
 
-    Write the rows that were not marked before to the start of ``fresh``, ``[N]``, and return their number.
+    Write the newly marked rows to the start of ``fresh``, ``[N]`` int64, and return their number.
     """
     count = 0
     for i in range(ids.size):
@@ -190,7 +190,7 @@ def contains(words: _Ints, num_rows: int, ids: _Ints, found: NDArray[np.bool_]) 
 
 @_loop("int64(int64[::1], int64[::1], int64[::1], int64[::1])")
 def absorb(words: _Ints, summary: _Ints, other: _Ints, other_summary: _Ints) -> int:
-    """Mark all rows that are marked in another set. Return the number of rows that were not marked before.
+    """Mark all rows that are marked in another set. Return the number of newly marked rows.
 
     ``other`` and ``other_summary`` are the words and the summary of the other set, which has the same ``R``.
     """
@@ -212,7 +212,7 @@ def absorb(words: _Ints, summary: _Ints, other: _Ints, other_summary: _Ints) -> 
 def unpack(words: _Ints, summary: _Ints, out: _Ints) -> None:
     """Write the marked rows to ``out`` in ascending order.
 
-    The length of ``out`` must be at least the number of marked rows plus :data:`SPARE`.
+    ``out`` must have at least as many elements as there are marked rows, plus :data:`SPARE`.
     """
     at = 0
     for i in range(summary.size):
@@ -242,7 +242,7 @@ def unpack(words: _Ints, summary: _Ints, out: _Ints) -> None:
 
 @_loop("void(int64[::1], int64[::1], int64[::1])")
 def count_before(words: _Ints, summary: _Ints, before: _Ints) -> None:
-    """Write the number of marked rows before each span of 512 rows to ``before``, ``[ceil(R / 512)]``."""
+    """Write the number of marked rows before each span of 512 rows to ``before``, ``[ceil(R / 512)]`` int64."""
     rows = 0
     for span in range(before.size):
         before[span] = rows
@@ -253,9 +253,9 @@ def count_before(words: _Ints, summary: _Ints, before: _Ints) -> None:
 
 @_loop("void(int64[::1], int64[::1], int64, int64[::1], int64[::1])")
 def rank(words: _Ints, before: _Ints, num_rows: int, ids: _Ints, out: _Ints) -> None:
-    """Write the number of marked rows below each id to ``out``, ``[N]``.
+    """Write the number of marked rows with a lower id than each of ``ids`` to ``out``, ``[N]`` int64.
 
-    ``before`` is the result of :func:`count_before`.
+    ``before`` is the array that :func:`count_before` filled.
     """
     for i in range(ids.size):
         row = int(_within(ids[i], num_rows))

@@ -20,15 +20,14 @@ class RowSet(ABC):
     All engines guarantee:
 
     1. Arguments ``ids`` are ``[N]`` int64 local ids on the set's device, in any order, duplicates allowed. The set
-       never writes to them. An id outside ``[0, R)`` counts as row 0, because FBGEMM's table-batched embedding updates
-       row 0 for it.
+       never writes to them. An id outside ``[0, R)`` counts as row 0, the row that FBGEMM's table-batched embedding
+       updates for such an id.
     2. Results are new tensors on the set's device. Later calls do not change them.
     3. Only :meth:`clear` removes rows.
-    4. The same sequence of calls always returns the same results. Only the order of the ids that :meth:`mark_new` and
-       :meth:`mark_new_padded` return may differ, with engines whose docstring says so.
-    5. :meth:`scan`, :meth:`mark_new`, :meth:`count`, :meth:`scan_each` and :meth:`count_each` wait for the device,
-       because the size or value of their result depends on the set's content. :meth:`rank` may wait. No other method
-       waits.
+    4. Results are deterministic, except for the order of the ids from :meth:`mark_new` and :meth:`mark_new_padded` in
+       engines that document a random order.
+    5. :meth:`scan`, :meth:`mark_new`, :meth:`count`, :meth:`scan_each` and :meth:`count_each` wait for the device.
+       :meth:`rank` may wait. No other method waits.
 
     Callers must serialize the calls on one set, including calls on different CUDA streams.
 
@@ -38,7 +37,7 @@ class RowSet(ABC):
     """
 
     row_bits: ClassVar[int]
-    """Memory that a set takes for each row, in bits, without summaries."""
+    """Memory of a set in bits per row of the shard, without summaries."""
 
     def __init__(self, num_rows: int, device: torch.device) -> None:
         assert self.serves(device), (type(self), device)
@@ -48,13 +47,13 @@ class RowSet(ABC):
     @classmethod
     @abstractmethod
     def serves(cls, device: torch.device) -> bool:
-        """Return True if this engine supports ``device``. Does not check that the engine's package is installed."""
+        """Return True if this engine supports ``device``. Does not check whether the engine's package is installed."""
 
     @classmethod  # noqa: B027  most engines compile nothing
     def warm_up(cls, device: torch.device) -> None:
-        """Compile the engine's kernels for ``device``, so that no later call compiles. No-op by default.
+        """Compile the engine's kernels for ``device``. No-op by default.
 
-        The constructor calls this method. Call it earlier if the first set is created inside a training step.
+        The first set on a device also compiles them. Call this method before a training step that creates that set.
         """
 
     @property
@@ -64,7 +63,7 @@ class RowSet(ABC):
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Tensors of the set that are on its device; empty on the CPU."""
+        """Tensors that store the set; empty for an engine that stores it in numpy arrays."""
         return ()
 
     @abstractmethod
@@ -77,24 +76,23 @@ class RowSet(ABC):
 
     @abstractmethod
     def clear(self) -> None:
-        """Remove all rows. The set's memory is kept for reuse."""
+        """Remove all rows. Keeps the memory for reuse."""
 
     def mark_new(self, ids: Tensor) -> Tensor:
         """Add the rows with the given ids. Return the ``[M]`` unique ids that were not in the set, in any order.
 
-        An engine implements this method, :meth:`mark_new_padded`, or both.
+        Engines must override this method, :meth:`mark_new_padded`, or both.
         """
         padded, count = self.mark_new_padded(ids)
         return padded[: int(count)].clone()
 
     def mark_new_padded(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Add the rows with the given ids. Return the result of :meth:`mark_new`, padded to a fixed size.
+        """Add the rows with the given ids. Return the result of :meth:`mark_new`, padded to ``N`` ids.
 
-        Because the size is fixed, the call does not wait for the device.
+        Does not wait for the device.
 
         Returns:
-            ``[N]`` int64, the ``M`` ids of the added rows followed by -1 as padding; and ``[1]`` int64, the number
-            ``M``.
+            ``[N]`` int64, the ``M`` ids of the added rows followed by -1 as padding; and ``[1]`` int64, ``M``.
         """
         new = self.mark_new(ids)
         return torch.nn.functional.pad(new, (0, len(ids) - len(new)), value=-1), torch.tensor(
@@ -126,39 +124,40 @@ class RowSet(ABC):
 
     @classmethod
     def create_each(cls, nums_rows: Sequence[int], device: torch.device) -> list[Self]:
-        """Return empty sets that :meth:`mark_each` and :meth:`mark_new_padded_each` can mark together.
+        """Return an empty set for each number of rows in ``nums_rows``.
 
-        On a device, an engine may place all sets in one tensor, which is released when no set is left.
+        On a device, an engine may store these sets in one tensor, so that :meth:`mark_each` and
+        :meth:`mark_new_padded_each` mark them together. The tensor is freed with the last set.
         """
         return [cls(num_rows, device) for num_rows in nums_rows]
 
     @classmethod
     def mark_each(cls, sets: Sequence[Self], ids: Sequence[Tensor]) -> None:
-        """Call :meth:`mark` of each set. ``ids`` is ``[N]`` int64 for each set.
+        """Add rows to each set. ``ids`` has ``[N]`` int64 local ids for each set.
 
-        On a device, an engine may take a fixed number of operations for all sets of one :meth:`create_each`.
+        On a device, an engine may mark all sets from one :meth:`create_each` in a fixed number of operations.
         """
         for each, own in zip(sets, ids, strict=True):
             each.mark(own)
 
     @classmethod
     def mark_new_padded_each(cls, sets: Sequence[Self], ids: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """Return the result of :meth:`mark_new_padded` for each set. The arguments are those of :meth:`mark_each`."""
+        """Add rows to each set as :meth:`mark_each` does. Return the result of :meth:`mark_new_padded` for each set."""
         return [each.mark_new_padded(own) for each, own in zip(sets, ids, strict=True)]
 
     @classmethod
     def scan_each(cls, sets: Sequence[Self]) -> list[Tensor]:
-        """Return :meth:`scan` of each set. On a device, an engine may wait only once for all sets."""
+        """Return the result of :meth:`scan` for each set. An engine may wait for the device once for all sets."""
         return [each.scan() for each in sets]
 
     @classmethod
     def count_each(cls, sets: Sequence[Self]) -> list[int]:
-        """Return :meth:`count` of each set. On a device, an engine may wait only once for all sets."""
+        """Return the result of :meth:`count` for each set. An engine may wait for the device once for all sets."""
         return [each.count() for each in sets]
 
 
 def within(ids: Tensor, num_rows: int) -> Tensor:
-    """Return a copy of ``ids``, ``[N]``, in which 0 replaces each id outside ``[0, num_rows)``.
+    """Return a copy of ``ids``, ``[N]``, with each id outside ``[0, num_rows)`` replaced by 0.
 
     Example:
         >>> within(torch.tensor([2, -1, 3]), num_rows=3)
@@ -168,7 +167,7 @@ def within(ids: Tensor, num_rows: int) -> Tensor:
 
 
 def set_first(words: NDArray[np.int64] | Tensor, num_bits: int, word_bits: int) -> None:
-    """Set the first ``num_bits`` bits of some words of ``word_bits`` bits, and clear the others."""
+    """Set the first ``num_bits`` bits of ``words`` and clear the others. Each word has ``word_bits`` bits."""
     full, rest = divmod(num_bits, word_bits)
     words[:full] = -1
     words[full:] = 0

@@ -15,10 +15,10 @@ _JOINED_BYTES = 64 << 20  # temporary memory of a scan of several sets
 
 
 class JointIds:
-    """Ids of ``T`` sets of rows, as indices of one tensor with the marks of all sets: one operation marks all rows.
+    """Ids of ``T`` row sets, converted to indices of one tensor with the marks of all these sets.
 
-    The constructor takes a fixed number of operations and does not wait for the device. Notation: ``N`` is the number
-    of ids of all sets.
+    One operation can then mark the rows of all sets. The constructor takes a fixed number of operations and does not
+    wait for the device. Notation: ``N`` is the number of ids of all sets.
 
     Args:
         ids: ``[N_t]`` int64 local ids of each set. An id outside the set counts as row 0.
@@ -27,8 +27,8 @@ class JointIds:
 
     Attributes:
         lengths: number of ids of each set.
-        sets: ``[N]`` int64, position of the set of each id in ``ids``.
-        indices: ``[N]`` int64, index of the row of each id. The ids of a set are together, in the order of the sets.
+        sets: ``[N]`` int64, number of the set that each id belongs to, from 0 to ``T - 1``.
+        indices: ``[N]`` int64, index in the tensor of each id's row, in the order of the concatenated ``ids``.
 
     Example:
         >>> joint = JointIds([torch.tensor([1, 9]), torch.tensor([2])], begins=[0, 4], sizes=[4, 3])
@@ -49,14 +49,14 @@ class JointIds:
         self.indices = torch.where(is_within, joined, 0) + self._begins[self.sets]
 
     def new_padded(self, is_marked: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """Return the ids of the unmarked rows.
+        """Return the ids whose rows are unmarked, for each set.
 
         Args:
-            is_marked: ``[N]`` bool, True for each index whose row is marked.
+            is_marked: ``[N]`` bool, True for each of :attr:`indices` whose row is marked.
 
         Returns:
-            For each set, ``[N_t]`` int64, the unique ids of its unmarked rows in ascending order, followed by -1 as
-            padding; and, for each set, ``[1]`` int64, the number of these ids.
+            Two sequences with one tensor for each set: ``[N_t]`` int64, the unique ids of unmarked rows in ascending
+            order, followed by -1 as padding; and ``[1]`` int64, the number of these ids.
         """
         # A set of R rows has R + 1 keys here. The last key is greater than those of its rows and less than those of the
         # next set. Therefore sorting moves no key to the keys of another set.
@@ -74,21 +74,21 @@ class JointIds:
 class TorchRows(RowSet):
     """Row set with one byte for each row of the shard. Each scan reads all bytes.
 
-    :meth:`mark_new` returns ids in ascending order. :meth:`rank` waits for the device. On a device, :meth:`scan_each`
-    joins small sets and waits once for all counts and once for each 64 MiB of sets. :meth:`count_each` waits once.
-    There, :meth:`create_each` puts the sets in one tensor, and :meth:`mark_each` and :meth:`mark_new_padded_each`
-    take a fixed number of operations for these sets.
+    :meth:`mark_new` returns ids in ascending order. :meth:`rank` waits for the device. On devices other than the CPU,
+    :meth:`create_each` stores the sets in one tensor, and :meth:`mark_each` and :meth:`mark_new_padded_each` take a
+    fixed number of operations for these sets. :meth:`count_each` waits once for all sets. :meth:`scan_each` waits once
+    for all counts and once for each 64 MiB of sets.
 
     Args:
         num_rows: ``R``, 1 or more.
         device: device of the set and of all ids.
-        shared: ``[S]`` bool, memory in which the set has the ``R`` marks that start at ``begin``, all False; None for
-            memory of its own.
-        begin: index of the first mark in ``shared``.
+        shared: ``[S]`` bool tensor for the marks of several sets. The ``R`` marks of this set must be False. None to
+            allocate a tensor for this set only.
+        begin: index of this set's first mark in ``shared``.
 
     Attributes:
-        shared: the memory with the marks of this set, and of all sets that were created with it.
-        begin: index of the first mark of this set in ``shared``.
+        shared: tensor with the marks of this set and of all sets that :meth:`create_each` created with it.
+        begin: index of this set's first mark in ``shared``.
 
     Example:
         >>> rows = TorchRows(8, torch.device("cpu"))
@@ -109,12 +109,12 @@ class TorchRows(RowSet):
 
     @classmethod
     def serves(cls, device: torch.device) -> bool:  # noqa: ARG003  torch supports every device
-        """Return True, because torch supports every device."""
+        """Return True: torch supports all devices."""
         return True
 
     @classmethod
     def create_each(cls, nums_rows: Sequence[int], device: torch.device) -> list[Self]:
-        """Return empty sets. Except on the CPU, they are in one tensor."""
+        """Return an empty set for each number of rows. Except on the CPU, the sets share one tensor."""
         if len(nums_rows) < 2 or device.type == "cpu":  # noqa: PLR2004  one set shares nothing
             return super().create_each(nums_rows, device)
         shared = _no_marks(sum(nums_rows), device)
@@ -123,7 +123,7 @@ class TorchRows(RowSet):
 
     @classmethod
     def mark_each(cls, sets: Sequence[Self], ids: Sequence[Tensor]) -> None:
-        """Call :meth:`mark` of each set, for sets in one tensor together."""
+        """Add rows to each set. Marks all sets that share a tensor together."""
         for group, own in _sharing(sets, ids):
             if len(group) == 1:
                 group[0].mark(own[0])
@@ -132,7 +132,7 @@ class TorchRows(RowSet):
 
     @classmethod
     def mark_new_padded_each(cls, sets: Sequence[Self], ids: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """Return the result of :meth:`mark_new_padded` for each set. Marks sets in one tensor together."""
+        """Return the result of :meth:`mark_new_padded` for each set. Marks all sets that share a tensor together."""
         found: dict[int, tuple[Tensor, Tensor]] = {}
         for group, own in _sharing(sets, ids):
             if len(group) == 1:
@@ -146,7 +146,7 @@ class TorchRows(RowSet):
 
     @classmethod
     def scan_each(cls, sets: Sequence[Self]) -> list[Tensor]:
-        """Return :meth:`scan` of each set."""
+        """Return the result of :meth:`scan` for each set."""
         if len(sets) < 2 or sets[0].device.type == "cpu":  # noqa: PLR2004  one set needs no counts
             return super().scan_each(sets)
         found: list[Tensor] = []
@@ -164,7 +164,7 @@ class TorchRows(RowSet):
 
     @classmethod
     def count_each(cls, sets: Sequence[Self]) -> list[int]:
-        """Return :meth:`count` of each set."""
+        """Return the result of :meth:`count` for each set."""
         if len(sets) < 2 or sets[0].device.type == "cpu":  # noqa: PLR2004  one set needs no stack
             return super().count_each(sets)
         counts: list[int] = torch.stack([marks.count_nonzero() for each in sets for marks in each.tensors]).tolist()
@@ -176,35 +176,35 @@ class TorchRows(RowSet):
 
     @property
     def num_bytes(self) -> int:
-        """Size of the set in bytes, which is the number of rows of the shard."""
+        """Size of the set in bytes: one byte for each row of the shard."""
         return self._marks.nbytes
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Tensor of the marks."""
+        """The tensor of the set's marks, ``[R]`` bool."""
         return (self._marks,)
 
     def mark(self, ids: Tensor) -> None:
-        """See :meth:`RowSet.mark`."""
+        """Add the rows with the given ids, see :meth:`RowSet.mark`."""
         self._marks.index_fill_(0, within(ids, self.num_rows), True)
 
     def mark_all(self) -> None:
-        """See :meth:`RowSet.mark_all`."""
+        """Add all rows, see :meth:`RowSet.mark_all`."""
         self._marks.fill_(True)
 
     def clear(self) -> None:
-        """See :meth:`RowSet.clear`."""
+        """Remove all rows, see :meth:`RowSet.clear`."""
         self._marks.zero_()
 
     def mark_new(self, ids: Tensor) -> Tensor:
-        """See :meth:`RowSet.mark_new`."""
+        """Add rows and return the ids of the new ones, see :meth:`RowSet.mark_new`."""
         ids = within(ids, self.num_rows)
         fresh = torch.unique(ids.masked_select(~self._marks.index_select(0, ids)))
         self._marks.index_fill_(0, fresh, True)
         return fresh
 
     def mark_new_padded(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """See :meth:`RowSet.mark_new_padded`."""
+        """Add rows and return the ids of the new ones, padded, see :meth:`RowSet.mark_new_padded`."""
         ids = within(ids, self.num_rows)
         none = self.num_rows  # sorts after every row
         ordered = torch.where(self._marks.index_select(0, ids), none, ids).sort().values
@@ -215,19 +215,19 @@ class TorchRows(RowSet):
         return torch.where(ordered < none, ordered, -1), first.sum(0, keepdim=True)
 
     def contains(self, ids: Tensor) -> Tensor:
-        """See :meth:`RowSet.contains`."""
+        """Return True for each id whose row is in the set, see :meth:`RowSet.contains`."""
         return self._marks.index_select(0, within(ids, self.num_rows))
 
     def absorb(self, other: Self) -> None:
-        """See :meth:`RowSet.absorb`."""
+        """Add all rows of another set, see :meth:`RowSet.absorb`."""
         self._marks |= other._marks
 
     def scan(self) -> Tensor:
-        """See :meth:`RowSet.scan`."""
+        """Return the ids of all marked rows, ascending, see :meth:`RowSet.scan`."""
         return self._marks.nonzero().flatten()
 
     def count(self) -> int:
-        """See :meth:`RowSet.count`."""
+        """Return the number of marked rows, see :meth:`RowSet.count`."""
         return int(self._marks.count_nonzero())
 
 
@@ -240,7 +240,7 @@ def _no_marks(num_rows: int, device: torch.device) -> Tensor:
 def _sharing(
     sets: Sequence[TorchRows], ids: Sequence[Tensor]
 ) -> Iterator[tuple[Sequence[TorchRows], Sequence[Tensor]]]:
-    """Yield the sets that are in one tensor, in their order in the tensor, and their ids."""
+    """Yield each group of sets that share a tensor, in the order of the tensor, with their ids."""
     groups: dict[int, list[int]] = {}
     for number, each in enumerate(sets):
         groups.setdefault(id(each.shared), []).append(number)

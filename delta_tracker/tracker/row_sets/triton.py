@@ -30,11 +30,11 @@ _COMPILED: set[torch.device] = set()
 
 
 class BlockCounts(NamedTuple):
-    """Marked rows of the ``B`` blocks of a set.
+    """Counts of the marked rows in the ``B`` blocks of a set. Returned by :meth:`TritonRows.count_blocks`.
 
     Args:
-        before: ``[B]`` int64, number of marked rows in all earlier blocks.
-        touched: ``[B]`` int32, the blocks with marked rows in random order, and undefined values after them.
+        before: ``[B]`` int64, number of marked rows in all blocks before each block.
+        touched: ``[B]`` int32, indices of the blocks with marked rows in random order, followed by undefined values.
         sizes: ``[2]`` int64, the number of marked rows and the number of blocks with marked rows.
     """
 
@@ -44,11 +44,11 @@ class BlockCounts(NamedTuple):
 
 
 class TritonRows(RowSet):
-    """Row set with one bit for each row and one bit for each block of 512 rows.
+    """CUDA row set with one bit for each row and one bit for each block of 512 rows.
 
-    The bit of a block is set if any row of the block is marked, so that a scan reads only blocks with marked rows. The
-    set takes ``R / 8 + R / 4096`` bytes for the ``R`` rows of a shard. :meth:`mark_new` returns ids in random order.
-    The first set on a device compiles all Triton kernels, which takes seconds. Triton caches the result on disk.
+    The bit of a block is set if any row of the block is marked. A scan reads only blocks with marked rows. The set
+    takes ``R / 8 + R / 4096`` bytes for the ``R`` rows of a shard. :meth:`mark_new` returns ids in random order. The
+    first set on a device compiles all Triton kernels, which takes seconds. Triton caches the result on disk.
 
     Raises:
         MissingExtraError: if triton is not installed.
@@ -68,7 +68,7 @@ class TritonRows(RowSet):
 
     @classmethod
     def warm_up(cls, device: torch.device) -> None:
-        """Compile all Triton kernels for ``device``, by running each once. Only the first call for a device does it."""
+        """Compile all Triton kernels for ``device`` by running each once. Later calls for the device do nothing."""
         if device in _COMPILED:
             return
         _COMPILED.add(device)  # first, because the constructor calls this method
@@ -83,7 +83,7 @@ class TritonRows(RowSet):
 
     @classmethod
     def mark_each(cls, sets: Sequence[Self], ids: Sequence[Tensor]) -> None:
-        """Call :meth:`mark` of each set. Launches one kernel for all sets."""
+        """Add rows to each set. Launches one kernel for all sets."""
         cls._launch_mark(sets, ids, torch.cat(list(ids)), fresh=None, num_fresh=None)
 
     @classmethod
@@ -96,72 +96,72 @@ class TritonRows(RowSet):
 
     @classmethod
     def scan_each(cls, sets: Sequence[Self]) -> list[Tensor]:
-        """Return :meth:`scan` of each set. Waits for the device once for all sets."""
+        """Return the result of :meth:`scan` for each set. Waits for the device once for all sets."""
         counted = [each.count_blocks() for each in sets]
         sizes = torch.stack([each.sizes for each in counted]).tolist() if counted else []
         return [each.list_rows(blocks, *size) for each, blocks, size in zip(sets, counted, sizes, strict=True)]
 
     @classmethod
     def count_each(cls, sets: Sequence[Self]) -> list[int]:
-        """Return :meth:`count` of each set. Waits for the device once for all sets."""
+        """Return the result of :meth:`count` for each set. Waits for the device once for all sets."""
         sizes = torch.stack([each.count_blocks().sizes for each in sets]).tolist() if sets else []
         return [num_rows for num_rows, _ in sizes]
 
     @classmethod
     def serves(cls, device: torch.device) -> bool:
-        """Return True for CUDA devices and, if Triton's interpreter is enabled, for all devices."""
+        """Return True for CUDA devices, and for all devices if Triton's interpreter is enabled."""
         return device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
 
     @property
     def num_bytes(self) -> int:
-        """Size in bytes of the bits of all rows and blocks."""
+        """Size of the bits of all rows and blocks in bytes."""
         return self._words.nbytes + self._summary.nbytes
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Tensors of the bits."""
+        """The tensors with the bits of the rows and the bits of the blocks, int32."""
         return self._words, self._summary
 
     @property
     def addresses(self) -> tuple[int, int]:
-        """Addresses of the bits of the rows and of the blocks."""
+        """Memory addresses of the two :attr:`tensors`, as arguments of a kernel."""
         return self._words.data_ptr(), self._summary.data_ptr()
 
     def mark(self, ids: Tensor) -> None:
-        """See :meth:`RowSet.mark`."""
+        """Add the rows with the given ids, see :meth:`RowSet.mark`."""
         self.mark_each([self], [ids])
 
     def mark_all(self) -> None:
-        """See :meth:`RowSet.mark_all`."""
+        """Add all rows, see :meth:`RowSet.mark_all`."""
         set_first(self._words, self.num_rows, 32)
         set_first(self._summary, self._num_blocks, 32)
 
     def clear(self) -> None:
-        """See :meth:`RowSet.clear`."""
+        """Remove all rows, see :meth:`RowSet.clear`."""
         self._words.zero_()
         self._summary.zero_()
 
     def mark_new_padded(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """See :meth:`RowSet.mark_new_padded`."""
+        """Add rows and return the ids of the new ones, padded, see :meth:`RowSet.mark_new_padded`."""
         return self.mark_new_padded_each([self], [ids])[0]
 
     def contains(self, ids: Tensor) -> Tensor:
-        """See :meth:`RowSet.contains`."""
+        """Return True for each id whose row is in the set, see :meth:`RowSet.contains`."""
         ids = within(ids, self.num_rows)
         return (self._words[ids >> 5] >> (ids & 31)) & 1 != 0
 
     def absorb(self, other: Self) -> None:
-        """See :meth:`RowSet.absorb`."""
+        """Add all rows of another set, see :meth:`RowSet.absorb`."""
         self._words |= other._words
         self._summary |= other._summary
 
     def scan(self) -> Tensor:
-        """See :meth:`RowSet.scan`."""
+        """Return the ids of all marked rows, ascending, see :meth:`RowSet.scan`."""
         blocks = self.count_blocks()
         return self.list_rows(blocks, *blocks.sizes.tolist())
 
     def count(self) -> int:
-        """See :meth:`RowSet.count`."""
+        """Return the number of marked rows, see :meth:`RowSet.count`."""
         return int(self.count_blocks().sizes[0])
 
     @classmethod
@@ -180,7 +180,7 @@ class TritonRows(RowSet):
         )
 
     def count_blocks(self) -> BlockCounts:
-        """Count the marked rows of each block of the set. Does not wait for the device."""
+        """Count the marked rows in each block of the set. Does not wait for the device."""
         counts, touched = (torch.empty(self._num_blocks, dtype=torch.int32, device=self.device) for _ in range(2))
         num_touched = torch.zeros(1, dtype=torch.int64, device=self.device)
         num_programs = -(-self._num_blocks // _BLOCKS_PER_PROGRAM)
@@ -193,7 +193,7 @@ class TritonRows(RowSet):
     def list_rows(self, blocks: BlockCounts, num_rows: int, num_blocks: int) -> Tensor:
         """Return the ids of all marked rows, ``[K]`` int64, ascending. Does not wait for the device.
 
-        ``num_rows`` and ``num_blocks`` are the numbers in ``blocks.sizes``.
+        ``num_rows`` and ``num_blocks`` are the two values of ``blocks.sizes``.
         """
         rows = torch.empty(num_rows, dtype=torch.int64, device=self.device)
         self._launch("scan", (num_blocks,), self._words, blocks.before, blocks.touched, rows)

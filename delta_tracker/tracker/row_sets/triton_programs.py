@@ -49,12 +49,11 @@ def mark(
 ) -> None:
     """Mark rows in each of ``T`` sets and update the summaries.
 
-    ``sets`` is ``[T, 5]`` int64: the addresses of the words and of the summary of a set, its number of rows, and the
-    range of its ids in ``ids``. If ``wants_fresh`` is set, the rows of a set that were not marked before are appended
-    to ``fresh``, ``[N]``, at the beginning of that range, and their number is added to the set's element of
-    ``num_fresh``, ``[T]`` int64. If several ids are equal, only one of them marks the row. Instance ``(i, t)``
-    processes ``size`` ids of set ``t``, starting at ``i * size``, and appends its rows as one block. The order of the
-    blocks is random.
+    ``sets`` is ``[T, 5]`` int64: the addresses of a set's words and summary, its number of rows, and the start and end
+    of its ids in ``ids``. If ``wants_fresh`` is set, the newly marked rows of a set are written to ``fresh``, ``[N]``,
+    from the start of that range, each row once. Their number is added to the set's element of ``num_fresh``, ``[T]``
+    int64. Instance ``(i, t)`` processes ``size`` ids of set ``t``, starting at ``i * size``, and writes its new rows
+    next to each other. The order of the instances is random.
     """
     which = tl.program_id(1)
     own = sets + which * 5
@@ -91,9 +90,9 @@ def count(
 ) -> None:
     """Write the number of marked rows in each block to ``counts``, ``[B]`` int32.
 
-    Also append each block with marked rows to ``touched``, ``[B]`` int32, in random order, and add their number to
-    ``num_touched``, ``[1]`` int64. Each instance processes ``size`` blocks, and reads the words of blocks with marked
-    rows only.
+    Also write the indices of the blocks with marked rows to ``touched``, ``[B]`` int32, in random order, and add the
+    number of these blocks to ``num_touched``, ``[1]`` int64. Each instance processes ``size`` blocks. It reads only the
+    words of blocks with marked rows.
     """
     block = tl.program_id(0).to(tl.int64) * size + tl.arange(0, size)
     here = block < num_blocks
@@ -110,8 +109,8 @@ def count(
 def scan(words: tl.tensor, before: tl.tensor, touched: tl.tensor, out: tl.tensor) -> None:
     """Write the marked rows of one block, in ascending order, to ``out[before[block]:]``.
 
-    ``before``, ``[B]``, has the number of marked rows in all blocks before each block. Instance ``i`` processes the
-    block ``touched[i]``.
+    ``before``, ``[B]`` int64, has the number of marked rows in all blocks before each block. Instance ``i`` processes
+    the block ``touched[i]``.
     """
     block = tl.load(touched + tl.program_id(0)).to(tl.int64)
     row = block * 512 + tl.arange(0, 512)
