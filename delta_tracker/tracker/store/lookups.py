@@ -38,14 +38,14 @@ class _Table:
 class DeltaStore:
     """Standalone store of lookups, for ids that are not rows of a table.
 
-    It keeps the lookups of all tables until they are deleted, and has the interface of TorchRec's store of the same
-    name. Its memory grows with the number of stored ids, not with the size of the tables. A tracker does not use it:
+    It has the interface of TorchRec's store of the same name, and keeps the lookups of all tables until they are
+    deleted. Its memory grows with the number of stored ids, not with the size of the tables. Trackers do not use it:
     one :class:`~delta_tracker.tracker.store.segments.SegmentStore` per table takes less memory.
 
-    Call :meth:`append` for each batch, in ascending order of batches. To read, call :meth:`get_delta` with the first
-    batch that the reader has not read. Call :meth:`delete` with the first batch that at least one reader has not read.
-    After :meth:`compact` has merged a range of batches, a read may start at the first batch of the range but not at a
-    later batch of the range. Not thread-safe.
+    Call :meth:`append` for each batch, in ascending order of batches. A reader calls :meth:`get_delta` with its first
+    unread batch. Once all readers have read all batches before a given one, call :meth:`delete` with that batch. After
+    :meth:`compact` has merged a range of batches, a read may start at the first batch of the range, but not inside the
+    range. Not thread-safe.
 
     Args:
         update_mode: the state to return for each id: no state, the first state or the last state.
@@ -78,13 +78,13 @@ class DeltaStore:
 
         Args:
             batch_idx: index of the batch. It must not be lower than the index of the table's previous lookup.
-            table_fqn: the table.
-            ids: ``[N]`` integers in any order. They may be repeated or negative.
-            states: ``[N, ...]``, one state for each id. The shape of a state, the dtype and the device must be the same
-                in all lookups of a table. Pass None in mode NONE.
+            table_fqn: FQN of the table.
+            ids: ``[N]`` integer ids in any order. Duplicates and negative ids are allowed.
+            states: ``[N, ...]``, one state for each id; None in mode NONE. The shape of a state, the dtype and the
+                device must be the same in all lookups of a table.
 
         Raises:
-            InvalidArgumentError: if an argument is invalid. In this case nothing is appended.
+            InvalidArgumentError: if an argument is invalid. Nothing is appended in this case.
         """
         if ids.dim() != 1 or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
             raise InvalidArgumentError("ids", (tuple(ids.shape), ids.dtype), "Pass a [N] tensor of integers")
@@ -114,8 +114,8 @@ class DeltaStore:
     def compact(self, start_idx: int, end_idx: int) -> None:
         """Merge each table's lookups of batches in ``[start_idx, end_idx)`` into one lookup of batch ``start_idx``.
 
-        Reads that start at a later batch of the range then return none of the merged ids. Raises InvalidArgumentError
-        if the range is empty.
+        Later reads must not start inside the range: they would miss the merged ids. Raises InvalidArgumentError if the
+        range is empty.
         """
         if start_idx >= end_idx:
             raise InvalidArgumentError("start_idx", start_idx, f"Pass a batch before end_idx={end_idx}")
@@ -126,11 +126,11 @@ class DeltaStore:
                 table.lookups[chosen] = [IndexedLookup(start_idx, *self._merged(table, lookups))]
 
     def get_delta(self, from_idx: int = 0) -> dict[str, DeltaRows]:
-        """Return the ids of batch ``from_idx`` and all later ones, ascending and unique, with one state each.
+        """Return the ids of batch ``from_idx`` and all later batches, ascending and unique, with one state each.
 
         Returns:
-            Table FQN to rows, for every table with an :meth:`append` since the last ``delete()`` without an argument. A
-            table without lookups in these batches has empty rows.
+            Rows by table FQN. A table without lookups in these batches has empty rows. A ``delete()`` without an
+            argument removes the table from the result until its next lookup.
         """
         return {
             fqn: DeltaRows(*self._merged(table, table.lookups[table.range(from_idx, None)]))
@@ -140,7 +140,7 @@ class DeltaStore:
     def get_indexed_lookups(self, start_idx: int, end_idx: int) -> dict[str, list[IndexedLookup]]:
         """Return the stored lookups of batches in ``[start_idx, end_idx)`` by table FQN.
 
-        The tensors belong to the store: do not write to them.
+        The tensors are not copies: do not write to them.
         """
         return {fqn: table.lookups[table.range(start_idx, end_idx)] for fqn, table in self._tables.items()}
 

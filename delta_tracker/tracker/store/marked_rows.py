@@ -1,9 +1,9 @@
-"""Marked rows of one shard, grouped by the cuts between which they were marked: :class:`MarkedRows`.
+"""Marked rows of one shard, in one segment for each interval between cuts: :class:`MarkedRows`.
 
 Notation: ``N`` is the number of ids, ``R`` the number of rows of the shard, ``S`` the number of values in an old state.
 
-A position is the number of cuts since the log was created. It is *pinned* while a consumer's cursor is there or an
-uncommitted read ends there. A segment covers the positions from its start to the next segment's start.
+A position is the number of cuts since the log was created. It is *pinned* while it is the position of a consumer's
+cursor or the end of an uncommitted read. A segment covers the positions from its start to the next segment's start.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Segment:
 
     Args:
         start: position of the first cut.
-        rows: the rows; None while nothing is marked.
+        rows: set of the marked rows; None until a row is marked.
         states: state of each row before its first change in the segment; None until a row with an old state is marked.
     """
 
@@ -46,9 +46,9 @@ class Segment:
     states: OldStates | None = None
 
     def merged(self, newer: Segment) -> Segment:
-        """Return one segment with the rows of this one and of a newer one. For rows in both, keep this one's states.
+        """Merge a newer segment into this one and return the result. Rows in both keep the states of this segment.
 
-        The result may be this segment. A call that fails or is interrupted can be repeated.
+        The result may be a new segment. A call that fails or is interrupted can be repeated.
         """
         if self.rows is None:
             return Segment(self.start, newer.rows, newer.states)
@@ -63,35 +63,35 @@ class Segment:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the set and the states in bytes."""
+        """Size of the row set and the old states in bytes."""
         return sum(each.num_bytes for each in (self.rows, self.states) if each is not None)
 
 
 class MarkedRows:
-    """Marked rows of one shard of ``R`` rows, readable from any pinned position.
+    """Base class of row stores: marked rows of one shard of ``R`` rows, readable from any pinned position.
 
-    There is one row set for each segment with marked rows and, if old states are kept, at most one old state for each
-    row in the set. After :meth:`compact`, there is at most one segment more than there are distinct pinned positions.
-    If row sets are large, one empty set is kept for reuse.
+    Each segment with marked rows has one row set and, if old states are kept, at most one old state for each of these
+    rows. After :meth:`compact`, the number of segments is at most the number of distinct pinned positions plus one. If
+    row sets are large, one empty set is kept for reuse.
 
-    Callers must serialize the calls. For each read, call :meth:`cut` while the shard has the values that the read must
-    return, then :meth:`changed`.
+    To read, call :meth:`cut` while the shard has the values that the read must return, then :meth:`changed`. Callers
+    must serialize all calls.
 
     Args:
         num_rows: ``R``, number of rows of the shard; 0 is allowed.
         device: device of the shard and of all ids.
-        engine: implementation of the row sets, see :func:`~delta_tracker.tracker.row_sets.engines.choose_engine`.
-        old_states: returns the current states ``[N, S]`` of the rows with ids ``[N]``; None to keep no states.
+        engine: name of the row set implementation, see :func:`~delta_tracker.tracker.row_sets.engines.choose_engine`.
+        old_states: function that returns the current states ``[N, S]`` of rows with ids ``[N]``; None to keep no
+            states.
 
     Attributes:
-        max_device_bytes: maximum size in bytes of the old states on the device, except for the memory of the newest
-            ones, see :class:`~delta_tracker.tracker.store.old_states.DeviceStates`. Older ones are moved to pinned host
-            memory. Ignored on the CPU, and without effect on devices other than CUDA.
+        max_device_bytes: maximum size in bytes of the closed blocks of old states on a CUDA device, see
+            :class:`~delta_tracker.tracker.store.old_states.DeviceStates`. Older blocks are moved to pinned host memory.
+            No effect on other devices.
         engine: implementation of the row sets.
-        pads: True if the shard is not on the CPU. The host does not know the number of rows that a write adds, so the
-            ids of these rows are padded to a fixed size.
+        pads: True if the shard is not on the CPU. The ids of newly marked rows are then padded to a fixed size.
         keeps_states: True if old states are kept.
-        copy: copy with which a subclass compares the shard; empty without it.
+        copy: copy with which a subclass compares the shard; empty if the class makes no copy.
     """
 
     max_device_bytes = 64 << 20
@@ -118,7 +118,7 @@ class MarkedRows:
     def replace_engine(self, error: Exception) -> bool:
         """Switch to the torch engine if the current engine raised ``error``. Return True if it was replaced.
 
-        The failed engine cannot list the marked rows: all rows of each segment with marked rows count as changed.
+        All rows of each segment with marked rows are then marked: the failed engine cannot list the marked rows.
         """
         if self.engine is TorchRows or not is_engine_fault(error):
             return False
@@ -139,8 +139,8 @@ class MarkedRows:
 
         Args:
             ids: ``[N]`` integer local ids, in any order, duplicates allowed unless ``states`` is given; None for all
-                rows, with unknown old states. An id outside ``[0, R)`` counts as row 0, because FBGEMM's table-batched
-                embedding updates row 0 for it.
+                rows, with unknown old states. An id outside ``[0, R)`` counts as row 0, see
+                :class:`~delta_tracker.tracker.row_sets.row_set.RowSet`.
             states: ``[N, S]`` states before the change; None to capture the current states. Ignored if ``ids`` is None.
             is_written: True if the rows have already been written. Their old states are then unknown, unless ``states``
                 is given.
@@ -162,16 +162,16 @@ class MarkedRows:
 
     @property
     def newest(self) -> Segment:
-        """Segment of the rows that were marked since the last cut.
+        """Segment with the rows that were marked since the last cut.
 
-        Rows may be added to its set if no old states are kept, or if :meth:`keep_states` is called afterwards.
+        Callers may add rows to its set. If old states are kept, they must call :meth:`keep_states` afterwards.
         """
         return self._segments[-1]
 
     def keep_states(self, ids: Tensor, count: Tensor) -> None:
-        """Keep the current states of rows that were added to the set of :attr:`newest`. Does not wait for the device.
+        """Save the current states of rows that were added to the set of :attr:`newest`. Does not wait for the device.
 
-        The arguments are a result of :meth:`~delta_tracker.tracker.row_sets.row_set.RowSet.mark_new_padded`.
+        ``ids`` and ``count`` are a result of :meth:`~delta_tracker.tracker.row_sets.row_set.RowSet.mark_new_padded`.
         """
         states = self._newest_states()
         assert self._old_states is not None, "checked by the caller"
@@ -180,7 +180,7 @@ class MarkedRows:
         self._tend()
 
     def cut(self, position: int) -> None:
-        """Start a segment at ``position``, which must be higher than all earlier positions."""
+        """Start a segment at ``position``. Each call must pass a higher position than the call before."""
         last = self._segments[-1]
         if last.rows is None:
             last.start = position
@@ -192,7 +192,7 @@ class MarkedRows:
     # Reading
 
     def unknown(self, ids: Tensor | None = None) -> ChangedRows:
-        """Return rows with unknown old states, for ids ``[N]`` int64 or, if None, all rows. Marks no row."""
+        """Return the rows with ids ``[N]`` int64, or all rows, with unknown old states. Does not mark them."""
         if ids is None:
             found = torch.arange(self.num_rows, device=self.device)
         else:
@@ -206,11 +206,10 @@ class MarkedRows:
         Waits for the device.
 
         Args:
-            start: a position that has been pinned since it was cut. Otherwise :meth:`compact` may have merged the
-                segments before and after the position.
-            stop: the position of the last cut or a higher position; or, like ``start``, a position that has been pinned
-                since it was cut.
-            with_states: return a copy of the old states too, if they are kept.
+            start: position that has been pinned since its cut. :meth:`compact` may merge the segments before and after
+                any other position.
+            stop: position that has been pinned since its cut, the position of the last cut, or a higher position.
+            with_states: also return a copy of the old states, if they are kept.
         """
         if with_states and self.pads:
             settle(self.device_states)
@@ -218,18 +217,18 @@ class MarkedRows:
         return self.found(rows, segments, None if rows is None else rows.scan(), with_states=with_states)
 
     def marked(self, start: int, stop: int | None, extra: Tensor | None = None) -> tuple[RowSet | None, list[Segment]]:
-        """Return a set of the rows marked in ``[start, stop)`` and of the rows with the ids ``extra``.
+        """Return one set with all rows marked in ``[start, stop)`` and the rows with the ids ``extra``.
 
         Pass the result to :meth:`release` or :meth:`found` after use.
 
         Args:
-            start: as in :meth:`changed`.
-            stop: as in :meth:`changed`; None for no upper bound.
+            start: position that has been pinned since its cut, see :meth:`changed`.
+            stop: end of the range, see :meth:`changed`; None for no upper bound.
             extra: ``[N]`` int64 local ids; None for no ids.
 
         Returns:
-            The set, or None without rows, and the segments with rows that were marked in ``[start, stop)``. Without
-            ``extra``, the set of a single segment is the segment's own, not a copy.
+            The set, None if it is empty, and the segments with rows that were marked in ``[start, stop)``. For a single
+            segment and no ``extra``, the set is the segment's own set, not a copy.
         """
         segments = [
             seg
@@ -249,10 +248,10 @@ class MarkedRows:
     def found(
         self, rows: RowSet | None, segments: list[Segment], ids: Tensor | None, *, with_states: bool
     ) -> ChangedRows:
-        """Return the rows of a set that was scanned, each with its oldest state in the set's segments.
+        """Return the rows of a set from :meth:`marked`, each with its oldest state in the segments. Release the set.
 
-        ``rows`` and ``segments`` are a result of :meth:`marked` without ``extra``, and ``ids`` the scan of ``rows``,
-        which is released.
+        ``rows`` and ``segments`` are a result of :meth:`marked` without ``extra``. ``ids`` is the result of
+        ``rows.scan()``, or None if ``rows`` is None.
         """
         if ids is None:
             ids = torch.empty(0, dtype=torch.int64, device=self.device)
@@ -288,7 +287,7 @@ class MarkedRows:
         return states, known
 
     def release(self, rows: RowSet | None, segments: list[Segment]) -> None:
-        """Keep the memory of a result of :meth:`marked` for reuse, unless it belongs to a segment."""
+        """Release a result of :meth:`marked`. Keeps the memory of its set for reuse, unless a segment owns the set."""
         if not (segments and rows is segments[0].rows):
             self._recycle(rows)
 
@@ -296,11 +295,11 @@ class MarkedRows:
 
     @property
     def compact_waits(self) -> bool:
-        """True if :meth:`compact` waits for the device. It does if old states are kept outside the CPU."""
+        """True if :meth:`compact` waits for the device: if old states are kept and the device is not the CPU."""
         return self.pads and self.keeps_states
 
     def compact(self, pinned: Collection[int]) -> None:
-        """Merge neighboring segments that no position in ``pinned`` separates."""
+        """Merge neighboring segments that are not separated by a position in ``pinned``."""
         if self.pads:
             settle(self.device_states)
         index = 1
@@ -315,7 +314,7 @@ class MarkedRows:
                     self._recycle(newer.rows)
 
     def delete(self, before: int | None) -> None:
-        """Drop the segments that start before a pinned position. None drops all segments."""
+        """Drop the segments that start before the pinned position ``before``. None drops all segments."""
         segments = self._segments
         number = len(segments) if before is None else bisect_left(segments, before, key=attrgetter("start"))
         dropped, kept = segments[:number], segments[number:]
@@ -324,13 +323,13 @@ class MarkedRows:
             self._recycle(segment.rows)
 
     def drop_states(self, before: int | None) -> None:
-        """Drop the old states of the segments that :meth:`delete` would drop. The rows stay marked."""
+        """Drop the old states of segments that start before ``before``; None for all. The rows stay marked."""
         for segment in self._segments:
             if before is None or segment.start < before:
                 segment.states = None
 
     def drop_spare(self) -> None:
-        """Free the spare set that is kept for reuse, and the memory that is reserved for further old states."""
+        """Free the empty row set that is kept for reuse, and the memory reserved for more old states."""
         self._spare = None
         for states in self.device_states:
             states.shrink()
@@ -346,7 +345,7 @@ class MarkedRows:
         return [seg.states for seg in self._segments if isinstance(seg.states, DeviceStates)]
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield all tensors."""
+        """Yield all tensors of the store on the shard's device."""
         if self.copy.numel():
             yield self.copy
         for segment in self._segments:
@@ -356,7 +355,7 @@ class MarkedRows:
 
     @property
     def log_bytes(self) -> int:
-        """Size in bytes of the row sets and old states, with reserved memory. Does not wait for the device."""
+        """Size in bytes of the row sets and old states, including reserved memory. Does not wait for the device."""
         return sum(each.num_bytes for each in self._segments) + (0 if self._spare is None else self._spare.num_bytes)
 
     def _newest_rows(self) -> RowSet:
@@ -372,14 +371,14 @@ class MarkedRows:
         return last.states
 
     def _tend(self) -> None:
-        """Update the old states with copies that are complete, and keep them within their limit. Does not wait."""
+        """Poll the old states and move them to host memory above :attr:`max_device_bytes`. Does not wait."""
         left = self.max_device_bytes
         for states in reversed(self.device_states):
             states.poll()
             left -= states.spill(max(0, left))
 
     def _take_set(self) -> RowSet:
-        """Return an empty set, which may be the spare one."""
+        """Return an empty set: the spare set if there is one, otherwise a new set."""
         spare, self._spare = self._spare, None
         return self.engine(self.num_rows, self.device) if spare is None else spare
 
@@ -391,5 +390,5 @@ class MarkedRows:
 
 
 def whole_numbers(ids: Tensor) -> Tensor:
-    """Return ``ids`` as int64. Skips ``long()`` for int64 ids, because the call is slower than the check."""
+    """Return ``ids`` converted to int64, or ``ids`` themselves if they are int64. Faster than ``ids.long()``."""
     return ids if ids.dtype == torch.int64 else ids.long()

@@ -3,10 +3,10 @@
 Notation: ``N`` is the number of ids of a call, ``R`` the number of rows of the shard, ``S`` the number of values in an
 old state, ``C`` the capacity of a block.
 
-On the CPU, the number of rows that a batch marks for the first time is known immediately. On a device, reading it would
-make the training step wait. The states are therefore written to blocks of preallocated memory on the device, at
-positions that the device computes. The host has an upper bound of the number of rows in a block, and learns the number
-from copies that complete later, to allocate a new block before the upper bound exceeds the capacity.
+On the CPU, the number of rows that a batch marks for the first time is known immediately. On a device, reading this
+number would make the training step wait. The states are therefore written to blocks of preallocated memory on the
+device, at positions that the device computes. The host keeps an upper bound of the number of rows in a block, and
+allocates a new block before this bound exceeds the capacity. It updates the bound from asynchronous copies.
 """
 
 from __future__ import annotations
@@ -33,40 +33,40 @@ ReadStates = Callable[[Tensor], Tensor]
 
 
 class OldStates:
-    """Old states of some of a segment's marked rows in CPU memory. The old states of its other rows are unknown.
+    """Known old states of a segment's marked rows, in CPU memory. All other old states are unknown.
 
-    The memory has exactly the size of the rows. If it is from the :class:`~delta_tracker.buffers.pool.BufferPool`, it
-    may be up to 1.5 times as large.
+    Takes no more memory than the states need, or up to 1.5 times as much if the memory comes from the
+    :class:`~delta_tracker.buffers.pool.BufferPool`.
 
     Attributes:
-        pieces: ids ``[N]`` and old states ``[N, S]`` of the rows that one call marked. No id is in two pieces.
+        pieces: pairs of ids ``[N]`` and old states ``[N, S]``, usually one per call. No id is in two pairs.
     """
 
     def __init__(self) -> None:
         self.pieces: list[tuple[Tensor, Tensor]] = []
 
     def empty(self) -> OldStates:
-        """Return a new object of the same kind, without states."""
+        """Return a new object of the same class without states."""
         return OldStates()
 
     def mark_new(self, marked: RowSet, ids: Tensor, read: ReadStates) -> None:
-        """Mark rows, and keep the current states of those that were not marked before.
+        """Mark rows, and save the current states of newly marked rows.
 
-        ``ids`` are ``[N]`` int64, local, in any order, with duplicates allowed.
+        ``ids`` is ``[N]`` int64, local ids in any order, duplicates allowed.
         """
         new = marked.mark_new(ids)
         self.pieces.append((new, read(new)))
 
     def mark_with(self, marked: RowSet, ids: Tensor, states: Tensor) -> None:
-        """Mark rows, and keep the given states of those that were not marked before.
+        """Mark rows, and save the given states of newly marked rows.
 
-        ``ids`` are ``[N]`` int64, local, in any order and unique; ``states`` are ``[N, S]``.
+        ``ids`` is ``[N]`` int64, unique local ids in any order. ``states`` is ``[N, S]``.
         """
         self.pieces += _unmarked(marked, [(ids, states)])
         marked.mark(ids)
 
     def absorb(self, newer: Self, marked: RowSet) -> None:
-        """Move the states of a newer segment to this one, except those of the rows in ``marked``.
+        """Add the old states of a newer segment, except for rows in ``marked``. May move their memory.
 
         Except on the CPU, call :func:`settle` first. Waits for the device.
         """
@@ -84,7 +84,7 @@ class OldStates:
         return (states for _, states in self.pieces)
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield all tensors on the device of the shard."""
+        """Yield all tensors that are on the device of the shard."""
         for pair in self.pieces:
             yield from pair
 
@@ -107,8 +107,8 @@ class Block:
     """Old states of up to ``C`` rows, in the order in which the rows were marked.
 
     A block is open until :meth:`close`. While it is open, its memory has ``C + 1`` rows. The last row receives padding
-    that does not fit. A closed block whose number of rows is known has memory for these rows only, unless it is nearly
-    full. :meth:`spill` moves its states to pinned host memory.
+    that does not fit. Once the block is closed and its number of rows is known, its memory is trimmed to these rows,
+    unless it is nearly full. :meth:`spill` moves the states to pinned host memory.
 
     Args:
         capacity: ``C``, 1 or more.
@@ -120,7 +120,7 @@ class Block:
         lowest: lower bound of the number of rows.
         highest: upper bound of the number of rows. If it equals ``lowest``, the number of rows is known.
         is_open: True if rows may be appended.
-        count: number of rows, ``[1]`` int64, which is only on the device.
+        count: number of rows, ``[1]`` int64 on the device.
     """
 
     def __init__(self, capacity: int, ids: Tensor, states: Tensor) -> None:
@@ -156,12 +156,12 @@ class Block:
 
     @property
     def is_known(self) -> bool:
-        """True if the host has the number of rows."""
+        """True if the host knows the number of rows."""
         return self.lowest == self.highest
 
     @property
     def is_pending(self) -> bool:
-        """True if :meth:`poll` has something to wait for: a number of rows, or a spilled block."""
+        """True if :meth:`poll` must be called again: the block is open, being counted or being spilled."""
         return self.is_open or not self.is_known or (self._spilled is not None and self._states is not None)
 
     @property
@@ -170,12 +170,12 @@ class Block:
         return not self.is_open and self.is_known and self._spilled is None
 
     def start_copy(self) -> None:
-        """Start to copy the number of rows to the host, unless a copy is pending. Does not wait for the device."""
+        """Start copying the number of rows to the host, unless a copy is pending. Does not wait for the device."""
         if self._copy is None and not self.is_known:
             self._copy, self._at_copy = HostCopy(self.count), self._appended
 
     def poll(self) -> None:
-        """Update the bounds if a copy is complete, and release spilled memory. Does not wait for the device."""
+        """Update the bounds, and free the device memory of spilled states, once they are copied. Does not wait."""
         if self._spilled is not None and self._states is not None and self._spilled.is_done:
             self._states = None
         if self._copy is not None and self._copy.is_done:
@@ -186,7 +186,7 @@ class Block:
                 self.start_copy()
 
     def learn(self, lowest: int, highest: int) -> None:
-        """Set the bounds of the number of rows. Trims a closed block if its number of rows is known."""
+        """Set the bounds of the number of rows. Trim a closed block if both bounds are equal."""
         self.lowest, self.highest = lowest, highest
         if self.is_known:
             self._copy = None
@@ -194,7 +194,7 @@ class Block:
                 self._resize(lowest)
 
     def close(self) -> None:
-        """Reject further rows. Trims the block if its number of rows is known. Does not wait."""
+        """Close the block for new rows. Trim it if its number of rows is known. Does not wait for the device."""
         if self.is_open:
             self.is_open = False
             self.learn(self.lowest, self.highest)
@@ -207,22 +207,22 @@ class Block:
             self._resize(self.highest + 1)
 
     def spill(self) -> None:
-        """Start to move the states of a resident block to pinned host memory. The ids stay on the device.
+        """Start moving the states of a resident block to pinned host memory. The ids stay on the device.
 
-        Does not wait for the device. :meth:`poll` releases the memory on the device once the copy is complete.
+        Does not wait for the device. :meth:`poll` frees the memory on the device once the copy is complete.
         """
         assert self.is_resident, "selected by the caller"
         self._spilled = HostCopy(self.states, stream=side_stream(self._ids.device))
 
     @property
     def ids(self) -> Tensor:
-        """Ids of the rows, whose number must be known."""
+        """Ids of the rows, ``[N]`` int64. The number of rows must be known."""
         assert self.is_known, "settled by the caller"
         return self._ids[: self.lowest]
 
     @property
     def states(self) -> Tensor:
-        """Old states of the rows, on the device. The number of rows must be known."""
+        """Old states of the rows, ``[N, S]``, on the device. The number of rows must be known."""
         assert self.is_known, "settled by the caller"
         if self._states is not None:
             return self._states[: self.lowest]
@@ -230,7 +230,7 @@ class Block:
         return self._spilled.result().to(self._ids.device, non_blocking=True)
 
     def take(self, index: Tensor) -> None:
-        """Keep only the rows at some unique positions of a closed block, whose number of rows must be known."""
+        """Keep only the rows at the unique indices ``index``. The block must be closed with a known number of rows."""
         num_rows, ids, states = len(index), self.ids[index], self.states[index]
         # In one statement, so that an interrupted call has no effect.
         self._ids, self._states, self._spilled, self.lowest, self.highest, self.capacity = (
@@ -238,7 +238,7 @@ class Block:
         )  # fmt: skip
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield the tensors on the device."""
+        """Yield the block's tensors on the device."""
         yield from (each for each in (self._ids, self._states, self.count) if each is not None)
 
     @property
@@ -257,12 +257,12 @@ class Block:
 
 
 class DeviceStates(OldStates):
-    """Old states of the rows of one segment on a device, in blocks.
+    """Known old states of the rows of one segment on a device, in blocks.
 
-    No method waits for the device, except :meth:`absorb`. The memory is that of the rows and of one open block. An open
-    block has room for two batches of ids, or for all ``R`` rows if that is less, but for at least 1 MiB. It is closed
-    when the next batch might not fit. A closed block is trimmed to the size of its rows once a copy of their number has
-    arrived: on CUDA, usually one or two batches later; on other devices, at the next :func:`settle`.
+    No method waits for the device, except :meth:`absorb`. In addition to the stored rows, one open block has room for
+    two batches of ids or at least 1 MiB, but for no more than all ``R`` rows. It is closed when the next batch might
+    not fit. A closed block is trimmed to the size of its rows once the host knows their number: on CUDA, usually one or
+    two batches later; on other devices, at the next :func:`settle`.
 
     Args:
         num_rows: ``R``.
@@ -284,13 +284,13 @@ class DeviceStates(OldStates):
 
     @property
     def unknown(self) -> list[Block]:
-        """Blocks whose number of rows is not known."""
+        """Blocks whose number of rows the host does not know."""
         return [block for block in self._pending if not block.is_known]
 
     def mark_new(self, marked: RowSet, ids: Tensor, read: ReadStates) -> None:
-        """Mark rows, and keep the current states of those that were not marked before.
+        """Mark rows, and save the current states of newly marked rows.
 
-        ``read`` may be called with additional ids, which are valid.
+        ``read`` may also be called with valid ids of other rows.
         """
         if self._lowest < self._num_rows:  # otherwise all rows are marked
             new, count = marked.mark_new_padded(ids)
@@ -302,8 +302,8 @@ class DeviceStates(OldStates):
         Args:
             ids: ``[N]`` int64. The first ``count`` are the ids of the rows; the others are padding.
             count: ``[1]`` int64, the number of rows.
-            read: function that returns the states ``[M, S]`` to keep for the first ``M`` ids. It is called with these
-                ids, in which 0 replaces -1.
+            read: function that returns the states ``[M, S]`` to save for the first ``M`` ids. It receives these ids,
+                with 0 instead of -1.
         """
         num_ids = min(len(ids), self._num_rows - self._lowest)
         if num_ids <= 0:
@@ -316,35 +316,35 @@ class DeviceStates(OldStates):
             block.start_copy()
 
     def mark_with(self, marked: RowSet, ids: Tensor, states: Tensor) -> None:
-        """Mark rows, and keep the given states of those that were not marked before."""
+        """Mark rows, and save the given states of newly marked rows."""
         is_new = ~marked.contains(ids)
         marked.mark(ids)
         order = is_new.logical_not().byte().sort(stable=True).indices  # new rows first
         self.append(ids[order], is_new.sum(0, keepdim=True), lambda kept: states[order[: len(kept)]])
 
     def poll(self) -> None:
-        """Read the row counts that were copied, update the blocks' bounds, and trim or release their memory."""
+        """Update the blocks from copies that are complete, and trim or free their memory. Does not wait."""
         for block in self._pending:
             block.poll()
         self._sort()
 
     def close(self) -> None:
-        """Close the open block, because no more rows are appended for now."""
+        """Close the open block. The next :meth:`append` starts another one."""
         if self._blocks:
             self._blocks[-1].close()
             self._sort()
 
     def shrink(self) -> None:
-        """Release the memory of the open block that is reserved for rows that may be marked later."""
+        """Free the unused memory of the open block."""
         if self._blocks:
             self._holds_all = False
             self._blocks[-1].shrink()
 
     def spill(self, max_bytes: int) -> int:
-        """Start to move closed blocks to pinned host memory, oldest first. Return the bytes of those that stay.
+        """Start moving closed blocks to pinned host memory, oldest first. Return the bytes of the remaining blocks.
 
-        ``max_bytes`` is the size of the closed blocks that may stay on the device. Blocks whose number of rows is not
-        known stay in any case.
+        ``max_bytes`` is the maximum size of the remaining blocks. Blocks with an unknown number of rows stay on the
+        device and do not count.
         """
         while self._resident and self._resident_bytes > max_bytes:
             block = self._resident[0]
@@ -362,7 +362,7 @@ class DeviceStates(OldStates):
         return self._resident_bytes
 
     def absorb(self, newer: Self, marked: RowSet) -> None:
-        """Move the states of a newer segment to this one, as in :class:`OldStates`. Waits for the device once."""
+        """Add the old states of a newer segment, except for rows in ``marked``. Waits for the device once."""
         self.close()
         newer.close()
         blocks = [block for block in newer._blocks if block.lowest]
@@ -388,7 +388,7 @@ class DeviceStates(OldStates):
     def states(self) -> Iterator[Tensor]:
         """Yield the old states on the device, in the order of :meth:`ids`. Call :func:`settle` first.
 
-        A spilled block is copied to the device when it is reached. The copy is not kept.
+        The iterator copies each spilled block to the device when it yields the block, and does not keep the copy.
         """
         return (block.states for block in self._blocks)
 
@@ -423,7 +423,7 @@ class DeviceStates(OldStates):
         return block
 
     def _sort(self) -> None:
-        """Move the blocks that need no more polling from the pending ones to the others."""
+        """Remove the blocks that need no more polling from the pending blocks, and add them to the totals."""
         settled = [block for block in self._pending if not block.is_pending]
         if settled:
             resident = [block for block in settled if block.is_resident]
@@ -438,7 +438,7 @@ class DeviceStates(OldStates):
 
 
 def settle(segments: Iterable[DeviceStates]) -> None:
-    """Read the numbers of rows of all blocks of several segments. Waits for the device at most once."""
+    """Read the unknown numbers of rows of all blocks of several segments. Waits for the device at most once."""
     segments = list(segments)
     blocks = [block for states in segments for block in states.unknown]
     if blocks:

@@ -1,4 +1,4 @@
-"""Store of the owners of one table's slots: the raw ids that a managed-collision module maps to the rows.
+"""Store of the owners of one table's slots: the raw id that a managed-collision module maps to each row.
 
 Notation: ``N`` is the number of ids, ``R`` the number of rows of the shard.
 """
@@ -14,22 +14,22 @@ from delta_tracker.tracker.store.marked_rows import MarkedRows
 
 
 class OwnerStore(MarkedRows):
-    """Store that finds slots with a new owner by comparing the owners with a copy, and keeps the former owners.
+    """Row store of the slots (rows) of a table with managed collisions whose owner changed, with their former owners.
 
-    The old state of a slot is its owner before the first change in a segment, so that each consumer gets the owner of
-    its own last read. The copy takes 8 bytes per slot. An MCH module's owners are compared only if the module has
-    written them, a hash-ZCH module's at each call.
+    :meth:`update` finds these slots by comparing the owners with a copy. The copy takes 8 bytes per slot. The owners of
+    an MCH module are compared only after the module wrote them, the owners of a hash-ZCH module in each call. The old
+    state of a slot is its owner before its first change in a segment.
 
-    An owner that a stream cannot have does not stop training: :meth:`update` marks its slot like any other, and
-    :attr:`refusal` is set until the owners are valid again.
+    An owner that is not valid in a stream does not stop training. :meth:`update` marks its slot and sets
+    :attr:`refusal` until all owners are valid again.
 
     Args:
-        source: reader of the owners.
-        engine: implementation of the row sets, see :func:`~delta_tracker.tracker.row_sets.engines.choose_engine`.
+        source: reader of the module's owners.
+        engine: name of the row set implementation, see :func:`~delta_tracker.tracker.row_sets.engines.choose_engine`.
 
     Attributes:
-        source: reader of the owners.
-        refusal: reason why a stream cannot have the owners of the last :meth:`update`; an empty string if it can.
+        source: reader of the module's owners.
+        refusal: reason why the owners of the last :meth:`update` cannot be published; an empty string if they can.
     """
 
     def __init__(self, source: LocalOwners, *, engine: str | None) -> None:
@@ -46,18 +46,17 @@ class OwnerStore(MarkedRows):
         self._read_all()
 
     def attach(self, source: LocalOwners) -> None:
-        """Replace the reader, because the module was replaced. The slots and their device must be the same."""
+        """Read the owners from another source after the module was replaced. The slots and device must be the same."""
         self.source, self._token = source, None
 
     def update(self, mark: Callable[[Tensor], None]) -> None:
         """Compare the owners with the copy, mark the slots that differ, and update the copy.
 
-        Does nothing while the module has not changed the owners. Otherwise waits for the device. Takes temporary memory
-        of up to 17 bytes per slot.
+        Does nothing if the module has not written the owners. Otherwise waits for the device. Takes temporary memory of
+        up to 17 bytes per slot. A call that runs out of memory can be repeated.
 
         Args:
-            mark: function that marks slots ``[N]`` as changed in the table's own store. It is called first and only if
-                there are such slots, so that a call that runs out of memory can be repeated.
+            mark: function that marks slots ``[N]`` as changed in the table's own store. Called only if slots differ.
         """
         if self._is_doubted:
             self.mark_unknown()
@@ -79,13 +78,13 @@ class OwnerStore(MarkedRows):
 
     @property
     def owners(self) -> Tensor:
-        """Owner of each slot at the last :meth:`update`, ``[R]`` int64. Belongs to the store: do not write to it."""
+        """Owner of each slot at the last :meth:`update`, ``[R]`` int64. Do not write to this tensor."""
         return self.copy
 
     def former(self, ids: Tensor, start: int) -> Tensor:
-        """Return the owner of some slots at a pinned position of the log, ``[N]`` int64. Waits for the device.
+        """Return the owner of each given slot at the pinned position ``start``, ``[N]`` int64. Waits for the device.
 
-        ``ids`` are ``[N]`` int64, local, ascending and unique. All positions since ``start`` must be in the log.
+        ``ids`` is ``[N]`` int64, unique local ids in ascending order. All segments since ``start`` must be kept.
         """
         former = self.copy.index_select(0, ids)
         changed = self.changed(start, self._segments[-1].start + 1)
@@ -97,11 +96,11 @@ class OwnerStore(MarkedRows):
         return former
 
     def mark_all_later(self) -> None:
-        """Make the next :meth:`update` call :meth:`mark_unknown`. Takes no memory."""
+        """Request that the next :meth:`update` marks all slots with :meth:`mark_unknown`. Allocates no memory."""
         self._is_doubted = True
 
     def mark_unknown(self) -> None:
-        """Mark all slots as changed. Their former owners are unknown and count as ``NO_OWNER``."""
+        """Mark all slots as changed. Their former owners are unknown and reported as ``NO_OWNER``."""
         every = torch.arange(self.num_rows, device=self.device)
         self.mark(every, states=torch.full_like(every, NO_OWNER).unsqueeze(1))
 
@@ -118,7 +117,7 @@ class OwnerStore(MarkedRows):
         self.refusal = self._refusal(self.copy, None)
 
     def _refusal(self, owners: Tensor, slots: Tensor | None) -> str:
-        """Return the reason why a stream cannot have the owners ``[R]`` of all slots; an empty string if it can.
+        """Return the reason why the owners ``[R]`` of all slots cannot be published; an empty string if they can.
 
         ``slots`` are the ``[N]`` local slots to check; None for all slots. The source checks all owners.
         """

@@ -1,10 +1,10 @@
-"""The row store of one shard: the rows that its writes marked, and the writes in progress.
+"""Row store of one shard: the rows that writes marked, and the writes in progress.
 
 Notation: ``N`` is the number of ids, ``R`` the number of rows of the shard, ``S`` the number of values in an old state.
 
-A *write* is in progress from just before it changes its rows until it is known to be complete. For such a row, a read
-may return the value from before or after the write. Therefore each cut marks the rows of the writes in progress again
-in the new segment, with their states at the cut, so that the next read returns these rows again and no update is lost.
+A *write* is in progress from just before it changes its rows until it is known to be complete. A read during the write
+may return the value of a row from before or after the write. Therefore each cut marks the rows of the writes in
+progress again in the new segment, with their states at the cut. The next read then returns these rows again.
 """
 
 from collections import deque
@@ -18,20 +18,20 @@ from delta_tracker.tracker.store.old_states import ReadStates
 
 
 class SegmentStore(MarkedRows):
-    """Store of the changed rows of one shard of ``R`` rows, readable from any pinned position.
+    """Row store of a table whose writes are reported by hooks, readable from any pinned position.
 
-    For each write, call :meth:`begin_write` before it changes rows, and :meth:`end_write` once it is known to be
+    Call :meth:`begin_write` before each write changes rows, and :meth:`end_write` once the write is known to be
     complete. The store also holds the ids of the writes in progress.
 
     Args:
-        num_rows, device, engine, old_states: those of :class:`MarkedRows`.
-        was_written: function that returns True if the shard was written in place since the previous call of the
-            function. The first call covers the time since the function was created. None to disable
+        num_rows, device, engine, old_states: see :class:`MarkedRows`.
+        was_written: function that returns True if the shard was written in place since its previous call. The first
+            call covers the time since the function was created. None disables the detection of unreported writes by
             :meth:`notice_writes`.
 
     Attributes:
-        reads_shard: True if the shard's rows are read by :meth:`cut` or by the methods that mark rows.
-        writes: ids of the writes in progress, by key; None for all rows.
+        reads_shard: True if :meth:`cut` or the methods that mark rows read the shard.
+        writes: local ids ``[N]`` of each write in progress, by key; None for a write of all rows.
 
     Example:
         >>> store = SegmentStore(num_rows=8)
@@ -59,25 +59,25 @@ class SegmentStore(MarkedRows):
         self.writes: dict[int, Tensor | None] = {}
 
     def begin_write(self, key: int, ids: Tensor | None) -> None:
-        """Begin a write with a new key, and mark its rows. The argument ``ids`` is that of :meth:`mark`."""
+        """Record a write in progress with a new key, and mark its rows: ``[N]`` local ids, or None for all rows."""
         self.writes[key] = ids
         self.mark(ids)
 
     def end_write(self, key: int) -> None:
-        """End a write that is complete or will not take place. Does nothing if it is not in progress."""
+        """Remove a write that is complete or was canceled. Does nothing if no write with this key is in progress."""
         self.writes.pop(key, None)
         if key in self._lost:
             self._has_unmarked = True  # the write may have changed rows since the last cut marked them
             self._lost.remove(key)
 
     def cut(self, position: int) -> None:
-        """Start a segment at ``position``, the highest so far, and mark the rows of the writes in progress in it."""
+        """Start a segment at ``position``, above all earlier ones. Mark the rows of the writes in progress in it."""
         super().cut(position)
         for ids in self.writes.values():
             self.mark(ids)
 
     def catch_up(self) -> None:
-        """Compare the shard with its copy, and mark the rows that differ. No-op in this class, which has no copy."""
+        """Mark the rows that differ from a copy of the shard. No-op in this class, which makes no copy."""
 
     # Writes without a report
 
@@ -86,7 +86,7 @@ class SegmentStore(MarkedRows):
 
         Also mark them if :meth:`mark_all_later` requested it. Call this method before every :meth:`cut`. If old states
         are kept, also call it before each :meth:`begin_write` or :meth:`mark` that captures states: after an unreported
-        write, these are not the old ones.
+        write, the current states are not the old states.
         """
         if self.has_unmarked_writes():
             try:
@@ -97,16 +97,17 @@ class SegmentStore(MarkedRows):
                 raise
 
     def mark_all_later(self, key: int | None = None) -> None:
-        """Make the next :meth:`notice_writes` mark all rows. Takes no memory; any thread may call it at any time.
+        """Request that the next :meth:`notice_writes` marks all rows. Allocates no memory. Any thread may call it.
 
-        If ``key`` is given, every call until :meth:`end_write` marks all rows, and so does the first call afterwards.
+        If ``key`` is given, every :meth:`notice_writes` until the end of this write marks all rows, and so does the
+        first one afterwards.
         """
         self._has_unmarked = True
         if key is not None and key not in self._lost:
             self._lost.append(key)
 
     def has_unmarked_writes(self) -> bool:
-        """Return True if :meth:`notice_writes` would mark the rows. Does no work on the device."""
+        """Return True if the next :meth:`notice_writes` will mark all rows. Does no work on the device."""
         if self.num_rows == 0:
             return False
         if self._was_written is not None:
@@ -119,12 +120,12 @@ class SegmentStore(MarkedRows):
         return self._has_unmarked or bool(self._lost)
 
     def acknowledge_writes(self) -> None:
-        """Make :meth:`notice_writes` ignore earlier writes. Call it if their rows need no further mark."""
+        """Ignore earlier unreported writes in :meth:`notice_writes`. Call it if their rows need not be marked."""
         if self._was_written is not None:
             self._was_written()
 
     def forget(self) -> None:
-        """Drop all marked rows and ignore all writes so far, except those in progress."""
+        """Drop all marked rows and ignore all earlier writes, except writes in progress."""
         self.acknowledge_writes()
         self._has_unmarked = False
         self.delete(None)
@@ -132,11 +133,11 @@ class SegmentStore(MarkedRows):
     # Memory
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield all tensors of the store."""
+        """Yield all tensors of the store, including the ids of writes in progress."""
         yield from super().tensors()
         yield from (ids for ids in self.writes.values() if ids is not None)
 
     @property
     def log_bytes(self) -> int:
-        """Size in bytes of the row sets, the old states and the ids of writes in progress, see :class:`MarkedRows`."""
+        """Size in bytes of the row sets, the old states and the ids of writes in progress, with reserved memory."""
         return super().log_bytes + sum(ids.nbytes for ids in self.writes.values() if ids is not None)

@@ -1,8 +1,8 @@
 """Operations on several row stores. The stores of a device are marked, scanned and counted together.
 
-On a device, the number of launches that mark the rows of one kernel's lookup does not grow with the number of the
-kernel's tables, unless old states are kept. The number of times that a read waits for a device does not grow with the
-number of tables. On the CPU, each store is marked and read by itself.
+On a device, a lookup of one kernel marks the rows of all its tables with a fixed number of launches, unless old states
+are kept. A read waits for the device a fixed number of times for all tables. On the CPU, each store is marked and read
+separately.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,10 +28,10 @@ def _replaced(stores: Mapping[str, SegmentStore], error: Exception) -> bool:
 
 
 def mark_in_each(stores: Mapping[str, SegmentStore], ids: Mapping[str, Tensor | None], key: int | None = None) -> None:
-    """Call :meth:`SegmentStore.mark` of each store in ``ids``, or :meth:`SegmentStore.begin_write` for a write.
+    """Mark rows in several stores.
 
-    ``ids`` has the argument ``ids`` of :meth:`SegmentStore.mark` for each name. ``key`` is the key of the write, or
-    None.
+    ``ids`` has ``[N]`` integer local ids by name of the store, or None for all rows. If ``key`` is given, the call also
+    records a write in progress with this key, as :meth:`SegmentStore.begin_write` does.
     """
     together = {
         name: own for name, own in ids.items() if own is not None and stores[name].pads and stores[name].num_rows
@@ -52,7 +52,7 @@ def mark_in_each(stores: Mapping[str, SegmentStore], ids: Mapping[str, Tensor | 
 def changed_in_each(
     stores: Mapping[str, SegmentStore], start: int, stop: int, *, with_states: bool
 ) -> dict[str, ChangedRows]:
-    """Return the result of :meth:`SegmentStore.changed` for each store, all of them on devices."""
+    """Return the result of :meth:`SegmentStore.changed` for each store. No store may be on the CPU."""
     if with_states:
         settle(states for store in stores.values() for states in store.device_states)
     marked = {name: store.marked(start, stop) for name, store in stores.items()}
@@ -66,7 +66,7 @@ def changed_in_each(
 def num_changed_in_each(stores: Mapping[str, SegmentStore], start: int, extra: Mapping[str, Tensor]) -> dict[str, int]:
     """Return the number of distinct rows in each store that were marked since position ``start`` or are in ``extra``.
 
-    ``start`` is a pinned position, and ``extra`` has ``[N]`` int64 local ids by name. Waits for each device once.
+    ``start`` must be pinned. ``extra`` has ``[N]`` int64 local ids by name of the store. Waits for each device once.
     """
     marked = {name: store.marked(start, None, extra.get(name)) for name, store in stores.items()}
     counted = _together(marked, lambda engine, sets: engine.count_each(sets))

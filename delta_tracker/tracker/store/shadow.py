@@ -1,6 +1,6 @@
 """Row store that finds changed rows by comparing the shard with a copy.
 
-It is for tables whose writes no hook reports (DENSE kernels, DATA_PARALLEL, plain modules with dense gradients). Their
+Used for tables whose writes no hook reports (DENSE kernels, DATA_PARALLEL, plain modules with dense gradients). Their
 changes cannot be derived from lookups: momentum, Adam and weight decay change rows that were not looked up, the
 all-reduce adds gradients of other ranks, and the optimizer writes after the backward pass. Comparison with a copy is
 exact in all these cases, needs no collective, and also finds rows that ``load_state_dict`` changed.
@@ -24,18 +24,18 @@ _CHUNK_ROWS = 65536
 
 
 class ShadowStore(SegmentStore):
-    """Row store that finds changed rows at each cut by comparing the shard with a copy of the shard.
+    """Row store of a table whose writes no hook reports. At each cut, it compares the shard with a copy.
 
     The copy takes as much memory as the shard. Each cut reads the shard and the copy once. Rows are compared bit for
     bit.
 
     Args:
-        read_rows: takes local ids ``[N]`` and returns a copy of the shard's current rows ``[N, D]``. If it is called
-            with None, it returns a copy of all rows.
+        read_rows: function that returns a copy of the shard's current rows ``[N, D]`` for local ids ``[N]``, or of all
+            rows for None.
         num_rows: ``R``, number of rows of the shard.
         device: device of the shard.
-        engine: implementation of the row sets, see :func:`~delta_tracker.tracker.row_sets.engines.choose_engine`.
-        keeps_states: True to keep old states, which are the values ``[N, D]`` that changed rows had before the change.
+        engine: name of the row set implementation, see :func:`~delta_tracker.tracker.row_sets.engines.choose_engine`.
+        keeps_states: True to keep old states, the values ``[N, D]`` of changed rows before their change.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class ShadowStore(SegmentStore):
     def catch_up(self) -> None:
         """Mark the rows that differ from the copy, then update the copy. Waits for the device once.
 
-        Takes temporary memory of one byte per row, of 8 bytes per row that differs, and of a chunk of rows.
+        Takes temporary memory: one byte per row, 8 bytes per row that differs, and the values of 65,536 rows.
         """
         differs = torch.empty(self.num_rows, dtype=torch.bool, device=self.device)
         for begin in range(0, self.num_rows, _CHUNK_ROWS):
@@ -84,10 +84,10 @@ def make_store(shard: Callable[[], LocalShard], capture: Capture, *, engine: str
     """Return a table's store: a :class:`SegmentStore` if hooks report writes, otherwise a :class:`ShadowStore`.
 
     Args:
-        shard: returns this rank's current shard of the table. After a reshard it may return another shard with the
-            same block.
-        capture: strategy of the tracking mode.
-        engine: implementation of the row sets, see :func:`~delta_tracker.tracker.row_sets.engines.choose_engine`.
+        shard: function that returns this rank's current shard of the table. After a reshard, it may return another
+            object with the same block of rows.
+        capture: the tracking mode's choice of the values to keep.
+        engine: name of the row set implementation, see :func:`~delta_tracker.tracker.row_sets.engines.choose_engine`.
     """
     now = shard()  # again at each read, because a reshard may replace it
     if now.is_compared:
