@@ -22,10 +22,10 @@ _BYTE = torch.uint8
 
 
 def agree(action: Callable[[], Mapping[str, object] | None], group: RankGroup) -> None:
-    """Call ``action`` and compare its result with those of the other ranks. All ranks must call this function.
+    """Call ``action`` on every rank and check that all ranks have the same result. A collective.
 
-    A difference is thus found before one rank waits for the others in a later collective. Raises RankFailedError if the
-    results differ, or if ``action`` raised an error on another rank only.
+    Call it before operations that would block forever if a rank failed or had other arguments. ``action`` returns JSON
+    values by name, or None. Raises RankFailedError if the results differ, or if ``action`` raised on another rank only.
     """
     try:
         message: dict[str, object] = {"result": action() or {}}
@@ -54,9 +54,9 @@ def _exchange(message: Mapping[str, object], group: RankGroup) -> list[dict[str,
 
 
 def gather_parts(state: Mapping[str, Tensor], group: RankGroup, strategy: str) -> dict[str, Tensor]:
-    """Send the saved state of every rank, called its *part*, to rank 0. All ranks must call this function.
+    """Send the saved state of every rank, its *part*, to rank 0. A collective.
 
-    Returns the tensors of all parts by key on rank 0. On the others, returns ``state`` if the strategy is
+    Returns the tensors of all parts by key on rank 0. On other ranks, returns ``state`` if ``strategy`` is
     ``gather_or_local``, otherwise an empty dict. Raises CheckpointError if a rank sends an invalid header.
     """
     header = next(iter(state.values()))
@@ -81,10 +81,10 @@ def gather_parts(state: Mapping[str, Tensor], group: RankGroup, strategy: str) -
 
 
 def refuse_dcp_load(argument: str, adapter: str) -> None:
-    """Raise InvalidArgumentError inside ``dcp.load``, which needs the keys and sizes of the saved state instead.
+    """Raise InvalidArgumentError if the caller runs inside ``dcp.load``.
 
-    ``dcp.load`` would raise an error for different sizes, or succeed if they are equal by chance. The message names
-    ``argument``, the object that the caller saves, and ``adapter``, the object to load it with.
+    ``dcp.load`` calls ``state_dict()`` to get the tensors to fill, but the saved tensors may have other keys and sizes.
+    The message names ``argument``, the object that was passed to ``dcp.load``, and ``adapter``, the object to pass.
     """
     if dcp_load_frame() is not None:
         remedy = f"Pass {adapter} of delta_tracker.integrations.dcp to dcp.load()"
@@ -92,7 +92,7 @@ def refuse_dcp_load(argument: str, adapter: str) -> None:
 
 
 def dcp_load_frame() -> FrameType | None:
-    """Return the frame of the ``dcp.load`` that calls this function, directly or indirectly; None without one."""
+    """Return the stack frame of ``dcp.load`` if the caller runs inside it, otherwise None."""
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001  the only way to know the caller
     while frame is not None and frame.f_globals.get("__name__") != "torch.distributed.checkpoint.state_dict_loader":
         frame = frame.f_back

@@ -3,8 +3,8 @@
 Exactly one rank loads the state that a rank saved, so that the total over all ranks is the same at any world size.
 States whose reduction is not sum, max, min or cat cannot be merged, and load only at the world size of the save.
 
-A part's header has a *kind* for each counter, a JSON object that describes the counter. It is taken when the counter is
-registered. A load compares it with that of the registered counter before it changes any state.
+A part's header has a *kind* for each counter: a JSON object that describes the counter at its registration. Loading
+first compares the saved kind with the kind of the registered counter.
 """
 
 import copy
@@ -37,33 +37,33 @@ _COUNT = "_update_count"
 class Mergeable(Protocol):
     """Interface of a counter whose state can be saved, merged with the states of other ranks, and loaded.
 
-    A load calls :meth:`merge`, which must raise an error for a state of another counter, before it changes any state.
+    Loading calls :meth:`merge` before it changes any state. :meth:`merge` must raise an error for the state of another
+    counter.
     """
 
     def state_dict(self) -> State:
         """Return a copy of this rank's state, a mapping from field name to tensor or JSON value."""
 
     def merge(self, states: Sequence[State]) -> State:
-        """Return one state that combines ``states``, or a new counter's state if it is empty. Changes no object."""
+        """Return one state that combines ``states``; the state of a new counter if ``states`` is empty. Pure."""
 
     def load_state_dict(self, state: State) -> None:
-        """Replace the object's state with ``state``, which :meth:`merge` returned."""
+        """Replace the counter's state with ``state``, a result of :meth:`merge`."""
 
 
 class MetricCounter:
-    """Wrapper that makes a torchmetrics metric a :class:`Mergeable`.
+    """Adapter of a torchmetrics metric to :class:`Mergeable`.
 
-    Unlike the metric's own ``state_dict``, it saves states that are not persistent. Buffers that are not states are not
-    saved. They are part of the kind, because the meaning of the states may depend on them, for example on thresholds.
+    Unlike the metric's own ``state_dict``, it also saves states that are not persistent. It does not save buffers that
+    are not states, such as thresholds: :attr:`kind` has a digest of each.
 
     Args:
         name: name of the counter, for error messages.
-        metric: the metric, which contains no other metric.
+        metric: metric that contains no other metric.
 
     Attributes:
-        unmerged: name of each state that cannot be merged, to the name of its reduction.
-        kind: class of the metric, and the reductions, default shapes and buffers that its states depend on. The buffers
-            are those at registration.
+        unmerged: name of the reduction of each state that cannot be merged, by name of the state.
+        kind: class of the metric, reductions and default shapes of its states, and its other buffers at registration.
     """
 
     def __init__(self, name: str, metric: Any) -> None:  # noqa: ANN401  torchmetrics is not imported here
@@ -79,9 +79,9 @@ class MetricCounter:
     def state_dict(self) -> State:
         """Return copies of the metric's states by name, together with the number of updates.
 
-        A list that is reduced becomes one tensor, and is omitted if it is empty. Any other list becomes its length and
-        a field for each tensor. Raises InvalidArgumentError if the metric has the states of all ranks, or a list
-        contains anything but tensors.
+        A list that can be reduced is returned as one tensor, and omitted if empty. Any other list is returned as its
+        length and one field per tensor. Raises InvalidArgumentError if the metric is synchronized (has the states of
+        all ranks), or if a list contains anything but tensors.
         """
         self._check_unsynced()
         found: dict[str, Any] = {}
@@ -100,7 +100,7 @@ class MetricCounter:
         return {**found, _COUNT: self._metric._update_count}  # noqa: SLF001
 
     def merge(self, states: Sequence[State]) -> State:
-        """Merge ``states`` with the reductions that the metric itself applies across ranks.
+        """Return one state that combines ``states``, using the metric's own reductions across ranks.
 
         Returns the metric's default state if ``states`` is empty. Raises CheckpointError if the states cannot be
         reduced.
@@ -125,9 +125,8 @@ class MetricCounter:
     def new_state(self, layouts: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> State:
         """Return the state of a metric without updates, for a rank that loads no part.
 
-        Torchmetrics gathers lists tensor by tensor, and would never return if one rank has an empty list. Therefore a
-        list that is concatenated across ranks gets an empty tensor if it has tensors in ``layouts``: name of each saved
-        tensor, to its dtype and shape.
+        ``layouts`` has the dtype and shape of each saved tensor by name. A list that is concatenated across ranks gets
+        an empty tensor if it has a saved tensor: torchmetrics blocks forever if a list has tensors on some ranks only.
         """
         lists = [field for field, each in self._fields.items() if each == "dim_zero_cat" and field in layouts]
         empty = {field: torch.empty((0, *layouts[field][1][1:]), dtype=layouts[field][0]) for field in lists}
@@ -137,10 +136,10 @@ class MetricCounter:
         }
 
     def load_state_dict(self, state: State) -> None:
-        """Replace the metric's states and number of updates with those in ``state``.
+        """Replace the metric's states and number of updates with the values in ``state``.
 
-        Tensors are moved to the metric's device. Metric states that are missing in ``state`` are reset. Raises
-        InvalidArgumentError if the metric has the states of all ranks.
+        Tensors are moved to the metric's device. States that are missing in ``state`` are reset. Raises
+        InvalidArgumentError if the metric is synchronized (has the states of all ranks).
         """
         self._check_unsynced()  # otherwise `unsync()` would bring back the states before the load
         metric = self._metric
@@ -182,7 +181,7 @@ class MetricCounter:
             raise InvalidArgumentError(self._name, "a synchronized metric", remedy)
 
     def _only(self, field: str, states: Sequence[State]) -> State:
-        """Return the value of a field that cannot be merged: that of the only element of ``states``, or the default."""
+        """Return the value of a field that cannot be merged, from the only element of ``states``, or the default."""
         if states:
             return {name: each for name, each in states[0].items() if name == field or name.startswith(f"{field}.")}
         return {f"{field}.length": 0} if self._default_shape(field) is None else {field: self._default(field)}
@@ -228,21 +227,21 @@ def _check_name(name: object, taken: list[str]) -> None:
 
 
 class CounterSet:
-    """Counters of this rank, by name."""
+    """Registered counters of this rank, by name. A tracker's checkpoint and :class:`RankCounters` have one each."""
 
     def __init__(self) -> None:
         self._counters: dict[str, Mergeable] = {}
 
     def register(self, name: str, counter: object) -> None:
-        """Add a counter.
+        """Add a counter, a ``torchmetrics.Metric`` or a :class:`Mergeable`.
 
-        Raises InvalidArgumentError if the name is empty, taken or contains a slash, or the counter has another type.
+        Raises InvalidArgumentError if the name is empty, taken or contains a slash, or if the type is unsupported.
         """
         _check_name(name, sorted(self._counters))
         self._counters[name] = _as_mergeable(name, counter)
 
     def kinds(self) -> dict[str, Kind]:
-        """Return the kind of each counter, by name in alphabetical order. JSON serializable."""
+        """Return the description (kind) of each counter, by name in alphabetical order. JSON serializable."""
         return {name: _kind_of(counter) for name, counter in sorted(self._counters.items())}
 
     def states(self) -> dict[str, State]:
@@ -252,8 +251,8 @@ class CounterSet:
     def check(self, parts: Sequence[RankHeader], world_size: int) -> None:
         """Check that the counters of saved parts can be loaded on ``world_size`` ranks.
 
-        Raises StateMismatchError if names or kinds differ, or the world size differs and a state cannot be merged, and
-        CheckpointError if the fields of a counter are invalid.
+        Raises StateMismatchError if names or kinds differ, or if the world size differs and a state cannot be merged.
+        Raises CheckpointError if the fields of a counter are invalid.
         """
         names = sorted({name for part in parts for name in part.counters})
         if names != sorted(self._counters):
@@ -265,7 +264,7 @@ class CounterSet:
         self.check_world_size(parts[0].world_size, world_size)
 
     def check_world_size(self, saved: int, found: int) -> None:
-        """Raise StateMismatchError if the numbers of ranks differ, and a counter has a state that cannot be merged."""
+        """Raise StateMismatchError if the two world sizes differ and a counter has a state that cannot be merged."""
         unmerged = [
             f"{name!r} (state {field!r}: {reduction})"
             for name, counter in sorted(self._counters.items())
@@ -283,11 +282,11 @@ class CounterSet:
     def merged(
         self, counted: Sequence[RankHeader], parts: Sequence[RankHeader], tensors: Mapping[str, Tensor]
     ) -> dict[str, State]:
-        """Return the merged state of each counter, by name, without changing any counter.
+        """Return the merged state of each counter, by name. Changes no counter.
 
         Args:
-            counted: the parts to merge. If there are none, the states are those of new counters.
-            parts: all parts that were saved together.
+            counted: headers of the parts to merge. If it is empty, the result has the states of new counters.
+            parts: headers of all parts that were saved together.
             tensors: tensors of the parts in ``counted``, by key with prefix.
 
         Raises:
@@ -304,7 +303,7 @@ class CounterSet:
         return merged
 
     def load(self, states: Mapping[str, State]) -> None:
-        """Replace every counter's state with a result of :meth:`merged`. If a counter raises, all keep their states."""
+        """Replace every counter's state with a result of :meth:`merged`. If a counter raises, no counter changes."""
         counters = self._counters
         before = {name: copy.deepcopy(counter.merge([counter.state_dict()])) for name, counter in counters.items()}
         begun: list[str] = []
@@ -319,7 +318,7 @@ class CounterSet:
 
 
 def counted_by(rank: int, world_size: int, parts: Sequence[RankHeader]) -> list[RankHeader]:
-    """Return the parts whose counters a rank loads, in the order of their ranks. Exactly one rank loads each part.
+    """Return the headers of the parts whose counters ``rank`` loads, in rank order. Exactly one rank loads each part.
 
     Raises CheckpointError if a part that the rank loads is missing.
     """

@@ -2,26 +2,26 @@
 
 A part consists of plain tensors, one of which contains a JSON header. Loading a part never unpickles data.
 
-Every key starts with the prefix ``rank{rank}of{world_size}/``, so that keys of different ranks differ:
+Every key starts with the prefix ``rank{rank}of{world_size}/``. Different ranks thus have different keys:
 ``torch.distributed.checkpoint`` (DCP) silently keeps only one copy if several ranks save the same key. The prefix is
 followed by one of these names:
 
 - ``header``: ``[B]`` uint8, the JSON of :class:`RankHeader`. It has a digest of each other tensor of the part.
-- ``rows/{table}``: ``[B]`` uint8, the table's rows in all row sets. There is only one such tensor per table, to
-  keep DCP's plan short: the plan has an entry for every tensor.
+- ``rows/{table}``: ``[B]`` uint8, the table's rows in all row sets. There is one such tensor per table: DCP's plan has
+  an entry for every tensor.
 - ``counters/{name}/{field}``: tensors of the registered counters. The header has the other fields of each counter and
   its kind, see :mod:`delta_tracker.tracker.checkpoint.counters`.
 
-A *row set* contains the pending rows of one consumer, and its name is the index of this consumer in the header. The row
-set ``history`` contains all rows changed since the tracker was created. In a ``rows/{table}`` tensor, a row set
-consists of up to five *pieces*:
+A *row set* has the pending rows of one consumer. Its name is the index of this consumer in the header. The row set
+``history`` has all rows changed since the tracker was created. In a ``rows/{table}`` tensor, a row set consists of up
+to five *pieces*:
 
 - ``ids``: ``[N]`` int32 (int64 for tables of 2^31 rows and more), global, ascending and unique;
 - ``known``: ``[N]`` bool, True where the old state is known; missing if all are known or the mode keeps no old states;
 - ``states``: ``[K, S]``, the known old states, in the modes that keep old states;
 - ``ages``: ``[N]`` int32, the number of reads in which top-k left the row out; missing if all are 0;
-- ``former``: ``[N]`` int64, the raw id that owned the row when the consumer last received it, 2^63 - 1 if none did or
-  this is unknown; missing for tables without managed collisions.
+- ``former``: ``[N]`` int64, the raw id of the row at the consumer's last committed read, 2^63 - 1 if it had none or is
+  unknown; missing for tables without managed collisions.
 
 The pieces of all row sets are concatenated in the header's order, each padded to a multiple of 8 bytes.
 
@@ -77,7 +77,7 @@ _Count = Annotated[int, Meta(ge=0)]
 
 
 class SavedConsumer(Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
-    """Entry of a header for one consumer, without the consumer's rows.
+    """Consumer in the header of a part, without the consumer's rows.
 
     Args:
         name: the consumer's name.
@@ -91,15 +91,15 @@ class SavedConsumer(Struct, array_like=True, forbid_unknown_fields=True, frozen=
 
 
 class Piece(Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
-    """Description of one of the tensors whose bytes are concatenated in a table's ``rows/{table}`` tensor.
+    """Layout of one piece of a ``rows/{table}`` tensor: a column of a row set.
 
     Raises ValueError if the dtype or the number of dimensions is wrong for the column.
 
     Args:
-        row_set: name of the row set that the tensor belongs to.
+        row_set: name of the row set.
         column: ``ids``, ``known``, ``states``, ``ages`` or ``former``.
-        dtype: dtype of the tensor.
-        shape: shape of the tensor.
+        dtype: dtype of the column.
+        shape: shape of the column.
     """
 
     row_set: str
@@ -114,32 +114,32 @@ class Piece(Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
 
     @property
     def num_bytes(self) -> int:
-        """Number of bytes without padding."""
+        """Size of the piece in bytes, without padding."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def room(self) -> int:
-        """Number of bytes with padding."""
+        """Size of the piece in bytes, with padding."""
         return -(-self.num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 class RankHeader(Struct, kw_only=True, frozen=True, eq=False):
-    """Header of one rank's saved state, and schema of its JSON object except the field ``version``.
+    """Header of one rank's saved state (part), and schema of its JSON object except the field ``version``.
 
     Args:
-        rank: rank that saved the state.
+        rank: rank that saved the part.
         world_size: number of ranks that saved.
         mode: value of the :class:`~delta_tracker.types.TrackingMode`.
         num_batches: number of ``step()`` calls.
-        shards: table FQN to the rank's block.
+        shards: the rank's block of each table, by table FQN.
         consumers: the consumers, in the order of their row sets.
         has_history: True if the row set ``history`` is saved.
-        annotations: consumer name to the consumer's note.
-        counters: counter name to a mapping from field name to value, without the fields that are tensors.
-        counter_kinds: counter name to the counter's kind.
-        layouts: key of each counter tensor, without the prefix, to the tensor's dtype and shape.
-        pieces: table FQN to the pieces of its ``rows/{table}`` tensor, in order.
-        digests: key of each tensor, without the prefix, to its :func:`digest`.
+        annotations: note of each consumer that has one, by consumer name.
+        counters: fields of each counter that are not tensors, by counter name and field name.
+        counter_kinds: kind of each counter, by counter name.
+        layouts: dtype and shape of each counter tensor, by key without the prefix.
+        pieces: pieces of each ``rows/{table}`` tensor in order, by table FQN.
+        digests: :func:`digest` of each tensor, by key without the prefix.
     """
 
     rank: _Count
@@ -162,20 +162,20 @@ class RankHeader(Struct, kw_only=True, frozen=True, eq=False):
         return f"rank{self.rank}of{self.world_size}/"
 
     def row_layouts(self, fqn: str) -> dict[str, Layout]:
-        """Return dtype and shape of the tensor of a table's rows, by key without prefix; empty without rows."""
+        """Return the dtype and shape of a table's ``rows/{table}`` tensor by key, without prefix; empty if none."""
         num_bytes = sum(piece.room for piece in self.pieces.get(fqn, ()))
         return {f"rows/{fqn}": (torch.uint8, (num_bytes,))} if num_bytes else {}
 
     def all_layouts(self) -> dict[str, Layout]:
-        """Return dtype and shape of every tensor except the header, by key without prefix, in the part's order."""
+        """Return the dtype and shape of every tensor except the header, by key without prefix, in the part's order."""
         rows = {name: layout for fqn in self.shards for name, layout in self.row_layouts(fqn).items()}
         return {**rows, **self.layouts}
 
     def rows(self, row_set: str, fqn: str, tensors: Mapping[str, Tensor]) -> ChangedRows | None:
         """Return the rows of a table in a row set, with global ids; None if the row set has no rows of the table.
 
-        ``row_set`` is the index of a consumer or ``history``, and ``tensors`` are those of the part, by key with
-        prefix. Raises CheckpointError if they do not contain valid rows of the rank's block.
+        ``row_set`` is the index of a consumer or ``history``. ``tensors`` has the part's tensors by key with prefix.
+        Raises CheckpointError if the tensor does not contain valid rows of the rank's block.
         """
         read, begin = {}, 0
         for piece in self.pieces.get(fqn, ()):
@@ -205,9 +205,9 @@ class RankHeader(Struct, kw_only=True, frozen=True, eq=False):
         return ChangedRows(ids, states, known, read.get("ages"), read.get("former"))
 
     def counter(self, name: str, tensors: Mapping[str, Tensor]) -> dict[str, Any] | None:
-        """Return the fields of a counter by field name; None if the part has no counter of that name.
+        """Return the fields of a counter by field name; None if the part has no counter with this name.
 
-        The tensors are copies, because counters may write to them in place.
+        ``tensors`` has the part's tensors by key with prefix. The returned tensors are copies.
         """
         if name not in self.counters:
             return None
@@ -221,7 +221,7 @@ class RankHeader(Struct, kw_only=True, frozen=True, eq=False):
         return {key[len(start) :]: layout for key, layout in self.layouts.items() if key.startswith(start)}
 
     def counter_fields(self, name: str) -> dict[str, object] | None:
-        """Return the value of each field of a counter, or a tensor's shape, by name; None for an unknown counter."""
+        """Return each field's value, or shape for a tensor, by field name; None if the part lacks the counter."""
         if name not in self.counters:
             return None
         return {**self.counters[name], **{field: shape for field, (_, shape) in self.counter_layouts(name).items()}}
@@ -236,11 +236,11 @@ def pack(
     counters: Counters,
     kinds: Mapping[str, Mapping[str, object]],
 ) -> dict[str, Tensor]:
-    """Encode the state of a rank. Return its part: the CPU tensors to save, by key.
+    """Encode the state of a rank as a part: the CPU tensors to save, by key.
 
-    ``shards`` is the rank's block of each table, ``state`` has local ids, and ``counters`` and ``kinds`` have the
-    fields and the kind of each counter. Raises InvalidArgumentError if a field of a counter is neither a JSON value nor
-    a tensor of a supported dtype.
+    ``shards`` has the rank's block of each table, ``state`` has rows with local ids, and ``counters`` and ``kinds``
+    have the fields and the kind of each counter, by name. Raises InvalidArgumentError if a field of a counter is
+    neither a JSON value nor a tensor of a supported dtype.
     """
     sets = {str(index): consumer.rows for index, consumer in enumerate(state.consumers.values())}
     if state.history is not None:
@@ -323,10 +323,10 @@ def _columns(rows: ChangedRows, spec: ShardSpec) -> Iterator[tuple[str, Tensor]]
 
 
 def parse(key: str, header: Tensor) -> RankHeader:
-    """Parse the header saved under ``key``.
+    """Parse the ``[B]`` uint8 header saved under ``key``.
 
-    Raises StateMismatchError if the header's format version is unknown, and CheckpointError if the header does not
-    follow the format, or contradicts ``key``.
+    Raises StateMismatchError if the format version of the header is unknown. Raises CheckpointError if the header is
+    invalid or belongs to another key.
     """
     try:
         found = json.loads(header.cpu().numpy().tobytes())
@@ -343,9 +343,9 @@ def parse(key: str, header: Tensor) -> RankHeader:
 
 
 def parse_all(state: Mapping[str, Tensor]) -> list[RankHeader]:
-    """Parse the headers of all parts in a state.
+    """Parse the headers of all parts in ``state``, the saved tensors by key.
 
-    Raises InvalidArgumentError if the state is not a mapping, and CheckpointError if there is no header.
+    Raises InvalidArgumentError if ``state`` is not a mapping, and CheckpointError if it has no header.
     """
     remedy = f"Pass what state_dict() returned. {OR_NOTHING}"
     if not isinstance(state, Mapping):
@@ -358,9 +358,9 @@ def parse_all(state: Mapping[str, Tensor]) -> list[RankHeader]:
 
 
 def take(state: Mapping[str, Tensor], needed: Mapping[str, Layout], parts: Sequence[RankHeader]) -> dict[str, Tensor]:
-    """Return some tensors of a state, on the CPU.
+    """Return the tensors of ``state`` with the keys in ``needed``, on the CPU.
 
-    Raises CheckpointError if a tensor is missing, or has another dtype, shape or digest.
+    Raises CheckpointError if a tensor is missing, or if its dtype, shape or digest differs from the headers ``parts``.
     """
     digests = {part.prefix + name: part.digests.get(name) for part in parts for name in part.all_layouts()}
     tensors = {}
@@ -377,12 +377,12 @@ def take(state: Mapping[str, Tensor], needed: Mapping[str, Layout], parts: Seque
 
 
 def counter_layouts(parts: Sequence[RankHeader]) -> dict[str, Layout]:
-    """Return the dtype and shape of each counter tensor of some parts, by key with prefix."""
+    """Return the dtype and shape of each counter tensor of several parts, by key with prefix."""
     return {part.prefix + name: layout for part in parts for name, layout in part.layouts.items()}
 
 
 def digest(tensor: Tensor) -> str:
-    """Return a hash of a tensor's bytes, in the order of its elements."""
+    """Return the xxh3-128 hash of a tensor's elements in row-major order, as hexadecimal text."""
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return xxhash.xxh3_128_hexdigest(flat.numpy().data)
 
@@ -419,7 +419,7 @@ def check_alike(parts: Sequence[RankHeader]) -> None:
 def check_tables(where: str, saved: Mapping[str, ShardSpec], expected: Mapping[str, ShardSpec]) -> None:
     """Raise StateMismatchError if a state has other tables, table sizes or dtypes than expected.
 
-    The error starts with ``where``, the place of the state.
+    ``where`` is the start of the error message, such as ``"on rank 1 "``.
     """
     both = [{fqn: str(spec.table) for fqn, spec in shards.items()} for shards in (saved, expected)]
     differing = sorted(fqn for fqn in both[0].keys() | both[1].keys() if both[0].get(fqn) != both[1].get(fqn))

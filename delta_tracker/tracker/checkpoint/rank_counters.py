@@ -1,4 +1,4 @@
-"""Counters and metrics of each rank that are saved without a tracker, in the format of a tracker's checkpoint."""
+"""Save and load counters and metrics of each rank without a tracker, in the format of a tracker's checkpoint."""
 
 from collections.abc import Mapping, Sequence
 from typing import Literal, get_args
@@ -15,24 +15,24 @@ from delta_tracker.tracker.rank_group import TORCH_TIMEOUT, RankGroup, rank_and_
 CounterStrategy = Literal["local", "gather", "gather_or_local", "merge"]
 
 MODE = "rank_counters"
-"""Mode in the headers. It is not a tracking mode, so a tracker rejects this state, and the reverse."""
+"""Value of ``mode`` in the headers. A tracker rejects such a state, and :class:`RankCounters` any other state."""
 
 
 class RankCounters:
-    """Counters and metrics of this rank, saved per rank or merged, and loaded at any number of ranks.
+    """Checkpointable set of this rank's counters and metrics, which can be loaded with any number of ranks.
 
-    It needs no tracker and no embedding module. Exactly one rank loads each saved part, so that the total over all
-    ranks is the same before and after. At the number of ranks that saved, each rank has its own states again. States
-    whose reduction is not sum, max, min or cat can be loaded only at that number.
+    Needs no tracker and no embedding module. Exactly one rank loads each saved part: the total over all ranks is
+    preserved. With the same number of ranks, each rank restores its own states. States whose reduction is not sum, max,
+    min or cat can be loaded only with the same number of ranks.
 
     Args:
-        counters: name to a ``torchmetrics.Metric`` or a
-            :class:`~delta_tracker.tracker.checkpoint.counters.Mergeable`. Names have no slash. All ranks must pass the
-            same names.
+        counters: counters by name, each a ``torchmetrics.Metric`` or a
+            :class:`~delta_tracker.tracker.checkpoint.counters.Mergeable`. Names must not contain a slash. All ranks
+            must pass the same names.
 
     Raises:
-        InvalidArgumentError: if there is no counter, a name is empty or contains a slash, or a counter has another
-            type.
+        InvalidArgumentError: if there is no counter, if a name is empty or contains a slash, or if the type of a
+            counter is unsupported.
 
     Example:
         >>> class Clicks:
@@ -65,7 +65,7 @@ class RankCounters:
         self._group: RankGroup | None = None  # created at the first gather, in which all ranks participate
 
     def __getstate__(self) -> dict[str, object]:
-        """Return the attributes for pickle and copy, without the process group. A copy creates its own."""
+        """Return the attributes for pickle and copy, without the process group. A copy creates its own group."""
         return {**vars(self), "_group": None}
 
     def description(self) -> dict[str, object]:
@@ -77,9 +77,9 @@ class RankCounters:
 
         Args:
             strategy: ``local`` returns this rank's part. ``gather`` returns the parts of all ranks on rank 0, and
-                nothing on the others. ``gather_or_local`` returns the parts of all ranks on rank 0, and this rank's
-                part on the others. ``merge`` returns one part with the merged states of all ranks on rank 0, and
-                nothing on the others. All but ``local`` are collectives.
+                nothing on other ranks. ``gather_or_local`` returns the parts of all ranks on rank 0, and this rank's
+                part on other ranks. ``merge`` returns one part with the merged states of all ranks on rank 0, and
+                nothing on other ranks. All strategies except ``local`` are collectives.
 
         Raises:
             InvalidArgumentError: if the strategy is unknown, or the state of a counter cannot be saved.
@@ -106,8 +106,8 @@ class RankCounters:
     def plan_load(self, parts: Sequence[RankHeader]) -> list[RankHeader]:
         """Check saved headers against the counters, and return the headers of the parts that this rank loads.
 
-        Raises StateMismatchError if the parts do not belong together or to these counters, and CheckpointError if parts
-        are missing or invalid.
+        Raises StateMismatchError if the parts were not saved together or do not match these counters, and
+        CheckpointError if parts are missing or invalid.
         """
         if not parts:
             remedy = "Load a checkpoint that has them, or load none: the counters then keep their values"
@@ -120,19 +120,19 @@ class RankCounters:
         return counted_by(rank, world_size, parts)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Replace the states of all counters. If this method raises an error, no counter of this rank has changed.
+        """Replace the states of all counters with saved states. If the call raises, no counter of this rank changes.
 
         Args:
-            state: tensors of the parts that this rank loads. At the number of ranks that saved, this is its own part.
-                Otherwise rank ``r`` of ``W`` loads the parts of the ranks ``r``, ``r + W``, ``r + 2W`` and so on; a
-                rank without such a part needs any other one. You may pass the parts of all ranks.
+            state: tensors of the parts that this rank loads, or of all parts. With the same number of ranks, a rank
+                loads its own part. Otherwise rank ``r`` of ``W`` loads the parts of the ranks ``r``, ``r + W``,
+                ``r + 2W`` and so on. If it has no such part, pass any part.
         """
         self._counters.load(self._merged(state))
 
     def check(self, state: Mapping[str, Tensor]) -> None:
         """Raise the errors that :meth:`load_state_dict` would raise, without changing any counter.
 
-        Call it on all ranks before any rank loads, so that either all ranks load a state or none does.
+        To load on all ranks or on none, call this method on all ranks before any rank loads.
         """
         self._merged(state)
 

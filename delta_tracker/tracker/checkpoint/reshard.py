@@ -2,9 +2,8 @@
 
 The saved state of one rank is called a *part*. A shard is a block of a table: a range of rows and some ranges of
 columns. A row is pending in a shard of this rank if it was pending in any saved block that shares columns with the
-shard. If the row was pending in only some of these blocks, the columns of the other blocks have not changed since the
-consumer received them. The old states of the unchanged columns are computed from the current rows. Therefore, the model
-must be restored first.
+shard. If the row was pending in only some of these blocks, the columns of the other blocks are unchanged. Their old
+states are computed from the current rows. Restore the model first.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,7 +25,7 @@ from delta_tracker.types import ShardSpec
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _SavedRows:
-    """Saved part from which the rows of one shard are read.
+    """Saved part with rows of one shard.
 
     An old state has one value per column or per column range. ``K`` is the number of values that belong to both the
     part's block and the shard.
@@ -43,12 +42,12 @@ class _SavedRows:
 
 
 class Resharding:
-    """Plan of the tensors that a rank reads from the saved parts.
+    """Plan for loading saved parts on one rank: the tensors to read, and the conversion to the rank's state.
 
     Args:
         parts: headers of parts that were saved together.
-        shards: table FQN to this rank's shard, for the tables of the parts.
-        capture: strategy of the tracking mode in which the parts were saved.
+        shards: this rank's shard of each table in the parts, by table FQN.
+        capture: implementation of the tracking mode of the parts.
         rank: this rank.
         world_size: the current world size.
 
@@ -56,7 +55,7 @@ class Resharding:
         counted: headers of the parts whose counters this rank loads.
 
     Raises:
-        CheckpointError: if the parts do not cover the shards of this rank, or the counters that this rank must load.
+        CheckpointError: if the parts do not contain all rows of this rank's shards, or all counters that it must load.
         StateMismatchError: if old states have one value per column range, and the current sharding plan splits the
             columns differently.
     """
@@ -77,7 +76,7 @@ class Resharding:
         self.counted = counted_by(rank, world_size, self._parts)
 
     def needs(self) -> dict[str, Layout]:
-        """Return the dtype and shape of every tensor that :meth:`state` and the counters need, by key."""
+        """Return the dtype and shape of every tensor to read for :meth:`state` and the counters, by key."""
         rows = {
             saved.part.prefix + name: layout
             for fqn, several in self._saved.items()
@@ -87,9 +86,10 @@ class Resharding:
         return {**rows, **counter_layouts(self.counted)}
 
     def state(self, tensors: Mapping[str, Tensor]) -> LogState:
-        """Return the state to restore in this rank's log. Ids are local, and rows are on the devices of their shards.
+        """Return the state to restore in this rank's log, with local ids, on the devices of the shards.
 
-        Raises StateMismatchError if the saved old states have another dtype than the states of the current rows.
+        ``tensors`` has the tensors of :meth:`needs` by key. Raises StateMismatchError if the saved old states have
+        another dtype than the states of the current rows.
         """
         first = self._parts[0]
         used = {saved.part.rank: saved.part for several in self._saved.values() for saved in several}

@@ -31,32 +31,33 @@ _logger = logging.getLogger(__name__)
 
 
 class Restored(Enum):
-    """Outcome of a successful load or restore of a tracker."""
+    """Kind of state that the last load or restore of a tracker found."""
 
     STATE = "state"
-    """A state was loaded: every consumer has the pending rows of that state."""
+    """A state was loaded. Every consumer has the pending rows of this state."""
     STREAM = "stream"
-    """:func:`~delta_tracker.restore` restored the model, with the states of its optimizers, and the pending rows."""
+    """:func:`~delta_tracker.restore` restored the model, its optimizer states and the pending rows from a stream."""
     NOTHING = "nothing"
-    """The checkpoint had no state: all rows are pending for every consumer."""
+    """The checkpoint had no tracker state. All rows are pending for every consumer."""
 
 
 class TrackerCheckpoint:
-    """State of a tracker to save in a checkpoint and to load from it.
+    """Saves and loads the state of a tracker: pending rows and notes of all consumers, and registered counters.
 
-    The state consists of the pending rows and notes of all consumers, and of the registered counters.
-    A note is a JSON value that the owner of a consumer sets.
+    Created by the tracker, and available as ``tracker.checkpoint``. A note is a JSON value that the owner of a consumer
+    sets.
 
     Args:
         log: the change log.
         model: the tracked model.
         mode: the tracking mode. Only states that were saved in the same mode can be loaded.
-        capture: strategy of the tracking mode.
-        monitor: receives an event if a checkpoint without tracker state is loaded.
+        capture: implementation of the tracking mode.
+        monitor: monitor that receives an event if a checkpoint without tracker state is loaded.
 
     Attributes:
         counters: the registered counters.
-        restored: outcome of the last :meth:`load_state_dict` or :meth:`restore_from_stream`; None before the first.
+        restored: outcome of the last :meth:`load_state_dict` or :meth:`restore_from_stream`; None before the first
+            call.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class TrackerCheckpoint:
         }
 
     def state_dict(self, *, strategy: Strategy = "local") -> dict[str, Tensor]:
-        """Return the state to save. See :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.state_dict`."""
+        """Return the state to save, see :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.state_dict`."""
         refuse_dcp_load("tracker", "SavedTracker(tracker, path)")
         if strategy not in get_args(Strategy):
             raise InvalidArgumentError("strategy", strategy, f"Pass one of {get_args(Strategy)}")
@@ -105,7 +106,7 @@ class TrackerCheckpoint:
                 raise ReservedConsumerError(name, holder, LOAD_BEFORE)
 
     def _check_attached(self, group: RankGroup | None) -> None:
-        """Check that the trackers of all ranks in ``group``, or this one, are attached, so that the log is complete."""
+        """Check that the trackers of all ranks in ``group`` are attached; without a group, check this tracker."""
         if group is None:
             self._model.check_attached()
             return
@@ -128,7 +129,7 @@ class TrackerCheckpoint:
                 raise InvalidArgumentError("state_dict()", why, remedy)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Load a saved state. See :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.load_state_dict`."""
+        """Load a saved state, see :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.load_state_dict`."""
         self._check_free()
         if state == {}:
             self._log.mark_everything()
@@ -150,20 +151,19 @@ class TrackerCheckpoint:
     ) -> None:
         """Replace all pending rows after the model was restored from a stream. :func:`~delta_tracker.restore` calls it.
 
-        All writes to the weights up to this call are ignored. Uncommitted reads are aborted. Registered counters are
-        unchanged. A call that raises one of the following errors changes nothing. After an interrupt or a lack of
-        memory, all rows may count as changed.
+        Earlier writes to the weights are ignored. Uncommitted reads are aborted. Registered counters do not change. A
+        call that raises one of the following errors changes nothing. If the call is interrupted or memory runs out, all
+        rows may be pending.
 
         Args:
             num_batches: new value of the tracker's ``num_batches``.
-            pending: consumer to table FQN to ``[N]`` integer local ids of the rows that are pending, with unknown old
-                states; None for all rows. Nothing is pending for other consumers and tables.
-            notes: consumer to its note. Other consumers have no note.
+            pending: ``[N]`` integer local ids of the pending rows, by consumer name and table FQN; None for all rows of
+                a table. Their old states are unknown. Other consumers and tables have no pending rows.
+            notes: note of each consumer, by name. Other consumers have no note.
 
         Raises:
-            InvalidArgumentError: if there is no such consumer or table, or an id is outside the shard.
-            ReservedConsumerError: if a consumer is reserved. Create publishers, which reserve consumers, after this
-                call.
+            InvalidArgumentError: if a consumer or table is unknown, or an id is outside the shard.
+            ReservedConsumerError: if a consumer is reserved. Create publishers after this call: they reserve consumers.
         """
         self._check_free()
         names = self._log.consumers.names
@@ -190,7 +190,7 @@ class TrackerCheckpoint:
             self.restored = Restored.STREAM
 
     def plan_load(self, parts: list[RankHeader]) -> Resharding:
-        """Return the tensors of each part that :meth:`load_state_dict` needs. Raises the same errors."""
+        """Check saved headers and return the plan for loading the parts. Raises like :meth:`load_state_dict`."""
         self._check_free()
         check_alike(parts)
         first = parts[0]
