@@ -20,28 +20,28 @@ from delta_tracker.types import Delta
 
 
 class ChangeLog:
-    """Log of changed rows: hooks report :attr:`writes`, and :attr:`consumers` read them.
+    """Change log of a tracker on one rank. Hooks mark rows through :attr:`writes`, and :attr:`consumers` read them.
 
-    All methods may be called from any thread. They acquire :attr:`lock`, which is reentrant: hold it around calls that
-    must see the same state.
+    All methods may be called from any thread. They acquire :attr:`lock`, which is reentrant. Hold it around several
+    calls that must see the same state.
 
     The old state of a row is the data that the tracking mode saved before the row changed, such as the row's values.
 
     Args:
-        stores: table FQN to its store.
+        stores: row store of each table, by FQN.
         consumers: names of the consumers.
         delete_on_read: True to drop rows that every consumer has committed.
-        auto_compact: True to compact the log after an output distribution was launched; False after every read.
-        max_bytes: see :class:`LogConsumers`.
-        received: see :class:`LogConsumers`.
-        owners: see :class:`LogSegments`.
+        auto_compact: True to compact the log after an output distribution was launched, False after every read.
+        max_bytes: maximum size in bytes, see :class:`LogConsumers`; None for no limit.
+        received: function that is called with each committed delta, see :class:`LogConsumers`.
+        owners: store of the slots' owners of each table with managed collisions, by FQN.
 
     Attributes:
         lock: lock of the log.
-        cursors: the consumers' cursors.
-        segments: the rows of all tables between two cuts.
+        cursors: records of the consumers.
+        segments: row stores of all tables.
         writes: listener of the hooks, with the writes in progress.
-        consumers: the consumers, and their reads.
+        consumers: operations of the consumers, such as reads.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class ChangeLog:
         self.consumers = LogConsumers(self.lock, self.writes, self.segments, max_bytes=max_bytes, received=received)
 
     def compact(self) -> None:
-        """Call :meth:`LogSegments.compact`."""
+        """Merge and drop segments that no consumer needs, see :meth:`LogSegments.compact`."""
         with self.lock:
             self.segments.compact()
 
@@ -78,9 +78,9 @@ class ChangeLog:
         Aborts all reads. Does nothing if ``stores`` and ``gone`` are empty.
 
         Args:
-            stores: table FQN to its new store.
-            owners: the new store of the owners of each of these tables that has managed collisions.
-            gone: FQNs of the tables to remove from the log, with their pending rows. Some may be removed already.
+            stores: new store of each table, by FQN.
+            owners: new store of the slots' owners, by FQN, for each of these tables with managed collisions.
+            gone: FQNs of tables to remove from the log, with their pending rows. Unknown FQNs are ignored.
         """
         if not (stores or gone):
             return
@@ -101,8 +101,8 @@ class ChangeLog:
     def state(self) -> LogState:
         """Return the state for a checkpoint: the pending rows of every consumer, and the log's history if it is kept.
 
-        The pending rows include those of uncommitted reads and writes in progress. Consumers that a publisher adds
-        while it copies a snapshot are omitted. Waits for the device. Moves no cursor.
+        The pending rows include the rows of uncommitted reads and of writes in progress. Consumers that a publisher
+        adds while it copies a snapshot are omitted. Waits for the device. Moves no cursor.
         """
         segments, cursors = self.segments, self.cursors
         with self.lock, one_cut():
@@ -126,13 +126,13 @@ class ChangeLog:
             return LogState(cursors.num_batches, consumers, history)
 
     def restore(self, state: LogState) -> None:
-        """Replace all pending rows with ``state``; rows of writes in progress stay pending. Aborts all reads.
+        """Replace all pending rows with ``state``. Rows of writes in progress stay pending. Aborts all reads.
 
-        If memory runs out or the call is interrupted, all rows may count as changed for every consumer.
+        If memory runs out or the call is interrupted, all rows may become pending for every consumer.
 
         Args:
-            state: pending rows of exactly this log's consumers. If its ``history`` is None, rewinding a consumer makes
-                all rows pending. The former owners of rows without :attr:`ChangedRows.former` are unknown.
+            state: state with exactly the consumers of this log. If its ``history`` is None, a later rewind makes all
+                rows pending. Rows without :attr:`ChangedRows.former` have unknown former owners.
         """
         segments, cursors = self.segments, self.cursors
         with self.lock, one_cut():

@@ -23,7 +23,7 @@ _POLL_SECONDS = 0.001
 
 
 class TrackerParts(NamedTuple):
-    """Parts of a tracker that its handles use."""
+    """Parts of a tracker that a :class:`ConsumerHandle` uses."""
 
     log: ChangeLog
     model: TrackedModel
@@ -35,20 +35,19 @@ class TrackerParts(NamedTuple):
 class ConsumerHandle(Uncopied, remedy="Save or copy the tracker's state_dict(), which has the consumer"):
     """Handle with exclusive access to one consumer of a tracker.
 
-    Until :meth:`release`, the tracker's methods that read, clear, rewind or remove the consumer raise
+    Returned by :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.reserve`. Use it from the training thread. Until
+    :meth:`release`, the tracker's methods that read, clear, rewind or remove the consumer raise
     :class:`~delta_tracker.errors.ReservedConsumerError`.
 
-    Returned by :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.reserve`. Use it from the training thread. Call
-    :meth:`release` at the end, or use the handle in a ``with`` statement. After the release, all other methods raise
-    :class:`~delta_tracker.errors.InvalidArgumentError`.
-
-    If the handle is deleted without :meth:`release`, the next operation of the tracker ends the reservation, discards
-    the uncommitted read and the note, and removes a consumer that :meth:`begin_copy` added.
+    Call :meth:`release` at the end, or use the handle in a ``with`` statement. After the release, all other methods
+    raise :class:`~delta_tracker.errors.InvalidArgumentError`. If the handle is deleted without a release, the next
+    operation of the tracker ends the reservation, discards the uncommitted read and the note, and removes a consumer
+    that :meth:`begin_copy` added.
 
     Args:
         name: name of the consumer. The caller must have reserved the consumer in the log.
         holder: description of the owner, for error messages.
-        parts: parts of the tracker, which builds the handle.
+        parts: parts of the tracker.
         is_transient: True if :meth:`release` removes the consumer.
 
     Attributes:
@@ -77,29 +76,29 @@ class ConsumerHandle(Uncopied, remedy="Save or copy the tracker's state_dict(), 
     def read(self, *, ranks: AllRanks | None = None, **options: Unpack[ReadOptions]) -> Delta:
         """Return the rows that changed since the consumer's last committed read.
 
-        ``ranks`` are the ranks that share the budget of ``top_k``. If ``ranks`` is None, all ranks share the budget,
-        and the first read with ``top_k`` creates a process group for them. The other arguments, the result and the
-        errors are those of :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.get_delta`.
+        ``ranks`` are the ranks that share the budget of ``top_k``. If it is None, all ranks share the budget, and the
+        first read with ``top_k`` creates a process group for them. For the other arguments, the result and the errors,
+        see :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.get_delta`.
         """
         held = self._held()
         self._hooks.check_read()
         return self._reader.read(held, lambda delta: delta, ranks=ranks, **options)
 
     def commit(self, delta: Delta) -> None:
-        """Move the consumer's cursor past its uncommitted read.
+        """Commit the uncommitted read that returned ``delta``: move the consumer's cursor to the end of the read.
 
-        Raises InvalidArgumentError if ``delta`` belongs to another consumer.
+        Raises InvalidArgumentError if ``delta`` belongs to another consumer, and StaleDeltaError if the read has ended.
         """
         self._check_own(delta)
         self._log.consumers.commit(self._log.consumers.uncommitted(delta))
 
     def abort(self, delta: Delta) -> None:
-        """Discard the consumer's uncommitted read; its rows stay pending. Raises the errors of :meth:`commit`."""
+        """Discard the uncommitted read that returned ``delta``. Its rows stay pending. Raises like :meth:`commit`."""
         self._check_own(delta)
         self._log.consumers.abort(self._log.consumers.uncommitted(delta))
 
     def clear(self) -> None:
-        """Discard the consumer's pending rows and treat it as up to date, even if it was dropped."""
+        """Discard the consumer's pending rows and treat the consumer as up to date, even if it was dropped."""
         self._log.consumers.clear(self._held())
 
     def distrust(self, fqn: str, ids: Tensor) -> None:
@@ -115,15 +114,14 @@ class ConsumerHandle(Uncopied, remedy="Save or copy the tracker's state_dict(), 
 
     @property
     def needs_snapshot(self) -> bool:
-        """True if the consumer was dropped because the log exceeded ``max_bytes``, and therefore needs all rows."""
+        """True if the consumer was dropped because the log exceeded ``max_bytes``. It then needs all rows."""
         return self._record.is_behind
 
     def others(self) -> dict[str, tuple[int, dict[str, Tensor]]]:
-        """Return the pending rows of the tracker's other consumers, as far as they are known without reading the log.
+        """Return the cursor position and the carried rows of each other consumer, by name. Does not read the log.
 
-        Consumers that were dropped, and those that :meth:`begin_copy` added, are omitted. By name, returns the position
-        of the consumer's cursor, after which all changed rows are pending, and its carried rows: table FQN to ``[N]``
-        int64 local ids.
+        All rows that changed after the cursor position are pending, and so are the carried rows: ``[N]`` int64 local
+        ids by table FQN. Dropped consumers and consumers that :meth:`begin_copy` added are omitted.
         """
         own = self._held()
         with self._log.lock:
@@ -135,15 +133,15 @@ class ConsumerHandle(Uncopied, remedy="Save or copy the tracker's state_dict(), 
         }
 
     def note_of(self, name: str) -> object:
-        """Return the note about a consumer; None if it has none, or if its cursor has moved since it was set."""
+        """Return the note about any consumer; None if it has no note or its cursor has moved since the note was set."""
         self._held()
         return self._log.consumers.find(name).current_note
 
     def wait_for_updates(self, seconds: float) -> None:
-        """Wait at most ``seconds`` until no update of the rows and their optimizer states is in progress.
+        """Wait at most ``seconds`` until no update of rows and optimizer states is in progress.
 
-        An update is in progress from the lookup until its backward pass has written the rows. Raises
-        UnfinishedStepError if an update is still in progress after the wait.
+        An update is in progress from the lookup until the backward pass has written the rows. Raises
+        UnfinishedStepError if an update is still in progress after this time.
         """
         self._held()
         end = time.monotonic() + seconds
@@ -181,7 +179,7 @@ class ConsumerHandle(Uncopied, remedy="Save or copy the tracker's state_dict(), 
         Raises:
             InvalidArgumentError: if a consumer with the second consumer's name exists.
             DetachedError: if the tracker is detached.
-            UnsupportedModelError: if a plain module is not the one that was tracked, or has another kind of weight.
+            UnsupportedModelError: if a plain module was replaced or cast.
         """
         self._model.check_attached()
         name = f"{self._held()} (snapshot)"
@@ -205,9 +203,9 @@ class ConsumerHandle(Uncopied, remedy="Save or copy the tracker's state_dict(), 
         return self._record.note
 
     def annotate(self, note: object) -> None:
-        """Set the note about the consumer, a JSON value, which is saved with the tracker's state.
+        """Set the note about the consumer, a JSON value. It is saved with the tracker's state.
 
-        If the notes of the ranks differ, a load restores the note of the lowest rank's part. Raises
+        If the ranks have different notes, loading the state restores the note of the lowest rank. Raises
         InvalidArgumentError if ``note`` is not a JSON value.
         """
         self._log.consumers.annotate(self._held(), note)
@@ -218,7 +216,7 @@ class ConsumerHandle(Uncopied, remedy="Save or copy the tracker's state_dict(), 
         return self._record.restored_at == self._record.position
 
     def release(self) -> None:
-        """End the reservation, and remove the consumer if :meth:`begin_copy` added it. May be repeated."""
+        """End the reservation, and remove the consumer if :meth:`begin_copy` added it. Later calls do nothing."""
         if self.is_released:
             return
         if self._is_transient:

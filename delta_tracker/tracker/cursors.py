@@ -1,4 +1,4 @@
-"""Cursors of the consumers of a change log, their reads, the times of the changes between them, and their state."""
+"""Consumers of a change log as values: cursors, reads, times of changes, and the state for a checkpoint."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ _NO_ROWS: Mapping[str, ChangedRows] = MappingProxyType({})
 
 @dataclass(slots=True, eq=False)
 class Read:
-    """Read of a consumer, which ends when the log commits or aborts it.
+    """Read of a consumer that is not committed or aborted yet. Created by :meth:`LogConsumers.read`.
 
-    Until then, no compaction merges the rows marked before the end of the read with later ones. Any other change of the
-    consumer discards the read.
+    Compaction does not merge rows marked before the end of the read with later rows. A commit, a rewind, or any other
+    change of the consumer's record discards the read.
 
     Args:
         consumer: name of the consumer.
         start: log position of the consumer's cursor.
         stop: log position of the cut at which the read ends.
-        batches: ``step()`` counts at the consumer's last committed read and at this one.
+        batches: ``step()`` counts at the consumer's last committed read and at this read.
 
     Attributes:
-        rows: table FQN to pending rows, including carried rows (see :class:`Consumer`), before top-k selects some of
-            them. Empty once the read is held.
-        delta: result of :meth:`returns`; None if it was not called, because the read returned all of ``rows``.
+        rows: pending rows by table FQN, including carried rows (see :class:`Consumer`) and rows that top-k leaves out.
+            Emptied by :meth:`LogConsumers.hold`.
+        delta: result of :meth:`returns`; None before the call.
     """
 
     consumer: str
@@ -43,19 +43,19 @@ class Read:
     delta: Delta | None = None
 
     def returns(self, rows: Mapping[str, DeltaRows], left_out: Mapping[str, ChangedRows] | None = None) -> Delta:
-        """Return the delta with ``rows``, without those ``left_out``. Call it before the read is held or committed."""
+        """Return a delta with ``rows``, and record the rows that top-k left out. Call it before a hold or commit."""
         start, stop, batches = self.start, self.stop, self.batches
         self.delta = Delta(rows, consumer=self.consumer, start=start, stop=stop, batches=batches, left_out=left_out)
         return self.delta
 
 
 class Consumer(NamedTuple):
-    """Cursor of a consumer, with its reads and carried rows.
+    """Immutable record of a consumer: its cursor, its reads and its carried rows.
 
     *Carried rows* are pending rows that are not in the log after the cursor: rows that committed reads left out, rows
     that were restored from a checkpoint or by a rewind, and rows that were made pending for this consumer only.
 
-    One statement replaces the record of a consumer, so that an interrupted call has either its whole effect or none.
+    Callers replace the record in one statement: an interrupted call has either its whole effect or none.
     """
 
     name: str
@@ -74,11 +74,14 @@ class Consumer(NamedTuple):
 
     @property
     def current_note(self) -> object:
-        """The note; None if the cursor has moved since it was set, because rows were then read without a new note."""
+        """The owner's note; None if the cursor has moved since the note was set."""
         return self.note if self.noted_at == self.position else None
 
     def moved(self, position: int, batch: int, carried: Mapping[str, ChangedRows] = _NO_ROWS) -> Consumer:
-        """Return the record at another position, with other carried rows. Their age is counted from this call."""
+        """Return a copy of the record at another position, with other carried rows and without reads.
+
+        The age of the carried rows is measured from this call.
+        """
         now = time.monotonic()
         rows = {fqn: rows for fqn, rows in carried.items() if len(rows)} if carried else _NO_ROWS
         since = now if rows else None
@@ -86,7 +89,10 @@ class Consumer(NamedTuple):
         return moved._replace(reads=(), is_behind=False)
 
     def dropped(self, position: int, since: float | None) -> Consumer:
-        """Return the record without its pending rows, the oldest of which changed at ``since`` or later."""
+        """Return a copy of the record as dropped: without pending rows, and marked to need a snapshot.
+
+        ``since`` is the time of the oldest change of its pending rows; None if it is unknown.
+        """
         oldest = self.moved_at if since is None else since
         moved = self.moved(position, self.batch)
         return moved._replace(moved_at=self.moved_at, carried_since=oldest, is_behind=True)
@@ -98,10 +104,10 @@ class PendingState:
 
     Args:
         batch: ``step()`` count at the consumer's last committed read.
-        rows: table FQN to pending rows, with the old states that the tracking mode keeps. Tables without pending rows
+        rows: pending rows by table FQN, with the old states that the tracking mode keeps. Tables without pending rows
             may be missing.
-        is_behind: True if the consumer was dropped and needs a snapshot; ``rows`` is then empty.
-        note: note about the consumer, a JSON value; None without it.
+        is_behind: True if the consumer was dropped and needs a snapshot. ``rows`` is then empty.
+        note: the owner's note, a JSON value; None if there is none.
     """
 
     batch: int
@@ -112,12 +118,12 @@ class PendingState:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LogState:
-    """State of a change log at one point in time.
+    """State of a change log for a checkpoint.
 
     Args:
         num_batches: number of ``step()`` calls.
-        consumers: consumer name to the consumer's state.
-        history: table FQN to all rows changed since the tracker was created, or None if the log does not keep them.
+        consumers: state of each consumer, by name.
+        history: all rows changed since the tracker was created, by table FQN; None if the log does not keep them.
     """
 
     num_batches: int
@@ -126,18 +132,18 @@ class LogState:
 
 
 class Cursors:
-    """Records of a log's consumers, and the time of the first change at each position that a cursor separates.
+    """Records of a log's consumers, and the times of changes between the cursors.
 
-    Callers must hold the log's lock, except to read one attribute or record.
+    Callers must hold the log's lock, except to read a single attribute or record.
 
     Args:
         names: names of the consumers, at least one, all different.
 
     Attributes:
-        consumers: name to record, in the order in which the consumers were added.
-        origin: table FQN to rows that a rewind makes pending in addition to all rows in the log, because they changed
-            before the log's first position or were made pending for one consumer only.
-        num_batches: number of ``step()`` calls, including those before a restored checkpoint.
+        consumers: records by name, in the order in which the consumers were added.
+        origin: rows by table FQN that a rewind makes pending in addition to all rows in the log: rows that changed
+            before the log's first position, and rows that were made pending for one consumer only.
+        num_batches: number of ``step()`` calls, including calls before a restored checkpoint.
 
     Raises:
         InvalidArgumentError: if ``names`` is empty, repeats a name or is a string, or if a name is not a string.
@@ -156,9 +162,9 @@ class Cursors:
 
     @property
     def pinned(self) -> set[int]:
-        """Positions across which segments must not be merged: cursors, of which one is the lowest, and ends of reads.
+        """Positions at which segments must not be merged: the cursors, and the ends of uncommitted reads.
 
-        Dropped consumers, which cannot read the log, have none.
+        Dropped consumers have no such positions.
         """
         pinned = set()
         for each in self.consumers.values():
@@ -170,11 +176,11 @@ class Cursors:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the carried rows of all consumers."""
+        """Size of the carried rows of all consumers in bytes."""
         return sum(rows.num_bytes for each in self.consumers.values() for rows in each.carried.values())
 
     def rows(self) -> Iterator[ChangedRows]:
-        """Yield the rows of :attr:`origin`, and the carried rows and left-out rows of each consumer."""
+        """Yield the rows of :attr:`origin`, and each consumer's carried rows and rows that its reads left out."""
         yield from self.origin.values()
         for each in self.consumers.values():
             yield from each.carried.values()
@@ -183,15 +189,15 @@ class Cursors:
                     yield from read.delta.kept.values()
 
     def note_change(self, position: int) -> None:
-        """Record that rows changed at a position."""
+        """Record the current time as the time of the first change at a position, unless one is recorded."""
         if position not in self._times:
             self._times[position] = time.monotonic()
 
     def pending_since(self, consumer: Consumer) -> float | None:
         """Return the time of the oldest change of a consumer's pending rows; None if no row is known to be pending.
 
-        It is exact for rows in the log, and a lower bound for rows that reads left out. For rows that a read finds by
-        comparing a shard with a copy, it is the time of that read.
+        The time (``time.monotonic()``) is exact for rows in the log, and a lower bound for rows that reads left out.
+        For rows that a read finds by comparing a shard with a copy, it is the time of the read.
         """
         since = consumer.carried_since
         for position, when in self._times.items():
@@ -200,7 +206,7 @@ class Cursors:
         return since
 
     def merge_times(self, pinned: Collection[int]) -> None:
-        """Keep only the first time between neighboring positions in ``pinned``, and none below the lowest position."""
+        """Keep one time, the earliest, between neighboring positions in ``pinned``. Drop times below the lowest."""
         ordered, times = sorted(pinned), dict[int, float]()
         for position, when in self._times.items():
             index = bisect_right(ordered, position)
@@ -210,6 +216,6 @@ class Cursors:
 
 
 def check_name(name: object) -> None:
-    """Raise InvalidArgumentError if ``name`` is not a string: a checkpoint with it could not be loaded."""
+    """Raise InvalidArgumentError if the name of a consumer is not a string."""
     if not isinstance(name, str):
         raise InvalidArgumentError("consumer", name, "Pass a name that is a string, such as 'serving'")

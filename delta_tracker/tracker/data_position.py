@@ -18,23 +18,23 @@ _FIELDS = {"batches", "event_time", "loader"}
 
 
 class StatefulLoader(Protocol[_Batch_co]):
-    """Iterable over batches whose position can be saved and restored, such as torchdata's ``StatefulDataLoader``."""
+    """Data loader whose position can be saved and restored, such as torchdata's ``StatefulDataLoader``."""
 
     def __iter__(self) -> Iterator[_Batch_co]:
-        """Return an iterator that starts at the restored position, or at the beginning."""
+        """Return an iterator over batches that starts at the restored position, or else at the beginning."""
 
     def state_dict(self) -> object:
-        """Return the position after the batch that was returned last."""
+        """Return the position after the last batch that the iterator returned."""
 
     def load_state_dict(self, state: object) -> object:
-        """Restore a position. It applies to the next iterator."""
+        """Restore a position. The next iterator starts there."""
 
 
 class DataPosition(Uncopied, Generic[T], remedy="Save or copy its state_dict()"):
-    """Iterable over the batches of a loader that keeps the loader's state after the last trained batch.
+    """Wrapper of a data loader that keeps the loader's state after the last trained batch, for checkpoints.
 
-    Loaders are ahead of training, because pipelines fetch batches before they train them. This class saves the state of
-    the loader with each batch. :meth:`ModelDeltaTracker.step` moves the position to the next batch.
+    A pipeline fetches batches before it trains them, so the loader's own state is ahead of training. This class saves
+    the state of the loader with each batch. :meth:`ModelDeltaTracker.step` moves the position to the next batch.
 
     Iterate over this object instead of the loader, pass it to :meth:`ModelDeltaTracker.attach_data`, and call
     ``tracker.step()`` exactly once for each batch, in the order of the batches::
@@ -45,25 +45,25 @@ class DataPosition(Uncopied, Generic[T], remedy="Save or copy its state_dict()")
             train(batch)
             tracker.step()
 
-    The state of the loader is encoded by :mod:`delta_tracker.stream.format.state_tree` for each batch. The loader must
-    account for its workers, as ``StatefulDataLoader`` does. Tested on the CPU with torch's ``DataLoader`` with 2
-    workers, and with TorchRec's ``TrainPipelineBase``, ``TrainPipelineSparseDistLite`` and ``TrainPipelineSparseDist``.
+    :mod:`delta_tracker.stream.format.state_tree` encodes the state of the loader for each batch. If the loader has
+    workers, its state must include them, as in ``StatefulDataLoader``. Tested on the CPU with torch's ``DataLoader``
+    with 2 workers, and with TorchRec's ``TrainPipelineBase``, ``TrainPipelineSparseDistLite`` and
+    ``TrainPipelineSparseDist``.
 
-    A missing step is detected when ``max_ahead`` is exceeded. Set it to the number of batches that the pipeline is
-    ahead, so that every missing step is detected.
+    To detect every missing step, set ``max_ahead`` to the number of batches that the pipeline fetches ahead.
 
-    To train several epochs, iterate again. At the end of an epoch the position is after its last batch: the loader has
-    to accept this state, and to return no batch before the next epoch.
+    To train several epochs, iterate again. At the end of an epoch, the position is after its last batch. The loader
+    must accept this state and then return no more batches of this epoch.
 
     Args:
-        loader: the loader. If it has a method ``load_rank_states(states)``, its position can be restored at another
+        loader: the loader. If it has a method ``load_rank_states(states)``, its position can be restored with another
             number of ranks, see :meth:`load_rank_states`.
         event_time: function that returns the time of a batch in seconds, at least 0 and less than 2**53. It runs in the
             thread that fetches the batch.
-        max_ahead: largest number of fetched batches that are not trained, see :meth:`check`.
+        max_ahead: maximum number of batches that are fetched but not trained, see :meth:`check`.
 
     Raises:
-        InvalidArgumentError: if an argument is invalid, or the state of the loader cannot be encoded.
+        InvalidArgumentError: if an argument is invalid, or if the state of the loader cannot be encoded.
 
     Example:
         >>> class Batches:
@@ -105,31 +105,31 @@ class DataPosition(Uncopied, Generic[T], remedy="Save or copy its state_dict()")
 
     @property
     def num_batches(self) -> int:
-        """Number of trained batches, including those before a restore."""
+        """Number of trained batches, including batches before a restored position."""
         return self._num_batches
 
     @property
     def num_ahead(self) -> int:
-        """Number of batches that were fetched and are not trained."""
+        """Number of batches that are fetched but not trained."""
         return len(self._drawn)
 
     @property
     def event_time(self) -> float | None:
-        """Time of the last trained batch in seconds; None before the first one, and without ``event_time``."""
+        """Time of the last trained batch in seconds; None before the first batch or without ``event_time``."""
         return self._event_time
 
     @property
     def has_rank_states(self) -> bool:
-        """True if :meth:`load_rank_states` can be called, because the loader has this method."""
+        """True if the loader has a method ``load_rank_states``, as :meth:`load_rank_states` requires."""
         return callable(getattr(self._loader, "load_rank_states", None))
 
     def __iter__(self) -> Iterator[T]:
         """Yield the batches of the loader.
 
         Raises:
-            InvalidArgumentError: by the iterator, if a newer iterator exists or the position was restored after the
-                first batch of the iterator. At its first batch, if earlier batches were fetched and not trained: the
-                position cannot follow if they are dropped. Also if the time of a batch is invalid.
+            InvalidArgumentError: while iterating, if a newer iterator exists, if the position was restored after the
+                first batch, or if the time of a batch is invalid. At the first batch, if earlier batches were fetched
+                but not trained.
         """
         with self._lock:
             if self._drawn:
@@ -159,11 +159,11 @@ class DataPosition(Uncopied, Generic[T], remedy="Save or copy its state_dict()")
             yield batch
 
     def attached(self) -> None:
-        """Record that a tracker moves the position. Called by :meth:`ModelDeltaTracker.attach_data`."""
+        """Record that a tracker advances this position. :meth:`ModelDeltaTracker.attach_data` calls this method."""
         self._is_attached = True
 
     def advance(self) -> None:
-        """Move the position to the next fetched batch. If there is none, later calls of :meth:`check` raise."""
+        """Move the position past the next fetched batch. If no batch was fetched, the next :meth:`check` raises."""
         try:
             self._state, self._event_time = self._drawn.popleft()
         except IndexError:
@@ -172,10 +172,10 @@ class DataPosition(Uncopied, Generic[T], remedy="Save or copy its state_dict()")
             self._num_batches += 1
 
     def check(self) -> None:
-        """Check that the position is that of the last trained batch. Publishers call it.
+        """Check that training called ``tracker.step()`` once for each batch. A publisher calls this method.
 
-        Raises InvalidArgumentError if more than ``max_ahead`` batches were fetched and not trained, or if
-        ``tracker.step()`` was called more often than batches were fetched.
+        Raises InvalidArgumentError if more than ``max_ahead`` batches are fetched but not trained, or if there were
+        more calls of ``tracker.step()`` than fetched batches.
         """
         if self._num_missing:
             remedy = (
@@ -191,15 +191,15 @@ class DataPosition(Uncopied, Generic[T], remedy="Save or copy its state_dict()")
             raise InvalidArgumentError("batches ahead", self.num_ahead, remedy)
 
     def state_dict(self) -> dict[str, object]:
-        """Return the position: ``batches``, ``event_time``, and ``loader``, the loader's state after the batch."""
+        """Return the position: ``batches``, ``event_time``, and ``loader``, the loader's state after the last batch."""
         return {"batches": self._num_batches, "event_time": self._event_time, "loader": unpack(self._state)}
 
     def load_state_dict(self, state: object) -> None:
         """Restore a position that :meth:`state_dict` returned.
 
-        Iterators that have returned a batch can no longer be used, nor can pipelines that have fetched a batch: they
-        hold batches of the old position. Create new ones. Raises InvalidArgumentError if ``state`` is not a position,
-        or the error of the loader; the position is then unchanged.
+        Then create new iterators and pipelines: an iterator that has returned a batch raises at its next batch. Raises
+        InvalidArgumentError if ``state`` is not a position, or the error of the loader. The position does not change if
+        the call raises.
         """
         num_batches, time, loader = _fields(state)
         packed = pack(loader, "data['loader']")
@@ -207,15 +207,15 @@ class DataPosition(Uncopied, Generic[T], remedy="Save or copy its state_dict()")
         self._restored(packed, num_batches, time)
 
     def load_rank_states(self, states: Sequence[object]) -> None:
-        """Restore the positions of all ranks of a job with another number of ranks.
+        """Restore this rank's position from the positions of a job with another number of ranks.
 
-        Passes the loader's states of all ranks, in the order of the ranks, to the loader's ``load_rank_states``, which
-        has to continue with this rank's share of the data. The number of batches is the largest of all ranks, and the
-        event time the smallest. The errors are those of :meth:`load_state_dict`; a loader without ``load_rank_states``
-        raises InvalidArgumentError.
+        Passes the loader states of all ranks to the loader's ``load_rank_states``. The loader must continue with this
+        rank's share of the data. The number of batches is the maximum over the ranks, and the event time the minimum.
+        Raises the errors of :meth:`load_state_dict`, and InvalidArgumentError if the loader has no
+        ``load_rank_states``.
 
         Args:
-            states: results of :meth:`state_dict` on all ranks, in rank order.
+            states: results of :meth:`state_dict` on all ranks of the saved job, in rank order.
         """
         load = getattr(self._loader, "load_rank_states", None)
         if not callable(load):

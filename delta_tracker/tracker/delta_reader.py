@@ -1,4 +1,4 @@
-"""Build the delta that a consumer's read returns: select rows of the log by top-k and add their values and states.
+"""Build the delta of a consumer's read: select changed rows by top-k, and add their values and states.
 
 Notation: ``N`` is the number of changed rows of a table.
 """
@@ -28,7 +28,7 @@ _CHUNK_ROWS = 1 << 14  # 4 MiB for rows of 64 float32 columns, twice of which fi
 
 
 class ReadOptions(TypedDict, total=False):
-    """Arguments of :meth:`DeltaReader.read` that choose what a read returns, and whether it is committed."""
+    """Optional keyword arguments of a read, see :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.get_delta`."""
 
     commit: bool
     with_states: bool
@@ -38,12 +38,12 @@ class ReadOptions(TypedDict, total=False):
 
 
 class DeltaReader:
-    """Reader that builds the deltas of a log's consumers, in one tracking mode.
+    """Reader that builds the deltas for the consumers of a tracker's change log.
 
     Args:
         log: the change log.
-        model: the tracked model, from which the current rows are read.
-        capture: strategy of the tracking mode.
+        model: the tracked model. Values and optimizer states are read from its shards.
+        capture: implementation of the tracking mode.
     """
 
     def __init__(self, log: ChangeLog, model: TrackedModel, capture: Capture) -> None:
@@ -64,12 +64,13 @@ class DeltaReader:
         top_k: TopK | None = None,
         ranks: AllRanks | None = None,
     ) -> _T:
-        """Return ``result(delta)`` for the delta of the rows that changed since a consumer's last committed read.
+        """Read a consumer's pending rows, and return ``result(delta)``.
 
-        ``result`` is called before the read is committed. If it raises or the call is interrupted, the rows stay
-        pending. Callers must have checked that the consumer is not reserved for another owner. ``ranks`` share the
-        budget of ``top_k``; None stands for a group of all ranks, which the first read with ``top_k`` creates. The
-        other arguments and errors are those of :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.get_delta`.
+        The method calls ``result`` before it commits the read. If ``result`` raises or the call is interrupted, the
+        rows stay pending. Callers must check first that no other owner has reserved the consumer. ``ranks`` are the
+        ranks that share the budget of ``top_k``. If it is None, the first read with ``top_k`` creates a group of all
+        ranks. For the other arguments and the errors, see
+        :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.get_delta`.
         """
         consumers = self._log.consumers
         with self._log.lock:
@@ -106,10 +107,10 @@ class DeltaReader:
                 raise
 
     def check(self, top_k: TopK | None, *, with_optimizer: bool) -> None:
-        """Reject arguments that the tracked model or the tracking mode does not support.
+        """Check that the tracked model and the tracking mode support these arguments of a read.
 
-        Raises UnsupportedModelError if ``with_optimizer`` is set and the optimizer of a table is not fused, and
-        InvalidArgumentError if ``top_k`` is not a TopK, or has no ``score`` in a tracking mode without scores.
+        Raises UnsupportedModelError if ``with_optimizer`` is True and the optimizer of a table is not fused. Raises
+        InvalidArgumentError if ``top_k`` is not a TopK, or if it has no ``score`` and the mode has no default score.
         """
         if top_k is not None and not isinstance(top_k, TopK):
             raise InvalidArgumentError("top_k", top_k, "Pass a TopK, for example TopK(rows=1000)")

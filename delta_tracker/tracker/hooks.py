@@ -26,16 +26,16 @@ _MANY_BATCHES = 100
 
 
 class TrackerHooks:
-    """Hooks of a tracker in its model, which are removed and registered again if the tables are resharded.
+    """Hooks that a tracker registers in its model, to report changed rows to its change log.
 
-    They are also removed if this object is deleted.
+    After a reshard, the tracker removes the hooks and registers them again. Deleting this object also removes them.
 
     Args:
         listener: receives the reports of the hooks.
         model: the tracked model.
-        recorder: records the errors of the hooks and the time that they take.
-        lookups: True to report all rows that are looked up.
-        keeps_states: True if the log keeps the former states of rows.
+        recorder: recorder of the errors and the durations of the hooks.
+        lookups: True to report all looked-up rows, False to report only updated rows.
+        keeps_states: True if the log keeps old states.
 
     Attributes:
         registered: the current hooks.
@@ -54,7 +54,7 @@ class TrackerHooks:
         self.registered: list[Watcher] = []
 
     def attach(self) -> None:
-        """Register the hooks in the model's current modules. None is registered if this raises."""
+        """Register the hooks in the model's current modules. If the call raises, no hook is registered."""
         model, found, reports = self._model, self._model.found, self._reports
         model.num_attached += 1
         MEMORY.join(self)
@@ -78,7 +78,7 @@ class TrackerHooks:
         model.is_attached = True
 
     def remove(self) -> None:
-        """Remove the hooks, until the next :meth:`attach`. Their counts are kept."""
+        """Remove the hooks, and keep their counts. :meth:`attach` registers them again."""
         self._model.is_attached = False  # first: if this is interrupted, reads must not return too few rows
         _remove(self.registered)
         self._deleted.detach()
@@ -86,21 +86,21 @@ class TrackerHooks:
         self._num_past_errors, self._num_past_updates, self.registered = past
 
     def detach(self) -> None:
-        """Remove the hooks, and free the buffers that no other tracker uses."""
+        """Remove the hooks. Free the reusable buffers of this process if no other tracker uses them."""
         self.remove()
         MEMORY.leave(self)
 
     @property
     def num_errors(self) -> int:
-        """Number of errors caught in hooks so far."""
+        """Total number of errors that were caught in hooks."""
         return self._num_past_errors + sum(hook.num_errors for hook in self.registered)
 
     def num_updates(self) -> int:
-        """Return the number of updates of tables so far: backward passes of lookups, and steps of optimizers."""
+        """Return the total number of table updates: backward passes of lookups, and optimizer steps."""
         return self._num_past_updates + sum(hook.num_updates for hook in self._of_updates())
 
     def check_read(self) -> None:
-        """Before a read, warn if other tensors are trained and no table was ever updated."""
+        """Warn if other tensors are trained but no table was ever updated. Called before a read."""
         if self._has_warned or self._has_updated:
             return
         self._has_updated = self.num_updates() > 0
@@ -108,11 +108,10 @@ class TrackerHooks:
             self._warn(self._others(), 1, stacklevel=4)
 
     def check_batch(self, num_recorded: Mapping[str, int]) -> None:
-        """Warn if other tensors are trained instead of the tables, at the end of a batch.
+        """Warn if other tensors seem to be trained instead of the tables. Called at the end of a batch.
 
-        Warns after several updates of other tensors since the last update of a table. Fewer may be those of an averaged
-        copy of the model, which is written after the tables. Also warns after many batches without any update, write or
-        recorded row.
+        Warns after 10 updates of other tensors without an update of a table, and after 100 batches without any update,
+        write or recorded row. ``num_recorded`` is the number of recorded rows by table FQN.
         """
         if self._has_warned:
             return
@@ -129,7 +128,7 @@ class TrackerHooks:
         return [hook for hook in self.registered if isinstance(hook, PostLookupHook | StepHook)]
 
     def _others(self) -> Counter[str]:
-        """Return the number of updates of other tensors that could be taken for tables, by FQN."""
+        """Return the number of updates of other tensors that resemble tables, by FQN."""
         return sum((hook.others.counts() for hook in self._of_updates()), Counter[str]())
 
     def _warn(self, others: Counter[str], least: int, stacklevel: int) -> None:
@@ -139,12 +138,12 @@ class TrackerHooks:
             warnings.warn(UntrackedTrainingWarning(sorted(others), num_updates), stacklevel=stacklevel)
 
     def lookups_in_flight(self) -> int:
-        """Return the number of lookups whose backward pass may still run."""
+        """Return the number of lookups with an autograd graph whose backward pass has not begun."""
         return sum(len(hook.in_flight) for hook in self.registered if isinstance(hook, PostLookupHook))
 
 
 class Progress:
-    """Progress of training on this rank, by which a publisher decides when to cut a version.
+    """Progress of training on this rank. A publisher uses it to decide when to cut a version.
 
     Args:
         log: the tracker's log.
@@ -167,25 +166,25 @@ class Progress:
 
     @property
     def num_unstepped(self) -> int:
-        """Number of updates of tables since the last :meth:`step`.
+        """Number of table updates since the last :meth:`step`.
 
-        For fused tables, each backward pass counts once for each lookup in a kernel. For plain modules, each step of an
-        optimizer counts once. Lookups without a backward pass, as in an evaluation, do not count. Updates of sharded
-        tables without a fused optimizer do not count either.
+        For fused tables, each backward pass counts once for each lookup in a kernel. For plain modules, each optimizer
+        step counts once. Lookups without a backward pass, as in an evaluation, do not count. Updates of sharded tables
+        without a fused optimizer do not count either.
         """
         return self._hooks.num_updates() - self._num_stepped
 
     @property
     def num_recorded(self) -> Mapping[str, int]:
-        """Mapping from table FQN to the number of rows recorded as changed on this rank, repeats included.
+        """Number of rows recorded as changed on this rank, by table FQN. Repeated rows count each time.
 
-        Does not wait for the device. For a table with a fused optimizer, the increase during a period is an upper bound
-        for the number of rows that changed during that period. Rows found by comparison with a copy are not counted.
+        Does not wait for the device. For a table with a fused optimizer, the increase over a period is an upper bound
+        for the number of rows that changed in this period. Rows found by comparison with a copy do not count.
         """
         return MappingProxyType(self._log.segments.num_recorded.copy())
 
     def step(self) -> None:
-        """Count one batch. See :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.step`."""
+        """Count one batch, see :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.step`."""
         # Before the batch is counted: if this is interrupted in between, the call can be repeated.
         self._num_stepped = self._hooks.num_updates()
         self._log.consumers.step()
@@ -194,7 +193,7 @@ class Progress:
             self.data_position.advance()
 
     def attach_data(self, position: DataPosition[Any]) -> None:
-        """Attach a position. See :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.attach_data`."""
+        """Set :attr:`data_position`, see :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.attach_data`."""
         if not isinstance(position, DataPosition):
             raise InvalidArgumentError("position", type(position), "Pass a DataPosition of the loader")
         if self.data_position is position:

@@ -22,14 +22,14 @@ from delta_tracker.types import Delta
 
 @dataclass(frozen=True, slots=True)
 class Lag:
-    """Lag of one consumer.
+    """Lag of one consumer behind training, returned by :meth:`LogConsumers.lags`.
 
     Args:
         batches: number of ``step()`` calls since the consumer's last committed read.
         seconds: seconds since the consumer's last committed read.
-        oldest_pending: seconds since the consumer's oldest pending row was recorded, or a bound on this time (see
+        oldest_pending: age in seconds of the consumer's oldest pending row, or a bound on it (see
             :meth:`~delta_tracker.tracker.cursors.Cursors.pending_since`). None if no row is known to be pending.
-        pending: table FQN to number of pending rows; empty if they were not counted.
+        pending: number of pending rows by table FQN; empty if they were not counted.
     """
 
     batches: int
@@ -39,23 +39,22 @@ class Lag:
 
 
 class LogConsumers:
-    """Consumers of a change log, which read its segments.
+    """Operations on the consumers of a :class:`ChangeLog`: names, reservations, reads and the memory limit.
 
     All methods may be called from any thread. They acquire the log's lock.
 
     Args:
         lock: the log's lock.
-        writes: the writes in progress, which take part in each cut.
+        writes: the log's writes in progress.
         segments: the log's segments, with the consumers' cursors.
         max_bytes: maximum size in bytes of the log and the carried rows. If it is exceeded, the consumer that lags
             furthest is dropped. None for no limit.
-        received: function that is called with each committed delta, while the lock is held. Not called for reads of the
-            consumers that a publisher adds while it copies a snapshot.
+        received: function that is called with each committed delta while the lock is held, except for consumers that a
+            publisher adds while it copies a snapshot.
 
     Attributes:
-        abandoned: reserved consumers whose owner was deleted without :meth:`release`. A destructor appends to it
-            without the lock. The next operation ends these reservations, removes their notes, and removes the consumers
-            that are transient.
+        abandoned: names of reserved consumers whose owner was deleted without :meth:`release`. Destructors append to it
+            without the lock. The next operation ends these reservations, and removes the notes and transient consumers.
     """
 
     def __init__(
@@ -88,9 +87,9 @@ class LogConsumers:
             return tuple(self._known)
 
     def find(self, consumer: str | None) -> Consumer:
-        """Return the record of a consumer, even if it is reserved. None selects the only one that is not transient.
+        """Return the record of a consumer, reserved or not. None selects the only consumer that is not transient.
 
-        Raises InvalidArgumentError if there is no such consumer, or no name was given and there are several.
+        Raises InvalidArgumentError if the name is unknown, or if it is None and there is not exactly one such consumer.
         """
         with self.lock:
             if self.abandoned:
@@ -108,7 +107,7 @@ class LogConsumers:
             )
 
     def resolve(self, consumer: str | None) -> str:
-        """Return the name of a consumer as :meth:`find` does. Raise ReservedConsumerError if it is reserved."""
+        """Return the name of the consumer that :meth:`find` selects. Raise ReservedConsumerError if it is reserved."""
         found = self.find(consumer)
         if found.holder is not None:
             remedy = (
@@ -121,7 +120,7 @@ class LogConsumers:
     def reserve(self, consumer: str | None, holder: str) -> str:
         """Reserve a consumer for ``holder`` until :meth:`release`, and return its name.
 
-        While the consumer is reserved, :meth:`resolve` raises an error that names ``holder``, and so does this method.
+        Until then, :meth:`resolve` and this method raise ReservedConsumerError for it. The error names ``holder``.
         """
         with self.lock:
             name = self.resolve(consumer)
@@ -151,7 +150,7 @@ class LogConsumers:
             self.abandoned.popleft()  # last: an interrupted call is repeated
 
     def annotate(self, consumer: str, note: object) -> None:
-        """Set the note about a consumer, which checkpoints save. Raise InvalidArgumentError unless it is JSON."""
+        """Set the note about a consumer, which checkpoints save. Raise InvalidArgumentError if it is not JSON."""
         try:
             held = json.loads(json.dumps(note, allow_nan=False))
         except (TypeError, ValueError) as error:
@@ -163,7 +162,7 @@ class LogConsumers:
     # Cursors
 
     def num_pending(self, consumer: str | None) -> dict[str, int]:
-        """Return the number of pending rows of a consumer, by table FQN; see :meth:`find`. Waits for the device."""
+        """Return the number of a consumer's pending rows by table FQN, see :meth:`find`. Waits for the device."""
         with self.lock:
             found = self.find(consumer)
             self._segments.fence.enter()
@@ -173,8 +172,8 @@ class LogConsumers:
     def lags(self, *, counts: bool) -> dict[str, Lag]:
         """Return the lag of each consumer that is not transient, by name. All rows are pending for a dropped consumer.
 
-        If ``counts`` is False, it does not wait for the device, and :attr:`Lag.pending` is empty, except for dropped
-        consumers.
+        If ``counts`` is False, the call does not wait for the device, and :attr:`Lag.pending` is empty except for
+        dropped consumers.
         """
         with self.lock:
             self._release_abandoned()
@@ -198,7 +197,7 @@ class LogConsumers:
     def add(self, consumer: str, *, holder: str | None = None) -> None:
         """Add a consumer at the end of the log. Raise InvalidArgumentError if the name is taken or not a string.
 
-        A ``holder`` is the owner of a transient consumer, which is reserved for the owner and not saved in checkpoints.
+        If ``holder`` is given, the consumer is transient: it is reserved for this owner and not saved in checkpoints.
         """
         check_name(consumer)
         with self.lock:
@@ -212,15 +211,15 @@ class LogConsumers:
             )
 
     def remove(self, consumer: str) -> None:
-        """Remove a consumer, if it exists. With ``delete_on_read``, also drop the rows pending only for it."""
+        """Remove a consumer if it exists. With ``delete_on_read``, also drop rows that only it had not committed."""
         with self.lock:
             self._known.pop(consumer, None)
             maintain(self._segments.compact)
 
     def clear(self, *consumers: str) -> None:
-        """Discard the pending rows of consumers and treat them as up to date, even if they were dropped.
+        """Discard the pending rows of some consumers, and treat these consumers as up to date, even if dropped.
 
-        If the call is interrupted, all rows may count as changed.
+        If the call is interrupted, all rows may become pending.
         """
         with self.lock:
             self._writes.cut()
@@ -234,9 +233,9 @@ class LogConsumers:
                 raise
 
     def rewind(self, consumer: str) -> None:
-        """Move a consumer back to the start of the log, so that all rows changed so far are pending.
+        """Move a consumer back to the start of the log. All rows that changed since then are pending again.
 
-        Aborts its uncommitted read. Raises InvalidArgumentError if the log drops rows after reads (``delete_on_read``).
+        Aborts its uncommitted read. Raises InvalidArgumentError if the log drops committed rows (``delete_on_read``).
         """
         with self.lock:
             if self._segments.delete_on_read:
@@ -246,8 +245,8 @@ class LogConsumers:
     def distrust(self, consumer: str, fqn: str, ids: Tensor, *, knows_owners: bool = True) -> None:
         """Make rows pending for one consumer, with unknown old states, and abort its uncommitted read.
 
-        ``ids`` is ``[N]`` int64, local, in any order, with duplicates allowed. Pass ``knows_owners=False`` if the
-        consumer's copy may not have the owners of its last committed read.
+        ``ids`` is ``[N]`` int64, local ids in any order, duplicates allowed. Pass ``knows_owners=False`` if the
+        consumer's copy may have other raw ids than its last committed read.
         """
         if not len(ids):
             return
@@ -270,7 +269,7 @@ class LogConsumers:
     def read(self, consumer: str, *, with_states: bool = True) -> Read:
         """Cut the log and begin a read of the pending rows of ``consumer``. Moves no cursor.
 
-        ``with_states`` must be True if the delta may leave out rows, because their old states would otherwise be lost.
+        Pass ``with_states=True`` if the delta may leave out rows. Otherwise, the old states of these rows are lost.
         Raises NeedsSnapshotError if the consumer was dropped.
         """
         with self.lock:
@@ -307,7 +306,7 @@ class LogConsumers:
         raise StaleDeltaError(delta.consumer)
 
     def hold(self, read: Read) -> None:
-        """Keep a read uncommitted. Discard an earlier uncommitted read, whose rows it includes."""
+        """Keep a read uncommitted until :meth:`commit` or :meth:`abort`. Discard the consumer's earlier reads."""
         with self.lock:
             known = self._current(read)
             if len(known.reads) > 1 or self._max_bytes is not None:  # else, commit() or abort() will compact the log
@@ -318,7 +317,7 @@ class LogConsumers:
                 self._known[known.name] = known._replace(reads=(read,))
 
     def commit(self, read: Read) -> None:
-        """Move the consumer's cursor to the end of a read. The rows that its delta left out stay pending.
+        """Move the consumer's cursor to the end of a read. Rows that its delta left out stay pending.
 
         If the call is interrupted, the rows of the read may stay pending, with unknown old states.
         """
@@ -346,9 +345,9 @@ class LogConsumers:
                 raise
 
     def abort(self, read: Read) -> None:
-        """Discard a read. Its rows stay pending; after :meth:`commit`, their old states are unknown.
+        """Discard a read. Its rows stay pending. After :meth:`commit`, they are pending again without old states.
 
-        An earlier uncommitted read of the consumer stays valid. Does nothing if the read was discarded.
+        An earlier uncommitted read of the consumer stays valid. Does nothing if the read was already discarded.
         """
         with self.lock:
             known = self._known.get(read.consumer)
@@ -372,7 +371,7 @@ class LogConsumers:
     # Memory
 
     def step(self) -> None:
-        """Count a batch and enforce ``max_bytes``."""
+        """Count a batch, mark unreported writes, and enforce ``max_bytes``."""
         with self.lock:
             self._release_abandoned()
             self._writes.end_writes()
@@ -414,5 +413,5 @@ class LogConsumers:
 
 
 def _over(rows: ChangedRows, fqn: str, tables: Mapping[str, ChangedRows]) -> dict[str, ChangedRows]:
-    """Return a copy of ``tables`` with ``rows`` added to ``fqn``. They replace rows with equal ids."""
+    """Return a copy of ``tables`` with ``rows`` added to the table ``fqn``. They replace rows with the same id."""
     return {**tables, fqn: merge_first(rows, tables[fqn]) if fqn in tables else rows}

@@ -1,4 +1,4 @@
-"""Segments of all tables of a change log: the rows that changed between two cuts."""
+"""Segments of all tables of a change log. A segment has the rows that changed between two cuts."""
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -27,29 +27,30 @@ _NO_RANGE = nullcontext()
 
 
 class LogSegments:
-    """Row stores of all tables, which a cut divides at the same position.
+    """Row stores of all tables of a :class:`ChangeLog`. Each cut starts a segment at the same position in all stores.
 
-    Callers must hold the log's lock, and must have entered :attr:`fence` before they read or mark rows.
+    Callers must hold the log's lock, and must enter :attr:`fence` before they read or mark rows.
 
     Args:
-        stores: table FQN to its store.
-        owners: FQN of each table with managed collisions, to the store of the owners of its slots. Its segments have
-            the positions of the table's own store, which has every slot whose owner changed.
-        cursors: the consumers, whose cursors and reads separate segments.
+        stores: row store of each table, by FQN.
+        owners: store of the slots' owners for each table with managed collisions, by FQN. The table's own store has
+            every slot whose owner changed, too.
+        cursors: the consumers. Their cursors and reads separate segments.
         delete_on_read: True to drop rows that every consumer has committed.
 
     Attributes:
-        stores, owners: the current stores. The mappings are never changed: read them without the lock.
+        stores, owners: the current stores. The mappings are replaced, not modified: read them without the lock.
         cursors, delete_on_read: the arguments.
-        position: number of cuts so far.
+        position: number of cuts.
         fence: orders the uses of the stores by several CUDA streams.
-        synced: table FQN to a position. Rows marked since then are kept, even if all consumers committed them.
-        num_recorded: table FQN to the number of rows recorded as changed so far. Repeated rows count each time.
-        num_compacted: number of batches at the last :meth:`compact`; 0 before the first.
-        is_compact: True if nothing that :meth:`compact` could merge or drop was added since its last call.
-        reads_shards: True if marking rows may read them.
+        synced: position of the last sync of replicas, by table FQN. Rows marked since then are kept, even if all
+            consumers committed them.
+        num_recorded: number of rows recorded as changed, by table FQN. Repeated rows count each time.
+        num_compacted: number of batches at the last :meth:`compact`; 0 before the first call.
+        is_compact: True if :meth:`compact` has nothing to merge or drop.
+        reads_shards: True if marking rows may read the shards.
         compact_waits: True if :meth:`compact` waits for the device.
-        in_place: context manager in which marking rows flushes no cache; a cut flushes each cache once.
+        in_place: function that returns a context manager for marking rows. Inside it, no cache is flushed.
     """
 
     def __init__(
@@ -76,10 +77,10 @@ class LogSegments:
     # Recording
 
     def record(self, ids: Mapping[str, Tensor | None], key: int | None = None, *, captures: bool = True) -> None:
-        """Enter :attr:`fence`, and count rows that the caller then marks.
+        """Enter :attr:`fence` and count changed rows. The caller must mark these rows afterwards.
 
-        ``ids`` are local ids by table FQN, None for all rows. ``key`` is the key of a write that continues. If
-        ``captures`` is True, marking captures the old states of the rows.
+        ``ids`` has local ids by table FQN, or None for all rows. ``key`` is the key of a write in progress, or None.
+        Pass ``captures=True`` if marking the rows captures their current states as old states.
         """
         self.fence.enter(key)
         if captures and self.reads_shards:  # states that are captured after other writes are not the old ones
@@ -87,7 +88,7 @@ class LogSegments:
         self.count(ids)
 
     def count(self, ids: Mapping[str, Tensor | None]) -> None:
-        """Count rows that are recorded as changed, as in :meth:`record`."""
+        """Add changed rows to :attr:`num_recorded`. ``ids`` has local ids by table FQN, or None for all rows."""
         recorded, num_rows = self.num_recorded, 0
         for fqn, own in ids.items():
             num_own = self.stores[fqn].num_rows if own is None else own.numel()
@@ -97,7 +98,7 @@ class LogSegments:
             self.cursors.note_change(self.position)
 
     def notice_writes(self, fqns: Iterable[str]) -> None:
-        """Mark all rows of the tables in ``fqns`` whose weights may have been written without a report by a hook."""
+        """Mark all rows of each table in ``fqns`` that may have been written without a report by a hook."""
         for fqn in fqns:
             if self.stores[fqn].has_unmarked_writes():
                 self.fence.enter()
@@ -107,9 +108,9 @@ class LogSegments:
     # Cuts
 
     def cut(self, fqns: Collection[str] | None = None) -> None:
-        """Start a segment in the stores of some tables, and mark the rows of the writes in progress in it again.
+        """Start a segment in the stores of the tables ``fqns``. Mark the rows of the writes in progress in it again.
 
-        None stands for all tables, including the stores of their owners.
+        None for all tables and the stores of their owners.
         """
         with one_cut():
             if self.owners and fqns is None:
@@ -122,10 +123,10 @@ class LogSegments:
                     self.cursors.note_change(self.position)
 
     def compact(self) -> None:
-        """Merge neighboring segments, unless a cursor or the end of a read lies between them.
+        """Merge neighboring segments, unless a cursor or the end of a read is between them.
 
-        If :attr:`delete_on_read` is True, first drop the rows that every consumer has committed. The rows marked since
-        :attr:`synced` are kept, without the old states that no consumer needs.
+        If :attr:`delete_on_read` is True, first drop the rows that every consumer has committed. Rows marked since
+        :attr:`synced` are kept, but old states that no consumer needs are dropped.
         """
         with profiler_range("delta_tracker: compact"):
             self.fence.enter()
@@ -149,7 +150,7 @@ class LogSegments:
     ) -> dict[str, ChangedRows]:
         """Return the rows in ``carried`` and the rows marked in ``[start, stop)``, by table FQN.
 
-        A ``stop`` of None means no upper bound. For rows in both, the old states of ``carried`` are returned.
+        If ``stop`` is None, there is no upper bound. Rows in both have their old states from ``carried``.
         """
         end = self.position + 1 if stop is None else stop
         rows, together = dict[str, ChangedRows](), dict[str, SegmentStore]()
@@ -175,7 +176,7 @@ class LogSegments:
     # Owners of slots
 
     def update_owners(self) -> None:
-        """Mark the slots whose owner has changed since the last call, with their old states."""
+        """Mark the slots whose owner has changed since the last call, and keep their former owners."""
         for fqn, owners in self.owners.items():
             owners.update(partial(self._mark_owned, fqn))
 
@@ -184,16 +185,16 @@ class LogSegments:
         self.stores[fqn].mark(ids)
 
     def check_owners(self) -> None:
-        """Raise UnsupportedModelError if a stream cannot have the owners of a table's slots, as of the last cut."""
+        """Raise UnsupportedModelError if the owners of a table's slots at the last cut are invalid in a stream."""
         for fqn, owners in self.owners.items():
             if owners.refusal:
                 remedy = "Name the table in fqns_to_skip to train it untracked"
                 raise UnsupportedModelError({fqn: owners.refusal}, remedy, problem="raw ids that cannot be read")
 
     def former(self, fqn: str, ids: Tensor, consumer: Consumer) -> Tensor:
-        """Return the owners of rows at a consumer's last committed read, ``[N]`` int64.
+        """Return the owner of each row at a consumer's last committed read, ``[N]`` int64.
 
-        ``ids`` is ``[N]`` int64, local, ascending and unique.
+        ``ids`` is ``[N]`` int64, unique local ids in ascending order.
         """
         former = self.owners[fqn].former(ids, consumer.position)
         older = consumer.carried.get(fqn)
@@ -203,7 +204,7 @@ class LogSegments:
         return former
 
     def with_former(self, rows: Mapping[str, ChangedRows]) -> dict[str, ChangedRows]:
-        """Return rows by table, in which unknown former owners are ``NO_OWNER`` in tables with managed collisions."""
+        """Return ``rows`` with former owners for tables with managed collisions only, ``NO_OWNER`` where unknown."""
         found = {}
         for fqn, each in rows.items():
             former = each.former if fqn in self.owners else None
@@ -215,22 +216,22 @@ class LogSegments:
     # All stores
 
     def forget(self) -> None:
-        """Drop all marked rows and ignore all writes so far, except those in progress."""
+        """Drop all marked rows and ignore all earlier writes, except writes in progress."""
         self.synced.clear()  # the replicas may have loaded different weights
         for _, store in self._every:
             store.forget()
 
     def mark_all_later(self) -> None:
-        """Mark all rows of all tables at the next cut. Takes no memory."""
+        """Request that the next cut marks all rows of all tables. Allocates no memory."""
         for _, store in self._every:
             store.mark_all_later()
 
     def replace(
         self, stores: Mapping[str, SegmentStore], owners: Mapping[str, OwnerStore], gone: Collection[str]
     ) -> None:
-        """Replace and remove the stores of some tables; see ``ChangeLog.replace()``.
+        """Replace the stores of some tables and remove the tables ``gone``, see :meth:`ChangeLog.replace`.
 
-        All rows of the new stores are marked. Nothing is replaced if memory for the marks is missing.
+        All rows of the new stores are marked. If memory for the marks runs out, nothing is replaced.
         """
         self.fence.guard(store.device for store in {**self.stores, **stores}.values())
         self.fence.enter()
@@ -256,7 +257,7 @@ class LogSegments:
         self.in_place: _Context = reading_in_place if self.reads_shards else nullcontext
 
     def memory(self) -> Memory:
-        """Return the sizes in bytes of the log, of the stores' copies of their shards, and of the carried rows."""
+        """Return the sizes in bytes of the log, of the copies of shards, and of the carried rows."""
         stores = [store for _, store in self._every]
         log_bytes, copy_bytes = sum(each.log_bytes for each in stores), sum(each.copy.nbytes for each in stores)
         return Memory(log_bytes, copy_bytes, self.cursors.num_bytes)
@@ -274,17 +275,17 @@ class LogSegments:
 
 
 def profiler_range(name: str) -> AbstractContextManager[object]:
-    """Return a context manager that ``torch.profiler``, if it runs, records as a range called ``name``."""
+    """Return a context manager for a named range in ``torch.profiler``. No-op if no profiler is running."""
     # Opening a range takes microseconds even if no profiler is running. torch's optimizers and data loaders check this
     # flag for the same reason.
     return profiler.record_function(name) if profiler._is_profiler_enabled else _NO_RANGE  # noqa: SLF001
 
 
 def maintain(*tasks: Callable[[], None]) -> None:
-    """Run maintenance tasks of a log in order.
+    """Run maintenance tasks of a log, such as compaction, in order.
 
-    If one raises MemoryError or RuntimeError, log it and skip the others. No pending row is lost, and the next call
-    tries again.
+    If a task raises MemoryError or RuntimeError, the error is logged and the other tasks are skipped. No pending row is
+    lost. Later calls retry the tasks.
     """
     try:
         for task in tasks:

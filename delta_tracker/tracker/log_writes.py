@@ -16,16 +16,16 @@ from delta_tracker.tracker.store.several_stores import mark_in_each
 
 
 class LogWrites:
-    """Listener of the hooks, which marks the rows that they report in the segments.
+    """Listener of the hooks of a :class:`ChangeLog`. It marks the rows that the hooks report.
 
     Implements :class:`~delta_tracker.sharding.watcher.HookListener`. While a write is in progress, every cut marks its
     rows again. All methods may be called from any thread. They acquire the log's lock, except :meth:`end_write_later`
-    and :meth:`mark_all_later`, which are lock-free.
+    and :meth:`mark_all_later`.
 
     Args:
         lock: the log's lock.
         segments: the log's segments.
-        auto_compact: True to compact the log in :meth:`output_launched`; False to compact it after every read.
+        auto_compact: True to compact the log in :meth:`output_launched`, False to compact it after every read.
     """
 
     def __init__(self, lock: threading.RLock, segments: LogSegments, *, auto_compact: bool) -> None:
@@ -38,7 +38,7 @@ class LogWrites:
     # Updates
 
     def begin_write(self, key: int, ids: Mapping[str, Tensor | None]) -> None:
-        """Begin a write, and mark its rows as changed."""
+        """Record a write in progress, and mark its rows: local ids by table FQN, or None for all rows."""
         segments = self._segments
         with self.lock, segments.in_place(), profiler_range("delta_tracker: record"):
             if self._ended:
@@ -48,46 +48,46 @@ class LogWrites:
             mark_in_each(segments.stores, ids, key)
 
     def end_write(self, key: int, tables: Iterable[str]) -> None:
-        """End the write ``key`` to ``tables``, those that were passed to :meth:`begin_write`."""
+        """End the write ``key``. ``tables`` must be the FQNs of all tables that :meth:`begin_write` received."""
         with self.lock:
             if not self._segments.fence.leave(key):
                 self._segments.fence.enter()  # begin_write() failed: order the next use after the write
             self._end(key, tables)
 
     def end_write_later(self, key: int) -> None:
-        """End the write ``key`` at the next cut, which marks its rows again, or at the next write or ``step()``."""
+        """Queue the end of the write ``key`` for the next cut, write or ``step()``. Does not acquire the lock."""
         self._ended.append(key)
 
     def looked_up(self, ids: Mapping[str, Tensor | None]) -> None:
-        """Mark rows as changed because they were looked up."""
+        """Mark looked-up rows as changed. ``ids`` has local ids by table FQN, or None for all rows."""
         segments = self._segments
         with self.lock, segments.in_place(), profiler_range("delta_tracker: record"):
             segments.record(ids)
             mark_in_each(segments.stores, ids)
 
     def mark(self, fqn: str, ids: Tensor | None, *, states: Tensor | None = None, is_written: bool = False) -> None:
-        """Mark rows of table ``fqn``, see :meth:`~delta_tracker.tracker.store.segments.SegmentStore.mark`."""
+        """Mark rows of the table ``fqn``, see :meth:`~delta_tracker.tracker.store.segments.SegmentStore.mark`."""
         segments = self._segments
         with self.lock, segments.in_place(), profiler_range("delta_tracker: record"):
             segments.record({fqn: ids}, captures=states is None and not is_written)
             segments.stores[fqn].mark(ids, states=states, is_written=is_written)
 
     def notice_writes(self, fqns: Iterable[str]) -> None:
-        """Mark all rows of the tables in ``fqns`` whose weights may have been written without a report by a hook."""
+        """Mark all rows of each table in ``fqns`` that may have been written without a report by a hook."""
         with self.lock:
             self._segments.notice_writes(fqns)
 
     def acknowledge_writes(self, fqns: Iterable[str]) -> None:
-        """Ignore earlier in-place writes to the weights of the tables ``fqns``, because a hook reported the rows."""
+        """Ignore earlier in-place writes to the tables ``fqns``. Call it after a hook has reported their rows."""
         with self.lock:
             for fqn in fqns:
                 self._segments.stores[fqn].acknowledge_writes()
 
     def mark_all_later(self, fqns: Collection[str], key: int | None = None) -> None:
-        """Mark all rows of the tables ``fqns`` at the next cut, with unknown old states.
+        """Request that the next cut marks all rows of the tables ``fqns``, with unknown old states.
 
-        Until the end of the write ``key``, every cut marks them, and so does the first cut afterwards. If a cut cannot
-        mark the rows, the read fails, and the next cut marks them.
+        If ``key`` is given, every cut until the end of this write marks the rows, and so does the first cut afterwards.
+        If a cut cannot mark the rows, its read fails, and the next cut marks them.
         """
         for fqn in fqns:
             if fqn in self._segments.stores:  # it may have left the model
@@ -96,7 +96,7 @@ class LogWrites:
             self._keys.add(key)
 
     def output_launched(self) -> None:
-        """Compact the log if ``auto_compact`` is set. Called after an output distribution was launched.
+        """Compact the log if ``auto_compact`` is set. The hooks call this after they launch an output distribution.
 
         Does not block. Does nothing if another thread holds the lock, or if there was no cut, commit or abort since the
         last compaction.
@@ -109,9 +109,9 @@ class LogWrites:
 
     @property
     def compacts_after_odist(self) -> bool:
-        """True if the log is compacted in :meth:`output_launched`, False if it is compacted after reads.
+        """True if :meth:`output_launched` compacts the log, False if reads compact it.
 
-        Compaction that waits for the device always runs after reads, which wait for the device anyway.
+        Always False if compaction waits for the device.
         """
         return self._auto_compact and not self._segments.compact_waits
 
@@ -120,8 +120,8 @@ class LogWrites:
     def changed_since_sync(self, fqns: Iterable[str]) -> dict[str, Tensor | None]:
         """Return the local ids of the rows marked since the last :meth:`synced`, by table FQN. Waits for the device.
 
-        The value of a table is None if there was no :meth:`synced` since its store was created, since the last
-        :meth:`diverged`, since a restore, or since ``max_bytes`` was exceeded.
+        The value is None for a table whose changes are unknown: without a :meth:`synced` since its store was created,
+        since the last :meth:`diverged`, since a restore, or since ``max_bytes`` was exceeded.
         """
         segments, tables = self._segments, tuple(fqns)
         with self.lock:
@@ -134,9 +134,10 @@ class LogWrites:
             }
 
     def synced(self, fqns: Iterable[str]) -> None:
-        """Start to collect the result of :meth:`changed_since_sync` for the tables ``fqns``, and compact the log.
+        """Record that the replicas of the tables ``fqns`` are equal, and compact the log.
 
-        Until the next call, the log keeps the rows that are marked, even if all consumers commit them.
+        The log keeps all rows that are marked until the next call, even if all consumers commit them. See
+        :meth:`changed_since_sync`.
         """
         segments, tables = self._segments, tuple(fqns)
         with self.lock:
@@ -146,7 +147,7 @@ class LogWrites:
             maintain(segments.compact)
 
     def diverged(self, fqns: Iterable[str]) -> None:
-        """Make :meth:`changed_since_sync` return None for the tables ``fqns`` until the next :meth:`synced`."""
+        """Record that any row of the tables ``fqns`` may differ between replicas, until the next :meth:`synced`."""
         with self.lock:
             for fqn in fqns:
                 self._segments.synced.pop(fqn, None)
@@ -160,13 +161,13 @@ class LogWrites:
             return len(self._keys)
 
     def cut(self) -> None:
-        """Start a segment, in which the rows of the writes in progress are marked again."""
+        """Start a segment in all stores. Mark the rows of the writes in progress in it again."""
         with self.lock:
             self._catch_up(self._segments.stores)
             self._segments.cut()
 
     def end_writes(self) -> None:
-        """End the writes queued by :meth:`end_write_later`. Usually, only failed backward passes leave such writes."""
+        """End the writes that :meth:`end_write_later` queued."""
         with self.lock:
             while self._ended:
                 key = self._ended[0]
@@ -197,15 +198,15 @@ def _check_keyed(kjt: object) -> None:
 def mark_lookup(writes: LogWrites, found: Discovery, kjt: KeyedIds, states: Tensor | None = None) -> None:
     """Mark the rows of a lookup as changed, and record their values from before the change.
 
-    Raises InvalidArgumentError, and marks no row, if no tracked table has one of the features, if an id on the CPU is
+    Raises InvalidArgumentError, and marks no row, if no tracked table has any of the features, if an id on the CPU is
     outside its table, or if the number or width of the rows in ``states`` is wrong.
 
     Args:
-        writes: receives the rows.
+        writes: listener that marks the rows.
         found: the tracked tables. The ids of a feature are marked in every table in which the feature is looked up.
-        kjt: a KeyedJaggedTensor of local ids.
-        states: the old values, in the order of ``kjt.values()``, in any shape with one row per id; None to record the
-            current ones, if the log keeps them.
+        kjt: KeyedJaggedTensor of local ids.
+        states: old values in the order of ``kjt.values()``, in any shape with one row per id. None records the current
+            values if the log keeps old states.
     """
     _check_keyed(kjt)
     known = {feature for features in found.features.values() for feature in features}

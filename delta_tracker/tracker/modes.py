@@ -1,4 +1,4 @@
-"""Strategies of the tracking modes. A strategy defines the data that a mode keeps for each changed row.
+"""Tracking modes: the data that each mode keeps and returns for a changed row.
 
 Notation: ``N`` is the number of rows. A shard has ``D`` columns in ``S`` column ranges.
 """
@@ -17,17 +17,16 @@ from delta_tracker.types import EmbdUpdateMode, TableSpec, TrackingMode
 
 
 class Capture:
-    """Base class of the strategies, and strategy of ``ID_ONLY``, which keeps only the ids of changed rows.
+    """Implementation of a tracking mode: the old states that the log keeps, and the states that a delta contains.
 
-    It is stateless, so all tables share one object.
+    This base class implements ``ID_ONLY``, which keeps only the ids of changed rows. All tables share one instance.
 
     Attributes:
-        keeps_old: True if the log keeps the state that :meth:`old_states` returned for each changed row before its
-            first change.
-        update_mode: update mode with which a ``DeltaStore`` of all lookups keeps the same states.
+        keeps_old: True if the log keeps the result of :meth:`old_states` from before the first change of each row.
+        update_mode: update mode in which a ``DeltaStore`` of all lookups keeps the same states.
         states_are_columns: True if an old state has one value per column of the shard, False if it has one value per
             column range.
-        has_scores: True if the mode implements :meth:`scores`.
+        has_scores: True if the mode implements :meth:`scores`, as top-k without a custom score requires.
     """
 
     keeps_old = False
@@ -36,43 +35,42 @@ class Capture:
     has_scores = False
 
     def check(self, shard: LocalShard) -> None:
-        """Raise UnsupportedModelError, with the reason, if the mode does not support a shard."""
+        """Raise UnsupportedModelError if the mode does not support a shard. No-op by default."""
 
     def old_states(self, shard: LocalShard, ids: Tensor) -> Tensor:
-        """Return the current state of each row, ``[N, ...]``. The log keeps it as the old state of the row.
+        """Return the current state of each row, ``[N, ...]``, to keep as the old state before the row changes.
 
-        ``ids`` is ``[N]`` int64, local.
+        ``ids`` is ``[N]`` int64 local ids.
         """
         return torch.empty(len(ids), 0, device=shard.device)
 
     def old_state_bytes(self, table: TableSpec) -> int:
-        """Return the size of the old state of one row of a table whose shards have all columns, in bytes."""
+        """Return the size in bytes of one row's old state, for a table that is not sharded by columns."""
         if self.states_are_columns:
             return table.dim * table.dtype.itemsize
         return torch.float32.itemsize if self.keeps_old else 0
 
     def states(self, shard: LocalShard, rows: ChangedRows) -> Tensor | None:
-        """Return the states of changed rows, as a delta contains them.
-
-        ``rows`` has old states if :attr:`keeps_old` is set.
+        """Return the ``states`` of a delta for changed rows. ``rows`` has old states if :attr:`keeps_old` is True.
 
         Returns:
-            ``[N, ...]``, NaN where the old state is required but unknown; None in a mode without states.
+            ``[N, ...]``, NaN for rows whose old state is needed but unknown; None in a mode without states.
         """
         del shard, rows
         return None
 
     def scores(self, values: Tensor, states: Tensor) -> Tensor:
-        """Return the scores by which top-k selects rows, ``[N]`` float32. Larger changes have higher scores.
+        """Return the default scores of rows for top-k, ``[N]`` float32. Larger changes have higher scores.
 
-        ``values`` is ``[N, D]``, the current rows, and is overwritten. ``states`` is a result of :meth:`states`.
+        ``values`` is ``[N, D]``, the current values of the rows; the method may overwrite it. ``states`` is the result
+        of :meth:`states`.
         """
         del values, states
         raise AssertionError("the mode has no scores")
 
 
 class EmbeddingCapture(Capture):
-    """Strategy that keeps the values that each changed row had before the change."""
+    """Mode ``EMBEDDING``, which keeps the values of each changed row from before the change."""
 
     keeps_old = True
     update_mode = EmbdUpdateMode.FIRST
@@ -84,7 +82,7 @@ class EmbeddingCapture(Capture):
         return read_rows(shard, ids)
 
     def states(self, shard: LocalShard, rows: ChangedRows) -> Tensor | None:
-        """Return the values of each row as the consumer last received them, ``[N, D]``; NaN where unknown."""
+        """Return the old values of each row, from the consumer's last committed read, ``[N, D]``; NaN if unknown."""
         del shard
         return rows.states
 
@@ -95,17 +93,16 @@ class EmbeddingCapture(Capture):
 
 
 class MomentumLastCapture(Capture):
-    """Strategy that reads the first optimizer state tensor (for example the momentum) of each row when a delta is read.
+    """Mode ``MOMENTUM_LAST``, which returns the norm of each row's first optimizer state, for example the momentum.
 
-    No old state is kept. A row's optimizer state changes only when the row is updated, so the state at the read is the
-    state after the last update.
+    A read returns the current states. No old states are kept.
     """
 
     update_mode = EmbdUpdateMode.LAST
     has_scores = True
 
     def check(self, shard: LocalShard) -> None:
-        """Reject a shard whose optimizer is not fused or keeps no state per row."""
+        """Raise UnsupportedModelError if the optimizer of a shard is not fused or keeps no state per row."""
         if not shard.is_fused or not all(kernel.optimizer_states(slot) for kernel, slot in shard.holders):
             reason = "its optimizer keeps no state per row inside the kernel"
             raise UnsupportedModelError({shard.spec.table.fqn: reason}, _remedy("Adam or row-wise Adagrad"))
@@ -118,19 +115,19 @@ class MomentumLastCapture(Capture):
         return norms
 
     def scores(self, values: Tensor, states: Tensor) -> Tensor:
-        """Return ``states``, which already contain one score per row."""
+        """Return ``states``: the states of this mode are the scores."""
         del values
         return states
 
 
 class MomentumDiffCapture(MomentumLastCapture):
-    """Strategy that measures how much each row's sum of squared gradients, a state of row-wise Adagrad, has grown."""
+    """Modes ``MOMENTUM_DIFF`` and ``ROWWISE_ADAGRAD``, which return the growth of each row's Adagrad state."""
 
     keeps_old = True
     update_mode = EmbdUpdateMode.FIRST
 
     def check(self, shard: LocalShard) -> None:
-        """Reject a shard whose optimizer is not fused, or whose first optimizer state is not one number per row."""
+        """Raise UnsupportedModelError if the optimizer is not fused or its first state is not one number per row."""
         super().check(shard)
         if any(kernel.optimizer_states(slot)[0].dim() > 1 for kernel, slot in shard.holders):
             reason = "its optimizer keeps no sum of squared gradients per row"
@@ -141,9 +138,9 @@ class MomentumDiffCapture(MomentumLastCapture):
         return read_optimizer(shard, ids)[0] if shard.holders else torch.empty(len(ids), 0, device=shard.device)
 
     def states(self, shard: LocalShard, rows: ChangedRows) -> Tensor | None:
-        """Return the growth of each row's sums of squared gradients since the consumer last received the row, ``[N]``.
+        """Return the increase of each row's sum of squared gradients since the consumer's last committed read, ``[N]``.
 
-        The growth is summed over the shard's column ranges.
+        The increase is summed over the column ranges of the shard.
         """
         assert rows.states is not None, "this mode keeps old states"
         return (self.old_states(shard, rows.ids) - rows.states).sum(dim=1)
@@ -167,8 +164,8 @@ CAPTURES: dict[TrackingMode, Capture] = {
 UPDATE_MODE_MAP: Mapping[TrackingMode, EmbdUpdateMode] = MappingProxyType(
     {mode: capture.update_mode for mode, capture in CAPTURES.items()}
 )
-"""Mapping from tracking mode to the update mode with which a ``DeltaStore`` keeps the same states.
+"""Update mode of a ``DeltaStore`` that keeps the same states as a tracking mode, by tracking mode.
 
-If every lookup is appended to ``DeltaStore(UPDATE_MODE_MAP[mode])``, the store keeps the states of ``mode``. See
+To keep these states, append every lookup to ``DeltaStore(UPDATE_MODE_MAP[mode])``. See
 :class:`~delta_tracker.tracker.store.lookups.DeltaStore`.
 """

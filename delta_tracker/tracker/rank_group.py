@@ -1,4 +1,4 @@
-"""Gloo process groups that contain all ranks and carry the library's messages. One thread uses each of them."""
+"""Gloo process groups of all ranks, for messages of the library. Each group must be used by one thread only."""
 
 from __future__ import annotations
 
@@ -35,25 +35,23 @@ _STORE = "the store of the default process group"
 
 
 class RankGroup:
-    """Gloo group of all ranks of the default process group.
+    """Gloo group of all ranks of the default process group, for messages of the library.
 
     If there is no default process group, the group contains only this process.
 
-    The constructor, :meth:`start_all_gather`, :meth:`all_gather` and :meth:`add` are collectives: all ranks call them
-    in the same order, from one thread. Groups with different names may be created in any order. All ranks wait for each
-    other in the default group's store before the group is created. After some seconds, the missing ranks are logged. If
-    a rank is missing or the store does not answer, the others raise after ``timeout``. All ranks may then try again.
+    The constructor, :meth:`start_all_gather`, :meth:`all_gather`, :meth:`gather` and :meth:`add` are collectives: all
+    ranks must call them in the same order, from one thread. Groups with different names may be created in any order.
+    The constructor waits for all ranks in the default group's store, and logs missing ranks after some seconds. If a
+    rank is missing or the store does not answer, it raises after ``timeout``. All ranks may then try again.
 
-    After a rank is lost, every later operation of the group fails too, because the other ranks may have made different
-    numbers of calls.
+    After a rank is lost, every later operation of the group raises.
 
-    ``torch.distributed.new_group`` numbers the groups of each process separately. If only one rank created a group, it
-    could be connected to an unrelated group of another rank. Therefore this class does not use it.
+    Unlike ``torch.distributed.new_group``, the constructor never connects a rank to an unrelated group of another rank.
 
     Args:
         name: name of the group, the same on every rank.
-        call: text of the call that every rank must make, for example ``Publisher(...)``. Used in error messages.
-        timeout: maximum wait for the slowest rank, in the constructor and in each method.
+        call: call that every rank must make, as text for error messages, for example ``Publisher(...)``.
+        timeout: maximum time to wait for the slowest rank, in the constructor and in each method.
 
     Raises:
         RankLostError: if a rank dies, or does not create the group in time.
@@ -95,7 +93,7 @@ class RankGroup:
         return self.start_all_gather(tensor).result()
 
     def add(self, tensor: Tensor) -> None:
-        """Replace ``tensor`` by the elementwise sum of the tensors of all ranks, in place."""
+        """Replace ``tensor`` in place with the elementwise sum of the tensors of all ranks."""
         if self.world_size == 1:
             return
         with self._typed_errors():
@@ -106,9 +104,9 @@ class RankGroup:
         self.wait(work)
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
-        """Return the tensors of all ranks on rank 0 in rank order, and nothing on other ranks, which only send.
+        """Return the tensors of all ranks in rank order on rank 0, and an empty list on other ranks.
 
-        All tensors must have the same shape and dtype. Ctrl-C takes effect when the wait ends.
+        All tensors must have the same shape and dtype. Ctrl-C takes effect only after the call.
         """
         tensors = [torch.empty_like(tensor) for _ in range(self.world_size)] if self.rank == 0 else []
         with self._typed_errors():
@@ -118,7 +116,7 @@ class RankGroup:
         return tensors
 
     def send_all(self, tensor: Tensor) -> None:
-        """Send ``tensor`` to all other ranks, as :meth:`send` does. The others receive it even if one rank is lost."""
+        """Send ``tensor`` to all other ranks, see :meth:`send`. If one rank is lost, the others still receive it."""
         with self._typed_errors(), ExitStack() as waits:
             group = self._group
             for rank in range(self.world_size):
@@ -128,21 +126,21 @@ class RankGroup:
     def send(self, tensor: Tensor, rank: int) -> None:
         """Send ``tensor`` to ``rank``, which must call :meth:`receive` with the number of this rank.
 
-        Ctrl-C takes effect when the wait ends: gloo closes the connection if a shorter wait times out.
+        Ctrl-C takes effect only after the call.
         """
         with self._typed_errors():
             self._group.send([tensor], rank, 0).wait()
 
     def receive(self, tensor: Tensor, rank: int) -> None:
-        """Fill ``tensor`` with the tensor of the same shape and dtype that ``rank`` passes to :meth:`send`."""
+        """Receive the tensor that ``rank`` sends into ``tensor``. Both must have the same shape and dtype."""
         with self._typed_errors():
             self._group.recv([tensor], rank, 0).wait()
 
     def wait(self, work: dist.Work | None, meanwhile: Callable[[], None] | None = None) -> None:
-        """Wait for a collective of this group. Ctrl-C interrupts only the wait; the collective continues.
+        """Wait for a collective of this group. Ctrl-C interrupts only the wait. The collective continues.
 
-        ``meanwhile`` is called several times per second during the wait. ``work`` is None for a collective that could
-        not be started.
+        ``meanwhile`` is called several times per second during the wait. ``work`` is the handle of the collective, or
+        None if it could not be started.
         """
         if self._lost is not None:
             raise unraised(self._lost)
@@ -163,13 +161,13 @@ class RankGroup:
         return True
 
     def close(self) -> None:
-        """Wait until this rank's running collectives have ended, and leave the group. Not a collective."""
+        """Wait for this rank's running collectives, and destroy the group on this rank. Not a collective."""
         self._gloo = None
 
     def leave(self, reason: str) -> None:
-        """Make every later operation of this rank fail with ``reason``. Not a collective.
+        """Make every later operation on this rank raise RankLostError with ``reason``. Not a collective.
 
-        Call this if the ranks may have called different collectives, for example after an interrupt.
+        Call it if the ranks may have called different collectives, for example after an interrupt.
         """
         if self._lost is None:
             self._lost = RankLostError(reason)
@@ -203,7 +201,7 @@ class RankGroup:
 
 @dataclass(frozen=True, slots=True)
 class Gathering:
-    """Handle of an asynchronous all-gather.
+    """Handle of an asynchronous all-gather, returned by :meth:`RankGroup.start_all_gather`.
 
     Args:
         group: group of the ranks.
@@ -216,7 +214,10 @@ class Gathering:
     work: dist.Work | None = None
 
     def result(self, meanwhile: Callable[[], None] | None = None) -> list[Tensor]:
-        """Wait for the tensors of all ranks and return them in rank order. May be called again after an interrupt."""
+        """Wait for the tensors of all ranks and return them in rank order. Can be repeated after an interrupt.
+
+        ``meanwhile`` is called several times per second during the wait.
+        """
         if self.group.world_size > 1:
             self.group.wait(self.work, meanwhile)
         return self.tensors
@@ -362,7 +363,7 @@ class _Meeting:
 
 
 def warn_if_alone(call: str) -> None:
-    """Log a warning if a launcher such as torchrun has started several ranks, but they have no process group yet."""
+    """Log a warning if torchrun started several ranks, but there is no process group. ``call`` names the caller."""
     ranks = os.environ.get("WORLD_SIZE", "1")
     if "RANK" in os.environ and ranks != "1" and not (dist.is_available() and dist.is_initialized()):
         text = (

@@ -1,4 +1,4 @@
-"""State of a tracker in one value, :class:`TrackerStats`, and as metrics."""
+"""State of a tracker, as the value :class:`TrackerStats` and as metrics."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,14 +23,14 @@ _CONSUMER_GAUGES = (
 
 @dataclass(frozen=True, slots=True, repr=False)
 class TrackerStats:
-    """State of a tracker on this rank. Its ``repr`` is a table with a line for each consumer.
+    """State of a tracker on this rank, returned by ``tracker.stats()``. Its ``repr`` has a line for each consumer.
 
     Args:
         mode: the tracking mode.
         num_batches: number of ``step()`` calls.
-        num_rows: table FQN to the number of rows on this rank.
-        lags: consumer to its lag and its pending rows by table.
-        memory: memory usage.
+        num_rows: number of rows on this rank, by table FQN.
+        lags: lag and pending rows of each consumer, by name.
+        memory: memory usage in bytes.
 
     Example:
         >>> import torch
@@ -54,16 +54,19 @@ class TrackerStats:
 
     @classmethod
     def of(cls, log: ChangeLog, mode: TrackingMode, *, counts: bool) -> Self:
-        """Return the state of a log's tracker. The lock must be held. Counts pending rows if ``counts`` is True."""
+        """Return the state of a log in tracking mode ``mode``. The caller must hold the log's lock.
+
+        Counts the pending rows only if ``counts`` is True: counting waits for the device.
+        """
         num_rows = {fqn: store.num_rows for fqn, store in log.segments.stores.items()}
         return cls(mode, log.cursors.num_batches, num_rows, log.consumers.lags(counts=counts), log.segments.memory())
 
     def num_pending(self, consumer: str) -> int:
-        """Return the number of pending rows of a consumer in all tables."""
+        """Return the number of pending rows of a consumer in all tables; 0 if they were not counted."""
         return sum(self.lags[consumer].pending.values())
 
     def pending_ratio(self, consumer: str) -> float:
-        """Return the number of pending rows of a consumer divided by that of all rows."""
+        """Return the fraction of all rows that are pending for a consumer, from 0 to 1."""
         return self.num_pending(consumer) / max(1, sum(self.num_rows.values()))
 
     def __repr__(self) -> str:
@@ -85,7 +88,7 @@ class TrackerStats:
 
 
 class TrackerGauges:
-    """Exporter of a tracker's metrics: gauges, and counters of the rows that the consumers received.
+    """Exporter of a tracker's metrics: gauges of its state, and counters of the rows that consumers received.
 
     Args:
         recorder: recorder of the tracker's metrics.
@@ -98,16 +101,16 @@ class TrackerGauges:
         self._shown: frozenset[str] = frozenset()  # consumers that have gauges
 
     def received(self, delta: Delta) -> None:
-        """Count the rows of a committed read, by table and consumer."""
+        """Add the rows of a committed read to the counters, by table and consumer."""
         for fqn, rows in delta.items():
             self._recorder.touched_rows.cell(table=fqn, consumer=delta.consumer).add(rows.ids.numel())
 
     def show(self, log: ChangeLog) -> None:
-        """Set the gauges. The monitor calls this method in its own thread.
+        """Update the gauges from ``log``. The monitor calls this method in its own thread.
 
-        Pending rows are counted only if all shards are on the CPU. On a GPU, counting would wait for the device, and
-        the next hook would wait for the lock. The age of the oldest pending row is reported on every device. If the
-        lock cannot be acquired within a second, for example during a read with top-k, the gauges keep their values.
+        Pending rows are counted only if all shards are on the CPU: elsewhere, counting would delay training. The age of
+        the oldest pending row is reported on every device. If the log's lock cannot be acquired within a second, for
+        example during a read with top-k, the gauges keep their values.
         """
         if not log.lock.acquire(timeout=_PATIENCE_SECONDS):
             return

@@ -1,8 +1,8 @@
 """Top-k: select the changed rows that a delta of limited size contains.
 
 All ranks find the same threshold for each budget by a radix search over the bits of the scores. The search takes four
-collectives: three for the histograms of the three digits, and one for the ties, which are the rows whose score equals
-the threshold. The size of the collectives does not depend on the number of rows. Ranks exchange no rows or scores.
+collectives: three for the histograms of the three digits, and one for the ties (rows whose score equals the threshold).
+The size of the collectives does not depend on the number of rows. Ranks exchange no rows or scores.
 
 Notation: ``G`` is the number of budgets (1, or one per table), ``N`` the number of changed rows of a table.
 """
@@ -31,30 +31,30 @@ _FAILED = 2  # index of the header's column that is above 0 if a rank failed
 
 @dataclass(frozen=True, slots=True)
 class TopK:
-    """Budget of a delta, and the score that selects the rows of the delta.
+    """Size limit of a delta (the budget), and the score that ranks the changed rows.
 
     Pass exactly one of the budgets ``rows``, ``fraction`` and ``num_bytes``.
 
     Rows are selected in descending order of score. Ties are ordered by rank, then by table, then by id. Rows whose old
-    state is unknown are selected first. A row with managed collisions whose raw id changed is never left out, even if
-    the delta then exceeds the budget. Rows that are left out stay pending with their old state, so that their score
+    state is unknown are selected first. A row with managed collisions is always selected if its raw id changed, even if
+    the delta then exceeds the budget. Rows that are not selected stay pending with their old state. Their score
     includes all changes until they are sent. A row of a column-wise sharded table counts once for each rank that has a
     part of the row.
 
     Args:
-        rows: maximum number of rows; the only argument that may be given without its name.
+        rows: maximum number of rows. May be passed as a positional argument.
         fraction: maximum fraction of the changed rows, above 0 and at most 1. The number of rows is rounded up.
         num_bytes: maximum number of bytes of values and ids, with 8 bytes per id.
         per_table: True for one budget per table, False for one budget for all tables. All ranks share each budget.
-        max_age: maximum number of committed reads that leave a row out. The following read selects the row even if the
-            delta then exceeds the budget. None for no limit.
+        max_age: maximum number of consecutive committed reads that may leave a row out. The next read selects the row
+            even if the delta then exceeds the budget. None for no limit.
         score: function that takes a table's FQN and :class:`~delta_tracker.types.DeltaRows` with values, and returns
-            ``[N]`` scores. Rows with higher scores are selected first. The function may overwrite the rows, which are
+            ``[N]`` scores. Rows with higher scores are selected first. The function may overwrite the rows: they are
             copies. The default score is the L2 norm of (current - old) in EMBEDDING mode, and the row's value in
             ``states`` in the momentum modes. Mode ID_ONLY has no default score.
 
     Raises:
-        InvalidArgumentError: if no budget or several are given, or an argument is out of range.
+        InvalidArgumentError: if not exactly one budget is given, or if an argument is out of range.
 
     Example:
         >>> TopK(1000, max_age=5).rows
@@ -94,8 +94,8 @@ class Candidates:
 
     Args:
         scores: ``[N]`` float32, ``inf`` for rows to select first.
-        is_due: ``[N]`` bool, True for due rows, which are selected regardless of the budget.
-        row_bytes: bytes of one row's values and id, counted against ``TopK.num_bytes``.
+        is_due: ``[N]`` bool, True for rows to select regardless of the budget.
+        row_bytes: size in bytes of the values and id of one row, for a budget in ``TopK.num_bytes``.
     """
 
     scores: Tensor
@@ -104,14 +104,14 @@ class Candidates:
 
 
 class AllRanks:
-    """Collectives among the ranks that share a budget. Every rank must call the same methods in the same order.
+    """Collectives of the ranks that share a budget. Every rank must call the same methods in the same order.
 
     Args:
-        group: the ranks. None creates a group of all ranks of the default process group; this is a collective.
+        group: group of these ranks. None creates a group of all ranks of the default process group, in a collective.
 
     Attributes:
-        is_expected: True if the other ranks have begun a selection in which this rank must take part. Set by the
-            caller. False once this rank takes part.
+        is_expected: set it to True if the other ranks have begun a selection in which this rank must take part.
+            :meth:`total` resets it to False.
 
     Raises:
         RankLostError: in the constructor and in each collective, if a rank dies or does not make the same call in time.
@@ -123,17 +123,17 @@ class AllRanks:
         self.is_expected = False
 
     def total(self, counts: Tensor) -> Tensor:
-        """Replace int64 ``counts`` in place with the elementwise sum over all ranks. Return ``counts``."""
+        """Replace int64 ``counts`` in place with the elementwise sum over all ranks and return it. A collective."""
         self.is_expected = False
         self._group.add(counts)
         return counts
 
     def leave(self) -> None:
-        """Make every later collective of this object raise, because this rank was interrupted. Not a collective."""
+        """Make every later collective of this object raise. Call it if this rank was interrupted. Not a collective."""
         self._group.leave("this rank was interrupted while it selected rows")
 
     def before(self, counts: Tensor) -> Tensor:
-        """Return the elementwise sum of int64 ``counts`` over all ranks lower than this one."""
+        """Return the elementwise sum of int64 ``counts`` over all ranks with a lower number. A collective."""
         every = self._group.all_gather(counts)
         return torch.stack([torch.zeros_like(counts), *every]).cumsum(0)[self.rank]
 
@@ -144,14 +144,14 @@ def choose(
     """Select the rows of a delta. A collective: every rank must call it with the same ``top_k`` and ``fqns``.
 
     Args:
-        top_k: the budget.
-        tables: FQN to candidates, for some or all of ``fqns``; or the error that prevented this rank from computing
-            the candidates. The failure is reported to all ranks.
+        top_k: budget and score.
+        tables: candidates by table FQN, for some or all of ``fqns``; or the error that prevented this rank from
+            computing the candidates. The failure is reported to all ranks.
         fqns: FQNs of all tables, in the same order on every rank.
         ranks: ranks that share the budget.
 
     Returns:
-        FQN to ``[N]`` bool, True for selected rows, for the tables in ``tables``.
+        For each FQN in ``tables``, ``[N]`` bool, True for selected rows.
 
     Raises:
         InvalidArgumentError: if another rank reported an error.

@@ -13,22 +13,22 @@ from delta_tracker.tracker.modes import Capture
 
 
 class TrackedModel:
-    """Tracked model, with its tables and this rank's current shards of the tables.
+    """Model of a tracker, with its tables and this rank's current shards.
 
-    The stores, the reader and the checkpoints of a tracker share one instance and look up shards at each use. Therefore
-    one call to :meth:`take` is sufficient after a reshard.
+    The stores, the reader and the checkpoints of the tracker share one instance, and look up the shards at each use.
+    After a reshard, call :meth:`take` with a new result of :meth:`discover`.
 
     Args:
         module: the model.
-        fqns_to_skip: see :class:`~delta_tracker.tracker.tracker.ModelDeltaTracker`.
-        capture: strategy of the tracking mode. It rejects shards that the mode does not support.
+        fqns_to_skip: names to leave untracked, see :class:`~delta_tracker.tracker.tracker.ModelDeltaTracker`.
+        capture: implementation of the tracking mode. It rejects shards that the mode does not support.
 
     Attributes:
         module: the model.
         found: the discovered tables and modules, replaced by :meth:`take`.
-        shards: table FQN to this rank's shard.
-        is_attached: True if the tracker's hooks are registered.
-        num_attached: number of times that they were registered. The shards change only then.
+        shards: this rank's shard of each table, by table FQN.
+        is_attached: True while the tracker's hooks are registered.
+        num_attached: number of times that the hooks were registered. The shards change only at a registration.
     """
 
     def __init__(self, module: nn.Module, fqns_to_skip: Iterable[str], capture: Capture) -> None:
@@ -45,7 +45,8 @@ class TrackedModel:
     def discover(self) -> Discovery:
         """Return the model's tables and their current shards. Does not change this object.
 
-        Raises UnsupportedModelError for the reasons given in :class:`~delta_tracker.tracker.tracker.ModelDeltaTracker`.
+        Raises UnsupportedModelError if the model is unsupported, see
+        :class:`~delta_tracker.tracker.tracker.ModelDeltaTracker`.
         """
         found = discover(self.module, self._skips)
         refuse_unseen_writes(self.module, found)
@@ -55,7 +56,7 @@ class TrackedModel:
         return found
 
     def take(self, found: Discovery) -> None:
-        """Store a new result of :meth:`discover` in :attr:`found`, and update :attr:`shards` from it."""
+        """Set :attr:`found` to a new result of :meth:`discover`, and update :attr:`shards`."""
         self.found = found
         self.shards = {**self.shards, **found.shards}
 
@@ -67,11 +68,11 @@ class TrackedModel:
 
     @property
     def reports_updates(self) -> bool:
-        """True if hooks report the updates of all tables on this rank, so that none is compared with a copy."""
+        """True if hooks report the updates of all tables on this rank. No table is then compared with a copy."""
         return all(shard.is_fused or shard.is_stepped for shard in self.shards.values() if shard.holders)
 
     def check_attached(self) -> None:
-        """Raise DetachedError if the hooks are not registered, or an error if a plain module was replaced or cast."""
+        """Raise DetachedError without hooks, or UnsupportedModelError if a plain module was replaced or cast."""
         if not self.is_attached:
             raise DetachedError
         for table in self.found.plain:

@@ -68,26 +68,26 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
     """Tracker of the changed rows of a model's embedding tables, for any number of consumers.
 
     On each rank, create a tracker after the model is sharded, call :meth:`step` after each batch, and call
-    :meth:`get_delta` at any time. Each rank tracks its own shards. Only reads with ``top_k``, and ``state_dict`` with a
-    strategy that gathers, are collectives.
+    :meth:`get_delta` at any time. Each rank tracks its own shards. The only collectives are reads with ``top_k``, and
+    ``state_dict`` with a strategy that gathers.
 
-    A row counts as changed when an update to the row is written, not when the row is looked up; with managed
-    collisions, also when its raw id changes. Reads may happen between any two operations of the training thread; no
-    update is lost. Call :meth:`mark_changed` after writes that cannot be detected. ``guide/train.md`` describes how
-    each kind of table is tracked, and which operations mark all rows. A copy of the model is not tracked: if it is
-    trained, :class:`~delta_tracker.errors.UntrackedTrainingWarning` names the tables.
+    A row counts as changed when an update to the row is written, not when the row is looked up. With managed
+    collisions, a row also counts as changed when its raw id changes. Reads may happen between any two operations of the
+    training thread, without losing an update. Call :meth:`mark_changed` after writes that cannot be detected.
+    ``guide/train.md`` describes how each kind of table is tracked, and which operations mark all rows. Copies of the
+    model are not tracked. If a copy is trained, :class:`~delta_tracker.errors.UntrackedTrainingWarning` names its
+    tables.
 
     Args:
         model: a ``DistributedModelParallel`` or ``DMPCollection``, any module that contains sharded
             EmbeddingCollections or EmbeddingBagCollections, or a model with ``nn.Embedding`` or ``nn.EmbeddingBag``
             modules.
         consumers: names of the independent readers. Default: one consumer named ``"default"``.
-        delete_on_read: drop rows once every consumer has committed a read of them. False keeps them, so that
-            :meth:`rewind` can make them pending again. This takes at most one more row set per table, with old states
-            in the modes that keep them.
-        auto_compact: compact the log after a collection has launched its output distribution, so that compaction
-            overlaps with communication. False compacts after each read. Trackers that keep old states on a GPU always
-            compact after reads, because merging old states waits for the device.
+        delete_on_read: drop rows once every consumer has committed a read of them. False keeps them for
+            :meth:`rewind`, which takes at most one more row set per table, with old states in the modes that keep them.
+        auto_compact: compact the log after a collection has launched its output distribution. Compaction then overlaps
+            with communication. False compacts after each read. Trackers that keep old states on a GPU always compact
+            after reads.
         mode: the data that is kept for each changed row; a :class:`~delta_tracker.types.TrackingMode` or its name.
         fqns_to_skip: tables not to track, each by its FQN, the FQN of a module above it, or one component of its FQN.
         record: ``"updates"`` to record rows whose update is written, or ``"lookups"`` to also record all rows that are
@@ -95,18 +95,18 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         max_bytes: maximum size of the log on this rank, in bytes, including rows that top-k left out. If the log is
             larger, the consumer that lags furthest is dropped, and its next read raises
             :class:`~delta_tracker.errors.NeedsSnapshotError`. None for no limit. A CUDA device keeps the newest old
-            states and 64 MiB of older ones per table. The other old states are moved to pinned host memory, which
-            counts towards the limit.
-        engine: implementation of the row sets, see :func:`~delta_tracker.tracker.row_sets.engines.choose_engine`. An
-            engine that fails later is replaced by the torch engine.
-        monitor: records this tracker's metrics; None for ``delta_tracker.monitor.MONITOR``.
+            states and 64 MiB of older old states per table. The rest is moved to pinned host memory, which counts
+            towards the limit.
+        engine: name of the row set implementation, see
+            :func:`~delta_tracker.tracker.row_sets.engines.choose_engine`. If it fails later, the torch engine replaces
+            it.
+        monitor: monitor that records this tracker's metrics; None for ``delta_tracker.monitor.MONITOR``.
         name: value of the label ``tracker`` of these metrics, by default ``"tracker"``. If another tracker of this
             process has the name, ``-2`` or the next free number is appended.
 
     Raises:
-        UnsupportedModelError: if the model has nothing to track, or something that cannot be tracked: a sharded or
-            managed-collision module, a kernel, a fused optimizer that is unknown or writes rows outside the backward
-            pass, or a plain module's weight; or if an optimizer does not support the mode.
+        UnsupportedModelError: if the model has no table to track, or has an unsupported sharded or managed-collision
+            module, kernel, fused optimizer or plain weight, or if an optimizer does not support the mode.
         InvalidArgumentError: if consumer names are missing or repeated, or another argument is invalid.
         MissingExtraError: if the package of the chosen engine is not installed.
 
@@ -207,40 +207,40 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
 
     @property
     def tables(self) -> Mapping[str, TableSpec]:
-        """Mapping from FQN to table, the same on every rank."""
+        """Tables by FQN, the same on every rank."""
         return self._live.tables
 
     @property
     def shards(self) -> Mapping[str, ShardSpec]:
-        """Mapping from table FQN to this rank's block of the table. The block is empty on a rank without rows."""
+        """This rank's block of each table, by table FQN. The block is empty on a rank without rows."""
         return self._live.shards
 
     @property
     def live(self) -> LiveTables:
-        """Views of this rank's rows, optimizer states and raw ids, which training overwrites. Publishers copy them."""
+        """Views of this rank's rows, optimizer states and raw ids. Training overwrites the views."""
         return self._live
 
     @property
     def num_hook_errors(self) -> int:
-        """Number of errors caught in hooks so far. After each, the next read returns all rows of the hook's tables."""
+        """Number of errors caught in hooks. After an error, the next read returns all rows of the hook's tables."""
         return self._hooks.num_errors
 
     @property
     def tracked_modules(self) -> Mapping[str, nn.Module]:
-        """Read-only mapping from FQN to sharded embedding module; :meth:`get_tracked_modules` returns a dict."""
+        """The sharded embedding modules by FQN, read-only. :meth:`get_tracked_modules` returns a copy."""
         return MappingProxyType(self._model.found.modules)
 
     def get_tracked_modules(self) -> dict[str, nn.Module]:
-        """Return the sharded embedding modules by FQN."""
+        """Return a dict of the sharded embedding modules by FQN."""
         return dict(self._model.found.modules)
 
     def fqn_to_feature_names(self) -> dict[str, list[str]]:
-        """Return the names of the features that are looked up in each table, by table FQN."""
+        """Return the names of the features of each table, by table FQN."""
         return {fqn: list(names) for fqn, names in self._model.found.features.items()}
 
     @property
     def feature_to_fqn(self) -> dict[str, str]:
-        """Mapping from feature name to the FQN of the feature's table, or of its first table if there are several."""
+        """FQN of the table of each feature, by feature name; the first table if a feature has several."""
         found: dict[str, str] = {}
         for fqn, names in self._model.found.features.items():
             for name in names:
@@ -249,14 +249,14 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
 
     @property
     def store(self) -> Mapping[str, SegmentStore]:
-        """Mapping from table FQN to the store of its changed rows. Do not modify it. Read it only between batches."""
+        """Store of each table's changed rows, by table FQN. Do not modify the stores. Read only between batches."""
         return MappingProxyType(self._log.segments.stores)
 
     # Training
 
     @property
     def progress(self) -> Progress:
-        """Numbers of batches, updates and recorded rows, and the position in the data. Publishers read it."""
+        """Progress of training: numbers of batches, updates and recorded rows, and the position in the data."""
         return self._progress
 
     @property
@@ -271,34 +271,34 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
 
     @property
     def curr_compact_index(self) -> int:
-        """Value of :attr:`curr_batch_idx` at the last compaction; 0 before the first."""
+        """Value of :attr:`curr_batch_idx` at the last compaction; 0 before the first compaction."""
         return self._log.segments.num_compacted
 
     @property
     def per_consumer_batch_idx(self) -> dict[str, int]:
-        """Mapping from consumer to the value of :attr:`curr_batch_idx` at the consumer's last committed read.
+        """Value of :attr:`curr_batch_idx` at each consumer's last committed read, by consumer name.
 
-        The ``batches`` of the consumer's next delta start at this value. Before the first committed read, it is the
-        value of :attr:`curr_batch_idx` when the consumer was added.
+        The ``batches`` of the consumer's next delta start at this value. Before the first committed read, this is the
+        value at which the consumer was added.
         """
         return {name: each.batch for name, each in self._log.cursors.consumers.copy().items()}
 
     def step(self) -> None:
-        """Count one batch, enforce ``max_bytes``, and move the position of :meth:`attach_data` to the batch.
+        """Count one batch, enforce ``max_bytes``, and advance the position that :meth:`attach_data` attached.
 
-        Updates are tracked even if this method is never called.
+        Updates are tracked even without calls of this method.
         """
         self._progress.step()
 
     def attach_data(self, position: DataPosition[Any]) -> None:
-        """Make :meth:`step` move a position in the training data. Publishers save the position with each version.
+        """Attach a position in the training data. :meth:`step` then advances it, and publishers save it in versions.
 
         Args:
-            position: the position. It must belong to no other tracker. A second call with it does nothing.
+            position: the position. It must not belong to another tracker. Attaching it again does nothing.
 
         Raises:
-            InvalidArgumentError: if ``position`` is not a DataPosition, if the tracker has another one, or if batches
-                were fetched and not trained before the first call, because their steps may have been missed.
+            InvalidArgumentError: if ``position`` is not a DataPosition, if another position is attached, or if batches
+                were already fetched but not trained.
         """
         self._progress.attach_data(position)
 
@@ -309,12 +309,12 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         ``.data``, ``untyped_storage()``, DLPack, numpy or raw pointers.
 
         Args:
-            fqn: the table.
+            fqn: FQN of the table.
             ids: ``[N]`` integer local ids, in any order; None for all rows.
 
         Raises:
-            InvalidArgumentError: if the table is not tracked or an id is outside the shard. In this case no row is
-                marked.
+            InvalidArgumentError: if the table is not tracked or an id is outside the shard. No row is marked in this
+                case.
         """
         shard = self._model.shard(fqn)
         if ids is not None:
@@ -323,21 +323,21 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         self._log.writes.mark(fqn, ids, is_written=True)
 
     def record_ids(self, kjt: KeyedIds) -> None:
-        """Mark the ids of a lookup as changed. Not needed for lookups that the hooks record.
+        """Mark the ids of a lookup as changed. Hooks do this for lookups of tracked modules.
 
         Args:
-            kjt: a KeyedJaggedTensor of local ids. The ids of a feature are marked in each table of the feature.
+            kjt: KeyedJaggedTensor of local ids. The ids of a feature are marked in each table of the feature.
 
         Raises:
-            InvalidArgumentError: if no tracked table has one of the features, or an id on the CPU is outside its table.
+            InvalidArgumentError: if no tracked table has any of the features, or an id on the CPU is outside its table.
         """
         mark_lookup(self._log.writes, self._model.found, kjt)
 
     def record_embeddings(self, kjt: KeyedIds, embeddings: Tensor) -> None:
-        """Mark the ids of a lookup as changed, and record the values that their rows had before the change.
+        """Mark the ids of a lookup as changed, and record the values of their rows from before the change.
 
         Args:
-            kjt: a KeyedJaggedTensor of local ids.
+            kjt: KeyedJaggedTensor of local ids.
             embeddings: values of the rows before the change, in the order of ``kjt.values()``, in any shape with one
                 row for each id.
 
@@ -349,7 +349,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         mark_lookup(self._log.writes, self._model.found, kjt, embeddings)
 
     def record_lookup(self, kjt: KeyedIds, states: Tensor) -> None:
-        """Call :meth:`record_embeddings` with ``states`` in EMBEDDING mode, :meth:`record_ids` in the other modes."""
+        """Call :meth:`record_embeddings` with ``states`` in EMBEDDING mode, otherwise :meth:`record_ids`."""
         if self._mode is TrackingMode.EMBEDDING:
             self.record_embeddings(kjt, states)
         else:
@@ -370,7 +370,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         self._log.consumers.add(consumer)
 
     def remove_consumer(self, consumer: str) -> None:
-        """Remove a consumer. With ``delete_on_read``, also drop the rows that were pending only for this consumer.
+        """Remove a consumer. With ``delete_on_read``, also drop rows that were pending for this consumer only.
 
         Raises InvalidArgumentError for an unknown consumer, and ReservedConsumerError for a reserved one.
         """
@@ -380,9 +380,9 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         """Reserve a consumer, and return a handle with exclusive access to it.
 
         Until the handle is released, the tracker's own methods that read, clear, rewind or remove the consumer raise
-        :class:`~delta_tracker.errors.ReservedConsumerError`, whose message names the ``holder``. The name of the
-        consumer is optional if there is only one. Raises ReservedConsumerError if the consumer is already reserved, and
-        DetachedError after :meth:`detach`.
+        :class:`~delta_tracker.errors.ReservedConsumerError` with ``holder`` in the message. The name is optional if
+        there is only one consumer. Raises ReservedConsumerError if the consumer is already reserved, and DetachedError
+        after :meth:`detach`.
         """
         self._model.check_attached()
         name = self._log.consumers.reserve(consumer, holder)
@@ -394,7 +394,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
             raise
 
     def needs_snapshot(self, consumer: str | None = None) -> bool:
-        """Return True if a consumer was dropped when the log exceeded ``max_bytes``, and therefore needs all rows.
+        """Return True if a consumer was dropped because the log exceeded ``max_bytes``. It then needs all rows.
 
         The name is optional if there is only one consumer. Raises InvalidArgumentError for an unknown consumer.
         """
@@ -404,8 +404,8 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         """Discard the pending rows of a consumer, or of all consumers if no name is given.
 
         To recover a dropped consumer, call this method, then send all rows (:meth:`read_rows`) to the consumer. After
-        an interrupt, all rows may count as changed. Raises InvalidArgumentError for an unknown consumer, and
-        ReservedConsumerError for a reserved one.
+        an interrupt, all rows may be pending. Raises InvalidArgumentError for an unknown consumer, and
+        ReservedConsumerError for a reserved consumer.
         """
         with self._log.lock:
             names = self._log.consumers.names if consumer is None else [consumer]
@@ -428,9 +428,9 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
             return self._log.segments.memory()
 
     def stats(self) -> TrackerStats:
-        """Return pending rows and lag of each consumer, and the memory usage, on this rank. Waits for the device.
+        """Return the pending rows and lag of each consumer and the memory usage on this rank. Waits for the device.
 
-        See :meth:`num_pending` for the counts. All rows count as pending for a dropped consumer.
+        See :meth:`num_pending` for the counts. For a dropped consumer, all rows count as pending.
         """
         log = self._log
         with log.lock:
@@ -442,26 +442,24 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         """Return the number of pending rows of a consumer on this rank, by table FQN. Waits for the device.
 
         Moves no cursor, and also accepts a reserved consumer. The name is optional if there is only one consumer.
-        Changes that are found by comparison are counted only after it: those of tables whose optimizer is not fused
-        after a read, and those of raw ids after a read or a checkpoint. Raises InvalidArgumentError for an unknown
-        consumer.
+        Changes of tables without a fused optimizer are counted only after the next read, and changes of raw ids only
+        after the next read or checkpoint. Raises InvalidArgumentError for an unknown consumer.
         """
         return self._log.consumers.num_pending(consumer)
 
     def compact(self, start_idx: int = 0, end_idx: int | None = None) -> None:
         """Merge segments of the log that no cursor separates, and drop rows that every consumer has committed.
 
-        Rows are dropped only if ``delete_on_read`` is set. Compaction does not change what reads return. The log does
-        not store batches separately: a range that ends at or before the last compaction is skipped, and any other range
-        compacts the whole log.
+        Rows are dropped only if ``delete_on_read`` is True. Compaction does not change the results of reads. The call
+        does nothing if the range of batches ends at or before the last compaction. Otherwise it compacts the whole log.
 
         Args:
             start_idx: first batch of the range.
             end_idx: end of the range, exclusive, at most ``curr_batch_idx + 1``. None always compacts the whole log.
 
         Raises:
-            InvalidArgumentError: if the range is empty, starts before 0 or ends after the current batch, or if its ends
-                are not integers.
+            InvalidArgumentError: if the range is empty, starts before 0 or ends after the current batch, or if a bound
+                is not an integer.
         """
         last = self._log.cursors.num_batches + 1
         end = last if end_idx is None else end_idx
@@ -491,39 +489,39 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         """Return the rows that changed since the consumer's last committed read.
 
         A read that raises changes nothing: an earlier uncommitted read can still be committed. Only an interrupt may
-        abort the earlier read; the rows stay pending. If the model has managed collisions, read in the training thread,
-        because TorchRec changes two tensors one after the other.
+        abort the earlier read. Its rows stay pending. If the model has managed collisions, call this method in the
+        training thread: TorchRec does not update raw ids atomically.
 
         Args:
             consumer: name of the consumer; optional if there is only one consumer.
             commit: move the cursor now. If False, the rows stay pending until :meth:`commit`. A new read replaces the
-                uncommitted one and includes its rows.
-            with_states: add ``states`` in modes that have them. False copies no states, which shortens the time for
-                which hooks wait for the read.
+                uncommitted read and includes its rows.
+            with_states: add ``states`` in modes that have them. False copies no states and blocks hooks for a shorter
+                time.
             with_values: add ``values``, the current rows, ``[N, D]`` in the table's dtype.
             with_optimizer: add ``optimizer``, the current states of the fused optimizer for these rows.
-            top_k: return only the rows with the highest scores; the others stay pending. The call is then a collective.
-                Rows of a DATA_PARALLEL table are selected on rank 0; the deltas of the other ranks contain all changed
-                rows of the table. In 2D parallelism, rows are selected on the first replica; the deltas of the others
-                contain all changed rows.
-            unknown: not accepted; the error names the replacement of an argument of TorchRec's tracker.
+            top_k: return only the rows with the highest scores. The other rows stay pending. The call is then a
+                collective. Rows of a DATA_PARALLEL table are selected on rank 0, and rows of a table in 2D parallelism
+                on the first replica. Deltas of other ranks and replicas contain all changed rows of these tables.
+            unknown: not accepted. For an argument of TorchRec's tracker, the error names the replacement.
 
         Returns:
-            :class:`~delta_tracker.types.Delta`, a mapping from table FQN to rows; a table without changes is present
-            and empty. Rows whose update is in progress are included both in this delta and in the next one. The caller
+            :class:`~delta_tracker.types.Delta`, a mapping from table FQN to rows. A table without changes has empty
+            rows. Rows whose update is in progress are included both in this delta and in the next delta. The caller
             owns the tensors.
 
         Raises:
-            InvalidArgumentError: if there is no such consumer, if no name was given and there are several, if an option
-                is neither True nor False, if ``top_k`` is invalid or has no ``score`` in a mode without a default
-                score, if its ``score`` returns NaN or a wrong shape, or if another rank fails in a read with ``top_k``.
-            ReservedConsumerError: if the consumer is reserved; read it with its :class:`ConsumerHandle`.
+            InvalidArgumentError: if the consumer is unknown, if no name was given and there are several consumers, if
+                an option is neither True nor False, if ``top_k`` is invalid or has no ``score`` in a mode without a
+                default score, if its ``score`` returns NaN or a wrong shape, or if another rank fails in a read with
+                ``top_k``.
+            ReservedConsumerError: if the consumer is reserved. Read it with its :class:`ConsumerHandle`.
             NeedsSnapshotError: if the consumer was dropped because the log exceeded ``max_bytes``.
             StaleDeltaError: if the ``score`` of ``top_k`` reads, clears or rewinds the same consumer.
             RankLostError: if ``top_k`` is given and a rank died or did not make the call in time.
-            UnsupportedModelError: if ``with_optimizer`` is set and the optimizer of a table is not fused, or if a
-                managed-collision module has raw ids that a stream cannot have: one id for two rows, an id in another
-                rank's range, an id for a default row, or 2**63 - 1 for a row.
+            UnsupportedModelError: if ``with_optimizer`` is True and the optimizer of a table is not fused, or if a
+                managed-collision module has raw ids that are invalid in a stream: one id for two rows, an id in another
+                rank's range, an id for a default row, or the id 2**63 - 1.
             DetachedError: after :meth:`detach`.
         """
         _check_options(unknown)
@@ -543,14 +541,14 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         )
 
     def get_delta_ids(self, consumer: str | None = None) -> dict[str, Tensor]:
-        """Return only the local ids of :meth:`get_delta`, ``[N]`` int64 by table FQN. Commits the read."""
+        """Return the local ids of the changed rows, ``[N]`` int64 by table FQN, and commit the read."""
         self._hooks.check_read()
         return self._reader.read(
             self._log.consumers.resolve(consumer), lambda delta: {fqn: rows.ids for fqn, rows in delta.items()}
         )
 
     def commit(self, delta: Delta) -> None:
-        """Move the consumer's cursor past an uncommitted read.
+        """Commit an uncommitted read: move the consumer's cursor to the end of the read.
 
         Raises:
             InvalidArgumentError: if ``delta`` is not a :class:`~delta_tracker.types.Delta`, or if its consumer was
@@ -561,7 +559,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         self._log.consumers.commit(self._log.consumers.uncommitted(delta))
 
     def abort(self, delta: Delta) -> None:
-        """Discard an uncommitted read; its rows stay pending. The errors are those of :meth:`commit`."""
+        """Discard an uncommitted read. Its rows stay pending. Raises the same errors as :meth:`commit`."""
         _check_delta(delta)
         self._log.consumers.abort(self._log.consumers.uncommitted(delta))
 
@@ -569,11 +567,11 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         """Return a copy of this rank's current rows of a table.
 
         Args:
-            fqn: the table.
+            fqn: FQN of the table.
             ids: ``[N]`` integer local ids; None for all rows.
 
         Returns:
-            ``[N, D]`` in the table's dtype, columns as in ``shards[fqn].columns``.
+            ``[N, D]`` in the table's dtype. The columns are the ranges ``shards[fqn].columns``.
 
         Raises:
             InvalidArgumentError: if the table is not tracked or an id is outside the shard.
@@ -585,11 +583,10 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         return read_rows(shard, ids)
 
     def read_tables(self, ids: Mapping[str, Tensor | None] | None = None) -> dict[str, Tensor]:
-        """Return a copy of this rank's current rows of several tables.
+        """Return a copy of this rank's current rows of several tables, by table FQN.
 
-        Faster than one call to :meth:`read_rows` for each table, because each such call flushes the table's kernel and
-        splits its memory into tables. ``ids`` are table FQN to ids as in :meth:`read_rows`, whose errors are raised;
-        None for all rows of all tables.
+        Faster than one call to :meth:`read_rows` for each table. ``ids`` has ``[N]`` integer local ids by table FQN, or
+        None for all rows of the table; pass None for all rows of all tables. Raises the errors of :meth:`read_rows`.
         """
         if ids is not None and not isinstance(ids, Mapping):
             raise InvalidArgumentError("ids", ids, "Pass a mapping of table FQN to ids, or None for all tables")
@@ -608,19 +605,18 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
 
     @property
     def restored(self) -> Restored | None:
-        """Outcome of the last :meth:`load_state_dict` or :func:`~delta_tracker.restore`; None before the first."""
+        """Outcome of the last :meth:`load_state_dict` or :func:`~delta_tracker.restore`; None before the first call."""
         return self._checkpoint.restored
 
     def register_counter(self, name: str, counter: object) -> None:
         """Register a counter to save and load with the tracker's state.
 
-        At the world size of the save, a load restores the state of each rank. At another world size, it restores the
-        counter's total over all ranks; a metric with a state whose reduction is not sum, max, min or cat is then
-        rejected.
+        With the same world size, loading restores the state of each rank. With another world size, it restores the
+        counter's total over all ranks, and rejects a metric with a state whose reduction is not sum, max, min or cat.
 
-        Buffers of a metric that are not states, such as thresholds, are not saved. A load is rejected if their contents
-        at registration differ from those of the saved metric at its registration. Register a metric before its first
-        update if updates change such a buffer.
+        Buffers of a metric that are not states, such as thresholds, are not saved. They must have the same contents
+        when the saved metric and the loading metric are registered. If updates change such a buffer, register the
+        metric before its first update.
 
         Args:
             name: key in the saved state, the same on every rank.
@@ -628,7 +624,8 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
                 compute groups, or a :class:`~delta_tracker.tracker.checkpoint.counters.Mergeable`.
 
         Raises:
-            InvalidArgumentError: if the counter has another type, or the name is empty, taken or contains a slash.
+            InvalidArgumentError: if the type of the counter is unsupported, or if the name is empty, taken or contains
+                a slash.
         """
         self._checkpoint.counters.register(name, counter)
 
@@ -636,26 +633,25 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         """Return the pending rows and the note (a JSON value) of every consumer, and the registered counters.
 
         Rows of uncommitted reads, and rows whose update is in progress, are pending. Moves no cursor. Call it directly
-        before or after the model's ``state_dict``, without an update between the two calls. The tensors are copies on
-        the CPU.
+        before or after the model's ``state_dict``, without an update between the two calls.
 
         Args:
-            strategy: ``"local"`` returns this rank's part without a collective; every rank saves its own part.
-                ``"gather"`` is a collective, which returns the parts of all ranks on rank 0, and an empty dict on the
+            strategy: ``"local"`` returns this rank's part without a collective. Every rank then saves its own part.
+                ``"gather"`` is a collective. It returns the parts of all ranks on rank 0, and an empty dict on the
                 other ranks. ``"gather_or_local"`` is the same collective, but returns this rank's part on the other
                 ranks.
 
         Returns:
-            Key to tensor; keys differ between ranks. The format is defined in
+            CPU tensors by key, as copies. Different ranks have different keys. The format is defined in
             :mod:`delta_tracker.tracker.checkpoint.part`.
 
         Raises:
-            DetachedError: if the tracker is detached: the updates since then are unknown.
+            DetachedError: if the tracker is detached: later updates are unknown.
             UnsupportedModelError: if a plain module was replaced.
             RankFailedError: if the strategy is a collective and another rank raised one of these errors.
-            InvalidArgumentError: if the strategy is unknown, the state of a counter cannot be saved, or rows changed
-                since the last ``sync()`` of a ``DMPCollection``; the last one on every rank if the strategy is a
-                collective.
+            InvalidArgumentError: if the strategy is unknown, if the state of a counter cannot be saved, or if rows
+                changed since the last ``sync()`` of a ``DMPCollection``. If the strategy is a collective, changed rows
+                on one rank raise this error on every rank.
             RankLostError: if the strategy is a collective and a rank died or did not make the call in time.
         """
         return self._checkpoint.state_dict(strategy=strategy)
@@ -663,10 +659,10 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Replace all pending rows with a saved state. Restore the model first.
 
-        On every rank, pass the parts of all ranks that saved, merged into one dict: the keys of different parts differ.
-        The parts that cover the rank's shards and counters are sufficient. If the world size and the sharding plan are
-        unchanged, the rank's own part is sufficient. Uncommitted reads are aborted. A call that raises one of the
-        following errors changes nothing. After an interrupt or a lack of memory, all rows may count as changed.
+        On every rank, pass the saved parts of all ranks, merged into one dict. The parts that cover the rank's shards
+        and counters are sufficient. If the world size and the sharding plan are unchanged, the rank's own part is
+        sufficient. Uncommitted reads are aborted. A call that raises one of the following errors changes nothing. If
+        the call is interrupted or memory runs out, all rows may be pending.
 
         Args:
             state: parts of :meth:`state_dict`. Pass an empty dict for a checkpoint without tracker state: all rows are
@@ -675,29 +671,28 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         Raises:
             StateMismatchError: if the format version is unknown, if the mode, consumers, tables or counters differ, if
                 the old states belong to other column ranges, or if the world size differs and a counter cannot be
-                merged; the error names the difference.
-            CheckpointError: if parts are missing, or the state is invalid in any other way.
+                merged. The message names the difference.
+            CheckpointError: if parts are missing, or if the state is otherwise invalid.
             InvalidArgumentError: if ``state`` is not a mapping.
-            ReservedConsumerError: if a consumer is reserved. Create publishers, which reserve consumers, after this
-                call.
+            ReservedConsumerError: if a consumer is reserved. Create publishers after this call: they reserve consumers.
         """
         self._checkpoint.load_state_dict(state)
 
     # Attaching
 
     def reattach(self) -> None:
-        """Attach to the model's current modules and shards, for example after TorchRec has resharded it.
+        """Attach to the model's current modules and shards, for example after TorchRec has resharded the model.
 
-        Call it between the backward pass of one batch and the forward pass of the next one. A table whose block and
-        lookup module on this rank are unchanged keeps its recorded changes, except after :meth:`detach`. If lookups are
-        not recorded, a table without a fused optimizer always keeps them while its block is unchanged, because the next
-        read compares the table with its copy. All rows of any other table are marked as changed for every consumer,
-        because no hook recorded the writes to these rows. For a table whose block changed, the raw ids of earlier reads
-        are unknown. A table that has left the model is no longer tracked, and its pending rows are dropped.
+        Call it between the backward pass of one batch and the forward pass of the next batch. All rows of a table are
+        marked as changed for every consumer, unless the table keeps its recorded changes:
 
-        If one of the following errors is raised, or memory for a table that moved is missing, the tracker is unchanged.
-        If the call fails or is interrupted later, the tracker is detached: call this method again, as after
-        :meth:`detach`.
+        - A table whose block and lookup module on this rank are unchanged keeps them, except after :meth:`detach`.
+        - A table without a fused optimizer keeps them if its block is unchanged and lookups are not recorded.
+
+        For a table whose block changed, the raw ids of earlier reads are unknown. A table that is no longer in the
+        model is not tracked any longer, and its pending rows are dropped. If the call raises the following error, or
+        memory for new stores runs out, the tracker is unchanged. After any other error or an interrupt, the tracker is
+        detached: call this method again.
 
         Raises:
             UnsupportedModelError: if the model cannot be tracked, see :class:`ModelDeltaTracker`.
@@ -742,7 +737,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         announce_training(self._live)
 
     def detach(self) -> None:
-        """Remove all hooks; deleting the tracker does the same. Later reads raise DetachedError. Idempotent."""
+        """Remove all hooks. Later reads raise DetachedError. Idempotent. Deleting the tracker also removes hooks."""
         self._hooks.detach()
 
     def __enter__(self) -> Self:
