@@ -1,7 +1,7 @@
 """Job on this rank that a restore loads, and its comparison with the version: :class:`LocalJob`, :func:`check_fit`.
 
-``torch.optim.Optimizer.load_state_dict`` compares only the numbers of groups and of parameters, and a scheduler's
-compares nothing. The state of another class would be loaded, and the next step would fail or be wrong.
+``torch.optim.Optimizer.load_state_dict`` compares only the numbers of groups and of parameters, and the same method of
+a scheduler compares nothing. They would load the state of another class, and the next step would fail or be wrong.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _CLASS_KEY = "decoupled_weight_decay"  # the only difference between the groups 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalJob:
-    """Job on this rank that a restore loads. :func:`~delta_tracker.recovery.restore.restore` documents its parts."""
+    """Objects of the training job on this rank, as passed to :func:`~delta_tracker.recovery.restore.restore`."""
 
     model: nn.Module
     tracker: ModelDeltaTracker | None
@@ -77,7 +77,7 @@ class LocalJob:
         self._check_data()
 
     def _check_data(self) -> None:
-        """Check that the position in the data can be attached. Loading a state loses fetched batches."""
+        """Check that the position in the training data can be attached to the tracker after the restore."""
         data = self.data
         if data is None or self.tracker is None or self.tracker.progress.data_position is data:
             return
@@ -88,7 +88,7 @@ class LocalJob:
             raise InvalidArgumentError("batches ahead", data.num_ahead, remedy)
 
     def check_tracker(self, shards: Mapping[str, LocalShard]) -> None:
-        """Check that the tracker has these shards of the model, no reserved consumer, and no update in progress."""
+        """Check that the tracker has the shards ``shards``, no reserved consumer, and no update in progress."""
         if self.tracker is None:
             return
         for fqn, spec in self.tracker.shards.items():
@@ -107,7 +107,7 @@ class LocalJob:
                     raise InvalidArgumentError("model", error.reason, remedy) from error
 
     def load(self, states: TrainingStates, ignore: Collection[str]) -> None:
-        """Load the states of all objects that are not in ``ignore``."""
+        """Load the training states of a version into all objects that are not in ``ignore``."""
         for name, each in self.recovery.training_state.items():
             if name not in ignore:
                 self._load(f"training_state[{name!r}]", each.load_state_dict, states.load(0, "training", name))
@@ -130,7 +130,7 @@ class LocalJob:
             raise RankFailedError(self.rank, reason, "restore") from error
 
     def described(self, shards: Mapping[str, LocalShard], dense: Mapping[str, Tensor]) -> Job:
-        """Return the description of the job, whose model has these shards by FQN, and dense tensors by name."""
+        """Return a description of the job. ``shards`` and ``dense`` are its model's shards by FQN and dense tensors."""
         objects = self.recovery.rank_state.items()
         rank = {name: callable(getattr(each, "load_rank_states", None)) for name, each in objects}
         return Job(
@@ -145,10 +145,10 @@ class LocalJob:
 
 
 def check_warm(model: nn.Module) -> None:
-    """Raise InvalidArgumentError unless ``DistributedDataParallel`` has trained enough to order the gradients.
+    """Raise InvalidArgumentError if a ``DistributedDataParallel`` in the model may still reorder its buckets.
 
-    It changes the order of its buckets once, after the first backward pass, or with ``static_graph`` after the second.
-    With three ranks or more, a different order gives different sums.
+    The order changes after the first backward pass, or with ``static_graph`` after the second. With three ranks or
+    more, another order changes the sums of gradients.
     """
     for name, module in model.named_modules():
         if isinstance(module, DistributedDataParallel) and _may_reorder(module):
@@ -164,19 +164,19 @@ def _may_reorder(module: DistributedDataParallel) -> bool:
 
 
 def spec_of(tensor: Tensor) -> DenseSpec:
-    """Return the dtype and the shape of a tensor."""
+    """Return the dtype and shape of a tensor."""
     return DenseSpec(tensor.dtype, tuple(tensor.shape))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
-    """Contents of a version, by FQN or name.
+    """Description of a version's contents, to compare with a :class:`Job`. Mappings are by FQN or name.
 
     Args:
-        states: states of the rows of each table with a fused optimizer.
-        unfused: shard that this rank had of each other table. At another world size, the shard of any rank.
-        training: names of the training states, which are the same for all ranks.
-        rank: names of the states of each rank, with :data:`DATA` if there is a position in the data.
+        states: optimizer states of each table with a fused optimizer.
+        unfused: this rank's saved shard of each other table, or any rank's shard if the world size differs.
+        training: names of the training states that all ranks share.
+        rank: names of the states that differ by rank, with :data:`DATA` if there is a position in the data.
     """
 
     tables: Mapping[str, TableSpec]
@@ -190,14 +190,14 @@ class Saved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """Contents of the job on this rank that restores a version, by FQN or name.
+    """Description of the job on this rank that restores a version. Mappings are by FQN or name.
 
     Args:
-        fused: tables with a fused optimizer.
-        states: states that this rank's fused optimizers keep, without the tables that have no rows on this rank.
-        training: objects that receive the training states.
-        rank: objects that receive a state of a rank, with :data:`DATA` for the position in the data. The value is True
-            if the object can load the states of another number of ranks.
+        fused: FQNs of the tables with a fused optimizer.
+        states: optimizer states of each table with a fused optimizer and rows on this rank.
+        training: names of the objects whose state all ranks share.
+        rank: for each object with a state that differs by rank, True if it can load the states of another number of
+            ranks. The position in the data is :data:`DATA`.
     """
 
     shards: Mapping[str, ShardSpec]
@@ -210,10 +210,10 @@ class Job:
 
 
 def check_fit(saved: Saved, job: Job, ignore: Collection[str] = (), stateless: Collection[str] = ()) -> None:
-    """Check that a job can load all of a version, and that the version has all that the job needs, except ``ignore``.
+    """Check that a version and a job have the same contents, except for the names in ``ignore``.
 
-    The tables in ``stateless`` are restored without the states of an optimizer.
-    A name in ``ignore`` that is neither in the version nor in the job raises InvalidArgumentError.
+    The optimizer's states of the tables in ``stateless`` are not compared.
+    Raises RestoreMismatchError if they differ, and InvalidArgumentError if neither has a name in ``ignore``.
     """
     found = (saved.tables, saved.dense, saved.training, saved.rank, job.shards, job.dense, job.training, job.rank)
     known = {name for names in found for name in names}
@@ -274,7 +274,7 @@ def _names(saved: Iterable[str], found: Iterable[str], ignore: Collection[str]) 
 
 
 def check_same(what: str, saved: object, found: object) -> None:
-    """Raise RestoreMismatchError unless ``saved`` and ``found`` are equal. Either is None if ``what`` is missing."""
+    """Raise RestoreMismatchError if ``saved`` and ``found`` differ. ``what`` names them. None means missing."""
     if saved != found:
         missing = "missing"
         raise RestoreMismatchError(what, missing if saved is None else saved, missing if found is None else found)
@@ -300,9 +300,9 @@ def _listed(states: TableStates) -> str:
 def check_objects(
     argument: str, objects: Mapping[str, Stateful], states: TrainingStates, rank: int, ignore: Collection[str]
 ) -> None:
-    """Check that optimizers and schedulers can load the states of a rank. Reads no tensors of their states.
+    """Check that the optimizers and schedulers in ``objects`` can load the saved states of ``rank``. Reads no tensors.
 
-    ``argument`` is ``"training_state"`` or ``"rank_state"``. Each object has a state in the version.
+    ``argument`` is ``"training_state"`` or ``"rank_state"``. The version must have a state for each object.
     """
     for name, each in objects.items():
         if name in ignore:
@@ -365,7 +365,7 @@ def _by_parameters(groups: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any
 
 
 def _check_keys(what: str, saved: Collection[str], found: Collection[str], *remedy: str) -> None:
-    """Check that ``saved`` and ``found`` have the same keys. A renamed key is in both lists of the message."""
+    """Raise RestoreMismatchError if ``saved`` and ``found`` have different keys."""
     only_saved, only_found = sorted(set(saved) - set(found)), sorted(set(found) - set(saved))
     if only_saved or only_found:
         raise RestoreMismatchError(f"the list of {what}", only_saved, only_found, *remedy)

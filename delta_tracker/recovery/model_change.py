@@ -22,7 +22,7 @@ class Change:
         stateless: FQNs of the tables that are restored without the states of an optimizer.
         ignore: names of everything that is not restored.
         differences: sentences on what is not restored, or only in part.
-        unloaded: ignored states of ranks, by name, that the user may load at another number of ranks.
+        unloaded: names of ignored states of ranks that the user may load with another number of ranks.
     """
 
     tables: Mapping[str, TableSpec]

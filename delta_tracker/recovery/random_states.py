@@ -20,14 +20,14 @@ _LOADERS: dict[str, Callable[[Any], object]] = {
 
 
 class RandomStates:
-    """Object that saves and restores the global generators of torch (CPU and all CUDA devices), Python and numpy.
+    """States of the global random generators of torch (CPU and all CUDA devices), Python and numpy.
 
-    Pass it to a publisher and to ``restore``, if training uses them, for example for dropout::
+    Pass it to a publisher and to ``restore`` if training uses these generators, for example for dropout::
 
         rank_state = {"random": RandomStates()}
 
-    A data loader of torch draws a number from torch's CPU generator when an iterator is created. A resumed job creates
-    one more iterator than the original job, so give the loader a ``generator`` of its own. The states of CUDA devices
+    Creating an iterator of a torch data loader draws a number from torch's CPU generator. A resumed job creates one
+    more iterator than the original job. Therefore give the loader its own ``generator``. The states of CUDA devices
     were not tested on a GPU.
 
     Example:
@@ -41,7 +41,7 @@ class RandomStates:
     """
 
     def state_dict(self) -> dict[str, object]:
-        """Return the states."""
+        """Return the current states of all generators."""
         return {
             "torch": torch.get_rng_state(),
             "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
@@ -50,9 +50,9 @@ class RandomStates:
         }
 
     def load_state_dict(self, state: Any) -> None:  # noqa: ANN401  validated below
-        """Restore the result of :meth:`state_dict`.
+        """Restore a result of :meth:`state_dict`.
 
-        Raise InvalidArgumentError, and change nothing, if it does not fit.
+        Raises InvalidArgumentError, and changes nothing, if a state is invalid or the number of CUDA devices differs.
         """
         if not isinstance(state, dict) or state.keys() != _LOADERS.keys():
             found = sorted(map(str, state)) if isinstance(state, dict) else type(state)

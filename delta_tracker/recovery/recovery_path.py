@@ -34,16 +34,17 @@ _logger = logging.getLogger(__name__)
 def recovery_path(
     log: StreamLog, version: int | None = None, *, applied: Manifest | None = None, avoid: Manifest | None = None
 ) -> list[Manifest]:
-    """Return the entries to apply in order: a snapshot, the deltas after it, and the entry with the training state.
+    """Return the entries to apply in order to restore a version: a snapshot and the deltas after it.
 
-    The last entry is the newest one up to ``version``, by default up to the head, that is not a claim. All have the
-    same tables and states. Merged entries are used where they replace several versions, except for unreadable ones,
-    which are logged, and for ``avoid``, which cannot be applied. Reads each entry once.
+    The last entry has the training states. It is the newest entry up to ``version`` (by default up to the head) that is
+    not a claim. All entries have the same tables and states. Merged entries replace several versions where possible.
+    The path never contains ``avoid``, an entry that cannot be applied. Unreadable merged entries are logged and
+    skipped.
 
-    The rows of the model are written up to ``applied``, an entry of the log or a merged one. If deltas lead from it to
-    the version, it is the first entry, instead of a snapshot, which overwrites all rows.
+    ``applied`` is an entry of the log or a merged entry, up to which the rows of the model are already written. If
+    deltas lead from it to the version, the path starts with ``applied`` instead of a snapshot.
 
-    If there is no such path, raises NotRecoverableError; its ``version`` is None if the stream has no version.
+    Raises NotRecoverableError if there is no path. Its ``version`` is None if the stream has no version.
     """
     head = log.head()
     if head is None:
@@ -101,14 +102,14 @@ def pending_rows(
     last: Manifest,
     shards: Mapping[str, ShardSpec],
 ) -> tuple[dict[str, dict[str, Tensor | None]], dict[str, object]]:
-    """Return the rows that are pending for each consumer of a tracker, and its notes, after a restore of ``last``.
+    """Return the pending rows and the note of each consumer of a tracker after a restore of ``last``.
 
-    Only the tables in ``shards`` are restored: all rows of the others are pending.
+    Only the tables in ``shards`` are restored. All rows of other tables are pending.
 
     Returns:
-        Consumer to FQN to ``[N]`` int64 local ids, ascending and unique; the ids are None for all rows. And consumer to
-        the position of its publisher's stream, so that the stream continues with a delta. A position is omitted if the
-        ranks have saved different ones, or if the pending rows are unknown.
+        Pending rows by consumer and FQN: ``[N]`` int64 local ids, ascending and unique, or None for all rows. And, by
+        consumer, the position of its publisher's stream, which can then continue with a delta. A position is omitted if
+        it differs between ranks or if the pending rows are unknown.
     """
     publisher = states.publisher()
     if tracker is None:
@@ -138,11 +139,11 @@ def pending_rows(
 def rows_after(
     log: StreamLog, last: Manifest, version: int, shards: Mapping[str, ShardSpec]
 ) -> dict[str, Tensor] | None:
-    """Return the rows of this rank's shards that are in the versions after ``version`` up to ``last``.
+    """Return the rows of this rank's shards that changed in the versions after ``version`` up to ``last``.
 
     Returns:
-        FQN to ``[N]`` int64 local ids, ascending and unique; tables without such rows are omitted. None if one of the
-        versions is a snapshot, damaged or missing. The restore may have used merged entries in its place.
+        ``[N]`` int64 local ids, ascending and unique, by FQN. Tables without changed rows are omitted. None if one of
+        these versions is a snapshot, damaged or missing.
     """
     found: dict[str, list[Tensor]] = {}
     link = last.link

@@ -37,20 +37,20 @@ from delta_tracker.types import ShardSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Plan:
-    """Everything that a restore writes on this rank, see :func:`prepare`.
+    """Plan of all writes of a restore on this rank, returned by :func:`prepare`.
 
     Args:
-        path: entries to apply, in order. The last one has the training states.
-        continues: True if the rows of the first entry of the path are written already.
-        shards: FQN to shard, for each table that is restored.
-        targets: name of a table or state table to its memory.
-        scalars: FQN to the numbers of the table's kernel.
-        collisions: FQN to the managed-collision module, and its states on the ranks that published the version.
+        path: entries to apply, in order. The last entry has the training states.
+        continues: True if the rows of the first entry are already written.
+        shards: shard of each table to restore, by FQN.
+        targets: memory of each table and state table, by name.
+        scalars: iteration counters and hyperparameters of each table's kernel, by FQN.
+        collisions: managed-collision module of each table and its saved states, by FQN.
         held: dense tensors of the model, by name.
-        names: names of the dense tensors that are in the parts of the last entry.
-        dense: other dense tensors by name, in the order of writing: those of rank 0, then the buffers of this rank.
+        names: names of the dense tensors to read from the parts of the last entry.
+        dense: values of the other dense tensors, by name: dense tensors of rank 0, then buffers of this rank.
         consumers: result of :func:`pending_rows`.
-        rerouted: FQNs of the tables whose raw ids are divided among the ranks differently than in the version.
+        rerouted: FQNs of the tables whose unknown raw ids read other rows than in the version.
         change: what is not restored.
     """
 
@@ -71,16 +71,16 @@ class Plan:
 
     @property
     def last(self) -> Manifest:
-        """Entry with the training states."""
+        """Entry with the training states: the version to restore."""
         return self.path[-1]
 
     @property
     def specs(self) -> dict[str, ShardSpec]:
-        """Description of each shard, by FQN."""
+        """Block of each table to restore, by FQN."""
         return {fqn: shard.spec for fqn, shard in self.shards.items()}
 
     def check_objects(self, others: Iterable[Stored]) -> None:
-        """Check that the objects that :meth:`write` reads, and ``others``, exist and have the right sizes."""
+        """Check that the objects that :meth:`write` reads, and ``others``, are in the store with the right sizes."""
         objects = [*self._objects(), *others]
         sizes: dict[str, int] = {}
         # In a local directory, a listing would also read the status of the files of all later versions.
@@ -95,7 +95,7 @@ class Plan:
 
     @torch.no_grad()
     def write(self) -> None:
-        """Write the model."""
+        """Read the entries, and write the rows, optimizer states and dense tensors of the model."""
         writer = RowWriter(self.storage, self.specs, self.targets)
         for entry in self.path[self.continues :]:
             writer.write(entry)
@@ -125,7 +125,7 @@ class Plan:
 
 
 def check_model(job: LocalJob) -> tuple[Discovery, dict[str, LocalOwners]]:
-    """Check that a job can be restored. Return its tables, and the raw ids of this rank's rows by FQN."""
+    """Check that a job can be restored. Return its tables, and readers of this rank's raw ids by FQN."""
     found = discover(job.model)
     owners = local_owners(job.model, found)
     refuse_unrecoverable(found, {fqn: each.module for fqn, each in owners.items()})
@@ -135,7 +135,7 @@ def check_model(job: LocalJob) -> tuple[Discovery, dict[str, LocalOwners]]:
 
 
 def prepare(log: StreamLog, path: Sequence[Manifest], job: LocalJob, applied: Manifest | None = None) -> Plan:
-    """Compare the last version of a :func:`recovery_path` from ``applied`` with the job, and prepare all writes."""
+    """Compare a version with the job, and plan its restore. ``path`` is a :func:`recovery_path` from ``applied``."""
     last = path[-1]
     found, every_owner = check_model(job)
     states = TrainingStates(log.storage, last)
@@ -198,7 +198,7 @@ def prepare(log: StreamLog, path: Sequence[Manifest], job: LocalJob, applied: Ma
 
 
 def names_of_all_ranks(states: TrainingStates, ignore: Collection[str], url: str) -> list[str]:
-    """Return the names of the states that differ by rank, each of which all ranks must have unless it is ignored."""
+    """Return the names of the states that differ by rank. A rank may lack a name only if it is in ``ignore``."""
     names = [set(states.names_of(rank)) for rank in range(states.world_size)]
     every = set().union(*names)
     for rank, each in enumerate(names):
@@ -211,8 +211,8 @@ def names_of_all_ranks(states: TrainingStates, ignore: Collection[str], url: str
 def _kernels(states: TrainingStates, shards: Mapping[str, LocalShard], own: int | None) -> dict[str, Scalars]:
     """Return the scalars of the kernels of this rank's fused tables, by FQN.
 
-    Uses the scalars that the rank ``own`` saved, unless it is None. Scalars of tables that it did not save must be
-    equal on all ranks.
+    Uses the scalars that rank ``own`` saved. For other tables, or if ``own`` is None, all ranks must have saved the
+    same scalars.
     """
     needed = {fqn for fqn, shard in shards.items() if any(kernel.is_fused for kernel, _ in shard.holders)}
     numbers = {} if own is None else states.kernels(own)
@@ -229,9 +229,9 @@ def _kernels(states: TrainingStates, shards: Mapping[str, LocalShard], own: int 
 def load_collisions(
     states: TrainingStates, owners: Mapping[str, LocalOwners], ranks: Iterable[int]
 ) -> dict[str, tuple[object, list[dict[str, Any]]]]:
-    """Return the managed-collision module of each table in ``owners``, and the states of its slots, by FQN.
+    """Return the managed-collision module of each table in ``owners``, and the saved states of its slots, by FQN.
 
-    Reads only the states of those ``ranks`` that had the slots.
+    Reads only the states of the ``ranks`` that had these slots.
     """
     saved = {rank: states.collision_slots(rank) for rank in ranks} if owners else {}
     found = {}
@@ -245,7 +245,7 @@ def load_collisions(
 
 
 def check_collisions(last: Manifest, owners: Collection[str], ignore: Collection[str]) -> None:
-    """Check that the same tables have managed collisions in the version and, by ``owners``, in the job."""
+    """Raise RestoreMismatchError if the tables with managed collisions in the version differ from ``owners``."""
     if differing := sorted((last.identities.keys() ^ set(owners)) - set(ignore)):
         words = ["with" if differing[0] in each else "without" for each in (last.identities, owners)]
         raise RestoreMismatchError(f"table {differing[0]!r}", *(f"{word} managed collisions" for word in words))

@@ -31,15 +31,16 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restored:
-    """Description of a restored version.
+    """Restored version, returned by :func:`restore`.
 
     Args:
         stream: id of the stream, 32 hexadecimal digits.
         num_batches: number of batches that the job had trained.
-        event_time: smallest event time of the batch that any rank trained last, in seconds; None if it is unknown.
+        event_time: minimum over the ranks of the event time of the last trained batch, in seconds; None if unknown.
         world_size: number of ranks of the job that published the version.
-        rank_states: states in ``ignore`` at another number of ranks: name to the states of all ranks that published the
-            version, in rank order; None for a rank without such a state. The position in the data is ``"data"``.
+        rank_states: ignored states that differ by rank, if the number of ranks differs: by name, the states of all
+            ranks of the published job, in rank order; None for a rank without this state. The position in the data is
+            ``"data"``.
         differences: with ``on_model_change="continue"``, sentences on what was not restored, or only in part.
     """
 
@@ -66,38 +67,38 @@ def restore(  # noqa: PLR0913  all but two have a default
 ) -> Restored:
     """Restore the training state of a version that a ``Publisher(..., recovery=...)`` published. A collective.
 
-    All ranks call it in their training threads, after they have built the model, the optimizers and the tracker, and
-    before they build a publisher. If the model contains ``DistributedDataParallel``, they train two batches before,
-    without a pipeline. Afterwards, training continues as after the version. The section "Continuous checkpoints" of
-    ``guide/recover.md`` describes which results are then equal, and how the jobs may differ.
+    Call it on all ranks in the training thread, after building the model, the optimizers and the tracker, and before
+    building a publisher. If the model contains ``DistributedDataParallel``, first train two batches without a pipeline.
+    Training then continues after the version. The section "Continuous checkpoints" of ``guide/recover.md`` describes
+    which results are reproduced, and how the jobs may differ.
 
-    Each rank reads only the rows of its shards. Everything is compared before the first write. If the call raises after
-    the first write, or is interrupted, the model raises :class:`~delta_tracker.errors.IncompleteModelError` when it is
+    Each rank reads only the rows of its shards. All checks precede the first write. If the call is interrupted or
+    raises after the first write, the model raises :class:`~delta_tracker.errors.IncompleteModelError` when it is
     called, until a restore completes.
 
     Args:
         model: the model.
         url: url of the stream, or its :class:`~delta_tracker.stream.storage.storage.Storage`.
-        version: version to restore, the same on all ranks; None for the newest.
+        version: version to restore, the same on all ranks; None for the newest version.
         tracker: tracker of the model.
-        recovery: objects of this job, by the names that the publisher had; None for ``Recovery()``.
+        recovery: objects of this job to load, under the publisher's names; None for ``Recovery()``.
         data: position in the training data. The call also attaches it to the tracker.
-        ignore: names of tables, dense tensors, training states and states of ranks (``"data"`` for ``data``) that are
-            in the version or in this job, and are not restored; the same on all ranks.
+        ignore: names not to restore, the same on all ranks: tables, dense tensors, training states and states of ranks
+            (``"data"`` for ``data``) of the version or of this job.
         on_model_change: "stop" to raise an error if the version does not fit the job; "continue" to restore what both
             have, see ``guide/recover.md``; the same on all ranks.
-        timeout: maximum wait for the slowest rank, in each of four steps. One step reads and writes all rows.
+        timeout: maximum time to wait for the slowest rank, in each of four steps. One step reads and writes all rows.
 
     Raises:
-        NotRecoverableError: if the stream has no such version with states, or a needed object is missing. If no version
-            was published yet, it is raised on all ranks, and its ``version`` is None.
-        RestoreMismatchError, ModelMismatchError: if the version does not fit the job.
-        InvalidArgumentError: if an argument is invalid, the model was not trained as above, or an update is in
+        NotRecoverableError: if the stream has no such version with states, or if an object in the store is missing. If
+            the stream has no version yet, all ranks raise it with ``version`` None.
+        RestoreMismatchError, ModelMismatchError: if the version does not match the job.
+        InvalidArgumentError: if an argument is invalid, if a required batch was not trained, or if an update is in
             progress.
         UnsupportedModelError: if a part of the model cannot be restored.
         ReservedConsumerError: if a consumer of the tracker is reserved, for example by a publisher.
-        MalformedError, CorruptPartError, StorageError: if the version is damaged, or the store cannot be read.
-        RankFailedError: if an object raises an error while it loads its state, or another rank raised one of these
+        MalformedError, CorruptPartError, StorageError: if the version is damaged, or if the store cannot be read.
+        RankFailedError: if an object raises an error while it loads its state, or if another rank raised one of these
             errors.
         RankLostError: if a rank dies, is interrupted, or does not make the call in time.
 
@@ -114,11 +115,11 @@ def restore(  # noqa: PLR0913  all but two have a default
 
 @dataclass(slots=True, eq=False)
 class Restoration:
-    """Restore of one version on this rank, see :func:`restore`.
+    """Operation that restores one version on this rank, created by :func:`restore` and by a standby.
 
     Args:
-        applied: entry up to which all rows of the model are written already. It may differ by rank.
-        keeps_mark: True if the caller has marked the model as incomplete, and removes the mark later.
+        applied: entry up to which all rows of the model are already written. Ranks may pass different entries.
+        keeps_mark: True if the caller marks the model as incomplete and removes the mark.
     """
 
     exchange: Exchange
@@ -132,7 +133,7 @@ class Restoration:
     _unloaded: Mapping[str, Sequence[object]] = field(default_factory=dict, init=False)
 
     def run(self) -> Restored:
-        """Restore the version. A collective."""
+        """Restore the version and return its description. A collective."""
         exchange, model = self.exchange, self.job.model
         messages = exchange.exchange(Phase.RESOLVING, Message.of(self._resolve))
         check_alike(messages, "version", "ignore", action="restore")

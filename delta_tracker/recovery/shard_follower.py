@@ -41,16 +41,14 @@ _FAULTS = (CorruptPartError, MalformedError, MissingVersionError, NotRecoverable
 
 
 class ShardFollower:
-    """Follower of a stream that writes the rows and states of this rank's shards.
+    """Reader of a stream for a standby. It writes the rows and optimizer states of this rank's shards.
 
-    Rows are absolute values, so an entry whose writes failed or were interrupted is written again.
-
-    After a fault, it may go back to an older snapshot and apply the versions after it, which a
-    :class:`~delta_tracker.predictor.reader.Reader` never does: all states must belong to one history.
+    An entry whose writes failed or were interrupted is written again. Unlike a
+    :class:`~delta_tracker.predictor.reader.Reader`, it may resume from an older snapshot after an error.
 
     Attributes:
-        error: error of the last attempt, which later calls retry; None if it succeeded.
-        newest: last entry up to which all rows are written; None while older rows are written again.
+        error: error of the last attempt, to be retried; None if the attempt succeeded.
+        newest: last entry up to which all rows are written; None while the model may have older rows.
     """
 
     def __init__(self, log: StreamLog, job: LocalJob, runtime: Runtime = REAL) -> None:
@@ -70,14 +68,13 @@ class ShardFollower:
 
     @property
     def version(self) -> int | None:
-        """Version of :attr:`newest`."""
+        """Version of :attr:`newest`, or None."""
         return None if self.newest is None else self.newest.version
 
     def applied(self) -> Manifest | None:
-        """Return the entry where a path may begin, see :func:`~delta_tracker.recovery.recovery_path.recovery_path`.
+        """Return the argument ``applied`` for :func:`~delta_tracker.recovery.recovery_path.recovery_path`.
 
-        If the rows of a later entry are written in part, the log must still have it, so that each path to a newer
-        version contains these rows. Otherwise, returns None.
+        This is :attr:`newest`, or None if a later entry is partly written and the log no longer has this entry.
         """
         self._begin_again_if_restored()
         partial = self._partial
@@ -86,11 +83,11 @@ class ShardFollower:
         return self.newest if Position.after(partial).names(self._log.read(partial.version)) else None
 
     def advance(self, until: float) -> bool:
-        """Apply entries until there are no more, or until the monotonic time ``until``. Return True if one was applied.
+        """Apply entries until the monotonic time ``until`` or the end of the log. Return True if one was applied.
 
-        An entry that is started is applied completely. An error of the store or of the stream is logged and kept in
-        :attr:`error`, and this method then does nothing for up to five seconds. Raises an error if the stream
-        does not fit the job or contains no training states.
+        The method completes the entry in progress at ``until``. It logs an error of the store or of the stream, sets
+        :attr:`error`, and retries in a call up to five seconds later. Raises an error if the stream does not match the
+        job or has no training states.
         """
         self._begin_again_if_restored()
         has_moved = False
@@ -111,11 +108,11 @@ class ShardFollower:
         return has_moved
 
     def retry(self) -> None:
-        """Make the next call of :meth:`advance` look for a missing version, and retry immediately after an error."""
+        """Make the next :meth:`advance` check for a missing version, and retry immediately after an error."""
         self._next_try = self._gap_check = 0.0
 
     def overwritten(self, plan: Plan) -> None:
-        """Adjust the position after a restore from :meth:`applied` that failed, and may have written rows."""
+        """Record that a restore with ``plan`` failed and may have written rows. Call it before the next retry."""
         if plan.continues:
             self._partial = plan.last
         else:
@@ -167,7 +164,7 @@ class ShardFollower:
         return True
 
     def _next(self) -> Manifest | None:
-        """Return the next entry. If it is missing, check at intervals whether it was deleted."""
+        """Return the next entry, or None. At intervals, check whether a missing entry was deleted."""
         assert self._position is not None, "an entry was applied"
         looks_for_gap = self.error is not None or self._monotonic() >= self._gap_check
         entry = next_entry(self._log, self._position, self._source.next(self._position, looks_for_gap=looks_for_gap))
@@ -196,7 +193,7 @@ class ShardFollower:
             self._partial = None
 
     def _finds_other_path(self, faulty: Manifest | None) -> bool:
-        """Look for a path to the newest version, without ``faulty`` if that is given. Return True if there is one."""
+        """Look for a path to the newest version, without the entry ``faulty`` if given. Return True if there is one."""
         applied = self.newest if faulty is None and self._partial is None else None
         try:
             path = recovery_path(self._log, applied=applied, avoid=faulty)
@@ -209,7 +206,7 @@ class ShardFollower:
         return bool(self._ahead)
 
     def _is_forward(self, target: Manifest) -> bool:
-        """Return True unless the model's rows are as new as ``target``. Raise OlderCopyError for an older copy."""
+        """Return True if ``target`` is newer than the model's rows. Raise OlderCopyError for an older copy."""
         position = self._position
         if self.newest is None or position is None or target.stream != position.stream:
             return True

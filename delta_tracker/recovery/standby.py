@@ -1,4 +1,4 @@
-"""Keep a second job ready that continues training when the first one fails: :class:`Standby`."""
+"""Keep a second job ready to continue training when the first job fails: :class:`Standby`."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Takeover:
-    """Result of a takeover.
+    """Result of a takeover by a :class:`Standby`. Pass its claimed streams to new publishers.
 
     Args:
-        recovery: claim of the recovery stream, the first argument after the tracker of the new ``Publisher``.
-        serving: claims of the serving streams, in the order of :class:`Standby`'s argument.
-        seconds: time from the decision to take over to the return of the call.
+        recovery: the claimed recovery stream.
+        serving: the claimed serving streams, in the order of the argument ``serving`` of :class:`Standby`.
+        seconds: time in seconds from the decision to take over to the return of the call.
 
     Example:
         >>> taken = standby.take_over()  # doctest: +SKIP
@@ -73,29 +73,29 @@ class Takeover:
 
 
 class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
-    """Second job that follows the recovery stream of a trainer, and replaces it when the trainer fails.
+    """Second job that follows the recovery stream of a trainer, and replaces the trainer when it fails.
 
-    All ranks build it after the model, the optimizers and the tracker, and before a publisher. They then call
+    Build it on all ranks after the model, the optimizers and the tracker, and before a publisher. Then call
     :meth:`follow`, which returns when this job has taken over.
 
-    Until then, each rank writes the rows and optimizer states of its shards as they are published, and the model raises
-    :class:`~delta_tracker.errors.IncompleteModelError` when it is called. A takeover claims the recovery stream first,
-    which fences the former trainer. It then restores the newest version before the claim as
-    :func:`~delta_tracker.recovery.restore.restore` does, and claims the serving streams. The section "Warm standby" of
-    ``guide/recover.md`` has the limits, and what to do after a failure.
+    Until then, each rank writes the published rows and optimizer states of its shards, and the model raises
+    :class:`~delta_tracker.errors.IncompleteModelError` when it is called. A takeover first claims the recovery stream
+    and thereby fences the former trainer. It then restores the newest version before the claim, see
+    :func:`~delta_tracker.recovery.restore.restore`, and claims the serving streams. The section "Warm standby" of
+    ``guide/recover.md`` describes the limits, and what to do after a failure.
 
-    The constructor and the methods except :meth:`close` are collectives. The arguments ``model``, ``tracker``,
-    ``recovery``, ``data`` and ``ignore`` are those of ``restore``, with the same errors.
+    The constructor and all methods except :meth:`close` are collectives. For the arguments ``model``, ``tracker``,
+    ``recovery``, ``data`` and ``ignore``, and their errors, see ``restore``.
 
     Args:
-        url: url of the recovery stream, or its storage. It must be published with ``recovery=``.
-        serving: urls of all serving streams that the trainer publishes, or their storages.
-        name: name of the heartbeat of this job in the store, and label ``standby`` of the metrics. It must differ from
-            those of predictors and of other standbys.
-        look_seconds: time between two polls of the stream. A rank that applies versions answers the others after this
-            time and the version in progress.
-        timeout: maximum wait for the slowest rank, which may read and write a whole snapshot meanwhile.
-        runtime: clock and waits, for simulations.
+        url: url of the recovery stream, or its storage. The stream must be published with ``recovery=``.
+        serving: urls or storages of all serving streams that the trainer publishes.
+        name: name of this job's heartbeat in the store, and label ``standby`` of the metrics. It must differ from the
+            names of predictors and of other standbys.
+        look_seconds: time in seconds between two polls of the stream. A rank that applies versions responds to the
+            other ranks after this time plus the version in progress.
+        timeout: maximum time to wait for the slowest rank, which may read and write a whole snapshot in this time.
+        runtime: clock and sleep function, for simulations.
 
     Example:
         >>> standby = Standby(model, url, tracker=tracker, data=data, serving=[serving_url])  # doctest: +SKIP
@@ -140,21 +140,21 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
 
     @property
     def version(self) -> int | None:
-        """Last version whose rows this rank has written; None before the first."""
+        """Last version whose rows this rank has written; None before the first version."""
         return self._follower.version
 
     @property
     def error(self) -> StreamError | None:
-        """Error that currently delays this rank, and is retried at the next polls; None if there is none."""
+        """Error that currently delays this rank; None if there is none. Later polls retry."""
         return self._follower.error
 
     def follow(self, silence: float | None = None) -> Takeover:
         """Follow the stream until this job has taken over. A collective.
 
         Args:
-            silence: take over when neither a version nor a heartbeat of the trainer's publisher was seen for more than
-                this number of seconds, by the store's clock. None to take over only if ``delta-tracker takeover`` was
-                called. The same on all ranks. The stream is claimed only while no rank has an :attr:`error`.
+            silence: take over after this number of seconds without a version or heartbeat of the trainer's publisher,
+                by the store's clock. None to take over only after ``delta-tracker takeover``. The same on all ranks.
+                The stream is claimed only while no rank has an :attr:`error`.
 
         Raises:
             NotRecoverableError: on all ranks, if the versions have no states. With ``version`` None, if there is no
@@ -163,8 +163,8 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
                 a claim.
             TakeoverFailedError: if the takeover failed after the claim. Call :meth:`take_over` or this method again.
             InvalidArgumentError: if ``silence`` is invalid or below the time between two heartbeats of the publisher,
-                if a serving stream is missing or is not the trainer's, or if this job has taken over already.
-            RestoreMismatchError, ModelMismatchError: if the stream does not fit the job.
+                if a serving stream is missing or does not belong to the trainer, or if this job has already taken over.
+            RestoreMismatchError, ModelMismatchError: if the stream does not match the job.
             RankFailedError: if another rank raised one of these errors.
             RankLostError: if a rank dies, is interrupted, or does not make the call in time.
         """
@@ -193,15 +193,15 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
                     self._runtime.sleep(self._look_seconds)
 
     def sync(self) -> int | None:
-        """Apply the versions that are committed, on all ranks. A collective.
+        """Apply all committed versions on all ranks. A collective.
 
-        Returns the lowest version that a rank has applied; None if there is no version yet. The other errors are those
-        of :meth:`follow`.
+        Returns the minimum over the ranks of the last applied version; None if there is no version yet. Also raises the
+        errors of :meth:`follow`.
 
         Raises:
             StorageError: if the store cannot be read.
             MalformedError, CorruptPartError, MissingVersionError, StreamReplacedError: if a version cannot be applied.
-            OlderCopyError: if the store shows an older copy of the stream.
+            OlderCopyError: if the store has an older copy of the stream.
         """
         with self._meeting("Standby.sync()") as exchange:
             return _lowest(self._catch_up(exchange, "sync()", raises=True))
@@ -209,19 +209,19 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
     def take_over(self, *, force: bool = False, silence: float = 30.0) -> Takeover:
         """Take over now, or complete a takeover that failed. A collective.
 
-        The other errors are those of :meth:`follow`.
+        Also raises the errors of :meth:`follow`.
 
         Args:
             force: True to fence a publisher that may be alive, even if this standby cannot apply its last version.
-            silence: without ``force``, number of seconds without a version or heartbeat of the publisher, by the
-                store's clock, after which it is considered dead.
+            silence: without ``force``, the publisher counts as dead after this number of seconds without a version or
+                heartbeat, by the store's clock.
 
         Raises:
-            LivePublisherError: on all ranks, if the publisher is alive, or if another job claimed the stream meanwhile.
-            TakeoverFailedError: on all ranks, without ``force``, if a version cannot be applied. Nothing was claimed.
-                It is also raised if the takeover failed after the claim: call this method again.
-            StreamReplacedError: on all ranks, if the stream that had versions is missing or has only a claim.
-            StorageError: if the store fails. If the stream was claimed nevertheless, the next call uses that claim.
+            LivePublisherError: on all ranks, if the publisher is alive, or if another job has claimed the stream.
+            TakeoverFailedError: on all ranks, without ``force``, if a version cannot be applied. Nothing was claimed in
+                this case. Also if the takeover failed after the claim: call this method again.
+            StreamReplacedError: on all ranks, if the stream had versions, but is now missing or has only a claim.
+            StorageError: if the store fails. If the claim was committed anyway, the next call uses it.
         """
         began = self._runtime.monotonic()
         with self._meeting("Standby.take_over(...)") as exchange:
@@ -243,7 +243,7 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
             return self._complete(exchange, claimed, began)
 
     def close(self) -> None:
-        """Close the standby. If it has not taken over, forward passes of the model still raise. Not a collective."""
+        """Close the standby. Without a takeover, the model still raises when it is called. Not a collective."""
         self._ended = self._ended or "closed"
         self._recorder.close()
 
@@ -280,7 +280,7 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
         return {"call": call, "has_moved": has_moved, "version": self.version, "obstacle": obstacle}
 
     def _catch_up(self, exchange: Exchange, call: str, *, raises: bool) -> list[dict[str, Any]]:
-        """Apply all versions. Return the last messages. Unless ``raises``, only errors of the store are raised."""
+        """Apply all versions on all ranks. Return the last messages. Raise only StorageError unless ``raises``."""
 
         def act() -> dict[str, Any]:
             turn = self._advanced(call)
@@ -297,7 +297,7 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
                 return messages
 
     def _check_serving(self) -> dict[str, Any]:
-        """Check the serving streams against the last applied version or, before the first, against the newest one."""
+        """Check the serving streams against the last applied version, or else against the newest version."""
         version = self._follower.newest
         if version is None:
             try:
@@ -308,7 +308,7 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
         return {}
 
     def _serving_obstacle(self) -> str:
-        """Check the serving streams. Return an error of the store; raise one if they are not the trainer's."""
+        """Check the serving streams. Return an error of the store as text. Raise if a stream is not the trainer's."""
         try:
             self._check_serving()
         except (CorruptPartError, MalformedError, StorageError) as error:

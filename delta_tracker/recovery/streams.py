@@ -1,4 +1,4 @@
-"""Streams that a standby reads and claims. Makes no collective call."""
+"""Streams that a standby reads and claims. No function here is a collective."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ _MIN_HEARTBEATS = 3  # a silence below this number of heartbeats is logged
 
 
 class RecoveryStream:
-    """Recovery stream of a standby on rank 0, which decides on takeovers and claims the stream.
+    """Recovery stream of a standby. On rank 0, it decides about takeovers and claims the stream.
 
-    A decision is a dict for all ranks. It is empty to continue, has ``is_due`` to take over, or one of
-    ``nothing``, ``gone`` and ``live`` with the arguments of an error.
+    A decision is a dict that rank 0 sends to all ranks. An empty dict means to continue following. A dict with
+    ``is_due`` means to take over. The keys ``nothing``, ``gone`` and ``live`` have the arguments of an error to raise.
     """
 
     def __init__(self, log: StreamLog, name: str, look_seconds: float, recorder: Recorder, runtime: Runtime) -> None:
@@ -54,7 +54,7 @@ class RecoveryStream:
         self._reason = ""  # why there was no takeover
 
     def decided(self, silence: float | None, version: int | None) -> dict[str, Any]:
-        """Decide on rank 0, which has applied ``version``, what ``follow(silence)`` does next."""
+        """Return the decision for the next turn of ``Standby.follow(silence)``. ``version`` is the last applied one."""
         if self._monotonic() < self._next_look:
             return {}
         self._next_look = self._monotonic() + self._look_seconds
@@ -81,7 +81,7 @@ class RecoveryStream:
         return self._due(signs.head, known, is_forced=request is not None and request.force, last=signs.last)
 
     def judged(self, version: int | None, *, force: bool, silence: float) -> dict[str, Any]:
-        """Decide on rank 0, which has applied ``version``, what ``take_over(force, silence)`` does."""
+        """Return the decision for ``Standby.take_over(force, silence)``. ``version`` is the last applied version."""
         signs = None if force else self._liveness.look(*self.shown)
         if signs is not None:
             self._check_interval(silence, signs)
@@ -94,9 +94,9 @@ class RecoveryStream:
         return self._due(head, known, is_forced=force, last=None if signs is None else signs.last)
 
     def claim(self, decision: Mapping[str, Any]) -> Claim:
-        """Claim the stream after the entry in ``decision``; a forced takeover claims it after the newest entry.
+        """Claim the stream after the entry in ``decision``, or after the newest entry in a forced takeover.
 
-        The claim never follows the claim of another job that has already taken over.
+        Raises LivePublisherError if the publisher is alive or another job has already taken over.
         """
         self._log.storage.probe()
         if decision["last"] is not None:  # to catch up may have taken minutes
@@ -116,19 +116,19 @@ class RecoveryStream:
         return claim
 
     def log_once(self, reason: str) -> None:
-        """Log why there is no takeover, unless the last call had the same reason."""
+        """Log why there is no takeover. Does nothing if the last call had the same reason."""
         if reason != self._reason:
             _logger.warning("%s", reason)
         self._reason = reason
 
     def _known(self, head: Manifest | None, version: int | None) -> int | None:
-        """Store the newest snapshot. Return a version that was applied or seen."""
+        """Record the newest snapshot. Return the applied version, or else the newest recorded snapshot."""
         if head is not None and head.snapshot is not None:
             self._seen = head.snapshot
         return self._seen if version is None else version
 
     def _due(self, head: Manifest, known: int | None, *, is_forced: bool, last: float | None) -> dict[str, Any]:
-        """Return the decision to take over, if there is a version. ``last`` is the time of the last sign of life."""
+        """Return the decision to take over, or an error without a version. ``last`` is the last sign of life's time."""
         if head.snapshot is None:
             return {"nothing": "the stream has only a claim"} if known is None else {"gone": known}
         return {
@@ -165,7 +165,7 @@ class RecoveryStream:
 
 
 class ServingStreams:
-    """Serving streams of a trainer, on one rank of its standby."""
+    """Serving streams of a trainer. Its standby checks them on each rank, and claims them on rank 0."""
 
     def __init__(self, recovery: StreamLog, urls: Sequence[Location]) -> None:
         if isinstance(urls, str | os.PathLike | Storage) or not isinstance(urls, Sequence):
@@ -180,11 +180,11 @@ class ServingStreams:
         self._check_distinct([recovery.storage.url, *(each.url for each in self.storages)])
 
     def check(self, version: Manifest | None) -> None:
-        """Check that the streams exist, and that they are all streams that the trainer publishes.
+        """Check that the streams exist, and that they are exactly the serving streams of the trainer.
 
-        ``version`` is a version of the recovery stream. It has the positions of the streams of the tracker's other
-        consumers. A stream that is not among them is accepted only for a consumer whose position is unknown. All of
-        them must be given, because the publisher of a missing one would not be fenced.
+        ``version`` is a version of the recovery stream, or None. It has the stream of each other consumer of the
+        trainer's tracker, if known. Raises InvalidArgumentError if one of these streams is missing in the argument, or
+        if the argument has more unknown streams than there are consumers without a known stream.
         """
         storages = [open_storage(each) for each in self._urls]  # the directory may have been mounted meanwhile
         streams = [_stream_of(each) for each in storages]
@@ -207,10 +207,10 @@ class ServingStreams:
         self.storages, self._streams, self.is_checked = storages, streams, True
 
     def claim(self, number: int, recovery: Manifest) -> Claim:
-        """Claim a stream, unless another job has claimed the recovery stream after ``recovery``.
+        """Claim the serving stream with index ``number``. Raise FencedError if the claim ``recovery`` is outdated.
 
-        A job claims the recovery stream first. A job that was suspended then finds the other job's claim, and fences
-        nothing.
+        ``recovery`` is this job's claim of the recovery stream. It is outdated if another job has claimed that stream
+        since then.
         """
         storage = self.storages[number]
         storage.probe()
@@ -235,7 +235,7 @@ class ServingStreams:
 
 
 def _claim_newest(log: StreamLog, writer: str, newest: Callable[[], Manifest]) -> Claim:
-    """Claim a stream after its ``newest()`` entry, even if the former publisher commits versions meanwhile."""
+    """Claim a stream after its ``newest()`` entry. Retry if the former publisher commits a version first."""
     for _ in range(_ATTEMPTS):
         head = newest()
         try:

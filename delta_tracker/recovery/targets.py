@@ -1,8 +1,8 @@
 """Write the rows of a version and their optimizer states to the memory of a model: :class:`RowWriter`.
 
-Each state of a table is treated as a table of its own, so that the code that writes rows also writes the states. The
-columns of such a *state table* are the columns of the table, or the numbers of its declared column ranges if the state
-has one number for each range.
+Each optimizer state of a table is treated as a separate table, a *state table*. The same code writes rows and states.
+The columns of a state table are the columns of the table, or the indices of its column ranges if the state has one
+number for each range.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _VALUE_BYTES = 4
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowWriter:
-    """Writer of the rows of entries that belong to this rank's shards, with the states of these rows."""
+    """Writer of the rows of entries, and of their optimizer states, to this rank's shards."""
 
     storage: Storage
     shards: Mapping[str, ShardSpec]
@@ -37,7 +37,7 @@ class RowWriter:
 
     @torch.no_grad()
     def write(self, entry: Manifest) -> None:
-        """Write the rows of an entry, which may be a merged one. If the call is interrupted, call it again."""
+        """Write the rows of an entry or merged entry. An interrupted call can be repeated."""
         rows: list[BlockRows] = []
         for part in entry.parts:
             if blocks := wanted(part, self.shards):
@@ -55,10 +55,10 @@ class RowWriter:
 def state_targets(
     shards: Mapping[str, ShardSpec], views: Mapping[str, Sequence[Sequence[Tensor]]], states: Mapping[str, TableStates]
 ) -> dict[str, RowTarget]:
-    """Return the targets of the states of all tables, by the name of the state table. The arguments are by FQN.
+    """Return the memory of all optimizer states, by name of the state table. The arguments are by table FQN.
 
-    ``views`` has the live states of each column range of the shard, in order: each ``[R, columns]`` or ``[R, 1]``.
-    ``states`` has those in the stream. A state of width ``range`` has the column ranges of the shard.
+    ``views`` has, for each column range of the shard, the model's states in order: ``[R, columns]`` or ``[R, 1]`` each.
+    ``states`` describes the states in the stream. Its column ranges must include the shard's column ranges.
     """
     found: dict[str, RowTarget] = {}
     for fqn, table in states.items():
@@ -73,7 +73,7 @@ def state_targets(
 
 
 def as_tables(rows: BlockRows, states: TableStates | None) -> list[BlockRows]:
-    """Return the rows of a block without their states, and the states as rows of the state tables."""
+    """Return the rows of a block without their states, followed by the states as rows of state tables."""
     block = rows.block
     found = [replace(rows, states=())]
     for spec, read in zip(() if states is None else states.states, rows.states, strict=True):
@@ -85,7 +85,7 @@ def as_tables(rows: BlockRows, states: TableStates | None) -> list[BlockRows]:
 
 
 def state_table(fqn: str, spec: StateSpec) -> str:
-    """Return the name of the table of a state, which no table and no other state has."""
+    """Return a unique name for the state table of an optimizer state."""
     return f"{fqn}\n{spec.name}"
 
 

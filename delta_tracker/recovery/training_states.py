@@ -1,4 +1,4 @@
-"""Training states of all ranks in one version, and the values in them that the library itself saved."""
+"""Read the training states of all ranks in one version, including values that the library saved."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class _Kernel(TypedDict):
 
 
 class Consumer(Struct, frozen=True):
-    """Position of a consumer of the tracker, see :mod:`delta_tracker.publisher.training`."""
+    """Saved position of a consumer of the tracker, see :mod:`delta_tracker.publisher.training`."""
 
     version: Count | None
     left_out: dict[str, Tensor]
@@ -46,10 +46,10 @@ class Consumer(Struct, frozen=True):
 
 
 class TrainingStates:
-    """Reader of the training states of all ranks in one version, which opens an object when it is first needed.
+    """Reader of the training states of all ranks in one version. Reads each object of the store at its first use.
 
-    The states are untrusted: an object that does not match its record, or a value that is missing or invalid, raises
-    :class:`~delta_tracker.errors.CorruptPartError`.
+    The states are untrusted. Methods raise :class:`~delta_tracker.errors.CorruptPartError` if an object does not match
+    its record in the entry, or if a value is missing or invalid.
     """
 
     def __init__(self, storage: Storage, entry: Manifest) -> None:
@@ -64,27 +64,27 @@ class TrainingStates:
         return len(self._stored)
 
     def load(self, rank: int, *path: str) -> Any:  # noqa: ANN401  the state of an object of the user
-        """Return the value at the nested keys ``path`` in a rank's training state."""
+        """Return the value at the nested keys ``path`` in the training state of ``rank``."""
         return self._found(rank, "value", path, StateReader.load)
 
     def keys(self, rank: int, *path: str) -> list[str]:
-        """Return the keys of a dict, without reading its values."""
+        """Return the keys of the dict at the nested keys ``path``, without reading its values."""
         return self._found(rank, "dict", path, StateReader.keys)
 
     def fields(self, rank: int, *path: str) -> list[str] | None:
-        """Return the keys of a dict as :meth:`keys`; None if the value is not a dict with only string keys."""
+        """Return the same as :meth:`keys`, or None if the value is not a dict with only string keys."""
         return self._found(rank, "value", path, _fields)
 
     def names_of(self, rank: int) -> list[str]:
-        """Return the names of the states that differ by rank, with :data:`DATA` if the rank had a position."""
+        """Return the names of a rank's own states, with :data:`DATA` if it had a position in the data."""
         return [*self.keys(rank, "rank"), *([] if self.load(rank, DATA) is None else [DATA])]
 
     def of_rank(self, rank: int, name: str) -> Any:  # noqa: ANN401
-        """Return a rank's state ``name``, which is one of :meth:`names_of`."""
+        """Return a rank's own state ``name``, one of :meth:`names_of`."""
         return self.load(rank, DATA) if name == DATA else self.load(rank, "rank", name)
 
     def of_all_ranks(self, name: str) -> list[Any]:
-        """Return the state ``name`` of each rank, in rank order; None for a rank without such a state."""
+        """Return the state ``name`` of each rank, in rank order; None for a rank without this state."""
         ranks = range(self.world_size)
         return [self.of_rank(rank, name) if name in self.names_of(rank) else None for rank in ranks]
 
@@ -95,7 +95,7 @@ class TrainingStates:
         return cast("dict[str, dict[str, int | float]]", self._converted(rank, "kernels", numbers, dict[str, _Kernel]))
 
     def shards(self, rank: int, tables: Mapping[str, TableSpec]) -> dict[str, ShardSpec]:
-        """Return the blocks that a rank had of ``tables``, which have no fused optimizer, by FQN."""
+        """Return a rank's blocks of ``tables``, by FQN. ``tables`` must not have a fused optimizer."""
         held = self._library(rank, "shards", dict[str, dict[str, Any]])
         named = {fqn: held[fqn] for fqn in tables if fqn in held}
         for fqn, former in named.items():
@@ -109,11 +109,11 @@ class TrainingStates:
         return {fqn: found[fqn] for fqn in tables}
 
     def dense(self) -> dict[str, Tensor]:
-        """Return the dense tensors that are not in the version itself, by name."""
+        """Return the dense tensors that are in the training states and not in the parts of the version, by name."""
         return self._library(0, "dense", dict[str, Tensor])
 
     def buffers(self, rank: int) -> dict[str, Tensor]:
-        """Return the buffers that a rank had, by name; an empty dict for rank 0, whose buffers are dense tensors."""
+        """Return a rank's own buffers, by name; empty for rank 0, whose buffers are saved as dense tensors."""
         return self._library(rank, "buffers", dict[str, Tensor]) if rank else {}
 
     def publisher(self) -> str:
@@ -121,7 +121,7 @@ class TrainingStates:
         return self._library(0, "publisher", str)
 
     def consumers(self, rank: int) -> dict[str, Consumer]:
-        """Return the positions of the tracker's other consumers on a rank, by name."""
+        """Return the positions of the tracker's other consumers on a rank, by consumer name."""
         found = self._library(rank, "consumers", dict[str, Consumer])
         for name, consumer in found.items():
             if consumer.version is not None and consumer.version > self.version:
@@ -133,7 +133,7 @@ class TrainingStates:
         return found
 
     def collision_slots(self, rank: int) -> dict[str, tuple[int, int]]:
-        """Return the half-open range of slots of each managed-collision module of a rank, by FQN. Reads no tensors."""
+        """Return the half-open range of slots of each managed-collision module on a rank, by FQN. Reads no tensors."""
         found = {}
         for fqn in self.keys(rank, "library", "collisions"):
             read = (self.load(rank, "library", "collisions", fqn, name) for name in ("offset", "zch_size"))
@@ -142,7 +142,7 @@ class TrainingStates:
         return found
 
     def collision(self, rank: int, fqn: str) -> dict[str, Any]:
-        """Return the state of the managed-collision module that a rank had for a table."""
+        """Return the state of a rank's managed-collision module of a table."""
         value = self.load(rank, "library", "collisions", fqn)
         found = self._converted(rank, "collisions", value, dict[str, Any])
         if fault := collision_fault(found):
