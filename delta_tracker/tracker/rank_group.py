@@ -44,9 +44,8 @@ class RankGroup:
     The constructor waits for all ranks in the default group's store, and logs missing ranks after some seconds. If a
     rank is missing or the store does not answer, it raises after ``timeout``. All ranks may then try again.
 
-    After a rank is lost, every later operation of the group raises.
-
-    Unlike ``torch.distributed.new_group``, the constructor never connects a rank to an unrelated group of another rank.
+    After a rank is lost, every later operation of the group raises. Unlike ``torch.distributed.new_group``, the
+    constructor never connects a rank to an unrelated group of another rank.
 
     Args:
         name: name of the group, the same on every rank.
