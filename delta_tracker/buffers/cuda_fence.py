@@ -32,7 +32,7 @@ class StreamFence:
         self._open: dict[int, dict[torch.device, Any]] = {}  # key of a use to its streams
 
     def guard(self, devices: Iterable[torch.device]) -> None:
-        """Set the devices of the memory. Devices other than CUDA are ignored."""
+        """Set the devices whose streams the fence orders. Devices other than CUDA are ignored."""
         self._devices = tuple(dict.fromkeys(device for device in devices if device.type == "cuda"))
 
     def enter(self, key: int | None = None) -> None:
