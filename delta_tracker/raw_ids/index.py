@@ -236,7 +236,7 @@ class RawIdIndex(SortedMap):
         return identity == self._identity
 
     def adopt(self, identity: Identity) -> None:
-        """Use ``identity`` for unknown raw ids, which then read the default rows of its buckets."""
+        """Use ``identity`` for unknown raw ids. They then read the default rows of its buckets."""
         if identity != self._identity:
             self.reroute(identity)
             self._route_by(identity)

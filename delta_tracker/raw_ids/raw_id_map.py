@@ -63,7 +63,7 @@ def default_rows(identity: Identity) -> Tensor:
 
 
 def defaults_of(identity: Identity, raw_ids: Tensor, rows: Tensor | None = None) -> Tensor:
-    """Return the default row of each raw id, which lookups read while the id is unknown.
+    """Return the default row of each raw id: the row that lookups read while the id is unknown.
 
     ``rows`` is the result of :func:`default_rows` on the device of ``raw_ids``; None to compute it.
 
@@ -82,8 +82,8 @@ def check_owners(identity: Identity, slots: Tensor, owners: Tensor, *, is_unique
         identity: buckets and default rows of the table.
         slots: ``[N]`` int64 global row ids, inside the table.
         owners: ``[N]`` int64 raw ids of these rows, :data:`NO_OWNER` if none.
-        is_unique: also check that no raw id owns two rows. Pass False for rows that were copied at different times,
-            because an id may have moved in between.
+        is_unique: also check that no raw id owns two rows. Pass False for rows that were copied at different times: an
+            id may have moved in between.
 
     Raises:
         ValueError: if a default row has an owner, a raw id owns a row of another bucket, or with ``is_unique`` a raw id
@@ -154,7 +154,7 @@ class RawIdMap(ABC):
 
     @abstractmethod
     def adopt(self, identity: Identity) -> None:
-        """Use ``identity`` for unknown raw ids, which then read the default rows of its buckets. Requires the lock."""
+        """Use ``identity`` for unknown raw ids. They then read the default rows of its buckets. Requires the lock."""
 
     @abstractmethod
     def owners(self) -> Tensor:
@@ -178,7 +178,7 @@ class RawIdMap(ABC):
     def unmap(self, slots: Tensor, owners: Tensor) -> None:
         """Remove raw ids from the mapping. Lookups of these ids then read default rows. Requires the lock.
 
-        The arguments are ``[N]`` int64: global row ids inside :attr:`rows`, and their raw ids without :data:`NO_OWNER`.
+        The arguments are ``[N]`` int64: global row ids inside :attr:`rows`, and their raw ids, never :data:`NO_OWNER`.
         """
 
     @abstractmethod
