@@ -130,7 +130,7 @@ class LocalJob:
             raise RankFailedError(self.rank, reason, "restore") from error
 
     def described(self, shards: Mapping[str, LocalShard], dense: Mapping[str, Tensor]) -> Job:
-        """Return a description of the job. ``shards`` and ``dense`` are its model's shards by FQN and dense tensors."""
+        """Return a description of the job. ``shards`` has its shards by FQN, ``dense`` its dense tensors by name."""
         objects = self.recovery.rank_state.items()
         rank = {name: callable(getattr(each, "load_rank_states", None)) for name, each in objects}
         return Job(
@@ -213,7 +213,8 @@ def check_fit(saved: Saved, job: Job, ignore: Collection[str] = (), stateless: C
     """Check that a version and a job have the same contents, except for the names in ``ignore``.
 
     The optimizer's states of the tables in ``stateless`` are not compared.
-    Raises RestoreMismatchError if they differ, and InvalidArgumentError if neither has a name in ``ignore``.
+    Raises RestoreMismatchError if they differ. Raises InvalidArgumentError if a name in ``ignore`` is in neither of
+    them.
     """
     found = (saved.tables, saved.dense, saved.training, saved.rank, job.shards, job.dense, job.training, job.rank)
     known = {name for names in found for name in names}
@@ -274,7 +275,7 @@ def _names(saved: Iterable[str], found: Iterable[str], ignore: Collection[str]) 
 
 
 def check_same(what: str, saved: object, found: object) -> None:
-    """Raise RestoreMismatchError if ``saved`` and ``found`` differ. ``what`` names them. None means missing."""
+    """Raise RestoreMismatchError if two values differ. None means missing. ``what`` is their name in the message."""
     if saved != found:
         missing = "missing"
         raise RestoreMismatchError(what, missing if saved is None else saved, missing if found is None else found)

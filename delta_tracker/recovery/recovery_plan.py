@@ -198,7 +198,7 @@ def prepare(log: StreamLog, path: Sequence[Manifest], job: LocalJob, applied: Ma
 
 
 def names_of_all_ranks(states: TrainingStates, ignore: Collection[str], url: str) -> list[str]:
-    """Return the names of the states that differ by rank. A rank may lack a name only if it is in ``ignore``."""
+    """Return the names of the states that differ by rank. Raise NotRecoverableError if a rank lacks a needed state."""
     names = [set(states.names_of(rank)) for rank in range(states.world_size)]
     every = set().union(*names)
     for rank, each in enumerate(names):

@@ -69,7 +69,7 @@ def restore(  # noqa: PLR0913  all but two have a default
 
     Call it on all ranks in the training thread, after building the model, the optimizers and the tracker, and before
     building a publisher. If the model contains ``DistributedDataParallel``, first train two batches without a pipeline.
-    Training then continues after the version. The section "Continuous checkpoints" of ``guide/recover.md`` describes
+    Training then continues from the version. The section "Continuous checkpoints" of ``guide/recover.md`` describes
     which results are reproduced, and how the jobs may differ.
 
     Each rank reads only the rows of its shards. All checks precede the first write. If the call is interrupted or
@@ -93,8 +93,8 @@ def restore(  # noqa: PLR0913  all but two have a default
         NotRecoverableError: if the stream has no such version with states, or if an object in the store is missing. If
             the stream has no version yet, all ranks raise it with ``version`` None.
         RestoreMismatchError, ModelMismatchError: if the version does not match the job.
-        InvalidArgumentError: if an argument is invalid, if a required batch was not trained, or if an update is in
-            progress.
+        InvalidArgumentError: if an argument is invalid, if ``DistributedDataParallel`` was not trained as described, or
+            if an update is in progress.
         UnsupportedModelError: if a part of the model cannot be restored.
         ReservedConsumerError: if a consumer of the tracker is reserved, for example by a publisher.
         MalformedError, CorruptPartError, StorageError: if the version is damaged, or if the store cannot be read.

@@ -76,7 +76,7 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
     """Second job that follows the recovery stream of a trainer, and replaces the trainer when it fails.
 
     Build it on all ranks after the model, the optimizers and the tracker, and before a publisher. Then call
-    :meth:`follow`, which returns when this job has taken over.
+    :meth:`follow`. It returns when this job has taken over.
 
     Until then, each rank writes the published rows and optimizer states of its shards, and the model raises
     :class:`~delta_tracker.errors.IncompleteModelError` when it is called. A takeover first claims the recovery stream

@@ -54,7 +54,7 @@ class RecoveryStream:
         self._reason = ""  # why there was no takeover
 
     def decided(self, silence: float | None, version: int | None) -> dict[str, Any]:
-        """Return the decision for the next turn of ``Standby.follow(silence)``. ``version`` is the last applied one."""
+        """Return the next decision for ``Standby.follow(silence)``. ``version`` is the last applied version."""
         if self._monotonic() < self._next_look:
             return {}
         self._next_look = self._monotonic() + self._look_seconds
@@ -183,8 +183,8 @@ class ServingStreams:
         """Check that the streams exist, and that they are exactly the serving streams of the trainer.
 
         ``version`` is a version of the recovery stream, or None. It has the stream of each other consumer of the
-        trainer's tracker, if known. Raises InvalidArgumentError if one of these streams is missing in the argument, or
-        if the argument has more unknown streams than there are consumers without a known stream.
+        trainer's tracker, if known. Raises InvalidArgumentError if one of these streams is missing in :attr:`storages`,
+        or if there are more other streams than consumers without a known stream.
         """
         storages = [open_storage(each) for each in self._urls]  # the directory may have been mounted meanwhile
         streams = [_stream_of(each) for each in storages]

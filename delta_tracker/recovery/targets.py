@@ -55,10 +55,10 @@ class RowWriter:
 def state_targets(
     shards: Mapping[str, ShardSpec], views: Mapping[str, Sequence[Sequence[Tensor]]], states: Mapping[str, TableStates]
 ) -> dict[str, RowTarget]:
-    """Return the memory of all optimizer states, by name of the state table. The arguments are by table FQN.
+    """Return row targets that write the model's optimizer states, by name of the state table.
 
-    ``views`` has, for each column range of the shard, the model's states in order: ``[R, columns]`` or ``[R, 1]`` each.
-    ``states`` describes the states in the stream. Its column ranges must include the shard's column ranges.
+    The arguments are by table FQN. ``views`` has the model's states for each column range of the shard, in order:
+    ``[R, columns]`` or ``[R, 1]`` each. ``states`` describes the states in the stream.
     """
     found: dict[str, RowTarget] = {}
     for fqn, table in states.items():

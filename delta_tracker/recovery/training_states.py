@@ -38,7 +38,13 @@ class _Kernel(TypedDict):
 
 
 class Consumer(Struct, frozen=True):
-    """Saved position of a consumer of the tracker, see :mod:`delta_tracker.publisher.training`."""
+    """Saved position of a consumer of the tracker that is not the publisher's consumer.
+
+    Args:
+        version: newest version of which the consumer had read all rows; None if there was none.
+        left_out: ``[N]`` int64 global ids of rows of earlier versions that are still pending, by table FQN.
+        place: position of the stream of the consumer's own publisher, if it has one.
+    """
 
     version: Count | None
     left_out: dict[str, Tensor]
