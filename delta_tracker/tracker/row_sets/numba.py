@@ -33,7 +33,7 @@ class NumbaRows(RowSet):
 
     It reserves ``R / 8 + R / 1024`` bytes of address space. Only pages that were written take memory. All loops release
     the GIL. :meth:`mark_new` returns ids in the order of their first occurrence. The first set in a process loads the
-    loops from numba's cache, or compiles them, which takes seconds.
+    loops from numba's cache or compiles them. Compiling takes seconds.
 
     The bits of the blocks are the *summary*. Some calls of :meth:`mark` do not update it. The next call that needs it,
     or that follows an interrupted call, rebuilds it.
@@ -109,7 +109,7 @@ class NumbaRows(RowSet):
         self._count, self._is_settled = 0, True
 
     def mark_new(self, ids: Tensor) -> Tensor:
-        """Add rows and return the ids of the new ones, see :meth:`RowSet.mark_new`."""
+        """Add rows and return the ids of newly added rows, see :meth:`RowSet.mark_new`."""
         array = _array(ids)
         fresh = np.empty(array.size, dtype=np.int64)
         count = self._add(array.size, self._loops.mark_new, self._octets, self._summary, self.num_rows, array, fresh)
@@ -117,7 +117,7 @@ class NumbaRows(RowSet):
         return torch.from_numpy(fresh)
 
     def contains(self, ids: Tensor) -> Tensor:
-        """Return True for each id whose row is in the set, see :meth:`RowSet.contains`."""
+        """Return ``[N]`` bool, True for each id whose row is in the set, see :meth:`RowSet.contains`."""
         array = _array(ids)
         found = np.empty(array.size, dtype=np.bool_)
         self._loops.contains(self._words, self.num_rows, array, found)

@@ -5,10 +5,10 @@ The first import compiles the loops, which takes seconds; later imports load the
 Notation: ``R`` is the number of rows of the shard, ``N`` the number of ids, ``B`` the number of blocks of 128 rows.
 Ids outside ``[0, R)`` count as row 0. Shapes:
 
-- ``words`` is ``[2 * B]`` int64, with one bit per row, which is set if the row is marked.
+- ``words`` is ``[2 * B]`` int64, with one bit per row. The bit is set if the row is marked.
 - ``octets`` is the same memory as ``[16 * B]`` uint8. ``octets[i]`` has the bits of rows ``8 * i`` to ``8 * i + 7``.
   This requires a little-endian machine.
-- ``summary`` is ``[ceil(B / 64)]`` int64, with one bit per block, which is set if a row of the block is marked.
+- ``summary`` is ``[ceil(B / 64)]`` int64, with one bit per block. The bit is set if a row of the block is marked.
 - ``ids`` is ``[N]`` int64.
 
 Nearly all integers are int64, because numba promotes an operation on int64 and uint64 to float. All loops release the
@@ -192,7 +192,7 @@ def contains(words: _Ints, num_rows: int, ids: _Ints, found: NDArray[np.bool_]) 
 def absorb(words: _Ints, summary: _Ints, other: _Ints, other_summary: _Ints) -> int:
     """Mark all rows that are marked in another set. Return the number of newly marked rows.
 
-    ``other`` and ``other_summary`` are the words and the summary of the other set, which has the same ``R``.
+    ``other`` and ``other_summary`` are the words and the summary of the other set. Both sets have the same ``R``.
     """
     count = 0
     for i in range(summary.size):

@@ -126,8 +126,8 @@ class RowSet(ABC):
     def create_each(cls, nums_rows: Sequence[int], device: torch.device) -> list[Self]:
         """Return an empty set for each number of rows in ``nums_rows``.
 
-        On a device, an engine may store these sets in one tensor, so that :meth:`mark_each` and
-        :meth:`mark_new_padded_each` mark them together. The tensor is freed with the last set.
+        On a device, an engine may store these sets in one tensor. :meth:`mark_each` and :meth:`mark_new_padded_each`
+        then mark them together. The tensor is freed with the last set.
         """
         return [cls(num_rows, device) for num_rows in nums_rows]
 

@@ -197,14 +197,14 @@ class TorchRows(RowSet):
         self._marks.zero_()
 
     def mark_new(self, ids: Tensor) -> Tensor:
-        """Add rows and return the ids of the new ones, see :meth:`RowSet.mark_new`."""
+        """Add rows and return the ids of newly added rows, see :meth:`RowSet.mark_new`."""
         ids = within(ids, self.num_rows)
         fresh = torch.unique(ids.masked_select(~self._marks.index_select(0, ids)))
         self._marks.index_fill_(0, fresh, True)
         return fresh
 
     def mark_new_padded(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Add rows and return the ids of the new ones, padded, see :meth:`RowSet.mark_new_padded`."""
+        """Add rows and return the padded ids of newly added rows, see :meth:`RowSet.mark_new_padded`."""
         ids = within(ids, self.num_rows)
         none = self.num_rows  # sorts after every row
         ordered = torch.where(self._marks.index_select(0, ids), none, ids).sort().values
@@ -215,7 +215,7 @@ class TorchRows(RowSet):
         return torch.where(ordered < none, ordered, -1), first.sum(0, keepdim=True)
 
     def contains(self, ids: Tensor) -> Tensor:
-        """Return True for each id whose row is in the set, see :meth:`RowSet.contains`."""
+        """Return ``[N]`` bool, True for each id whose row is in the set, see :meth:`RowSet.contains`."""
         return self._marks.index_select(0, within(ids, self.num_rows))
 
     def absorb(self, other: Self) -> None:

@@ -48,7 +48,7 @@ class TritonRows(RowSet):
 
     The bit of a block is set if any row of the block is marked. A scan reads only blocks with marked rows. The set
     takes ``R / 8 + R / 4096`` bytes for the ``R`` rows of a shard. :meth:`mark_new` returns ids in random order. The
-    first set on a device compiles all Triton kernels, which takes seconds. Triton caches the result on disk.
+    first set on a device compiles all Triton kernels. This takes seconds. Triton caches the result on disk.
 
     Raises:
         MissingExtraError: if triton is not installed.
@@ -142,11 +142,11 @@ class TritonRows(RowSet):
         self._summary.zero_()
 
     def mark_new_padded(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Add rows and return the ids of the new ones, padded, see :meth:`RowSet.mark_new_padded`."""
+        """Add rows and return the padded ids of newly added rows, see :meth:`RowSet.mark_new_padded`."""
         return self.mark_new_padded_each([self], [ids])[0]
 
     def contains(self, ids: Tensor) -> Tensor:
-        """Return True for each id whose row is in the set, see :meth:`RowSet.contains`."""
+        """Return ``[N]`` bool, True for each id whose row is in the set, see :meth:`RowSet.contains`."""
         ids = within(ids, self.num_rows)
         return (self._words[ids >> 5] >> (ids & 31)) & 1 != 0
 

@@ -3,8 +3,8 @@
 Notation: ``R`` is the number of rows of the shard, ``N`` the number of ids, ``B`` the number of blocks of 512 rows. Ids
 outside ``[0, R)`` count as row 0. Shapes:
 
-- ``words`` is ``[16 * B]`` int32, with one bit per row, which is set if the row is marked.
-- ``summary`` is ``[ceil(B / 32)]`` int32, with one bit per block, which is set if a row of the block is marked.
+- ``words`` is ``[16 * B]`` int32, with one bit per row. The bit is set if the row is marked.
+- ``summary`` is ``[ceil(B / 32)]`` int32, with one bit per block. The bit is set if a row of the block is marked.
 - ``ids`` is ``[N]`` int64. Rows and positions are int64 too.
 
 Each kernel runs many program instances in parallel, each on its own part of the data. Kernels are not specialized for
