@@ -74,7 +74,7 @@ class DeltaStore:
         self._tables: dict[str, _Table] = {}
 
     def append(self, batch_idx: int, table_fqn: str, ids: Tensor, states: Tensor | None = None) -> None:
-        """Append a copy of one lookup, which may be empty.
+        """Append a copy of one lookup. The lookup may be empty.
 
         Args:
             batch_idx: index of the batch. It must not be lower than the index of the table's previous lookup.
@@ -130,7 +130,7 @@ class DeltaStore:
 
         Returns:
             Rows by table FQN. A table without lookups in these batches has empty rows. A ``delete()`` without an
-            argument removes the table from the result until its next lookup.
+            argument removes all tables from the result until their next lookup.
         """
         return {
             fqn: DeltaRows(*self._merged(table, table.lookups[table.range(from_idx, None)]))

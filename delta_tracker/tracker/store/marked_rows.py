@@ -91,7 +91,7 @@ class MarkedRows:
         engine: implementation of the row sets.
         pads: True if the shard is not on the CPU. The ids of newly marked rows are then padded to a fixed size.
         keeps_states: True if old states are kept.
-        copy: copy with which a subclass compares the shard; empty if the class makes no copy.
+        copy: copy of the shard that a subclass compares with the shard; empty if the class makes no copy.
     """
 
     max_device_bytes = 64 << 20
@@ -323,7 +323,7 @@ class MarkedRows:
             self._recycle(segment.rows)
 
     def drop_states(self, before: int | None) -> None:
-        """Drop the old states of segments that start before ``before``; None for all. The rows stay marked."""
+        """Drop the old states of segments that start before ``before``. None drops all. The rows stay marked."""
         for segment in self._segments:
             if before is None or segment.start < before:
                 segment.states = None

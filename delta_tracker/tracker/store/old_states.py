@@ -66,7 +66,7 @@ class OldStates:
         marked.mark(ids)
 
     def absorb(self, newer: Self, marked: RowSet) -> None:
-        """Add the old states of a newer segment, except for rows in ``marked``. May move their memory.
+        """Add the old states of a newer segment, except for rows in ``marked``. Do not use ``newer`` afterwards.
 
         Except on the CPU, call :func:`settle` first. Waits for the device.
         """
@@ -316,7 +316,7 @@ class DeviceStates(OldStates):
             block.start_copy()
 
     def mark_with(self, marked: RowSet, ids: Tensor, states: Tensor) -> None:
-        """Mark rows, and save the given states of newly marked rows."""
+        """Mark rows, and save the given states of newly marked rows, see :meth:`OldStates.mark_with`."""
         is_new = ~marked.contains(ids)
         marked.mark(ids)
         order = is_new.logical_not().byte().sort(stable=True).indices  # new rows first

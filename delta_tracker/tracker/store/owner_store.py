@@ -84,7 +84,7 @@ class OwnerStore(MarkedRows):
     def former(self, ids: Tensor, start: int) -> Tensor:
         """Return the owner of each given slot at the pinned position ``start``, ``[N]`` int64. Waits for the device.
 
-        ``ids`` is ``[N]`` int64, unique local ids in ascending order. All segments since ``start`` must be kept.
+        ``ids`` is ``[N]`` int64, unique local ids in ascending order. No segment since ``start`` may have been dropped.
         """
         former = self.copy.index_select(0, ids)
         changed = self.changed(start, self._segments[-1].start + 1)

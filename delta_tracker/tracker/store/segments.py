@@ -71,7 +71,7 @@ class SegmentStore(MarkedRows):
             self._lost.remove(key)
 
     def cut(self, position: int) -> None:
-        """Start a segment at ``position``, above all earlier ones. Mark the rows of the writes in progress in it."""
+        """Start a segment at ``position``, see :meth:`MarkedRows.cut`, with the rows of the writes in progress."""
         super().cut(position)
         for ids in self.writes.values():
             self.mark(ids)

@@ -52,7 +52,7 @@ def mark_in_each(stores: Mapping[str, SegmentStore], ids: Mapping[str, Tensor | 
 def changed_in_each(
     stores: Mapping[str, SegmentStore], start: int, stop: int, *, with_states: bool
 ) -> dict[str, ChangedRows]:
-    """Return the result of :meth:`SegmentStore.changed` for each store. No store may be on the CPU."""
+    """Return the result of :meth:`SegmentStore.changed` for each store. Stores on the CPU are not supported."""
     if with_states:
         settle(states for store in stores.values() for states in store.device_states)
     marked = {name: store.marked(start, stop) for name, store in stores.items()}

@@ -86,7 +86,7 @@ def make_store(shard: Callable[[], LocalShard], capture: Capture, *, engine: str
     Args:
         shard: function that returns this rank's current shard of the table. After a reshard, it may return another
             object with the same block of rows.
-        capture: the tracking mode's choice of the values to keep.
+        capture: implementation of the tracking mode.
         engine: name of the row set implementation, see :func:`~delta_tracker.tracker.row_sets.engines.choose_engine`.
     """
     now = shard()  # again at each read, because a reshard may replace it
