@@ -1,6 +1,6 @@
 """Per-rank counters that are saved with the tracker: torchmetrics metrics and other mergeable objects.
 
-Exactly one rank loads the state that a rank saved, so that the total over all ranks is the same at any world size.
+Exactly one rank loads the state that a rank saved. The total over all ranks is therefore the same at any world size.
 States whose reduction is not sum, max, min or cat cannot be merged, and load only at the world size of the save.
 
 A part's header has a *kind* for each counter: a JSON object that describes the counter at its registration. Loading
@@ -45,7 +45,7 @@ class Mergeable(Protocol):
         """Return a copy of this rank's state, a mapping from field name to tensor or JSON value."""
 
     def merge(self, states: Sequence[State]) -> State:
-        """Return one state that combines ``states``; the state of a new counter if ``states`` is empty. Pure."""
+        """Return one state that combines ``states``, or a new counter's state if it is empty. Changes no object."""
 
     def load_state_dict(self, state: State) -> None:
         """Replace the counter's state with ``state``, a result of :meth:`merge`."""

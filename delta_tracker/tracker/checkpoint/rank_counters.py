@@ -19,7 +19,7 @@ MODE = "rank_counters"
 
 
 class RankCounters:
-    """Checkpointable set of this rank's counters and metrics, which can be loaded with any number of ranks.
+    """Set of this rank's counters and metrics, to save and to load with the same or another number of ranks.
 
     Needs no tracker and no embedding module. Exactly one rank loads each saved part: the total over all ranks is
     preserved. With the same number of ranks, each rank restores its own states. States whose reduction is not sum, max,
@@ -69,7 +69,7 @@ class RankCounters:
         return {**vars(self), "_group": None}
 
     def description(self) -> dict[str, object]:
-        """Return the names and kinds of the counters, which must be the same on every rank. JSON serializable."""
+        """Return the names and kinds of the counters. They must be the same on every rank. JSON serializable."""
         return {"counters": self._counters.kinds()}
 
     def state_dict(self, *, strategy: CounterStrategy = "local") -> dict[str, Tensor]:

@@ -42,7 +42,7 @@ class Restored(Enum):
 
 
 class TrackerCheckpoint:
-    """Saves and loads the state of a tracker: pending rows and notes of all consumers, and registered counters.
+    """Checkpoint interface of a tracker, for the pending rows and notes of all consumers and the registered counters.
 
     Created by the tracker, and available as ``tracker.checkpoint``. A note is a JSON value that the owner of a consumer
     sets.
@@ -73,7 +73,7 @@ class TrackerCheckpoint:
         self._group: RankGroup | None = None  # created at the first gather, in which all ranks participate
 
     def description(self) -> dict[str, object]:
-        """Return the mode, consumers, tables and counters, which must be the same on every rank. JSON serializable."""
+        """Return the mode, consumers, tables and counters. They must be equal on all ranks. JSON serializable."""
         return {
             "mode": self._mode.value,
             "consumers": sorted(self._log.consumers.names),
