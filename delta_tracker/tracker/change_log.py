@@ -22,7 +22,7 @@ from delta_tracker.types import Delta
 class ChangeLog:
     """Change log of a tracker on one rank. Hooks mark rows through :attr:`writes`, and :attr:`consumers` read them.
 
-    All methods may be called from any thread. They acquire :attr:`lock`, which is reentrant. Hold it around several
+    All methods may be called from any thread. They acquire the reentrant :attr:`lock`. Hold the lock around several
     calls that must see the same state.
 
     The old state of a row is the data that the tracking mode saved before the row changed, such as the row's values.

@@ -189,7 +189,7 @@ class Cursors:
                     yield from read.delta.kept.values()
 
     def note_change(self, position: int) -> None:
-        """Record the current time as the time of the first change at a position, unless one is recorded."""
+        """Record the current time as the time of the first change at a position. Later calls for it do nothing."""
         if position not in self._times:
             self._times[position] = time.monotonic()
 

@@ -197,9 +197,9 @@ class DataPosition(Uncopied, Generic[T], remedy="Save or copy its state_dict()")
     def load_state_dict(self, state: object) -> None:
         """Restore a position that :meth:`state_dict` returned.
 
-        Then create new iterators and pipelines: an iterator that has returned a batch raises at its next batch. Raises
-        InvalidArgumentError if ``state`` is not a position, or the error of the loader. The position does not change if
-        the call raises.
+        After the call, create new iterators and pipelines: an iterator that has returned a batch raises at its next
+        batch. Raises InvalidArgumentError if ``state`` is not a position, or the error of the loader. The position does
+        not change if the call raises.
         """
         num_batches, time, loader = _fields(state)
         packed = pack(loader, "data['loader']")

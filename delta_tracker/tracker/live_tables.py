@@ -122,7 +122,7 @@ class LiveTables:
     def unfused_storages(self) -> dict[str, tuple[set[int], bool]]:
         """Return the storage addresses of the weights of each table without a fused optimizer on this rank, by FQN.
 
-        The second value is True for a DATA_PARALLEL table, whose optimizer state is the same on every rank.
+        The second value is True for a DATA_PARALLEL table. Its optimizer state is the same on every rank.
         """
         return {
             fqn: (unfused_storages(shard), shard.spec.is_replicated)

@@ -120,7 +120,8 @@ class LogConsumers:
     def reserve(self, consumer: str | None, holder: str) -> str:
         """Reserve a consumer for ``holder`` until :meth:`release`, and return its name.
 
-        Until then, :meth:`resolve` and this method raise ReservedConsumerError for it. The error names ``holder``.
+        Until the release, :meth:`resolve` and this method raise ReservedConsumerError for this consumer. The error
+        names ``holder``.
         """
         with self.lock:
             name = self.resolve(consumer)
@@ -150,7 +151,7 @@ class LogConsumers:
             self.abandoned.popleft()  # last: an interrupted call is repeated
 
     def annotate(self, consumer: str, note: object) -> None:
-        """Set the note about a consumer, which checkpoints save. Raise InvalidArgumentError if it is not JSON."""
+        """Set the note about a consumer, for checkpoints. Raise InvalidArgumentError if it is not a JSON value."""
         try:
             held = json.loads(json.dumps(note, allow_nan=False))
         except (TypeError, ValueError) as error:

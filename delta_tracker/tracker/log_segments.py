@@ -33,8 +33,8 @@ class LogSegments:
 
     Args:
         stores: row store of each table, by FQN.
-        owners: store of the slots' owners for each table with managed collisions, by FQN. The table's own store has
-            every slot whose owner changed, too.
+        owners: store of the slots' owners for each table with managed collisions, by FQN. A slot whose owner changed is
+            marked in both stores of the table.
         cursors: the consumers. Their cursors and reads separate segments.
         delete_on_read: True to drop rows that every consumer has committed.
 

@@ -147,7 +147,7 @@ class LogWrites:
             maintain(segments.compact)
 
     def diverged(self, fqns: Iterable[str]) -> None:
-        """Record that any row of the tables ``fqns`` may differ between replicas, until the next :meth:`synced`."""
+        """Record that all rows of the tables ``fqns`` may differ between replicas, until the next :meth:`synced`."""
         with self.lock:
             for fqn in fqns:
                 self._segments.synced.pop(fqn, None)

@@ -19,11 +19,11 @@ from delta_tracker.types import EmbdUpdateMode, TableSpec, TrackingMode
 class Capture:
     """Implementation of a tracking mode: the old states that the log keeps, and the states that a delta contains.
 
-    This base class implements ``ID_ONLY``, which keeps only the ids of changed rows. All tables share one instance.
+    This base class implements ``ID_ONLY``: only the ids of changed rows are kept. All tables share one instance.
 
     Attributes:
         keeps_old: True if the log keeps the result of :meth:`old_states` from before the first change of each row.
-        update_mode: update mode in which a ``DeltaStore`` of all lookups keeps the same states.
+        update_mode: update mode of a ``DeltaStore`` that keeps the same states.
         states_are_columns: True if an old state has one value per column of the shard, False if it has one value per
             column range.
         has_scores: True if the mode implements :meth:`scores`, as top-k without a custom score requires.
@@ -70,7 +70,7 @@ class Capture:
 
 
 class EmbeddingCapture(Capture):
-    """Mode ``EMBEDDING``, which keeps the values of each changed row from before the change."""
+    """Mode ``EMBEDDING``: a delta contains the values of each row from before the change."""
 
     keeps_old = True
     update_mode = EmbdUpdateMode.FIRST
@@ -93,7 +93,7 @@ class EmbeddingCapture(Capture):
 
 
 class MomentumLastCapture(Capture):
-    """Mode ``MOMENTUM_LAST``, which returns the norm of each row's first optimizer state, for example the momentum.
+    """Mode ``MOMENTUM_LAST``: a delta contains the norm of each row's first optimizer state, such as the momentum.
 
     A read returns the current states. No old states are kept.
     """
@@ -121,7 +121,7 @@ class MomentumLastCapture(Capture):
 
 
 class MomentumDiffCapture(MomentumLastCapture):
-    """Modes ``MOMENTUM_DIFF`` and ``ROWWISE_ADAGRAD``, which return the growth of each row's Adagrad state."""
+    """Modes ``MOMENTUM_DIFF`` and ``ROWWISE_ADAGRAD``: a delta contains the growth of each row's Adagrad state."""
 
     keeps_old = True
     update_mode = EmbdUpdateMode.FIRST

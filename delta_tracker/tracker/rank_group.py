@@ -131,7 +131,7 @@ class RankGroup:
             self._group.send([tensor], rank, 0).wait()
 
     def receive(self, tensor: Tensor, rank: int) -> None:
-        """Receive the tensor that ``rank`` sends into ``tensor``. Both must have the same shape and dtype."""
+        """Receive a tensor from ``rank`` and write it to ``tensor``, which must have the same shape and dtype."""
         with self._typed_errors():
             self._group.recv([tensor], rank, 0).wait()
 

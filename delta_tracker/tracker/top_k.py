@@ -107,7 +107,7 @@ class AllRanks:
     """Collectives of the ranks that share a budget. Every rank must call the same methods in the same order.
 
     Args:
-        group: group of these ranks. None creates a group of all ranks of the default process group, in a collective.
+        group: group of these ranks. None creates a group of all ranks of the default process group: a collective.
 
     Attributes:
         is_expected: set it to True if the other ranks have begun a selection in which this rank must take part.
@@ -133,7 +133,7 @@ class AllRanks:
         self._group.leave("this rank was interrupted while it selected rows")
 
     def before(self, counts: Tensor) -> Tensor:
-        """Return the elementwise sum of int64 ``counts`` over all ranks with a lower number. A collective."""
+        """Return the elementwise sum of int64 ``counts`` over all lower ranks than this rank. A collective."""
         every = self._group.all_gather(counts)
         return torch.stack([torch.zeros_like(counts), *every]).cumsum(0)[self.rank]
 

@@ -84,7 +84,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
             modules.
         consumers: names of the independent readers. Default: one consumer named ``"default"``.
         delete_on_read: drop rows once every consumer has committed a read of them. False keeps them for
-            :meth:`rewind`, which takes at most one more row set per table, with old states in the modes that keep them.
+            :meth:`rewind`: at most one more row set per table, with old states in the modes that keep them.
         auto_compact: compact the log after a collection has launched its output distribution. Compaction then overlaps
             with communication. False compacts after each read. Trackers that keep old states on a GPU always compact
             after reads.
@@ -94,9 +94,8 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
             looked up, as TorchRec's tracker does. Plain modules support ``"updates"`` only.
         max_bytes: maximum size of the log on this rank, in bytes, including rows that top-k left out. If the log is
             larger, the consumer that lags furthest is dropped, and its next read raises
-            :class:`~delta_tracker.errors.NeedsSnapshotError`. None for no limit. A CUDA device keeps the newest old
-            states and 64 MiB of older old states per table. The rest is moved to pinned host memory, which counts
-            towards the limit.
+            :class:`~delta_tracker.errors.NeedsSnapshotError`. None for no limit. Old states in pinned host memory count
+            towards the limit: a CUDA device keeps 64 MiB of old states per table, in addition to the newest ones.
         engine: name of the row set implementation, see
             :func:`~delta_tracker.tracker.row_sets.engines.choose_engine`. If it fails later, the torch engine replaces
             it.
@@ -202,7 +201,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
 
     @property
     def mode(self) -> TrackingMode:
-        """Tracking mode, which defines the data that is kept for each changed row."""
+        """Tracking mode: the data that is kept for each changed row."""
         return self._mode
 
     @property
@@ -279,7 +278,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         """Value of :attr:`curr_batch_idx` at each consumer's last committed read, by consumer name.
 
         The ``batches`` of the consumer's next delta start at this value. Before the first committed read, this is the
-        value at which the consumer was added.
+        value when the consumer was added.
         """
         return {name: each.batch for name, each in self._log.cursors.consumers.copy().items()}
 
@@ -349,7 +348,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         mark_lookup(self._log.writes, self._model.found, kjt, embeddings)
 
     def record_lookup(self, kjt: KeyedIds, states: Tensor) -> None:
-        """Call :meth:`record_embeddings` with ``states`` in EMBEDDING mode, otherwise :meth:`record_ids`."""
+        """Mark the ids of a lookup as changed. In EMBEDDING mode, also record ``states`` as the old values."""
         if self._mode is TrackingMode.EMBEDDING:
             self.record_embeddings(kjt, states)
         else:
@@ -372,7 +371,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
     def remove_consumer(self, consumer: str) -> None:
         """Remove a consumer. With ``delete_on_read``, also drop rows that were pending for this consumer only.
 
-        Raises InvalidArgumentError for an unknown consumer, and ReservedConsumerError for a reserved one.
+        Raises InvalidArgumentError for an unknown consumer, and ReservedConsumerError for a reserved consumer.
         """
         self._log.consumers.remove(self._log.consumers.resolve(consumer))
 
@@ -586,7 +585,8 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         """Return a copy of this rank's current rows of several tables, by table FQN.
 
         Faster than one call to :meth:`read_rows` for each table. ``ids`` has ``[N]`` integer local ids by table FQN, or
-        None for all rows of the table; pass None for all rows of all tables. Raises the errors of :meth:`read_rows`.
+        None for all rows of a table. Without ``ids``, all rows of all tables are returned. Raises the errors of
+        :meth:`read_rows`.
         """
         if ids is not None and not isinstance(ids, Mapping):
             raise InvalidArgumentError("ids", ids, "Pass a mapping of table FQN to ids, or None for all tables")
@@ -600,7 +600,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
 
     @property
     def checkpoint(self) -> TrackerCheckpoint:
-        """Access to the saved state, for adapters of checkpoint formats and for :func:`~delta_tracker.restore`."""
+        """Object that saves and loads the tracker's state. Used by checkpoint adapters and by ``restore``."""
         return self._checkpoint
 
     @property
@@ -683,16 +683,16 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
     def reattach(self) -> None:
         """Attach to the model's current modules and shards, for example after TorchRec has resharded the model.
 
-        Call it between the backward pass of one batch and the forward pass of the next batch. All rows of a table are
-        marked as changed for every consumer, unless the table keeps its recorded changes:
+        Call it between the backward pass of one batch and the forward pass of the next batch. The following tables keep
+        their recorded changes:
 
-        - A table whose block and lookup module on this rank are unchanged keeps them, except after :meth:`detach`.
-        - A table without a fused optimizer keeps them if its block is unchanged and lookups are not recorded.
+        - Tables whose block and lookup module on this rank are unchanged, except after :meth:`detach`.
+        - Tables without a fused optimizer whose block is unchanged, if lookups are not recorded.
 
-        For a table whose block changed, the raw ids of earlier reads are unknown. A table that is no longer in the
-        model is not tracked any longer, and its pending rows are dropped. If the call raises the following error, or
-        memory for new stores runs out, the tracker is unchanged. After any other error or an interrupt, the tracker is
-        detached: call this method again.
+        All rows of other tables are marked as changed for every consumer. For a table whose block changed, the raw ids
+        of earlier reads are unknown. Tables that left the model are no longer tracked, and their pending rows are
+        dropped. If the call raises the following error, or if memory for new stores runs out, the tracker does not
+        change. After any other error or an interrupt, the tracker is detached: call this method again.
 
         Raises:
             UnsupportedModelError: if the model cannot be tracked, see :class:`ModelDeltaTracker`.
