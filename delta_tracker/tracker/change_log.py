@@ -1,7 +1,7 @@
 """Change log of one rank: one row store per table, and the consumers that read the stores.
 
 A cut is a boundary in the log, at the same position in all stores. The rows that changed between two cuts are a segment
-of a store. This log is in memory. For the log of a stream, which is in an object store, see ``stream/log.py``.
+of a store. This log is in memory. ``stream/log.py`` has the log of a stream in an object store.
 """
 
 import threading

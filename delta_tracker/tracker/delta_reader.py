@@ -153,7 +153,7 @@ class DeltaReader:
         """Select rows by top-k. Return a mask for each table, by FQN: ``[N]`` bool, True for the rows to return.
 
         All ranks must call this method. On ranks other than 0, replicated tables have no mask, and all of their changed
-        rows are returned. The same holds in 2D parallelism for the ranks that have another replica than the first. If
+        rows are returned. In 2D parallelism, the same applies to all tables on replicas other than the first. If
         ``rows`` is the error of this rank's read, it is reported to the other ranks and raised.
         """
         if ranks is None:

@@ -149,7 +149,7 @@ class RankGroup:
                 meanwhile()
 
     def _ends_soon(self, work: dist.Work) -> bool:
-        """Wait briefly for a collective, because a wait without timeout blocks signal handlers."""
+        """Wait briefly for a collective. A wait without a timeout would block signal handlers."""
         with self._typed_errors():
             try:
                 work.wait(_INTERRUPT_PAUSE)

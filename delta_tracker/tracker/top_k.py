@@ -190,7 +190,7 @@ def _masks(search: _Search, rounds: _Rounds) -> list[Tensor] | None:
 class _Rounds:
     """Sequence of the collectives that one selection takes.
 
-    A rank that fails calls :meth:`finish` to take part in the remaining collectives, because other ranks wait for it.
+    A rank that fails must call :meth:`finish`: the other ranks wait for it in the remaining collectives.
     """
 
     def __init__(self, ranks: AllRanks, num_groups: int) -> None:
@@ -260,7 +260,7 @@ class _Keys:
         """Return a mask of the selected rows, ``[N]`` bool.
 
         A row is selected if it is due, if its key is above ``threshold``, or if it is one of the first ``num_ties``
-        ties, which are the rows that are not due and whose key is ``threshold``.
+        ties: rows that are not due and whose key is ``threshold``.
         """
         chosen = self.is_due | (self._keys > threshold)
         tied = (~self.is_due & (self._keys == threshold)).nonzero().flatten()
@@ -379,7 +379,7 @@ class _Search:
         """Return a mask of the selected rows, ``[N]`` bool, for each table, in the order of the groups.
 
         A row is selected if it is due, if its key is above the threshold, or if it is a tie and fits into the remaining
-        budget, of which the ties of all lower ranks take ``spent_before``, ``[G]``.
+        budget. ``spent_before``, ``[G]``, is the part of each budget that the ties of lower ranks take.
         """
         masks = []
         for index, group in enumerate(self._groups):
@@ -419,7 +419,7 @@ def _bins(shift: int) -> int:
 def _ordered_keys(scores: Tensor) -> Tensor:
     """Return ``[N]`` int64 keys in [0, 2**32) with the same order as the float32 scores.
 
-    As integers, the bits of positive floats keep their order, and those of negative floats have the reverse order.
+    As integers, the bits of positive floats keep their order, and the bits of negative floats have the reverse order.
     """
     bits = (scores.float() + 0.0).view(torch.int32).long()  # + 0.0 maps -0.0 to 0.0
     if bits.device.type == "cpu" and not bool((bits < 0).any()):  # faster; on a device, this would wait

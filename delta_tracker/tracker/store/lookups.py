@@ -20,7 +20,7 @@ class _Table:
     """Record of the lookups of one table.
 
     Args:
-        empty: a lookup without ids, which has the dtypes, the device and the state shape of all lookups of the table.
+        empty: a lookup without ids, with the dtypes, device and state shape of all lookups of the table.
         newest_batch: index of the latest batch that was appended. Compaction and deletion do not change it.
         lookups: the stored lookups, in ascending order of batches.
     """
