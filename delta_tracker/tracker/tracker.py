@@ -216,7 +216,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
 
     @property
     def live(self) -> LiveTables:
-        """Views of this rank's rows, optimizer states and raw ids. Training overwrites the views."""
+        """Views of this rank's rows, optimizer states and raw ids, for components that copy whole tables."""
         return self._live
 
     @property

@@ -7,8 +7,8 @@ outside ``[0, R)`` count as row 0. Shapes:
 - ``summary`` is ``[ceil(B / 32)]`` int32, with one bit per block. The bit is set if a row of the block is marked.
 - ``ids`` is ``[N]`` int64. Rows and positions are int64 too.
 
-Each kernel runs many program instances in parallel, each on its own part of the data. Kernels are not specialized for
-sizes or for the alignment of ids, so that each is compiled once.
+Each kernel runs many program instances in parallel on different parts of the data. Kernels are not specialized for
+sizes or for the alignment of ids: each is compiled once.
 """
 
 from __future__ import annotations
