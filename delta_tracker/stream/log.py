@@ -243,6 +243,8 @@ class StreamLog:
             except MalformedError:
                 if (name, pointer.xxh3) in self._refused:
                     self.pointer.confirm(pointer)  # altered on the way to the store
+                elif not past_cache:
+                    continue  # a damaged copy
                 raise
             if entry is None or (entry.version, entry.merges) != (pointer.version, None):
                 continue

@@ -22,6 +22,7 @@ class Nothing:
         self.position = position
         self.written = Written(stream="")
         self.destination = self.age = self
+        self.served = None
         self.recorder = MagicMock()
 
     def save_order(self, followed: Order) -> None: ...

@@ -28,7 +28,7 @@ _BEAT = Heartbeat(
     name="p-1", time=1e9, stream="0" * 32, version=7, lag_versions=2, lag_seconds=0.5, resyncs=1, error="late"
 )
 _FIELDS = {field: getattr(_BEAT, field) for field in Heartbeat.__slots__}
-_OPTIONAL = ("canary_versions", "canary_seconds", "pin", "host", "seconds", "window", "why", "next_step")
+_OPTIONAL = ("canary_versions", "canary_seconds", "pin", "host", "seconds", "window", "why", "next_step", "differences")
 _REQUIRED = [field for field in _FIELDS if field not in _OPTIONAL]  # those of all releases
 
 

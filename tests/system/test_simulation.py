@@ -304,6 +304,13 @@ def test_many_random_worlds_break_no_rule_but_the_known_ones(worlds: Interpreter
             {"seed": 72100775, "has_web": True, "ranks": 3},
             id="a cache has a damaged copy of the snapshot of the stream that continues the own one at rest",
         ),
+        pytest.param(
+            "join 0 13153, slow 2 9999, publish 0 0, join 0 712, slow 1 7571, sync 0 0, publish 0 0, sync 1 0, "
+            "snapshot 0 0, mirror 0 0, publish 0 0, sync 0 0, promote_lagging 0 0, settle 0 0, spoil_copy 3 18591, "
+            "lose 0 0",
+            {"seed": 73000045, "has_web": True, "has_buckets": True, "ranks": 2},
+            id="a cache has a damaged copy of the newest entry, which a canary needs",
+        ),
     ],
 )
 def test_a_schedule_that_broke_a_rule_breaks_none(
