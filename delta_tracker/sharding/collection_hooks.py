@@ -1,6 +1,6 @@
 """Hooks on the collections of TorchRec: output distributions, ``load_state_dict`` and evictions.
 
-The work of the hook on an output distribution overlaps with the communication that the distribution has launched.
+The hook on an output distribution runs while the communication that the distribution has launched is in progress.
 
 The hook on a collection's ``load_state_dict`` also runs if ``load_state_dict`` is called on a module above it or by
 ``torch.distributed.checkpoint``. In-place writes that bypass ``load_state_dict`` are detected by
@@ -25,14 +25,14 @@ _Evicted = Mapping[str, Tensor | None]
 
 
 class LaunchHook(Watcher):
-    """Hook that reports each launch of a collection's output distributions. There is one per sharding type.
+    """Hook that reports each launch of an output distribution of a collection, which has one per sharding type.
 
-    It is a forward hook of the distributions. TorchRec also has a slot for a post-odist function, but holds only one
-    function there, and does not call it for a collection inside a managed-collision module.
+    It is registered as a forward hook of the distributions. TorchRec has its own slot for a post-odist function, but
+    the slot holds one function only and is not used for a collection inside a managed-collision module.
 
     Args:
-        module: the collection.
-        tables, reports: see :class:`Watcher`.
+        module: sharded collection.
+        tables, reports: FQNs of its tables, and the objects that the hooks of one tracker share; see :class:`Watcher`.
     """
 
     def __init__(self, module: Any, tables: Sequence[str], reports: Reports) -> None:  # noqa: ANN401  torchrec's
@@ -53,7 +53,7 @@ class LaunchHook(Watcher):
 class LoadHook(Watcher):
     """Hook that reports all rows of one sharded collection as changed after each call of its ``load_state_dict``.
 
-    The arguments are those of :class:`LaunchHook`.
+    It takes the same arguments as :class:`LaunchHook`.
     """
 
     def __init__(self, module: nn.Module, tables: Sequence[str], reports: Reports) -> None:
@@ -74,7 +74,7 @@ class LoadHook(Watcher):
         self._contained(partial(self._listener.acknowledge_writes, self._tables), otherwise=None)
 
     def _shares_rows(self, copied: nn.Module) -> bool:
-        """Return True if a copy of the collection has rows in the collection's memory."""
+        """Return True if a copy of the collection shares the memory of rows with the collection."""
         pairs = zip(kernels_of(copied), kernels_of(self._module), strict=False)
         return any(share_rows(mine, its) for mine, its in pairs)
 
@@ -83,8 +83,8 @@ class EvictionHook(Watcher):
     """Hook that reports the rows that one managed-collision module resets when it evicts ids.
 
     Args:
-        module: the sharded managed-collision module.
-        tables, reports: see :class:`Watcher`.
+        module: sharded managed-collision module.
+        tables, reports: FQNs of its tables, and the objects that the hooks of one tracker share; see :class:`Watcher`.
     """
 
     def __init__(self, module: nn.Module, tables: Sequence[str], reports: Reports) -> None:
@@ -94,7 +94,7 @@ class EvictionHook(Watcher):
     def before(self, evicted: _Evicted) -> Callable[[bool], object]:
         """Report rows that are about to be reset, and return a function that the caller must call after the reset.
 
-        ``evicted`` has ``[N]`` local ids by table name; None without evictions.
+        ``evicted`` maps each table name to ``[N]`` local ids, or to None if the table has no evictions.
         """
         missed: Callable[[bool], object] = self._missed
         return self._contained(lambda: self._before(evicted), otherwise=missed)
@@ -121,9 +121,9 @@ class EvictionHook(Watcher):
 
 
 def watch_collections(model: nn.Module, found: Discovery, reports: Reports) -> Iterator[Watcher]:
-    """Register the hooks on the collections of a model, and yield each of them.
+    """Register the hooks of this module on the collections of a model, and yield each hook.
 
-    Loads and evictions of tables without a fused optimizer are not reported, because these are compared with a copy.
+    Loads and evictions are reported only for tables with a fused optimizer. Other tables are compared with a copy.
     """
     fused: dict[object, list[str]] = {}
     for fqn, module in found.modules.items():

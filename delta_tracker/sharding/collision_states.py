@@ -1,8 +1,8 @@
-"""Take and restore the training state of managed-collision modules of the class ``MCHManagedCollisionModule``.
+"""Save and restore the training state of managed-collision modules of the class ``MCHManagedCollisionModule``.
 
-The ``state_dict`` of such a module does not have the ids that it has seen since the last eviction, nor the counters
-that decide when the next eviction happens. This module also saves them, so that training continues bit for bit. It was
-tested with torchrec 1.8 on the CPU.
+The ``state_dict`` of such a module lacks the ids seen since the last eviction and the counters that determine when the
+next eviction happens. This module also saves these, so that training continues bit for bit. It was tested with torchrec
+1.8 on the CPU.
 
 Notation: ``Z`` is the number of slots of a module, ``H`` the number of ids that it has seen since the last eviction.
 """
@@ -39,7 +39,7 @@ _ATTRIBUTES = {
 def collision_obstacle(module: Any) -> str:  # noqa: ANN401  a class of torchrec's
     """Return the reason why the state of a managed-collision module cannot be saved; an empty string if it can.
 
-    Subclasses and custom eviction policies may have more state.
+    Subclasses and custom eviction policies are rejected, since they may have additional state.
     """
     torchrec = import_module("torchrec.modules.mc_modules")
     if type(module) is not torchrec.MCHManagedCollisionModule:
@@ -50,10 +50,10 @@ def collision_obstacle(module: Any) -> str:  # noqa: ANN401  a class of torchrec
 
 
 def collision_state(module: Any) -> dict[str, Any]:  # noqa: ANN401  a class of torchrec's
-    """Return the training state of a module. Its tensors share the module's memory.
+    """Return the training state of a managed-collision module. The tensors share the module's memory.
 
     Returns:
-        A dict with the keys ``class`` (its name), ``policy`` (class and settings), ``offset`` (first slot),
+        A dict with the keys ``class`` (name), ``policy`` (class and settings), ``offset`` (first slot),
         ``zch_size`` (``Z``), ``hash_size``, ``eviction_interval``, ``sorted`` and ``mapping`` (``[Z]`` raw ids in
         ascending order, and their slots), ``metadata`` (name to ``[Z]`` counters), ``iter`` (``[1]``),
         ``current_iter``, ``last_eviction_iter``, ``evicted`` (slots that are not reset yet; None if there are none),
@@ -73,14 +73,14 @@ def collision_state(module: Any) -> dict[str, Any]:  # noqa: ANN401  a class of 
 
 
 def collision_fault(state: Mapping[str, Any]) -> str:
-    """Return the name of the first invalid value of a state from a stream, or an empty string."""
+    """Return the name of the first invalid value in a state that was read from a stream, or an empty string."""
     return next(_faults(state), "")
 
 
 def check_collision_slots(fqn: str, module: Any, ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:  # noqa: ANN401
-    """Return those ``ranges`` of states that are in a module, ascending. Together they are exactly its slots.
+    """Return the saved slot ranges that overlap the slots of a module, in ascending order.
 
-    Raises RestoreMismatchError if they are not.
+    Raises RestoreMismatchError unless the returned ranges cover exactly the slots of the module.
     """
     first, end = _rows(module)
     saved = sorted(ranges)
@@ -101,9 +101,9 @@ def check_collision_states(
 ) -> None:
     """Raise RestoreMismatchError if :func:`load_collision_states` cannot restore the states. Writes nothing.
 
-    The states are those of the table's modules on the ranks that published the version, in any order, each without a
-    :func:`collision_fault`. They must have the module's slots and settings, and no ids that the new job, whose table
-    has the buckets of ``identity``, looks up on another rank.
+    ``states`` has one state for each rank that published the version, in any order. :func:`collision_fault` must have
+    accepted all of them. They must cover the slots of the module and have the same settings. Each saved raw id must
+    belong to the bucket of ``identity`` that contains its slot.
     """
     own = collision_state(module)
     what = f"the collision module of {fqn!r}"
@@ -131,7 +131,7 @@ def _policy_text(policy: Any) -> str:  # noqa: ANN401  a class of torchrec's
 
 
 def load_collision_states(module: Any, states: Sequence[Mapping[str, Any]]) -> int:  # noqa: ANN401
-    """Restore a module from the states of its slots, after a check. Return the number of states that were joined."""
+    """Restore a module and return the number of states that it needed. Call :func:`check_collision_states` first."""
     parts = _parts(module, states)
     device = module._mch_sorted_raw_ids.device  # noqa: SLF001
     with torch.no_grad():
@@ -185,18 +185,18 @@ def _slots(state: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _seen(module: Any, name: str) -> Tensor:  # noqa: ANN401  a class of torchrec's
-    """Return a counter of each id of the history."""
+    """Return the counter ``name`` of each id that was seen since the last eviction, ``[H]``."""
     found: Tensor = module._history_metadata.get(name, module._mch_sorted_raw_ids)  # noqa: SLF001
     return found[: module._current_history_buffer_offset]  # noqa: SLF001
 
 
 def _history_names(module: Any) -> list[str]:  # noqa: ANN401  a class of torchrec's
-    """Return the names of the counters that are kept for each id of the history."""
+    """Return the names of the counters of the ids that were seen since the last eviction."""
     return [each.metadata_name for each in module._eviction_policy.metadata_info if each.is_history_metadata]  # noqa: SLF001
 
 
 def _check_routes(what: str, parts: Sequence[Mapping[str, Any]], identity: Identity) -> None:
-    """Raise RestoreMismatchError if the new job looks up an id in other slots than those that have it."""
+    """Raise RestoreMismatchError if the buckets of ``identity`` route a saved id to a rank that does not have it."""
     ends = torch.tensor([bucket.rows[1] for bucket in identity.buckets])
     for state in parts:
         is_owned = state["sorted"] != NO_OWNER
@@ -227,7 +227,7 @@ def _faults(state: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _tensor_faults(state: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the names of a state's tensors with invalid contents. The types must have been checked."""
+    """Yield the names of the tensors of a state that have invalid contents. Check their types first."""
     num_slots, length = state["zch_size"], len(state["history"])
     for names, size in ((("sorted", "mapping"), num_slots), (("iter",), 1)):
         yield from (name for name in names if len(state[name]) != size)

@@ -29,7 +29,7 @@ _HASH_EMPTY = -1  # value of an empty slot in hash-ZCH
 
 
 class Versions:
-    """Tensors and their version counters. They are equal if no tensor was replaced or written in place."""
+    """Token of the state of some tensors. Tokens are equal until a tensor is replaced or written in place."""
 
     __slots__ = ("_tensors", "_versions")
     __hash__ = None  # type: ignore[assignment]
@@ -44,10 +44,10 @@ class Versions:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalOwners(ABC):
-    """Reader of the owners of one table's slots on this rank.
+    """Reader of the owners (raw ids) of one table's slots on this rank.
 
     Args:
-        fqn: the table.
+        fqn: FQN of the table.
         identity: hash size and slot ranges of the whole table, the same on all ranks.
         rows: half-open range of the slots on this rank.
         module: this rank's managed-collision module of the table.
@@ -67,20 +67,20 @@ class LocalOwners(ABC):
 
     @property
     def falls_back(self) -> bool:
-        """True if the module maps unknown raw ids to rows that other raw ids own. False in this class."""
+        """True if the module maps unknown raw ids to rows that other raw ids own; False by default."""
         return False
 
     @abstractmethod
     def token(self) -> object | None:
-        """Return an object that equals an earlier one if no owner has changed since; None if unknown. Does not wait."""
+        """Return an object that stays equal until an owner changes; None if unknown. Does not wait for the device."""
 
     @abstractmethod
     def read(self) -> Tensor:
-        """Return the owner of each slot, ``[R]`` int64, ``NO_OWNER`` if the slot is empty. Does not wait."""
+        """Return the owner of each slot, ``[R]`` int64; ``NO_OWNER`` if it is empty. Does not wait for the device."""
 
     @abstractmethod
     def refusal(self) -> str:
-        """Return the reason why a stream cannot have the owners; an empty string if it can. Waits for the device."""
+        """Return the reason why the owners cannot be published; empty if they can. Waits for the device."""
 
 
 class MchOwners(LocalOwners):
@@ -89,18 +89,18 @@ class MchOwners(LocalOwners):
     __slots__ = ()
 
     def token(self) -> object | None:
-        """Return the versions of the two tensors of the mapping; None for tensors without versions."""
+        """Return a token of the two tensors of the mapping; None for inference tensors, which have no versions."""
         tensors = self.module._mch_sorted_raw_ids, self.module._mch_remapped_ids_mapping  # noqa: SLF001
         return None if any(tensor.is_inference() for tensor in tensors) else Versions(*tensors)
 
     def read(self) -> Tensor:
-        """Return the owner of each slot, ``[R]`` int64, ``NO_OWNER`` if the slot is empty."""
+        """Return the owner of each slot, ``[R]`` int64; ``NO_OWNER`` if the slot is empty."""
         raw_ids = self.module._mch_sorted_raw_ids  # noqa: SLF001
         slots = self.module._mch_remapped_ids_mapping - self.rows[0]  # noqa: SLF001
         return torch.full_like(raw_ids, NO_OWNER).index_copy_(0, slots, raw_ids).to(self.device)
 
     def refusal(self) -> str:
-        """Return a reason if one raw id owns two slots, otherwise an empty string."""
+        """Return an error message if one raw id owns two slots, otherwise an empty string."""
         return _repeated(self.module._mch_sorted_raw_ids, NO_OWNER)  # noqa: SLF001
 
 
@@ -111,25 +111,25 @@ class HashOwners(LocalOwners):
 
     @property
     def falls_back(self) -> bool:
-        """True unless the module was built with ``disable_fallback``, which early versions of torchrec do not have."""
+        """True unless the module was built with ``disable_fallback=True``, which early torchrec versions lack."""
         return not getattr(self.module, "_disable_fallback", False)
 
     def token(self) -> object | None:
-        """Return None, because FBGEMM's operator may write the owners without increasing the tensor's version."""
+        """Return None: FBGEMM's operator may write the owners without incrementing the version of the tensor."""
         return None
 
     def read(self) -> Tensor:
-        """Return the owner of each slot, ``[R]`` int64, ``NO_OWNER`` if the slot is empty.
+        """Return the owner of each slot, ``[R]`` int64; ``NO_OWNER`` if the slot is empty.
 
-        An owner with the raw id ``NO_OWNER``, which :meth:`refusal` reports, is returned as -1. It is therefore not
-        confused with an empty slot.
+        A raw id that equals ``NO_OWNER`` is returned as -1, to distinguish it from an empty slot. :meth:`refusal`
+        rejects such a raw id.
         """
         raw_ids = self._raw_ids()
         is_empty, is_reserved = raw_ids == _HASH_EMPTY, raw_ids == NO_OWNER
         return raw_ids.masked_fill(is_empty, NO_OWNER).masked_fill_(is_reserved, _HASH_EMPTY).to(self.device)
 
     def refusal(self) -> str:
-        """Return a reason if ``NO_OWNER``, which is 2^63 - 1, owns a slot, or if one raw id owns two slots."""
+        """Return an error message if the raw id ``NO_OWNER`` owns a slot, or if a raw id owns two; otherwise empty."""
         raw_ids = self._raw_ids()
         if bool((raw_ids == NO_OWNER).any()):
             return f"the raw id {NO_OWNER}, which marks empty slots in the format, owns a slot"
@@ -141,18 +141,18 @@ class HashOwners(LocalOwners):
 
 
 def _repeated(ascending: Tensor, empty: int) -> str:
-    """Return a reason if a value other than ``empty`` occurs twice in ``[R]`` sorted values."""
+    """Return an error message if a value other than ``empty`` occurs twice in ``[R]`` sorted values."""
     twice = ascending[1:][(ascending[1:] == ascending[:-1]) & (ascending[1:] != empty)]
     return f"the raw id {int(twice[0])} owns two slots" if len(twice) else ""
 
 
 def local_owners(model: nn.Module, found: Discovery) -> dict[str, LocalOwners]:
-    """Return the readers of the owners for this rank's tracked tables with managed collisions, by table FQN.
+    """Return a reader of the owners on this rank for each tracked table with managed collisions, by table FQN.
 
     Raises:
-        UnsupportedModelError: if a managed-collision module is of another class than those of this file, has an
-            ``input_hash_func`` that is not called, unlike in an unsharded module, or is not in the module of its table;
-            or if the ranges of slots do not fit the table's sharding plan.
+        UnsupportedModelError: if the class of a managed-collision module is not supported, if the module is not in the
+            same module as its table or has an ``input_hash_func`` that TorchRec does not call, or if its ranges of
+            slots do not fit the sharding plan of the table.
     """
     torchrec = Torchrec()
     fqns = {id(module): fqn for fqn, module in found.modules.items()}
@@ -190,7 +190,7 @@ def local_owners(model: nn.Module, found: Discovery) -> dict[str, LocalOwners]:
 
 
 def _check_apart(model: nn.Module, found: Discovery) -> None:
-    """Reject collections of managed collisions whose tables are in another module."""
+    """Reject managed-collision collections that are not in the same module as their tables."""
     held = {id(getattr(part, "_managed_collision_collection", None)) for part in model.modules()}
     apart: set[str] = set()
     for part in model.modules():
@@ -206,7 +206,7 @@ def _check_apart(model: nn.Module, found: Discovery) -> None:
 
 
 def _local_owners(held: Any, module: Any, shard: LocalShard, torchrec: Torchrec) -> LocalOwners:  # noqa: ANN401
-    """Return the reader of one table. ``held`` is its collection, ``module`` its managed-collision module."""
+    """Return the reader for one table. ``held`` is its collection, ``module`` is its managed-collision module."""
     table, rows = shard.spec.table, (shard.spec.row_offset, shard.spec.row_offset + shard.spec.num_rows)
     is_sorted = isinstance(module, torchrec.sorted_collisions)
     if is_sorted:

@@ -1,7 +1,7 @@
 """Find the dense tensors of a model: all parameters and persistent buffers outside sharded modules.
 
-Tensors of which each rank has only a part are rejected by name, because a version would contain the part of one rank
-only. Tensors of sharded managed collisions are omitted, because a stream has the raw ids together with the rows.
+Tensors that are split over the ranks are rejected by name, since a version would contain the part of only one rank.
+Tensors of sharded managed collisions are omitted, since a stream stores the raw ids together with the rows.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -26,20 +26,20 @@ def dense_tensors(
 
     Args:
         model: the model whose tables are tracked.
-        dense: a module, whose parameters and persistent buffers outside sharded modules are selected; names of tensors,
-            as in the model's ``state_dict``; a list of both; or a mapping of names to modules.
+        dense: a module, to select its parameters and persistent buffers outside sharded modules; a list of modules and
+            of tensor names in the model's ``state_dict``; or a mapping of names to modules.
         tables: FQNs of the tracked tables. Their weights are left out if ``dense`` is a module.
-        skip_sharded: True to leave out tensors of which this rank has only a part, and the dense tensors of embedding
+        skip_sharded: True to leave out tensors that are split over the ranks, and the dense tensors of embedding
             towers, instead of raising an error for them.
 
     Returns:
-        Name to detached tensor. Names are those of the model's ``state_dict``. For a module outside the model, they are
-        those of its own ``state_dict``, prefixed by its name in a mapping and a dot. A tensor with several names is
-        returned under each of them.
+        Mapping of name to detached tensor. Names are keys of the model's ``state_dict``. For a module outside the
+        model, they are keys of its own ``state_dict``, prefixed with its name in the mapping and a dot. A tensor with
+        several names is returned under each of them.
 
     Raises:
-        InvalidArgumentError: if ``dense`` is a string, if the model has no dense tensor with a given name, if each rank
-            has only a part of a selected tensor, if a name is that of a tracked table or of two tensors, or if a
+        InvalidArgumentError: if ``dense`` is a string, if the model has no dense tensor with a given name, if a
+            selected tensor is split over the ranks, if a name belongs to a tracked table or to two tensors, or if a
             selected tensor is sparse, on the meta device, or of a subclass such as ``DTensor``.
     """
     rows = {f"{fqn}.weight" for fqn in tables}
@@ -70,13 +70,13 @@ def dense_tensors(
 
 
 def _is_part(model: nn.Module, part: nn.Module) -> bool:
-    """Return True if a module, or one inside it, is part of a model."""
+    """Return True if ``part`` or one of its submodules is a module of ``model``."""
     inside = {id(module) for module in part.modules()}
     return any(id(module) in inside for module in model.modules())
 
 
 def _parts(dense: DenseChoice) -> list[tuple[str, str | nn.Module]]:
-    """Return the names and modules of a choice, each with its name in a mapping."""
+    """Return the names and modules in ``dense``, each with its key if ``dense`` is a mapping, otherwise ``""``."""
     if isinstance(dense, nn.Module):
         return [("", dense)]
     if isinstance(dense, Mapping):
@@ -92,7 +92,7 @@ def _parts(dense: DenseChoice) -> list[tuple[str, str | nn.Module]]:
 
 
 def dense_parameters(model: nn.Module, tables: Collection[str]) -> list[str]:
-    """Return the names of the trainable parameters that are complete on this rank, without weights of tables."""
+    """Return the names of the trainable parameters that are not split over ranks, except weights of ``tables``."""
     every = _tensors(model, model)
     weights = {id(every.get(f"{fqn}.weight")) for fqn in tables}
     found = ((name, each) for name, each in every.items() if id(each) not in weights)
@@ -100,7 +100,7 @@ def dense_parameters(model: nn.Module, tables: Collection[str]) -> list[str]:
 
 
 def _named(every: Mapping[str, Tensor | None], name: str, rows: Collection[str]) -> Tensor:
-    """Return a tensor by its name in the model's ``state_dict``. Raise InvalidArgumentError if it is split."""
+    """Return the tensor called ``name``. Raise InvalidArgumentError if it is a table, missing or split over ranks."""
     tensor = every.get(name)
     if name in rows:
         raise InvalidArgumentError("dense", name, "Leave it out: the tracker sends its changed rows")
@@ -114,9 +114,9 @@ def _named(every: Mapping[str, Tensor | None], name: str, rows: Collection[str])
 def _tensors(model: nn.Module, root: nn.Module, prefix: str = "") -> dict[str, Tensor | None]:
     """Return the parameters and persistent buffers of ``root`` outside sharded modules, by name.
 
-    The value is None for a tensor of which this rank has only a part, and for an embedding tower, whose dense tensors
-    exist only on the ranks of one host. Names are relative to ``model`` if ``root`` is part of it, otherwise to
-    ``root``, after ``prefix`` and a dot.
+    The value is None for a tensor that is split over ranks, and for an embedding tower, whose dense tensors exist only
+    on the ranks of one host. Names are relative to ``model`` if ``root`` is part of it. Otherwise, they are relative to
+    ``root``, with ``prefix`` and a dot in front.
     """
     torchrec = Torchrec()
     inside = {id(module) for _, module in walk(root, torchrec)}

@@ -39,10 +39,10 @@ class Discovery:
         modules: FQN to sharded embedding module.
         features: table FQN to its feature names.
         tables: table FQN to the whole table; the same on every rank.
-        shards: table FQN to this rank's shard, which may have no rows.
-        kernels: the kernels that hold at least one tracked shard.
+        shards: table FQN to this rank's shard. A shard may have no rows.
+        kernels: kernels of this rank that hold at least one tracked shard.
         skipped: FQNs of the tables, and of the unsupported sharded modules and tensors, that ``fqns_to_skip`` excludes.
-        plain: the tables of plain modules.
+        plain: tables of ``nn.Embedding`` and ``nn.EmbeddingBag`` modules.
     """
 
     modules: dict[str, nn.Module] = field(default_factory=dict)
@@ -54,7 +54,7 @@ class Discovery:
     plain: list[PlainTable] = field(default_factory=list)
 
     def tables_of(self, module_fqn: str) -> list[str]:
-        """Return the FQNs of the tracked tables of a collection."""
+        """Return the FQNs of the tracked tables of the collection with the FQN ``module_fqn``."""
         prefix = f"{module_fqn}." if module_fqn else ""
         return [fqn for fqn in self.tables if fqn.startswith(prefix)]
 
@@ -66,15 +66,15 @@ def discover(model: nn.Module, fqns_to_skip: Sequence[str] = ()) -> Discovery:
     ``nn.Embedding`` and ``nn.EmbeddingBag``, see :func:`~delta_tracker.sharding.plain_tables.plain_shards`.
 
     Args:
-        model: a ``DistributedModelParallel``, or any module that contains sharded ones.
+        model: a ``DistributedModelParallel``, or any module that contains tables.
         fqns_to_skip: names of tables, and of unsupported sharded modules and tensors, to exclude: the FQN of the item
             or of a module that contains it, or one component of the item's FQN. A name without a match causes a
             warning.
 
     Raises:
         InvalidArgumentError: if ``fqns_to_skip`` is a string.
-        UnsupportedModelError: if the model has no table, and nothing is skipped; if an unsupported sharded module or
-            tensor is not skipped; or if the kernel, data type or geometry of a table is not supported.
+        UnsupportedModelError: if the model has no table and nothing is skipped, if an unsupported sharded module or
+            tensor is not skipped, or if the kernel, data type or geometry of a table is not supported.
     """
     torchrec = Torchrec()
     found = Discovery()
@@ -122,7 +122,7 @@ def discover(model: nn.Module, fqns_to_skip: Sequence[str] = ()) -> Discovery:
 
 
 def _warn_of_skips(skips: Sequence[str], found: Discovery) -> None:
-    """Log a warning if all tables are skipped, and for each name that skips nothing."""
+    """Warn if all tables are skipped, and of each name in ``skips`` that matches nothing."""
     known = [*found.tables, *found.skipped]
     if not found.tables:
         warnings.warn(f"fqns_to_skip={list(skips)} leaves no table to track; it skips {sorted(known)}", stacklevel=4)
@@ -132,7 +132,7 @@ def _warn_of_skips(skips: Sequence[str], found: Discovery) -> None:
 
 
 def walk(model: nn.Module, torchrec: Torchrec) -> Iterator[tuple[str, nn.Module]]:
-    """Yield ``(FQN, module)`` for each module of a model once, see :meth:`Torchrec.walk`.
+    """Yield ``(FQN, module)`` once for each module of a model; see :meth:`Torchrec.walk`.
 
     Does not descend into sharded collections or into modules for which :func:`has_unknown_rows` returns True.
     """
@@ -146,8 +146,8 @@ def walk(model: nn.Module, torchrec: Torchrec) -> Iterator[tuple[str, nn.Module]
 def has_unknown_rows(module: nn.Module, torchrec: Torchrec) -> bool:
     """Return True if ``module`` is a sharded module whose rows cannot be tracked.
 
-    These are sharded modules that contain no supported collection, and embedding towers, whose collections exist only
-    on the ranks of one host. The result is the same on every rank, including ranks without rows of the module.
+    This holds for sharded modules without a supported collection, and for embedding towers, which exist only on the
+    ranks of one host. The result is the same on every rank, including ranks without rows of the module.
     """
     if isinstance(module, torchrec.towers):
         return True
@@ -236,7 +236,7 @@ def _kernels(
 
 
 def _held_block(kernel: Kernel, slot: int, fqn: str, config: Any, weight: Tensor) -> _HeldBlock:  # noqa: ANN401  of torchrec
-    """Return the location of a table's block. A table without shard metadata is replicated on every rank."""
+    """Return the block of a table in ``slot`` of ``kernel``. A table without shard metadata is replicated."""
     metadata = config.local_metadata
     block = (
         (0, 0, config.num_embeddings, config.embedding_dim)
@@ -258,8 +258,8 @@ def _merge(
 ) -> LocalShard:
     """Merge the blocks of a table on this rank into one shard. They must have the same rows and different columns.
 
-    ``blocks`` is empty if the rank has no rows of the table. ``planned`` are the blocks in the sharding plan, None if
-    it has none. ``is_fused`` is used only if ``blocks`` is empty. ``replica`` is the result of
+    ``blocks`` is empty if the rank has no rows of the table. ``planned`` has the blocks in the sharding plan; None if
+    the plan lists none. ``is_fused`` is used only if ``blocks`` is empty. ``replica`` is the result of
     :func:`~delta_tracker.sharding.torchrec_api.replica_of` for the table's collection.
     """
     if not blocks:

@@ -16,8 +16,9 @@ _METHODS = ("init_torchrec_delta_tracker", "get_delta_tracker", _CREATES)
 class TorchrecPatch:
     """Patch of ``DistributedModelParallel`` in this process, until :meth:`remove` or the end of a ``with`` block.
 
-    While it is active, ``init_torchrec_delta_tracker(config)`` keeps and returns the tracker ``create(model, config)``,
-    unless the model has a tracker. Patches may be removed in any order; the newest one that is active counts.
+    While the patch is active, ``init_torchrec_delta_tracker(config)`` stores ``create(model, config)`` as the tracker
+    of the model and returns it, unless the model already has a tracker. The newest active patch applies. Patches may be
+    removed in any order.
 
     Args:
         create: function that returns a tracker for a ``DistributedModelParallel`` and a config.
@@ -45,7 +46,7 @@ class TorchrecPatch:
         setattr(self._owner, _CREATES, created)
 
     def remove(self) -> None:
-        """Undo the patch. Trackers that it created stay. A second call does nothing."""
+        """Undo the patch, but keep the trackers that it created. Further calls have no effect."""
         self._is_active = False
         if getattr(self._owner, _CREATES) is self._created:
             setattr(self._owner, _CREATES, self._original)

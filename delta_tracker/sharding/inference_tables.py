@@ -2,7 +2,7 @@
 
 A row quantized to integers consists of a scale and a bias of two bytes each, the codes of its columns, and padding. The
 scale and bias are computed from the whole row. If the codes of a row are stored in several column shards, every shard
-has the same scale and bias. This is also true when torchrec shards a table after quantizing it.
+has the same scale and bias. This also holds if torchrec shards a table after quantizing it.
 """
 
 from collections.abc import Iterable, Iterator
@@ -27,12 +27,12 @@ from delta_tracker.sharding.row_cache import cached_table
 from delta_tracker.sharding.torchrec_api import Torchrec, holder_of, tbe_of
 
 QUANTIZED: dict[type[nn.Module], str] = {EmbeddingCollection: "embeddings", EmbeddingBagCollection: "embedding_bags"}
-"""Quantized collection to the name of the attribute that holds its tables."""
+"""Class of a quantized collection to the name of the attribute that holds its tables."""
 QUANTIZED_SHARDS: dict[type[nn.Module], str] = {
     ShardedQuantEmbeddingCollection: "embeddings",
     ShardedQuantEmbeddingBagCollection: "embedding_bags",
 }
-"""The same for sharded quantized collections. All shards of such a module are in this process."""
+"""Like :data:`QUANTIZED`, for sharded quantized collections. All shards of such a module are in this process."""
 # Classes of the kernels that store rows contiguously.
 _KERNELS = IntNBitTableBatchedEmbeddingBagsCodegen, IntNBitTableBatchedEmbeddingBagsCodegenWithLength
 _SCALE_BIAS_BYTES = 4
@@ -43,11 +43,10 @@ _QUANTIZED_FROM = (torch.float32, torch.float16)
 
 
 def model_tables(model: nn.Module) -> Iterator[tuple[str, RowTarget | Tensor]]:
-    """Yield names with the targets of sharded and quantized tables, and with all other parameters and buffers.
+    """Yield ``(name, target)`` for sharded and quantized tables, and ``(name, tensor)`` for other tensors of a model.
 
-    Names are those of ``state_dict``, without the parts of modules that only wrap another one. Names of targets do not
-    end with ``.weight``. Raises InvalidArgumentError if the kernel, data type or geometry of a sharded table is not
-    supported.
+    Names are keys of ``state_dict`` without the components of wrapper modules. Names of targets do not end with
+    ``.weight``. Raises InvalidArgumentError if the kernel, data type or geometry of a sharded table is not supported.
     """
     torchrec = Torchrec()
     for fqn, module in walk(model, torchrec):
@@ -67,7 +66,7 @@ def model_tables(model: nn.Module) -> Iterator[tuple[str, RowTarget | Tensor]]:
 
 
 def walk(model: nn.Module, torchrec: Torchrec) -> Iterator[tuple[str, nn.Module]]:
-    """Yield ``(FQN, module)`` for each name of each module, see :meth:`Torchrec.walk`, down to collections."""
+    """Yield ``(FQN, module)`` for each FQN of each module, without the submodules of collections."""
     kinds = (*torchrec.collections, *QUANTIZED_SHARDS, *QUANTIZED)
     return torchrec.walk(model, lambda module: isinstance(module, kinds), None)
 
@@ -93,7 +92,7 @@ def _sharded(module: nn.Module) -> Iterator[tuple[str, RowTarget]]:
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Location of a table's block: the slot of a quantized kernel, and the block's first row and column."""
+    """Block of a table in one slot of a quantized kernel. ``row`` and ``column`` are its first row and column."""
 
     table: str
     kernel: Any
@@ -131,7 +130,7 @@ def _quantized(module: Any, holder: str, blocks: Iterable[_Block]) -> Iterator[t
 
 
 def _obstacle(block: _Block) -> str:
-    """Return the reason why rows of a block cannot be written; an empty string if they can."""
+    """Return the reason why the rows of a block cannot be written; an empty string if they can."""
     kernel = block.kernel
     if type(kernel) not in _KERNELS:
         return f"in a {type(kernel).__name__}, which does not store rows contiguously"
@@ -153,13 +152,13 @@ def _obstacle(block: _Block) -> str:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Packed:
-    """Block of quantized rows that forms a rectangle of a table.
+    """Rectangle of a quantized table, and the layout of its rows in memory.
 
     Args:
-        region: the rectangle; its ``memory`` is two-dimensional uint8, one row with padding per table row.
-        kind: fp32, fp16, int8, int4 or int2.
-        row_bytes: bytes of a row without its padding.
-        is_scale_last: True if scale and bias follow the codes, False if they precede them.
+        region: the rectangle; its ``memory`` is ``[rows, bytes]`` uint8, with the padding of the rows.
+        kind: data type of the table: ``fp32``, ``fp16``, ``int8``, ``int4`` or ``int2``.
+        row_bytes: size of a row in bytes, without padding.
+        is_scale_last: True if scale and bias follow the codes, False if they precede the codes.
     """
 
     region: Region
@@ -178,10 +177,10 @@ def _packed(block: _Block) -> Packed:
 
 
 class QuantizedTarget(TensorTarget):
-    """Target for a quantized table. Receives rows in the trainer's dtype and quantizes them as torchrec does.
+    """Target that quantizes rows of the trainer's dtype and writes them to a quantized table.
 
-    The result equals torchrec's byte for byte. Rows arrive on the CPU and are quantized there. The trainer's table may
-    be float32, float16 or bfloat16. torchrec cannot quantize bfloat16, so bfloat16 rows are converted to float32 first.
+    Rows are quantized on the CPU, with the same bytes as torchrec's result. The trainer's table may be float32, float16
+    or bfloat16. torchrec cannot quantize bfloat16, so bfloat16 rows are converted to float32 first.
 
     Args:
         num_rows: number of rows of the whole table.
@@ -213,10 +212,10 @@ class QuantizedTarget(TensorTarget):
                 self._row_bytes += each.region.memory.shape[1]
 
     def prepare(self, values: Tensor, columns: tuple[int, int]) -> Tensor:
-        """Quantize ``[N, dim]`` rows on the CPU, with all columns of the table.
+        """Quantize whole rows, ``[N, dim]`` on the CPU.
 
-        Returns ``[N, bytes]`` uint8. Each row contains the quantized row in every distinct layout of the blocks, one
-        layout after the other.
+        Returns ``[N, bytes]`` uint8 for :meth:`write`. Each row is the concatenation of the quantized row in every
+        distinct layout of the blocks.
         """
         if values.dtype not in _QUANTIZED_FROM:
             values = values.float()
@@ -232,7 +231,7 @@ class QuantizedTarget(TensorTarget):
 
     @torch.no_grad()
     def write(self, ids: Tensor | slice, values: Tensor, columns: tuple[int, int]) -> None:  # noqa: ARG002
-        """Write quantized rows in place, and their copies in the caches of the kernels; see :meth:`RowTarget.write`."""
+        """Write the result of :meth:`prepare` to the rows ``ids`` and to their copies in the caches of the kernels."""
         for each in self._packed:
             _, at = self._layouts[_layout(each)]
             each.region.write(ids, values[:, at : at + each.region.memory.shape[1]])
@@ -245,7 +244,7 @@ def _layout(block: Packed) -> tuple[object, ...]:
 def _quantize(values: Tensor, kind: str) -> Tensor:
     """Return whole rows quantized as ``[N, bytes]`` uint8: the codes, then scale and bias for int kinds.
 
-    The bytes equal those of torchrec's ``quantize_state_dict``. ``kind`` is that of a :class:`Packed`.
+    The bytes equal the result of torchrec's ``quantize_state_dict``. ``kind`` is the ``kind`` of a :class:`Packed`.
     """
     if kind in _FLOATS:
         return values.to(_FLOATS[kind]).view(torch.uint8)
@@ -256,7 +255,7 @@ def _quantize(values: Tensor, kind: str) -> Tensor:
 def _pack(rows: Tensor, quantized: Tensor, block: Packed) -> None:
     """Write the codes, scale and bias of a block's columns to the packed rows of the block.
 
-    ``rows`` is ``[N, row_bytes]`` uint8, and ``quantized`` a result of :func:`_quantize` with all columns.
+    ``rows`` is ``[N, row_bytes]`` uint8. ``quantized`` is a result of :func:`_quantize` with all columns.
     """
     bits = _BITS.get(block.kind) or 8 * _FLOATS[block.kind].itemsize
     first, end = (edge * bits // 8 for edge in block.region.columns)

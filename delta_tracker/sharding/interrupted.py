@@ -12,8 +12,8 @@ class _Incomplete:
     """Forward pre-hook of a model that is being written.
 
     Args:
-        version: version that is restored or followed.
-        is_following: True if the model follows a stream, and False if a restore writes it.
+        version: version that is being restored or followed.
+        is_following: True if the model follows a stream, False if a restore writes to it.
     """
 
     version: int
@@ -24,10 +24,10 @@ class _Incomplete:
 
 
 def mark(model: nn.Module, version: int, *, is_following: bool = False) -> None:
-    """Make every forward pass of ``model`` raise IncompleteModelError until :func:`unmark`.
+    """Make every forward pass of ``model`` raise IncompleteModelError until :func:`unmark` is called.
 
-    Direct calls of the modules inside the model do not raise. ``version`` is the one that is restored, or followed if
-    ``is_following`` is True.
+    Direct calls of its submodules do not raise. ``version`` is the version that is being restored. If ``is_following``
+    is True, it is the version of the stream that the model follows.
     """
     held = _mark_of(model)
     if held is None:
@@ -37,20 +37,20 @@ def mark(model: nn.Module, version: int, *, is_following: bool = False) -> None:
 
 
 def is_following(model: nn.Module) -> bool:
-    """Return True if ``model`` follows a stream, and no later restore has written any part of it."""
+    """Return True if ``model`` follows a stream and no restore has written to it since."""
     held = _mark_of(model)
     return held is not None and held.is_following
 
 
 def unmark(model: nn.Module) -> None:
-    """Remove the mark, because the model is complete."""
+    """Undo :func:`mark`. Call this once the model is complete."""
     for number, hook in list(model._forward_pre_hooks.items()):  # noqa: SLF001  a hook has no public list
         if isinstance(hook, _Incomplete):
             del model._forward_pre_hooks[number]  # noqa: SLF001
 
 
 def check_complete(model: nn.Module) -> None:
-    """Raise IncompleteModelError if a restore was interrupted, or the model follows a stream."""
+    """Raise IncompleteModelError if a restore of ``model`` was interrupted or ``model`` follows a stream."""
     held = _mark_of(model)
     if held is not None:
         held(model, ())

@@ -5,13 +5,13 @@ runs just before the write, and its post-hook just after the write. A forward pa
 the node of a discarded output never runs, and a second backward pass runs both hooks again. If a backward pass raises
 between the two hooks, the end of the pass is detected when the autograd engine deletes the callbacks queued for it.
 
-The capture of a CUDA graph runs the hooks once, and replays of the graph run none. Therefore all rows of a table count
-as changed at every cut after a lookup or a backward pass of the table was captured. The same holds for lookups that are
-compiled with ``fullgraph=True``.
+The capture of a CUDA graph runs the hooks once, and replays of the graph run none. Once a lookup or a backward pass of
+a table was captured, all rows of the table count as changed at every cut. The same holds for lookups that are compiled
+with ``fullgraph=True``.
 
-A deep copy of a model has the functions of the hooks, which ignore it: its rows are in other memory. TorchRec's
+A deep copy of a model also calls the hooks, which ignore it, since its rows are in other memory. TorchRec's
 ``DistributedModelParallel.copy()`` to the same device does not copy the rows. Lookups of such a copy are reported.
-Backward passes of other copies are counted, so that a job which trains a copy by mistake gets a warning.
+Backward passes of other copies are counted, to warn of a job that trains a copy by mistake.
 """
 
 from __future__ import annotations
@@ -42,34 +42,34 @@ _MAX_DEPTH = 8
 
 
 class KeyedIds(Protocol):
-    """Interface with the methods of TorchRec's KeyedJaggedTensor that the tracker uses. Ids are grouped by feature."""
+    """Protocol with the methods of TorchRec's KeyedJaggedTensor that the tracker uses. Ids are grouped by feature."""
 
     def keys(self) -> list[str]:
-        """Return the feature names, which may repeat."""
+        """Return the names of the features. A name may occur several times."""
 
     def values(self) -> Tensor:
-        """Return the ids, ``[N]``, in the order of the features."""
+        """Return the ids of all features, ``[N]``, in the order of :meth:`keys`."""
 
     def length_per_key(self) -> list[int]:
-        """Return the number of ids of each feature."""
+        """Return the number of ids of each feature, in the order of :meth:`keys`."""
 
 
 class PostLookupHook(Watcher):
-    """Hook that reports the updates of a kernel's rows and, if ``lookups`` is True, the lookups themselves.
+    """Hook that reports the rows that a kernel updates and, if ``lookups`` is True, the rows that it looks up.
 
-    It is a forward hook of the kernel's module. TorchRec also has a slot for a post-lookup function, but
-    managed-collision modules bypass the slot.
+    It is registered as a forward hook of the kernel's module. TorchRec has its own slot for a post-lookup function, but
+    managed-collision modules bypass that slot.
 
     Args:
-        kernel: the kernel.
-        reports: see :class:`Watcher`.
-        lookups: True to report every lookup, including those that update no row.
+        kernel: kernel whose lookups and updates are reported.
+        reports: listener, recorder and keys of the tracker.
+        lookups: True to report every lookup, including lookups that update no row.
 
     Attributes:
-        in_flight: lookups whose backward pass may still run, because their autograd graph exists and no backward pass
-            of the lookup has begun.
-        num_updates: number of backward passes of lookups that have begun to update rows.
-        others: backward passes of lookups in copies of the kernel, which have rows of their own.
+        in_flight: lookups whose backward pass has not begun but may still run, since their autograd graph still
+            exists.
+        num_updates: number of backward passes that have begun to update rows.
+        others: counter of backward passes in copies of the kernel that have their own rows.
     """
 
     def __init__(self, kernel: Kernel, reports: Reports, *, lookups: bool) -> None:
@@ -134,7 +134,7 @@ class PostLookupHook(Watcher):
         node.register_hook(partial(self._after_write, update))
 
     def _watch_output(self, output: Tensor) -> None:
-        """Report all rows in each backward pass through ``output``, because the node that writes them is unknown."""
+        """Report all rows in each backward pass through ``output``, since the node that writes them is unknown."""
 
         def watch() -> bool:
             update = _Update(self._all_rows(), is_proven=False)
@@ -209,15 +209,15 @@ class PostLookupHook(Watcher):
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class _Update:
-    """Write of the rows of one lookup. The hooks of its autograd node have the only references to it.
+    """Write to the rows of one lookup. Only the hooks of its autograd node reference it.
 
     Args:
         ids: table FQN to ``[N]`` local ids; None for all rows.
-        is_proven: True if the end of the node proves the write. False if the lookup was compiled or its node is
-            unknown, so that it is in progress until the end of the backward pass.
+        is_proven: True if the write is complete when the node ends. False if the lookup was compiled or its node is
+            unknown: the write then ends with the backward pass.
         keys: thread to key of the write. Several threads may run a backward pass of one graph.
-        is_missed: True if a hook failed before it could begin the write.
-        token: reports the end of the write when it is deleted, if the autograd engine could not take it.
+        is_missed: True if a hook failed before it reported the start of the write.
+        token: token that reports the end of the write when it is deleted, if the autograd engine could not store it.
     """
 
     ids: Mapping[str, Tensor | None]
@@ -230,8 +230,8 @@ class _Update:
 class _BackwardToken:
     """Callback that reports the end of a backward pass when the callback is deleted.
 
-    The autograd engine has the only reference to the token, and deletes it when no thread works on the pass. If the
-    pass fails, the engine deletes the token without calling it.
+    Only the autograd engine references the token. It deletes the token when no thread works on the pass any longer. If
+    the pass fails, it deletes the token without calling it.
     """
 
     __slots__ = ("_key", "_listener")
@@ -254,10 +254,10 @@ def _end_with_backward(token: _BackwardToken) -> bool:
 
 
 def _lookup_node(output: Tensor) -> Node:
-    """Return the autograd node that updates, in the backward pass, the rows from which ``output`` was computed.
+    """Return the autograd node that updates the rows of a lookup, given the ``output`` of the lookup.
 
-    If the lookup was compiled, return the compiled node that runs first. The rows are written after its start and
-    before the end of the backward pass. Raises LookupError for an fbgemm that is not supported, which has no such node.
+    If the lookup was compiled, return the compiled node that runs first. The rows are then written between its start
+    and the end of the backward pass. Raises LookupError if there is no such node, as in unsupported fbgemm versions.
     """
     node, compiled = output.grad_fn, None
     for _ in range(_MAX_DEPTH):

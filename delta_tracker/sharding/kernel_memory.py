@@ -2,11 +2,11 @@
 
 A kernel is one of TorchRec's modules ``BatchedFusedEmbedding``, ``BatchedDenseEmbedding`` and their ``...Bag``
 variants: a table-batched embedding (TBE) with one autograd node for a group of tables. Within a kernel, a table is
-identified by its slot, the index of the table in the group, because names of features and tables are not unique.
+identified by its slot, its index in the group, since names of features and tables are not unique.
 
-FBGEMM's split functions create the views of all tables of a kernel. Calling them for each table takes time quadratic in
-the number of tables, and calling them in each batch slows training down. Therefore the views are kept until the
-kernel's tensors are replaced.
+FBGEMM's split functions create views of all tables of a kernel. Calling them for each table takes time quadratic in the
+number of tables, and calling them in each batch slows training down. The views are therefore cached until the tensors
+of the kernel are replaced.
 
 Memory: one view for each table and optimizer state. The views keep the memory of replaced tensors allocated until the
 next read.
@@ -30,13 +30,13 @@ _Views = list[list[Tensor]]
 
 
 class Kernel:
-    """One kernel (TBE module) of this rank, and its memory, split into weights and optimizer states by table slot.
+    """Kernel (TBE module) of this rank, with access to the weights and optimizer states of the table in each slot.
 
     Args:
-        module: the module; takes a KeyedJaggedTensor and returns the looked-up rows.
+        module: TorchRec's module; takes a KeyedJaggedTensor and returns the looked-up rows.
         slots: FQN (None if untracked) and number of features of the table in each slot, in order.
-        is_fused: True if the kernel's own optimizer updates rows, inside the backward pass of a lookup. False if the
-            rows are ordinary parameters, which any code can write.
+        is_fused: True if a fused optimizer updates rows in the backward pass of a lookup. False if the rows are
+            ordinary parameters, which any code can write.
     """
 
     def __init__(self, module: Any, slots: tuple[tuple[str | None, int], ...], *, is_fused: bool) -> None:  # noqa: ANN401
@@ -54,7 +54,7 @@ class Kernel:
         return [cached_table(tbe_of(self.module), slot) if self.is_fused else None for slot in range(len(self.slots))]
 
     def weight(self, slot: int) -> Tensor:
-        """Return the weights of a slot, ``[rows, columns]``, as a tensor that shares the kernel's memory.
+        """Return a view of the weights of a slot, ``[rows, columns]``.
 
         Flushes the kernel's caches first, without overlapping a prefetch. Inside ``with one_cut()``, only the first
         call for a kernel flushes them.
@@ -68,14 +68,14 @@ class Kernel:
         return self._weights()[slot][0]
 
     def memory(self, slot: int) -> Tensor:
-        """Return the weights of a slot as :meth:`weight` does, without flushing the caches. Any thread may call it."""
+        """Return a view of the weights of a slot, ``[rows, columns]``, without flushing caches. Thread-safe."""
         return self._weights()[slot][0]
 
     def rows(self, slot: int, ids: Tensor) -> Tensor:
-        """Return a copy of some rows of a slot, ``[N, columns]``.
+        """Return a copy of the rows ``ids`` (``[N]`` int64 local ids) of a slot, ``[N, columns]``.
 
-        Flushes the caches as :meth:`weight` does. Inside ``with reading_in_place()``, flushes nothing, and reads rows
-        that are in the cache from there. ``ids`` are ``[N]`` int64, local.
+        Flushes the kernel's caches like :meth:`weight`. Inside ``with reading_in_place()``, reads cached rows from the
+        cache instead.
         """
         if _THREAD.in_place() is None:
             return take_rows(self.weight(slot), ids)
@@ -86,11 +86,11 @@ class Kernel:
             return cached.overlay(ids, take_rows(self._weights()[slot][0], ids))
 
     def weight_slots(self) -> list[tuple[Mapping[str, Tensor | None], str]]:
-        """Return the locations of the kernel's weight tensors, as pairs of a mapping and a key in the mapping."""
+        """Return a ``(mapping, key)`` pair for each weight tensor of the kernel; ``mapping[key]`` is the tensor."""
         return weight_slots(self.module)
 
     def optimizer_states(self, slot: int) -> list[Tensor]:
-        """Return the optimizer states of a slot, ``[rows]`` or ``[rows, columns]``, which share the kernel's memory.
+        """Return a view of each optimizer state of a slot, ``[rows]`` or ``[rows, columns]``.
 
         The list is empty for SGD and for unfused kernels.
         """
@@ -98,7 +98,7 @@ class Kernel:
 
 
 class _ViewedTensor(NamedTuple):
-    """Tensor of a module, ``owner[name]``, whose memory views share. ``address`` is the address of its first item."""
+    """Tensor ``owner[name]`` of a module that views share memory with. ``address`` is the address of its first item."""
 
     owner: Mapping[str, Tensor | None]
     name: str
@@ -107,7 +107,7 @@ class _ViewedTensor(NamedTuple):
 
 
 class _KeptViews:
-    """Views of a module's tensors by slot, created again if one of these tensors was replaced or moved."""
+    """Cached views of a module's tensors by slot, created again if one of these tensors was replaced or moved."""
 
     def __init__(self, module: Any, split: Callable[[], _Views]) -> None:  # noqa: ANN401  a torchrec class
         self._module = module
@@ -154,7 +154,7 @@ _ENDED = ref(_Statement())
 class _Thread(threading.local):
     """State of the ``with`` statements of this module that are active in this thread.
 
-    The statements are referenced only by their frames, so that an interrupted one does not stay active.
+    Only their frames reference the statements, so that an interrupted statement does not stay active.
 
     Attributes:
         cut: the active ``with one_cut()``.
@@ -172,11 +172,11 @@ _NESTED = nullcontext()
 
 
 def one_cut() -> AbstractContextManager[None]:
-    """Return a context manager in which reads by this thread flush each kernel at most once.
+    """Return a context manager in which reads by this thread flush the caches of each kernel at most once.
 
-    This thread must not train inside the ``with`` statement, because reads miss rows that are written to a cache after
-    the cache was flushed. Writes of other threads count as changes after the cut. Nested calls have no effect,
-    nor do calls inside :func:`reading_in_place`, where :meth:`Kernel.rows` does not flush the cache.
+    This thread must not train inside the ``with`` statement: later reads would miss rows that training writes to a
+    cache. Rows that other threads write meanwhile are returned by the next read of changes. The call has no effect
+    inside another ``with one_cut()`` or ``with reading_in_place()``.
     """
     if _THREAD.cut() is None and _THREAD.in_place() is None:
         return _active("cut")
@@ -184,7 +184,7 @@ def one_cut() -> AbstractContextManager[None]:
 
 
 def reading_in_place() -> AbstractContextManager[None]:
-    """Return a context manager for the hooks of a batch, in which :meth:`Kernel.rows` does not flush the cache."""
+    """Return a context manager in which :meth:`Kernel.rows` does not flush caches. Hooks use it in each batch."""
     return _active("in_place")
 
 

@@ -1,8 +1,8 @@
-"""Count the calls of other packages' functions that write weights through ``.data``, without a version counter.
+"""Count calls of functions in other packages that write weights through ``.data``, without incrementing a version.
 
-The functions are known by name, because nothing else shows their writes. Each one is wrapped as soon as its module is
-imported. Which weights it wrote is unknown: :class:`~delta_tracker.sharding.weights.WriteWatch` reports a write to
-every table after each call. No package is imported here.
+The functions are listed by name and wrapped once their module is imported. It is unknown which weights a call writes,
+so :class:`~delta_tracker.sharding.weights.WriteWatch` reports a write to every table after each call. No package is
+imported here.
 """
 
 import sys
@@ -23,7 +23,7 @@ NAMED_WRITERS: dict[str, tuple[str, tuple[str, ...]]] = {
 
 
 class _Calls:
-    """Number of calls of the named functions, and the modules whose functions are not wrapped yet."""
+    """Counter of the calls of the functions in :data:`NAMED_WRITERS`."""
 
     def __init__(self) -> None:
         self._num_calls = 0
@@ -64,5 +64,5 @@ _CALLS = _Calls()
 
 
 def num_named_writes() -> int:
-    """Return a counter that changes with each call of a named function."""
+    """Return a number that increases with each call of a function in :data:`NAMED_WRITERS`."""
     return _CALLS.count()

@@ -2,10 +2,10 @@
 
 Notation: ``R`` is the number of rows of a shard.
 
-The numbers ("scalars") of a kernel are those that training or the user changes: the iteration counters, the learning
-rate and the other hyperparameters. ``iter`` is saved in checkpoints; ``iter_cpu`` is the counter that the kernel
-computes with, which also counts evaluations and follows ``iter`` only while it is 0. The learning rate exists twice:
-the optimizer object of a kernel overwrites the kernel's learning rate with its own at each ``zero_grad`` and ``step``.
+The scalars of a kernel are the numbers that training or the user changes: the iteration counters, the learning rate and
+the other hyperparameters. ``iter`` is saved in checkpoints. The kernel computes with ``iter_cpu``, which also counts
+evaluations and is set from ``iter`` only while it is 0. The learning rate exists twice: the optimizer object of a
+kernel overwrites the kernel's learning rate with its own at each ``zero_grad`` and ``step``.
 
 Adam, LAMB, LARS and partial row-wise Adam exist on CUDA only, where this module has not been tested.
 """
@@ -30,15 +30,15 @@ Scalars = Mapping[str, int | float | Tensor]
 
 
 def table_states(shard: LocalShard) -> TableStates | None:
-    """Return the states that the fused optimizer keeps for each row of a shard, for the shard's column ranges.
+    """Return a description of the states that a fused optimizer keeps for the rows of a shard.
 
     Returns:
-        The states, named ``momentum1`` and ``momentum2``; SGD has none. None for an unfused kernel, and if the rank has
-        no rows of the table.
+        Name, dtype and shape of each state, ``momentum1`` and ``momentum2``; none for SGD. None instead of a
+        description if the optimizer is not fused or the rank has no rows of the table.
 
     Raises:
-        UnsupportedModelError: if a state has another dtype than float32, float16 or bfloat16, or the column ranges have
-            different states.
+        UnsupportedModelError: if the dtype of a state is not float32, float16 or bfloat16, or if the column ranges of
+            the shard have different optimizers or states.
     """
     found = {
         (str(tbe_of(kernel.module).optimizer.name), _specs(shard, kernel, slot))
@@ -56,11 +56,11 @@ def table_states(shard: LocalShard) -> TableStates | None:
 class StateWatch:
     """Detector of in-place writes to optimizer states, based on the version counters of their tensors.
 
-    Torch's in-place operators increment the counter, for example when an optimizer's state is loaded. The fused
-    backward pass does not. The tables of one kernel share a counter: a write to one table is reported for all of them.
+    In-place operators of torch increment the counter, for example when an optimizer's state is loaded. The fused
+    backward pass does not. The tables of a kernel share one counter: a write to one table is reported for all of them.
 
     Args:
-        shards: function that returns the current shards by table FQN. They change when tables are resharded.
+        shards: function that returns the current shards by table FQN. Resharding a table changes its result.
     """
 
     def __init__(self, shards: Callable[[], Mapping[str, LocalShard]]) -> None:
@@ -71,7 +71,7 @@ class StateWatch:
         """Yield the FQNs of the tables whose states were written or replaced since the previous call.
 
         The first call reports writes since this object was created. Tables without states on this rank are omitted. If
-        the caller fails before it requests the next FQN, a later call yields the same one again.
+        the caller raises before it requests the next FQN, the next call yields the same FQN again.
         """
         for fqn, versions in self._versions().items():
             if versions and versions != self._held.get(fqn):
@@ -90,12 +90,12 @@ class StateWatch:
 
 
 def kernel_scalars(shards: Mapping[str, LocalShard]) -> dict[str, dict[str, int | float | Tensor]]:
-    """Return the scalars of the kernel of each fused table that this rank holds. Does not wait for a device.
+    """Return the counters and hyperparameters (scalars) of the optimizer of each fused table on this rank, by FQN.
 
-    The numbers are ``iter`` (of a kernel on a device, a live tensor without dimensions), ``iter_cpu``, ``lr`` (learning
-    rate of the kernel), ``group_lr`` (learning rate of the optimizer object), ``eps``, ``beta1``, ``beta2`` and
-    ``weight_decay``. Raises InvalidArgumentError if the column ranges of a table are in several kernels with different
-    numbers.
+    The scalars of a table are ``iter``, ``iter_cpu``, ``lr`` (learning rate of the kernel), ``group_lr`` (learning rate
+    of the optimizer object), ``eps``, ``beta1``, ``beta2`` and ``weight_decay``. On a GPU, ``iter`` is a 0-dimensional
+    tensor that shares the kernel's memory; this function does not wait for the device. Raises InvalidArgumentError if
+    the column ranges of a table are in several kernels with different scalars.
     """
     numbers: dict[int, dict[str, int | float | Tensor]] = {}  # by id() of the kernel
     found: dict[str, dict[str, int | float | Tensor]] = {}
@@ -110,9 +110,9 @@ def kernel_scalars(shards: Mapping[str, LocalShard]) -> dict[str, dict[str, int 
 
 
 def check_scalars(shards: Mapping[str, LocalShard], scalars: Mapping[str, Scalars]) -> None:
-    """Check that :func:`write_scalars` can write a result of :func:`kernel_scalars`. Writes nothing.
+    """Check that :func:`write_scalars` can write ``scalars``, a saved result of :func:`kernel_scalars`.
 
-    Raises RestoreMismatchError if a number of a table is missing, or two tables of one kernel have different numbers.
+    Raises RestoreMismatchError if a scalar of a table is missing, or if two tables of one kernel have different values.
     """
     held: dict[int, tuple[str, Scalars]] = {}
     for fqn, kernel in _fused(shards):
@@ -127,15 +127,15 @@ def check_scalars(shards: Mapping[str, LocalShard], scalars: Mapping[str, Scalar
 
 
 def write_scalars(shards: Mapping[str, LocalShard], scalars: Mapping[str, Scalars]) -> None:
-    """Set the scalars of all fused kernels that this rank holds, after :func:`check_scalars`."""
+    """Set the scalars of all fused kernels on this rank. Call :func:`check_scalars` first."""
     for fqn, kernel in _fused(shards):
         _write(kernel, scalars[fqn])
 
 
 def unfused_storages(shard: LocalShard) -> set[int]:
-    """Return the addresses of the storages of a shard's weights; empty if it is fused, frozen or without rows.
+    """Return the storage addresses of a shard's weights; empty if the shard is fused, frozen or has no rows.
 
-    The weights are ordinary parameters: a parameter of an optimizer is one of them if its storage has such an address.
+    An optimizer updates the shard if the storage of one of the optimizer's parameters has one of these addresses.
     """
     return {
         kernel.weight(slot).untyped_storage().data_ptr()

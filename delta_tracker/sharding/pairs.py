@@ -1,7 +1,7 @@
 """Compatibility of FBGEMM releases with torch releases.
 
-FBGEMM's libraries are compiled for one minor release of torch, which its wheels do not name. With another release, its
-import fails with an ``OSError`` or an undefined symbol, which names neither package.
+FBGEMM's libraries are compiled for one minor release of torch, but its wheels do not declare which. With another
+release, its import fails with an ``OSError`` or an undefined symbol. The message names neither package.
 """
 
 import re
@@ -21,17 +21,17 @@ FBGEMM_OF_TORCH: Mapping[str, str] = {
     "2.13": "1.8",
     "2.14": "1.9",
 }
-"""Minor release of torch to that of FBGEMM. torchrec needs any of the releases that its own metadata allows."""
+"""Minor release of torch to the minor release of FBGEMM that was built for it. All of them work with torchrec."""
 
 _CUDA, _CPU = "fbgemm-gpu", "fbgemm-gpu-cpu"  # both install the import name fbgemm_gpu
 _MINOR = re.compile(r"(\d+\.\d+)\b")
 
 
 def check_pair() -> None:
-    """Check that the installed FBGEMM, if there is one, was built for the installed torch. Takes about a millisecond.
+    """Check that the installed FBGEMM, if any, was built for the installed torch. Takes about a millisecond.
 
-    Nothing is imported. A release that is not in :data:`FBGEMM_OF_TORCH` is accepted. Raises MissingExtraError if it
-    was built for another release, or for CUDA where torch is the CPU build.
+    Imports neither package. Accepts releases that are not in :data:`FBGEMM_OF_TORCH`. Raises MissingExtraError if
+    FBGEMM was built for another release of torch, or for CUDA although torch is a CPU build.
     """
     torch, cuda, cpu = _installed("torch"), _installed(_CUDA), _installed(_CPU)
     wanted = FBGEMM_OF_TORCH.get(_minor(torch))

@@ -1,8 +1,8 @@
-"""Find the tables of a model without TorchRec's sharding: those of ``nn.Embedding`` and ``nn.EmbeddingBag``.
+"""Find the tables of a model without TorchRec's sharding: the ``nn.Embedding`` and ``nn.EmbeddingBag`` modules.
 
 The unsharded collections of TorchRec contain such modules. A table with dense gradients is compared with a copy, which
 is exact for every optimizer. A table with sparse gradients needs no copy: :mod:`delta_tracker.sharding.step_hook`
-reports the rows that a step of an optimizer writes.
+reports the rows that an optimizer writes.
 
 In a process group, every rank must hold the same rows. Only ``DistributedDataParallel`` ensures this.
 """
@@ -32,11 +32,11 @@ _META_REMEDY = (
 
 
 class PlainTable:
-    """Table of one ``nn.Embedding`` or ``nn.EmbeddingBag``, which holds all rows.
+    """Unsharded table, held by one ``nn.Embedding`` or ``nn.EmbeddingBag``. Its only slot is 0.
 
     Args:
-        fqn: name of the table.
-        module: the module.
+        fqn: FQN of the table.
+        module: module that holds the table.
         path: the modules from the model to the parent of ``module``, each with the key of its child on this path.
     """
 
@@ -51,9 +51,10 @@ class PlainTable:
         self._weight = ref(module.weight)
 
     def check(self) -> None:
-        """Check that the module is still in the model, and that its weight has the same shape, dtype, device and class.
+        """Raise UnsupportedModelError if the table can no longer be tracked.
 
-        Raises UnsupportedModelError if it is not, or if ``fully_shard`` manages the weight.
+        This is the case if its module is no longer in the model, if the shape, dtype, device or class of its weight has
+        changed, or if ``fully_shard`` manages the weight.
         """
         weight: Tensor | None = self.module._parameters.get("weight")  # noqa: SLF001
         now = "missing" if weight is None else _kind(weight)
@@ -70,12 +71,12 @@ class PlainTable:
         raise UnsupportedModelError({self._fqn: reason}, remedy, problem=_LOST)
 
     def weight(self, slot: int) -> Tensor:
-        """Return the module's weight, ``[rows, columns]``, as a detached tensor that shares its memory."""
+        """Return a detached view of the module's weight, ``[rows, columns]``."""
         del slot
         return self.module.weight.detach()
 
     def memory(self, slot: int) -> Tensor | None:
-        """Return the module's weight as :meth:`weight` does; None if it is missing or not strided."""
+        """Return a detached view of the module's weight; None if the weight is missing or not strided."""
         del slot
         weight: Tensor | None = self.module._parameters.get("weight")  # noqa: SLF001
         return None if weight is None or weight.layout is not torch.strided else weight.detach()
@@ -85,22 +86,22 @@ class PlainTable:
         return take_rows(self.weight(slot), ids)
 
     def optimizer_states(self, slot: int) -> list[Tensor]:
-        """Return an empty list: the states belong to an optimizer object, not to the module."""
+        """Return an empty list: the optimizer is not fused and keeps its states itself."""
         del slot
         return []
 
     def weight_slots(self) -> list[tuple[Mapping[str, Tensor | None], str]]:
-        """Return the location of the weight, as a pair of a mapping and a key in the mapping."""
+        """Return one ``(mapping, key)`` pair; ``mapping[key]`` is the weight."""
         return [(self.module._parameters, "weight")]  # noqa: SLF001
 
 
 def plain_shards(model: nn.Module, modules: Mapping[str, PlainModule], torchrec: Torchrec) -> dict[str, LocalShard]:
-    """Return the tables of embedding modules by FQN. Each rank holds all rows of each table.
+    """Return a shard with all rows of the table for each of the embedding ``modules``, by FQN.
 
     Raises:
-        UnsupportedModelError: if the model itself is a table, which then has no name, or if the weight of a module is
-            not an ordinary parameter with all rows on this rank, has another dtype than float32, float16 or bfloat16,
-            or may differ between the ranks of the process group.
+        UnsupportedModelError: if the model itself is an embedding module, so that the table has no name, or if the
+            weight of a module is not an ordinary parameter with all rows on this rank, is not float32, float16 or
+            bfloat16, or may differ between the ranks of the process group.
     """
     fsdp, replicated = managed_by_fsdp(model, torchrec), _replicated(model)
     paths = {id(module): name for name, module in model.named_modules()}
@@ -125,14 +126,14 @@ def plain_shards(model: nn.Module, modules: Mapping[str, PlainModule], torchrec:
 
 
 def _path(model: nn.Module, name: str) -> Iterator[tuple[nn.Module, str]]:
-    """Yield the modules on the path from the model to a submodule, each with the key of the next module."""
+    """Yield the modules on the path from ``model`` to its submodule ``name``, each with the key of the next one."""
     for key in name.split("."):
         yield model, key
         model = model.get_submodule(key)
 
 
 def _kind(weight: Tensor) -> str:
-    """Return the shape, dtype, device and class of a weight as text."""
+    """Describe the shape, dtype, device and class of a weight as text."""
     kind = "" if type(weight) is nn.Parameter else f", a {type(weight).__name__}"
     return f"{tuple(weight.shape)} {str(weight.dtype).removeprefix('torch.')} on {weight.device}{kind}"
 
@@ -140,8 +141,8 @@ def _kind(weight: Tensor) -> str:
 def _obstacle(module: PlainModule, weight: Tensor | None, fsdp: set[int], replicated: set[int] | None) -> str | None:
     """Return the reason why a table cannot be tracked; None if it can.
 
-    ``fsdp`` has the ``id()`` of each parameter that FSDP manages, and ``replicated`` that of each parameter that is the
-    same on every rank; None on one rank.
+    ``fsdp`` has the ``id()`` of each parameter that FSDP manages. ``replicated`` has the ``id()`` of each parameter
+    that is the same on every rank; None if there is only one rank.
     """
     shape = (module.num_embeddings, module.embedding_dim)
     if type(weight) is not nn.Parameter or weight.is_inference():

@@ -16,17 +16,17 @@ def has_sharded(model: nn.Module) -> bool:
 
 
 def has_fbgemm_tables(model: nn.Module) -> bool:
-    """Return True if a module of the model is sharded or quantized by TorchRec, so that FBGEMM holds its tables."""
+    """Return True if a module of the model was sharded or quantized by TorchRec and stores its tables in FBGEMM."""
     return _has(model, (_SHARDED, _QUANTIZED))
 
 
 def has_collisions(model: nn.Module) -> bool:
-    """Return True if a module of the model maps raw ids to the rows of a table."""
+    """Return True if the model has a managed-collision module of TorchRec, which maps raw ids to rows of a table."""
     return _has(model, _COLLISIONS)
 
 
 def traced_collisions(model: nn.Module) -> list[str]:
-    """Return the names of mappings of raw ids in scripted or traced modules, which have lost their classes."""
+    """Return the names of the tensors that map raw ids to rows in scripted or traced modules, sorted."""
     found = []
     for fqn, module in model.named_modules():
         tensors = (*module.named_buffers(recurse=False), *module.named_parameters(recurse=False))

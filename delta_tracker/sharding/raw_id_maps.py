@@ -2,16 +2,16 @@
 
 TorchRec's modules map raw ids to rows in two ways. ``MCHManagedCollisionModule`` keeps the raw ids sorted, and maps an
 unknown id to the last row of its range. ``HashZchManagedCollisionModule`` probes the rows that start at the hash of an
-id. With ``disable_fallback=True``, it has no row for an unknown id. Otherwise an unknown id reads the row of another
-id, so that rows and mapping cannot be changed one after the other.
+id. With ``disable_fallback=True``, it has no row for an unknown id. Otherwise, an unknown id reads the row of another
+id, and rows and mapping cannot be changed one after the other.
 
-A trainer on several ranks has a default row on each rank. A module that holds the rows of several ranks is given a
-``remap`` that finds the default row by the trainer's buckets.
+A trainer on several ranks has a default row on each rank. In a module that holds the rows of several ranks, ``remap``
+is replaced by a function that finds the default row by the trainer's buckets.
 
-An unsharded hash module must be looked up with exactly one id per sample: TorchRec masks the lengths by id.
+Lookups in an unsharded hash module must have exactly one id per sample: TorchRec masks the lengths by id.
 
-Hash modules train on CUDA only. Their mapping was tested with identities that a test wrote, in evaluation mode on the
-CPU. This module has not been tested on a GPU.
+Hash modules train on CUDA only. Their mapping was tested with raw ids that a test wrote, in evaluation mode on the CPU.
+This module has not been tested on a GPU.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ _HOLDERS = ("embeddings", "embedding_bags")
 
 
 def raw_id_maps(model: nn.Module) -> dict[str, tuple[RawIdMap, ...]]:
-    """Return the mappings of a model's managed-collision modules, by FQN as in ``inference_tables.model_tables()``.
+    """Return the mappings of raw ids to rows in a model's managed-collision modules, by the FQN of the table.
 
-    Modules that were scripted, or traced by ``torch.fx``, are not found.
+    Scripted modules and modules traced by ``torch.fx`` are not found.
     """
     torchrec = Torchrec()
     modules = walk(model, torchrec) if has_fbgemm_tables(model) else _plain_modules(model)
@@ -67,13 +67,13 @@ def raw_id_maps(model: nn.Module) -> dict[str, tuple[RawIdMap, ...]]:
 
 
 def _plain_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield ``(name, module)`` for each name of each module of a model, without parts of ``torch.compile``."""
+    """Yield ``(name, module)`` for each name of each module of a model, without ``_orig_mod`` in the names."""
     for name, module in model.named_modules(remove_duplicate=False):
         yield name.replace("_orig_mod.", "").removesuffix("_orig_mod").removesuffix("."), module
 
 
 def _collision_modules(collection: Any) -> Iterator[tuple[str, nn.Module, int]]:  # noqa: ANN401  torchrec's
-    """Yield the table, the module and the number of shards in this process of each module of a collection."""
+    """Yield the table name, module, and number of shards in this process for each module of a collection."""
     ranks = getattr(collection, "_managed_collision_modules_per_rank", None)
     for modules in [collection._managed_collision_modules] if ranks is None else ranks:  # noqa: SLF001
         for table, module in modules.items():
@@ -81,7 +81,7 @@ def _collision_modules(collection: Any) -> Iterator[tuple[str, nn.Module, int]]:
 
 
 class _Routed:
-    """Replacement of ``MCHManagedCollisionModule.remap`` that finds the default row of an unknown id by its bucket."""
+    """Replacement for ``MCHManagedCollisionModule.remap`` that finds the default row of an unknown id by its bucket."""
 
     def __init__(self, owners: MchMap, identity: Identity) -> None:
         self.identity = identity
@@ -116,10 +116,10 @@ def _rows(module: MCHManagedCollisionModule) -> tuple[int, int]:
 
 
 class _ModuleMap(RawIdMap):
-    """Mapping in a managed-collision module.
+    """Base class of the mappings of raw ids to rows in managed-collision modules.
 
     Args:
-        module: the module.
+        module: managed-collision module.
         num_shards: number of shards of a quantized table in this process.
         rows: half-open range of the global row ids of the module.
     """
@@ -142,19 +142,19 @@ class _ModuleMap(RawIdMap):
 
 
 class MchMap(_ModuleMap, SortedMap):
-    """Mapping in a ``MCHManagedCollisionModule``, which is unsharded or one shard."""
+    """Mapping of raw ids to rows in an ``MCHManagedCollisionModule`` that is unsharded or one shard of a table."""
 
     def __init__(self, module: MCHManagedCollisionModule, num_shards: int) -> None:
         super().__init__(module, num_shards, _rows(module))
 
     @property
     def identity(self) -> Identity:
-        """Buckets by which the module routes unknown raw ids now."""
+        """Buckets that currently determine the default row of an unknown raw id."""
         routed, end = self._routed(), self.rows[1]
         return Identity(0, (Bucket((0, end), end - 1),)) if routed is None else routed.identity
 
     def tensors(self) -> tuple[Tensor, Tensor]:
-        """Return the module's current buffers."""
+        """Return the module's buffers: the raw ids in ascending order, and the global row id of each."""
         return self._module._mch_sorted_raw_ids, self._module._mch_remapped_ids_mapping  # noqa: SLF001
 
     def _refusals(self, identity: Identity, kind: str) -> Iterator[str]:
@@ -177,12 +177,12 @@ class MchMap(_ModuleMap, SortedMap):
             )
 
     def routes_by(self, identity: Identity) -> bool:
-        """Return True if unknown raw ids are routed by the buckets of a stream."""
+        """Return True if the buckets of ``identity`` currently determine the default rows of unknown raw ids."""
         routed = self._routed()
         return routed is None if self._is_own_default(identity) else routed is not None and routed.identity == identity
 
     def adopt(self, identity: Identity) -> None:
-        """Route raw ids without a row by the buckets of a stream."""
+        """Route unknown raw ids to the default rows of the buckets of ``identity``."""
         if self.routes_by(identity):
             return
         self.reroute(identity)
@@ -202,7 +202,7 @@ class MchMap(_ModuleMap, SortedMap):
 
 
 class HashMap(_ModuleMap):
-    """Mapping in an unsharded ``HashZchManagedCollisionModule``."""
+    """Mapping of raw ids to rows in an unsharded ``HashZchManagedCollisionModule``."""
 
     def __init__(self, module: Any, num_shards: int) -> None:  # noqa: ANN401  imported only if the model has one
         segments = module._output_segments  # noqa: SLF001
@@ -210,7 +210,7 @@ class HashMap(_ModuleMap):
 
     @property
     def memory(self) -> Tensor:
-        """Raw ids by row, -1 if there is none, ``[R, 1]``."""
+        """Raw id of each row, ``[R, 1]`` int64; -1 for a row without a raw id."""
         return cast(Tensor, self._module._hash_zch_identities.data)  # noqa: SLF001
 
     def _refusals(self, identity: Identity, kind: str) -> Iterator[str]:
@@ -228,19 +228,19 @@ class HashMap(_ModuleMap):
             yield f"mapped by a {kind} with input_hash_size={module._input_hash_size} instead of {identity.hash_size}"  # noqa: SLF001
 
     def routes_by(self, identity: Identity) -> bool:  # noqa: ARG002
-        """Return True: unknown raw ids have no row."""
+        """Return True: this module has no default rows, so unknown raw ids need no routing."""
         return True
 
     def adopt(self, identity: Identity) -> None:
-        """Do nothing: :meth:`refusal` has compared the buckets."""
+        """Do nothing: :meth:`refusal` rejects a stream with different buckets."""
 
     def owners(self) -> Tensor:
-        """Return the raw ids by row, ``[R]`` int64 on the CPU."""
+        """Return the raw id of each row, ``[R]`` int64 on the CPU; ``NO_OWNER`` for a row without a raw id."""
         raw_ids = self.memory[:, 0].cpu()
         return torch.where(raw_ids == _EMPTY, NO_OWNER, raw_ids)
 
     def slots_of(self, raw_ids: Tensor) -> Tensor:
-        """Return the row of each raw id, ``[N]`` int64 on the CPU; -1 if it is unknown."""
+        """Return the global row id of each raw id, ``[N]`` int64 on the CPU; -1 for an unknown raw id."""
         wanted, indices = torch.unique(raw_ids, return_inverse=True)
         slots = torch.full_like(wanted, _EMPTY)
         if len(wanted):
@@ -255,7 +255,7 @@ class HashMap(_ModuleMap):
         return slots[indices]
 
     def conflict(self, slots: Tensor, owners: Tensor) -> str:
-        """Return the reason why the module would not find the owners of some rows; the empty string if it would."""
+        """Return the reason why lookups of ``owners`` would not find the rows ``slots``; empty if they would."""
         if bool((owners == _EMPTY).any()):
             return f"mapped by a {type(self._module).__name__}, which reserves the raw id {_EMPTY} of a row"
         hash_size, num_buckets = self._module._input_hash_size, len(self._module._output_segments) - 1  # noqa: SLF001
@@ -275,13 +275,13 @@ class HashMap(_ModuleMap):
         return ""
 
     def unmap(self, slots: Tensor, owners: Tensor) -> None:  # noqa: ARG002
-        """Remove the raw ids of some rows, so that they have no row."""
+        """Remove the raw ids ``owners`` from the rows ``slots``. Lookups of these raw ids then find no row."""
         self.memory[to_device(slots - self.rows[0], self.memory.device)] = _EMPTY
 
     def prepare(self, owners: Tensor) -> object:
-        """Return the new raw ids for :meth:`map`."""
+        """Return the argument of :meth:`map` for new ``owners``, ``[R]`` int64."""
         return torch.where(owners == NO_OWNER, _EMPTY, owners)[:, None]
 
     def map(self, ready: object) -> None:
-        """Replace the raw ids."""
+        """Replace the raw ids of all rows. ``ready`` is the result of :meth:`prepare`."""
         copy_from_host(self.memory, cast(Tensor, ready))

@@ -1,8 +1,8 @@
 """Reject models that write rows without calling the tracker's hooks, or whose training state cannot be published.
 
-Hooks report evictions, ``load_state_dict`` and the backward passes of lookups. The modules and optimizers that are
-rejected here write other rows of fused tables, or write at other times. Tables without a fused optimizer are compared
-with a copy, which finds all writes.
+Hooks report evictions, ``load_state_dict`` and the backward passes of lookups. This module rejects modules and
+optimizers that write other rows of fused tables, or write at other times. Tables without a fused optimizer are compared
+with a copy, which detects all writes.
 """
 
 from collections.abc import Iterator, Mapping
@@ -43,8 +43,8 @@ _STATELESS_DECAYS = frozenset({"NONE", "L2", "DECOUPLE"})
 def refuse_unseen_writes(model: nn.Module, found: Discovery) -> None:
     """Raise UnsupportedModelError if rows of a tracked table may be written without calling a hook.
 
-    Rejects fused optimizers that write rows outside the backward pass or are unknown, a ``DMPCollection`` that writes
-    rows which its hook cannot report, and pruning of fused tables.
+    This rejects unknown fused optimizers, fused optimizers that write rows outside the backward pass, pruning of fused
+    tables, and a ``DMPCollection`` whose writes cannot be reported.
     """
     if not found.modules:  # tables of plain modules
         return
@@ -55,9 +55,9 @@ def refuse_unseen_writes(model: nn.Module, found: Discovery) -> None:
 
 
 def _refuse_replicas(model: nn.Module, found: Discovery, torchrec: Torchrec) -> None:
-    """Reject tables of which a ``DMPCollection`` writes rows that the hook on its ``sync`` cannot report.
+    """Reject tables with rows that a ``DMPCollection`` writes and the hook on its ``sync`` cannot report.
 
-    The sharding environment of a collection shows that it is in a ``DMPCollection``, even if ``model`` is inside it.
+    The sharding environment of a collection shows that it is in a ``DMPCollection``, even if ``model`` is only a part.
     """
     wrapped = {
         part
@@ -92,7 +92,7 @@ def _refuse_replicas(model: nn.Module, found: Discovery, torchrec: Torchrec) -> 
 
 
 def _refuse_pruning(model: nn.Module, found: Discovery, torchrec: Torchrec) -> None:
-    """Reject in-training pruning of fused tables, because it resets rows in the forward pass without calling a hook."""
+    """Reject in-training pruning of fused tables, which resets rows in the forward pass without calling a hook."""
     lookups = {
         id(unwrapped(lookup)): [fqn for fqn in found.tables_of(module_fqn) if found.shards[fqn].is_fused]
         for module_fqn, module in found.modules.items()
@@ -126,11 +126,11 @@ def _refuse_optimizers(found: Discovery) -> None:
 
 
 def refuse_unrecoverable(found: Discovery, collisions: Mapping[str, nn.Module]) -> None:
-    """Raise UnsupportedModelError if a table has an optimizer state that a version of a stream cannot describe.
+    """Raise UnsupportedModelError if a version of a stream cannot contain the whole training state of the model.
 
-    Rejects skipped tables, managed collisions of another class than torchrec's ``MCHManagedCollisionModule`` or with
-    another eviction policy than torchrec's, replicas in a ``DMPCollection``, and fused optimizers with counters per row
-    or a global weight decay.
+    This rejects skipped tables, replicas in a ``DMPCollection``, fused optimizers with counters per row or a global
+    weight decay, and managed collisions in ``collisions`` (FQN to module) that are no ``MCHManagedCollisionModule`` or
+    have a custom eviction policy.
     """
     obstacles = {fqn: reason for fqn, module in collisions.items() if (reason := collision_obstacle(module))}
     obstacles |= dict.fromkeys(found.skipped, "in fqns_to_skip, so that its rows are not in a stream")
@@ -153,7 +153,7 @@ def refuse_unrecoverable(found: Discovery, collisions: Mapping[str, nn.Module]) 
 
 
 class _Optimizer(NamedTuple):
-    """Fused optimizer of some tables, with FBGEMM's names; ``tbe`` is the module of a kernel that has it."""
+    """Fused optimizer of some tables, with FBGEMM's names. ``tbe`` is the module of a kernel with this optimizer."""
 
     name: str
     decay: str
@@ -165,7 +165,7 @@ class _Optimizer(NamedTuple):
 
 
 def _fused_optimizers(found: Discovery) -> Iterator[_Optimizer]:
-    """Yield the optimizers in the sharding plan, so that all ranks raise the same error, then those of this rank."""
+    """Yield the optimizers in the sharding plan, which are the same on all ranks, then the optimizers of this rank."""
     for module_fqn, module in found.modules.items():
         arguments = kernel_arguments(module)
         for fqn in found.tables_of(module_fqn):

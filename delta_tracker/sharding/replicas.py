@@ -1,8 +1,8 @@
-"""Hook for 2D parallelism, which reports the rows that ``DMPCollection.sync`` changes.
+"""Hook for 2D parallelism: reports the rows that ``DMPCollection.sync`` changes.
 
-In 2D parallelism, several groups of ranks train a replica of the tables each, and ``sync`` averages the replicas of
-each shard in place, without autograd. TorchRec has no hook there, so the ``sync`` of a ``DMPCollection`` is wrapped,
-once for all trackers.
+In 2D parallelism, each of several groups of ranks trains its own replica of the tables, and ``sync`` averages the
+replicas of each shard in place, without autograd. TorchRec provides no hook for ``sync``, so the method of a
+``DMPCollection`` is wrapped, once for all trackers.
 
 A row that no replica changed since the last ``sync`` is equal on all replicas. The average of equal values has the same
 bits for 2 and 4 replicas, in every order of additions. For 3 and for 5 or more replicas, roundings of the partial sums
@@ -35,18 +35,18 @@ _CHUNK_ROWS = 1 << 15
 
 
 class ReplicaGroup:
-    """Tables of this rank that are averaged over one process group, and the exchange of their changed rows.
+    """Tables that ``sync`` averages over one process group, with the exchange of their changed rows between its ranks.
 
-    The buffer of the exchange is allocated once, so that a rank without memory can still take part in it. It takes one
-    byte for each row of the shards.
+    The buffer of the exchange has one byte for each row. It is allocated once, so that a rank that has run out of
+    memory can still take part in the exchange.
 
     Args:
-        ranks: the process group.
+        ranks: process group whose ranks hold the replicas.
         shards: FQN to shard, in the same order on all ranks of the group; at least one, and all on the same device.
 
     Attributes:
-        is_exchanged: True if the ranks exchange their changed rows; False if there is one replica, or if the average
-            changes all rows.
+        is_exchanged: True if the ranks exchange their changed rows; False if there is one replica, or if averaging may
+            change every row.
     """
 
     def __init__(self, ranks: dist.ProcessGroup, shards: Mapping[str, LocalShard]) -> None:
@@ -61,17 +61,17 @@ class ReplicaGroup:
         self._marks = torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
 
     def every_row(self) -> dict[str, Tensor | None]:
-        """Return None, which means all rows, for each table."""
+        """Return a mapping of the FQN of each table to None, which means all rows."""
         return dict.fromkeys(self.shards)
 
     def no_row(self) -> dict[str, Tensor | None]:
-        """Return an empty tensor of ids for each table."""
+        """Return a mapping of the FQN of each table to an empty tensor of ids."""
         return {fqn: torch.empty(0, dtype=torch.int64, device=self._device) for fqn in self.shards}
 
     def pack(self, changed: Mapping[str, Tensor | None]) -> None:
-        """Write the message with this rank's changed rows for :meth:`exchange`.
+        """Write this rank's changed rows to the buffer for :meth:`exchange`.
 
-        ``changed`` has ``[N]`` local ids by FQN, with duplicates allowed; None for all rows.
+        ``changed`` maps each FQN to ``[N]`` local ids, which may repeat, or to None for all rows.
         """
         is_whole, *marks = torch.split(self._marks.zero_(), self._sizes)
         is_whole.copy_(torch.tensor([ids is None for ids in changed.values()]))
@@ -80,13 +80,13 @@ class ReplicaGroup:
                 own.index_fill_(0, ids, 1)
 
     def pack_every_row(self) -> None:
-        """Write a message for :meth:`exchange` with all rows of all tables. Allocates no memory."""
+        """Mark all rows of all tables as changed in the buffer for :meth:`exchange`. Allocates no memory."""
         self._marks.fill_(1)
 
     def exchange(self) -> dict[str, Tensor | None]:
         """Return the union of the changed rows of all ranks, ``[N]`` ascending local ids by FQN; None for all rows.
 
-        A collective. Waits for the device.
+        Collective. Waits for the device.
         """
         dist.all_reduce(self._marks, dist.ReduceOp.MAX, self.ranks)
         is_whole, *marks = torch.split(self._marks, self._sizes)
@@ -99,15 +99,15 @@ class ReplicaGroup:
 class SyncHook(Watcher):
     """Hook that reports the rows that one ``DMPCollection`` averages.
 
-    The hook takes part in a collective at each ``sync``. Therefore, the same trackers must be attached on all ranks
-    that hold replicas of a shard, in the same order, and be attached and detached between the same calls of ``sync``.
-    At each ``sync``, the hook waits for the device.
+    At each ``sync``, the hook runs a collective and waits for the device. All ranks that hold replicas of a shard must
+    therefore attach the same trackers in the same order, and attach and detach each of them between the same two calls
+    of ``sync``.
 
     Args:
         wrapper: the ``DMPCollection``.
-        groups: its tracked tables that ``sync`` averages.
-        reports: see :class:`Watcher`.
-        keeps_states: True if the listener keeps the old states of rows.
+        groups: groups of tracked tables that ``sync`` averages.
+        reports: listener, recorder and keys of the tracker.
+        keeps_states: True if the tracker keeps the old states of rows.
     """
 
     def __init__(
@@ -125,8 +125,8 @@ class SyncHook(Watcher):
     def before(self, include_optimizer_state: bool = True) -> Callable[[bool], object]:  # noqa: FBT001, FBT002
         """Report the rows that are about to be averaged, and return a function to call after the ``sync``.
 
-        A collective over each process group of the tables. torchrec 1.3 to 1.9 have ``include_optimizer_state``. The
-        argument of the returned function is True if the ``sync`` succeeded.
+        Collective over each process group of the tables. ``include_optimizer_state`` is the argument of ``sync``. Pass
+        True to the returned function if the ``sync`` succeeded, otherwise False.
         """
         key, includes_states = next(self._keys), bool(include_optimizer_state)
         self._contained(lambda: self._listener.notice_writes(self._tables), otherwise=None)
@@ -152,7 +152,7 @@ class SyncHook(Watcher):
         return lambda is_synced: self._contained(partial(after, is_synced), otherwise=None)
 
     def _rows_of_all_ranks(self, group: ReplicaGroup, *, includes_states: bool) -> dict[str, Tensor | None]:
-        """Return the rows that ``sync`` may change on any rank, ``[N]`` by FQN; None for all. May be a collective."""
+        """Return the rows that ``sync`` may change on any rank, ``[N]`` by FQN; None for all. May run a collective."""
         is_averaged = averages_itself(self._wrapper)
         if not group.is_exchanged:
             is_unchanged = group.num_replicas == 1 and is_averaged
@@ -182,7 +182,7 @@ class SyncHook(Watcher):
 
 
 def watch_syncs(model: nn.Module, found: Discovery, reports: Reports, *, keeps_states: bool) -> Iterator[Watcher]:
-    """Register a hook on each ``DMPCollection`` of a model, and yield the hook; see :class:`SyncHook`."""
+    """Register a :class:`SyncHook` on each ``DMPCollection`` of a model that averages tracked tables, and yield it."""
     kinds = Torchrec().replicas
     for wrapper in model.modules():
         if not isinstance(wrapper, kinds):
@@ -203,14 +203,14 @@ def watch_syncs(model: nn.Module, found: Discovery, reports: Reports, *, keeps_s
 
 
 def unstable_rows(shard: LocalShard, ids: Tensor | None, num_replicas: int) -> Tensor:
-    """Return the ids of the rows whose average over equal replicas differs from the row.
+    """Return the local ids of the rows that the next average changes although their replicas are equal.
 
-    This is the case for values near the limits of the dtype: a share of a small value may have no exact representation,
-    and a sum of large values may overflow. Such values are frequent in float16. After one more average, the rows are
-    stable. Waits for the device.
+    These rows have values near the limits of the dtype: a fraction of a small value may not be representable, and a sum
+    of large values may overflow. Such values are frequent in float16. The next average makes the rows stable. Waits for
+    the device.
 
-    ``shard`` is equal on all replicas, and ``ids`` are ``[N]``, local, or None for all rows. ``num_replicas`` is 2 or
-    4.
+    ``shard`` must be equal on all replicas. ``ids`` are the ``[N]`` local ids to check; None for all rows.
+    ``num_replicas`` is 2 or 4.
     """
     found = [torch.empty(0, dtype=torch.int64, device=shard.device)]
     with one_cut():

@@ -1,8 +1,8 @@
 """Read and write rows in the device cache of a kernel whose tables are in unified virtual memory (UVM caching).
 
-A lookup copies rows into the cache, and training writes them there. A row that is in the cache is therefore newer than
-the same row in its table, until FBGEMM evicts the row or ``flush()`` writes the whole cache back. Rows that are written
-to a table must be written to the cache too.
+A lookup copies rows into the cache, and training updates them there. A cached row is therefore newer than the same row
+in its table, until FBGEMM evicts the row or ``flush()`` writes the whole cache back. Rows that are written to a table
+must be written to the cache too.
 
 With ``PrefetchTrainPipelineSparseDist``, FBGEMM loads the rows of later batches into the cache on a separate stream,
 while other streams run. A flush first reads which row is in a slot of the cache, then copies the slot to this row. If a
@@ -32,23 +32,23 @@ _NO_PREFETCHES = nullcontext()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CachedTable:
-    """Rows of one table in a kernel's cache. The methods do not wait for the device.
+    """Cached rows of one table in a kernel with a cache. The methods do not wait for the device.
 
     Args:
-        tbe: FBGEMM's module for training or inference.
-        first: linear index of the table's row 0.
+        tbe: FBGEMM module for training or inference.
+        first: linear index of row 0 of the table; see the description of this module.
     """
 
     tbe: Any
     first: int
 
     def overlay(self, ids: Tensor, rows: Tensor) -> Tensor:
-        """Return rows of the table, with the newer rows from the cache.
+        """Return ``rows``, with cached rows replaced by their newer values from the cache.
 
-        If the cache has another dtype than the table, the cached rows are rounded to the nearest value. FBGEMM's flush
-        may round them stochastically.
+        ``ids`` are ``[N]`` int64 local ids, and ``rows`` are the ``[N, columns]`` values of these rows in the table.
 
-        ``ids`` are ``[N]`` int64 local ids, and ``rows`` the ``[N, columns]`` values of these rows in the table.
+        If the dtypes of cache and table differ, cached values are rounded to nearest. FBGEMM's flush may round them
+        stochastically.
         """
         if not len(ids):
             return rows
@@ -57,7 +57,7 @@ class CachedTable:
         return torch.where((found >= 0).unsqueeze(1), cached.to(rows.dtype), rows)
 
     def write(self, ids: Tensor, values: Tensor, columns: tuple[int, int]) -> None:
-        """Write the rows that are in the cache, as :meth:`~delta_tracker.row_target.RowCopies.write` does."""
+        """Overwrite the cached rows; ignore rows that are not cached. See ``delta_tracker.row_target.RowCopies``."""
         memory = self.tbe.lxu_cache_weights[:, slice(*columns)]
         found = self._indices(ids)
         # Selecting the cached rows would wait for the device. Instead, write one of the cached rows once more for each
@@ -77,7 +77,7 @@ class CachedTable:
 
 
 def cached_table(tbe: Any, slot: int) -> CachedTable | None:  # noqa: ANN401  a class of fbgemm
-    """Return the cached rows of a slot of FBGEMM's module ``tbe``; None if the table is not cached."""
+    """Return the :class:`CachedTable` of the table in a slot of the FBGEMM module ``tbe``; None if it has no cache."""
     weights = getattr(tbe, "lxu_cache_weights", None)
     if weights is None or not weights.numel():
         return None
@@ -87,17 +87,17 @@ def cached_table(tbe: Any, slot: int) -> CachedTable | None:  # noqa: ANN401  a 
 
 
 def _rows_and_location(spec: tuple[Any, ...]) -> tuple[int, Any]:
-    """Return the number of rows and the location of a table from FBGEMM's description of it."""
+    """Return the number of rows and the location in the FBGEMM spec of a table."""
     is_inference = isinstance(spec[0], str)  # name, rows, columns, type, location; or rows, columns, location, device
     return (spec[1], spec[4]) if is_inference else (spec[0], spec[2])
 
 
 def between_prefetches(tbe: Any) -> AbstractContextManager[None]:  # noqa: ANN401  one of several classes of FBGEMM
-    """Return a context manager for launches that run after a kernel's earlier prefetches and before its later ones.
+    """Return a context manager that orders operations on the current stream with the prefetches of a kernel.
 
-    The current stream waits for the prefetch stream, and at the end the prefetch stream waits for the current stream.
-    The thread does not wait. No-op for a kernel that has not prefetched on a separate stream. No thread may launch a
-    prefetch inside the ``with`` statement. This has not been tested on a GPU.
+    At entry, the current stream waits for the prefetch stream. At exit, the prefetch stream waits for the current
+    stream. The thread does not wait. No thread may launch a prefetch inside the ``with`` statement. No-op for a kernel
+    that has not prefetched on a separate stream. This has not been tested on a GPU.
     """
     prefetches = getattr(tbe, "prefetch_stream", None)
     return _NO_PREFETCHES if prefetches is None else _between(prefetches)  # avoids the time of a generator

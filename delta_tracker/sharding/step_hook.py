@@ -1,18 +1,18 @@
 """Report the rows that ``torch.optim`` optimizers write, for tables of plain modules.
 
 An optimizer writes in its ``step``. Hooks that torch calls before and after the ``step`` of every optimizer therefore
-report all writes. Which rows a step writes follows from the sparse gradient and from the optimizer:
+report all writes. The sparse gradient and the optimizer determine which rows a step writes:
 
 - ``SGD`` without momentum, ``Adagrad`` and ``SparseAdam`` write the rows of the gradient and no other rows.
-- ``SGD`` with momentum also writes the rows of its momentum, a sparse tensor with the rows of all earlier gradients.
+- ``SGD`` with momentum also writes the rows of its momentum buffer, which has the rows of all earlier gradients.
 - Any other optimizer may write any row: all rows count as changed, and a warning is logged once. The same holds for a
   gradient that is not sparse.
 
 A ``step`` with a closure computes the gradients itself. The rows are then reported after the step, with unknown old
-states. If another hook or the closure writes to a weight during a step, or changes its gradient, all rows of it count
-as changed. Torch calls the optimizer's own hooks between the two hooks of this module. Code that is compiled together
-with ``step`` calls no hook; the version counter of the weight then shows the write, and all rows count as changed. The
-fused optimizers of torch write without a new version: their parameters are also compared by their memory.
+states. If another hook or the closure writes to a weight or changes its gradient during a step, all rows of the table
+count as changed. Torch calls the optimizer's own hooks between the two hooks of this module. A compiled ``step`` calls
+no hook; the version counter of the weight then shows the write, and all rows count as changed. The fused optimizers of
+torch do not increment the version counter, so their parameters are also compared by address.
 """
 
 import logging
@@ -66,17 +66,17 @@ class _Step:
 
 
 class StepHook(Watcher):
-    """Hook that reports the rows which the steps of optimizers write to the tables of plain modules.
+    """Hook that reports the rows that ``torch.optim`` optimizers write to ``nn.Embedding`` and ``nn.EmbeddingBag``.
 
-    Tables that are compared with a copy are not reported. Their steps only count in :attr:`num_updates`.
+    Writes to a table that is compared with a copy are counted in :attr:`num_updates`, but not reported.
 
     Args:
-        shards: FQN to shard of each table of a plain module.
-        reports: see :class:`Watcher`.
+        shards: mapping of FQN to shard for the tables of these modules.
+        reports: listener, recorder and keys of the tracker.
 
     Attributes:
-        num_updates: number of steps of an optimizer that had a gradient of a table.
-        others: count of steps that update no table, but another tensor of the same size, such as a copy of a table.
+        num_updates: number of optimizer steps with a gradient for at least one table.
+        others: counter of steps that update no table, but a tensor of the same shape and dtype, such as a copy.
     """
 
     def __init__(self, shards: Mapping[str, LocalShard], reports: Reports) -> None:
@@ -90,25 +90,25 @@ class StepHook(Watcher):
         self._removals.append(partial(_STEPS.remove, self))
 
     def omitted(self) -> None:
-        """Record that a compiled graph runs steps without this hook."""
+        """Record that a compiled graph runs optimizer steps without calling this hook."""
         self._omitted()
 
     def forget(self, number: int) -> None:
-        """Close the open step of an optimizer, if there is one. ``number`` is the optimizer's ``id()``."""
+        """End the unfinished step of an optimizer, if there is one. ``number`` is the ``id()`` of the optimizer."""
         step = self._steps.pop(number, None)
         if step is not None:
             self._listener.end_write_later(step.key)
 
     def before(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Report the rows that a step is going to write."""
+        """Report the rows that ``optimizer.step(*args, **kwargs)`` may write. Called before the step."""
         self._run(optimizer, partial(self._begin, optimizer, args, kwargs))
 
     def after(self, optimizer: torch.optim.Optimizer) -> None:
-        """Report that a step has written its rows."""
+        """Report that the step that :meth:`before` reported has ended."""
         self._run(optimizer, partial(self._end, optimizer))
 
     def _run(self, optimizer: torch.optim.Optimizer, action: Callable[[], bool]) -> None:
-        """Call ``action``. If it fails, mark all rows at the next cut, because the rows of the step are unknown."""
+        """Call ``action``. If it fails, mark all rows at the next cut, since the rows of the step are unknown."""
         try:
             if not self._contained(action, otherwise=False):
                 self.forget(id(optimizer))
@@ -175,12 +175,12 @@ class StepHook(Watcher):
         return True
 
     def _versions(self) -> dict[str, int]:
-        """Return a number for the weight of each reported table, by FQN, that each write increments."""
+        """Return a counter for each reported table, by FQN, that every write to its weight increments."""
         named = num_named_writes()
         return {fqn: self._modules[fqn].weight._version + named for fqn in self._tables}  # noqa: SLF001
 
     def _rows(self, optimizer: torch.optim.Optimizer, step: _Step) -> dict[str, Tensor | None]:
-        """Return the rows that an optimizer may write with the current gradients, by FQN; None for all rows."""
+        """Return the ids ``[N]`` of the rows that the current gradients may change, by FQN; None for all rows."""
         tables: dict[int, list[str]] = {}
         for fqn, module in self._modules.items():  # a parameter may have several names, and may have been replaced
             tables.setdefault(id(module.weight), []).append(fqn)
@@ -226,12 +226,12 @@ class StepHook(Watcher):
             self.others.count(found)
 
     def _all_rows_of(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor | None]:
-        """Return all rows of the reported tables whose parameters an optimizer has."""
+        """Return None, which means all rows, for each reported table whose weight is a parameter of an optimizer."""
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         return {fqn: None for fqn in self._tables if id(self._modules[fqn].weight) in held}
 
     def _aliased(self, parameter: Tensor) -> list[str]:
-        """Return the tables whose weight is in the memory of another parameter."""
+        """Return the FQNs of the reported tables whose weight shares the storage of ``parameter``."""
         address = parameter.untyped_storage().data_ptr()
         return [fqn for fqn in self._tables if self._modules[fqn].weight.untyped_storage().data_ptr() == address]
 
@@ -270,16 +270,16 @@ def _weight_version(module: PlainModule) -> int | None:
 
 
 def _is_skipped(optimizer: torch.optim.Optimizer, gradient: Tensor) -> bool:
-    """Return True if the optimizer skips the gradient, as SparseAdam does with one that has no values."""
+    """Return True if the optimizer skips the gradient, as SparseAdam skips an empty gradient."""
     is_sparse = gradient.layout == torch.sparse_coo
     return type(optimizer) is torch.optim.SparseAdam and is_sparse and not gradient._values().numel()  # noqa: SLF001
 
 
 class _Steps:
-    """Hooks of all trackers, called by one pair of torch's hooks, which stays registered after the first use.
+    """Registry of the step hooks of all trackers, called by one pair of torch hooks that is never removed.
 
     torch iterates over its dictionary of hooks during each step of an optimizer. The garbage collector may delete a
-    tracker in the middle of a step; removing one of torch's hooks there would raise an error in the step.
+    tracker in the middle of a step, and removing a torch hook there would raise an error in the step.
     """
 
     def __init__(self) -> None:
@@ -316,7 +316,7 @@ _STEPS = _Steps()
 
 
 def _deleted(hook: ref[StepHook], number: int, _: object) -> None:
-    """Close the step of an optimizer that raised in it and was deleted. Takes no lock: any thread may call it."""
+    """End the step of an optimizer that raised in the step and was deleted. Lock-free and thread-safe."""
     held = hook()
     if held is not None:
         held.forget(number)

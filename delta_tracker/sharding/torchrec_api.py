@@ -54,25 +54,25 @@ def _wrappers() -> dict[type[nn.Module], str]:
 
 @dataclass(frozen=True, slots=True)
 class Torchrec:
-    """Classes of torch and torchrec that discovery looks for, without those whose module is not imported.
+    """Classes of torch and torchrec that are searched for in a model.
 
-    No model has a class whose module is not imported.
+    Classes in modules that are not imported are left out, since no model can contain them.
 
     Args:
-        collections: sharded module class to the name of the attribute that holds its tables; also used for subclasses.
-        wrappers: class of each wrapper without a component in FQNs, to the name of the attribute that holds the wrapped
-            module.
+        collections: class of a sharded collection to the name of the attribute that holds its tables. Subclasses match.
+        wrappers: class of a wrapper module to the name of the attribute that holds the wrapped module. FQNs omit this
+            name.
         fsdp: ``FullyShardedDataParallel``.
         sharded: the base class of all sharded modules.
         towers: classes of sharded modules that exist only on the ranks of one host.
         without_rows: classes of sharded modules that hold no embedding rows themselves.
-        sharded_tensors: classes of tensors of which each rank holds a part.
+        sharded_tensors: classes of tensors that are split over the ranks.
         replicas: ``DMPCollection``, the wrapper of 2D parallelism.
         replica_env: the sharding environment of 2D parallelism.
         pruning: classes of the modules of in-training pruning.
         sorted_collisions: ``MCHManagedCollisionModule``, which keeps the raw ids of its rows in ascending order.
         hashed_collisions: ``HashZchManagedCollisionModule``, which keeps the raw id of each row.
-        fused_kernels: names of the compute kernels whose optimizer writes rows in the backward pass.
+        fused_kernels: names of the compute kernels that update rows in the backward pass.
         dense_kernels: names of the compute kernels whose rows are ordinary parameters.
     """
 
@@ -108,13 +108,13 @@ class Torchrec:
     def walk(
         self, module: nn.Module, is_leaf: Callable[[nn.Module], bool], seen: set[nn.Module] | None, fqn: str = ""
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yield ``(FQN, module)`` for ``module`` and each module below it.
+        """Yield ``(FQN, module)`` for ``module`` and its submodules, except wrappers.
 
-        Wrappers are not yielded, and have no component in an FQN. This holds for ``torch.compile`` too, although the
-        keys of ``state_dict`` contain its component.
+        FQNs omit the attribute names of wrappers. They also omit ``_orig_mod`` of ``torch.compile``, unlike the keys
+        of ``state_dict``.
 
-        The walk does not go below a module for which ``is_leaf`` returns True. Modules in ``seen`` are omitted, and
-        visited ones are added to it; None yields a module once for each of its FQNs.
+        The submodules of a module are skipped if ``is_leaf`` returns True for the module. Modules in ``seen`` are
+        skipped, and visited modules are added to ``seen``. If ``seen`` is None, a module is yielded for each FQN.
         """
         if seen is not None:
             if module in seen:
@@ -132,12 +132,12 @@ class Torchrec:
 
 
 def holder_of(module: nn.Module, attributes: Mapping[type[nn.Module], str]) -> str | None:
-    """Return the attribute of the first class of which ``module`` is an instance; None if there is none."""
+    """Return the attribute name of the first class that ``module`` is an instance of; None if there is none."""
     return next((attribute for kind, attribute in attributes.items() if isinstance(module, kind)), None)
 
 
 def load_torchrec() -> Torchrec:
-    """Import torchrec and return the classes that discovery looks for. Raise MissingExtraError if that fails."""
+    """Import torchrec and return its classes. Raise MissingExtraError if it is not installed."""
     try:
         for name in ("embedding", "embeddingbag", "model_parallel", "types"):
             import_module(f"torchrec.distributed.{name}")
@@ -152,7 +152,7 @@ def is_fsdp2(module: nn.Module) -> bool:
 
 
 def managed_by_fsdp(model: nn.Module, torchrec: Torchrec) -> set[int]:
-    """Return the ``id()`` of each parameter that FSDP manages in ``model``. It may be sharded at any time."""
+    """Return the ``id()`` of each parameter of ``model`` that FSDP manages and may therefore shard."""
     return {
         id(parameter)
         for module in model.modules()
@@ -163,18 +163,18 @@ def managed_by_fsdp(model: nn.Module, torchrec: Torchrec) -> set[int]:
 
 
 def table_configs(module: nn.Module) -> dict[str, Any]:
-    """Return the table configs, with ``num_embeddings``, ``embedding_dim`` and ``feature_names``, by table name."""
+    """Return the configs (``num_embeddings``, ``embedding_dim``, ``feature_names``) of a collection by table name."""
     return dict(module._table_name_to_config)  # type: ignore[arg-type]  # noqa: SLF001
 
 
 def tbe_of(kernel: Any) -> Any:  # noqa: ANN401  classes of torchrec and FBGEMM
-    """Return FBGEMM's module (TBE) of a kernel, without the wrapper of ``torch.compile``, which has no tensors."""
+    """Return the FBGEMM module (TBE) of a kernel, unwrapped if it was compiled with ``torch.compile``."""
     module = kernel.emb_module
     return getattr(module, "_orig_mod", module)
 
 
 def weight_slots(kernel: Any) -> list[tuple[Mapping[str, Tensor | None], str]]:  # noqa: ANN401  a torchrec class
-    """Return the locations of a fused kernel's weight tensors, as pairs of a mapping and a key in the mapping."""
+    """Return a ``(mapping, key)`` pair for each weight tensor of a fused kernel; ``mapping[key]`` is the tensor."""
     return [slot for slot in tensor_slots(kernel) if slot[1] in ("weights_dev", "weights_host", "weights_uvm")]
 
 
@@ -185,14 +185,14 @@ def kernels_of(collection: Any) -> Iterator[Any]:  # noqa: ANN401  torchrec clas
 
 
 def unwrapped(lookup: Any) -> Any:  # noqa: ANN401  a torchrec class
-    """Return a lookup of a sharded collection without its wrappers. In fused collections it is wrapped twice."""
+    """Return a lookup module of a sharded collection without its ``DistributedDataParallel`` wrappers."""
     while isinstance(lookup, DistributedDataParallel):
         lookup = lookup.module
     return lookup
 
 
 def share_rows(kernel: Any, other: Any) -> bool:  # noqa: ANN401  torchrec classes
-    """Return True if two kernels have rows in the same memory, as after ``DistributedModelParallel.copy(device)``."""
+    """Return True if two kernels share the memory of rows, as after ``DistributedModelParallel.copy(device)``."""
     mine, its = (
         {
             tensor.untyped_storage().data_ptr()
@@ -205,18 +205,18 @@ def share_rows(kernel: Any, other: Any) -> bool:  # noqa: ANN401  torchrec class
 
 
 def tensor_slots(kernel: Any) -> list[tuple[Mapping[str, Tensor | None], str]]:  # noqa: ANN401  a torchrec class
-    """Return the locations of all tensors of a kernel's TBE module, as pairs of a mapping and a key in the mapping."""
+    """Return a ``(mapping, key)`` pair for each tensor of a kernel's TBE module; ``mapping[key]`` is the tensor."""
     module = tbe_of(kernel)
     return [(owner, name) for owner in (module._parameters, module._buffers) for name in owner]  # noqa: SLF001
 
 
 def planned_kernel(module: nn.Module, table: str) -> str:
-    """Return the name of a table's planned compute kernel, even if the table is on another rank."""
+    """Return the name of a table's compute kernel in the sharding plan. The table may be on another rank."""
     return str(module.module_sharding_plan[table].compute_kernel)  # type: ignore[index, union-attr]
 
 
 def kernel_arguments(module: Any) -> dict[str, list[dict[str, Any]]]:  # noqa: ANN401  a sharded collection
-    """Return the ``fused_params`` of each table's kernels on all ranks, by table name. They include the optimizer."""
+    """Return the ``fused_params``, including the optimizer, of each table's kernels on all ranks, by table name."""
     shardings = getattr(module, "_embedding_shardings", None) or module._sharding_type_to_sharding.values()  # noqa: SLF001
     found: dict[str, list[dict[str, Any]]] = {}
     for sharding in shardings:
@@ -227,12 +227,12 @@ def kernel_arguments(module: Any) -> dict[str, list[dict[str, Any]]]:  # noqa: A
 
 
 def sync_groups(wrapper: Any) -> list[tuple[dist.ProcessGroup, list[nn.Module]]]:  # noqa: ANN401  a DMPCollection
-    """Return the groups over which ``DMPCollection.sync`` averages, in its order.
+    """Return the process groups over which ``DMPCollection.sync`` averages, each with its FBGEMM modules (TBEs).
 
-    Each has the ranks that hold a replica of some kernels, and FBGEMM's modules (TBEs) of these kernels.
+    The groups are in the order of ``sync``. The ranks of a group hold replicas of the same modules.
 
-    torchrec 1.3 has one group, whose properties are attributes of the wrapper. Later versions have a list of contexts,
-    and since 1.5 a context has pairs of a module and its parent.
+    In torchrec 1.3, attributes of the wrapper describe the only group. Later versions have a list of contexts. Since
+    1.5, a context has pairs of a module and its parent.
     """
     contexts = getattr(wrapper, "_ctxs", None)
     found = (
@@ -244,7 +244,7 @@ def sync_groups(wrapper: Any) -> list[tuple[dist.ProcessGroup, list[nn.Module]]]
 
 
 def averages_itself(wrapper: Any) -> bool:  # noqa: ANN401  a DMPCollection
-    """Return True if ``sync`` averages with ``ReduceOp.AVG``, False if it calls a user's function or a relay."""
+    """Return True if ``sync`` averages with ``ReduceOp.AVG``, False if it uses a custom function or a relay."""
     return wrapper._custom_all_reduce is None and not getattr(wrapper, "_use_sharded_relay", False)  # noqa: SLF001
 
 
@@ -257,7 +257,7 @@ def replica_of(module: Any, torchrec: Torchrec) -> tuple[int, int]:  # noqa: ANN
 
 
 def is_fully_sharded(module: Any) -> bool:  # noqa: ANN401  a sharded collection
-    """Return True if a collection of a ``DMPCollection`` has the strategy FULLY_SHARDED, which torchrec 1.5 added."""
+    """Return True if a collection uses the 2D sharding strategy FULLY_SHARDED (torchrec 1.5 or newer)."""
     strategy = getattr(getattr(module, "_env", None), "sharding_strategy", None)
     return getattr(strategy, "name", "") == "FULLY_SHARDED"
 
@@ -265,7 +265,7 @@ def is_fully_sharded(module: Any) -> bool:  # noqa: ANN401  a sharded collection
 def planned_blocks(module: nn.Module, table: str) -> set[tuple[int, int, int, int]] | None:
     """Return the ``(first row, first column, number of rows, number of columns)`` of each planned shard of a table.
 
-    None if the plan has no blocks.
+    Returns None if the plan does not list the shards of the table.
     """
     spec = getattr(module.module_sharding_plan[table], "sharding_spec", None)  # type: ignore[index]
     if spec is None:

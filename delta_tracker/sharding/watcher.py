@@ -1,4 +1,4 @@
-"""Base class of the hooks, and their shared parts: listener, wrapped methods, and calls that are not compiled."""
+"""Base class and shared parts of the hooks: listener interface, wrapped methods, and uncompiled functions."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 UNSEEN = -1
-"""Key, for :meth:`HookListener.mark_all_later`, of writes without an end that no hook reports."""
+"""Key to pass to :meth:`HookListener.mark_all_later` for all later writes, if no hook reports them."""
 
 
 class HookListener(Protocol):
-    """Interface for receiving the reports of hooks.
+    """Interface that receives the reports of hooks. A cut is the point up to which a read returns changes.
 
-    The methods are called in the thread of the lookup or write. Only the last three, which report a ``sync`` of the
-    replicas in 2D parallelism, may wait for the device. Calls of :meth:`begin_write`, :meth:`end_write` and
-    :meth:`end_write_later` with the same key belong to the same write.
+    Hooks call the methods in the thread of the lookup or write. Only the last three methods, which concern ``sync`` in
+    2D parallelism, may wait for the device. Calls of :meth:`begin_write`, :meth:`end_write` and :meth:`end_write_later`
+    with the same key refer to the same write.
     """
 
     def looked_up(self, ids: Mapping[str, Tensor | None]) -> None:
@@ -41,48 +41,48 @@ class HookListener(Protocol):
         """Handle the start of the write ``key`` to the rows ``ids`` (table FQN to ``[N]`` local ids, None for all)."""
 
     def end_write(self, key: int, tables: Mapping[str, Tensor | None]) -> None:
-        """Handle the end of the write ``key`` to the tables in ``tables``. The values of the mapping are ignored."""
+        """Handle the end of the write ``key`` to the tables that are keys of ``tables``. The values are ignored."""
 
     def end_write_later(self, key: int) -> None:
-        """Handle the end of the backward pass that performs the write ``key``. Called even if the pass raised.
+        """Handle the end of the write ``key`` without acquiring a lock.
 
-        The write changes no more rows after this call. The call may come from any thread or from a destructor, so the
-        method must be lock-free.
+        Hooks call this method at the end of a backward pass, even if the pass raised, and after an interrupted write.
+        The call may come from any thread or from a destructor.
         """
 
     def mark(self, fqn: str, ids: Tensor | None, *, is_written: bool) -> None:
         """Mark rows of a table as changed.
 
-        ``ids`` are ``[N]``, local; None for all rows. If ``is_written`` is True, their old states are unknown.
+        ``ids`` are ``[N]`` local ids; None for all rows. ``is_written`` is True if the rows may already have been
+        overwritten, so that their old states are unknown.
         """
 
     def output_launched(self) -> None:
         """Handle the launch of a collection's output distribution. Must not block."""
 
     def mark_all_later(self, fqns: Collection[str], key: int | None = None) -> None:
-        """Mark all rows of the tables ``fqns`` at the next cut, with unknown old states.
+        """Mark all rows of the tables ``fqns`` as changed at the next cut, with unknown old states.
 
-        The method must be lock-free, must not allocate tensors and must not raise. It must not launch operations,
-        because a CUDA graph that is being captured would contain them.
+        If ``key`` is the key of a write, also mark them at every later cut until the write has ended. If it is
+        :data:`UNSEEN`, mark them at every later cut.
 
-        ``key`` is that of a write that may be in progress until :meth:`end_write` or :meth:`end_write_later`;
-        :data:`UNSEEN` for all later writes, of which no hook reports the rows; None for a write that has ended.
+        The method must be lock-free and must not raise, allocate tensors or launch operations on a device.
         """
 
     def notice_writes(self, fqns: Iterable[str]) -> None:
-        """Mark all rows of the tables in ``fqns`` whose weights were written in place without a report by a hook."""
+        """Mark all rows of each table in ``fqns`` whose weight was written in place without a report by a hook."""
 
     def acknowledge_writes(self, fqns: Iterable[str]) -> None:
-        """Ignore earlier in-place writes to the weights of the tables ``fqns``, because a hook reported the rows."""
+        """Ignore earlier in-place writes to the tables ``fqns``. Hooks call this once they have reported the rows."""
 
     def changed_since_sync(self, fqns: Iterable[str]) -> dict[str, Tensor | None]:
-        """Return the local ids of the rows that changed since the last :meth:`synced`, by FQN; None if unknown."""
+        """Return the ``[N]`` local ids of the rows changed since the last :meth:`synced`, by FQN; None if unknown."""
 
     def synced(self, fqns: Iterable[str]) -> None:
-        """Handle the end of a ``sync`` after which all replicas of the tables ``fqns`` are equal."""
+        """Record that a ``sync`` has made all replicas of the tables ``fqns`` equal."""
 
     def diverged(self, fqns: Iterable[str]) -> None:
-        """Handle a call after which the replicas of the tables ``fqns`` may differ in any row."""
+        """Record that the replicas of the tables ``fqns`` may differ in any row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class Reports:
 
     Args:
         listener: receives the reports.
-        recorder: records errors and the time that recording takes.
+        recorder: records errors of hooks and the time that hooks take.
         keys: yields a unique key for each write.
     """
 
@@ -101,20 +101,20 @@ class Reports:
 
 
 class Watcher:
-    """Base class of all hooks.
+    """Base class of the hooks that report lookups and writes of tables.
 
     Hooks never raise. After an error, the next read returns all rows of the hook's tables, with unknown old states. If
-    the hook failed before a write, every read until the end of the write or of its backward pass returns them too, and
-    so does the next read. This needs no memory, lock or operation of the device, so that it works after any error. Then
-    the error is counted, and the first error is logged. While a CUDA graph is captured, hooks launch no operation.
+    a hook fails before a write, all reads until the end of the write or of its backward pass return all rows too, and
+    so does the first read afterwards. This requires no memory, lock or device operation and works after any error.
+    Errors are counted, and the first one is logged. While a CUDA graph is captured, hooks launch no operation.
 
     Args:
         tables: FQNs of the tables to report.
-        reports: objects that the hooks of one tracker share.
+        reports: listener, recorder and keys, which the hooks of one tracker share.
 
     Attributes:
-        num_errors: number of errors so far.
-        has_unseen: True once a lookup or write was captured or compiled, so that no hook reports its repetitions.
+        num_errors: number of errors of this hook.
+        has_unseen: True once a lookup or write was captured or compiled into a graph that calls no hook.
     """
 
     def __init__(self, tables: Sequence[str], reports: Reports) -> None:
@@ -128,7 +128,7 @@ class Watcher:
         self.num_errors = 0
 
     def remove(self) -> None:
-        """Remove the hook. The remaining reports of a lookup or write in progress are dropped."""
+        """Remove the hook. Later reports of lookups and writes in progress are dropped."""
         for remove in self._removals:
             remove()
         self._removals.clear()  # some refer to this object
@@ -167,7 +167,7 @@ class Watcher:
         self._unseen("replays of a CUDA graph call no hook")
 
     def _omitted(self) -> None:
-        """Report that the current lookup or write is compiled with ``fullgraph=True``, without a call of the hook."""
+        """Record that a lookup or write is compiled with ``fullgraph=True`` and will not call the hook."""
         self._unseen("code that is compiled with fullgraph=True calls no hook; compile it without")
 
     def _unseen(self, reason: str) -> None:
@@ -207,10 +207,10 @@ class _NoListener:
 
 
 class OtherUpdates:
-    """Updates of other tensors, such as those of a copy of the model, since the tables were last updated or written.
+    """Counter of updates to other tensors, such as those of a copy of the model, while the tables do not change.
 
     Args:
-        versions: function without arguments that returns a value that changes with each in-place write to the tables.
+        versions: function whose result changes with each in-place write to the tables.
     """
 
     def __init__(self, versions: Callable[[], object]) -> None:
@@ -219,7 +219,7 @@ class OtherUpdates:
         self._counts: Counter[str] = Counter()
 
     def count(self, fqns: Iterable[str]) -> None:
-        """Count an update of other tensors, which could be taken for the tables ``fqns``."""
+        """Count an update of tensors that may be copies of the tables ``fqns``."""
         now = self.versions()
         if now != self._since:
             self._counts.clear()
@@ -227,11 +227,11 @@ class OtherUpdates:
         self._counts.update(fqns)
 
     def clear(self) -> None:
-        """Discard the updates, because a table was updated."""
+        """Reset all counts. Call this after an update of a table."""
         self._counts.clear()
 
     def counts(self) -> Counter[str]:
-        """Return the number of such updates by table FQN; empty if a table was written since the first of them."""
+        """Return the number of counted updates by table FQN; empty if a table was written since the first of them."""
         return self._counts if self._counts and self.versions() == self._since else Counter()
 
 
@@ -242,16 +242,16 @@ def is_capturing() -> bool:
 
 
 class WrappedMethod:
-    """Replacement of a module's method that writes rows without a hook. It calls the hooks of all trackers around it.
+    """Wrapper of a module's method that writes rows. It calls the hooks of all trackers before and after the method.
 
-    A copy of the module has the method, without hooks.
+    A copy of the module has the original method, without hooks.
 
     Args:
-        method: the method.
+        method: method to wrap.
 
     Attributes:
-        hooks: called with the arguments of each call, before it. Each returns a function to call afterwards, whose
-            argument is True if the method succeeded.
+        hooks: functions to call before the method, with its arguments. Each of them returns a function to call after
+            the method. Its argument is True if the method did not raise.
     """
 
     def __init__(self, method: Callable[..., None]) -> None:
@@ -260,7 +260,7 @@ class WrappedMethod:
 
     @classmethod
     def add(cls, hook: Callable[..., Callable[[bool], object]], module: nn.Module, name: str) -> Callable[[], None]:
-        """Add a hook to a method, which is wrapped once for all trackers. Return a function that removes the hook."""
+        """Add a hook to the method ``name`` of ``module``. Return a function that removes the hook."""
         held: Any = getattr(module, name)
         if not isinstance(held, cls):
             held = cls(held)
@@ -269,14 +269,14 @@ class WrappedMethod:
         return partial(held._remove, hook, module, name)
 
     def _remove(self, hook: Callable[..., Callable[[bool], object]], module: nn.Module, name: str) -> None:
-        """Remove a hook. Removing the last one restores the method ``name`` of ``module``."""
+        """Remove a hook. After the last one, restore the original method ``name`` of ``module``."""
         if hook in self.hooks:
             self.hooks.remove(hook)
         if not self.hooks and module.__dict__.get(name) is self:
             delattr(module, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401  those of the method
-        """Call the hooks, the method, and the functions that the hooks returned, in reverse order."""
+        """Call the hooks, then the method, then the functions that the hooks returned, in reverse order."""
         with ExitStack() as ends:  # even after an error, because nothing more is written then
             for hook in tuple(self.hooks):
                 ends.push(partial(self._end, hook(*args, **kwargs)))
@@ -291,14 +291,13 @@ class WrappedMethod:
 
 
 def untraced(hook: Callable[..., None], omitted: Callable[[], object]) -> Callable[..., None]:
-    """Return a function that calls ``hook``, and that the compiler does not trace.
+    """Return a function that calls ``hook`` and that ``torch.compile`` does not trace.
 
-    The compiler cannot trace a hook, because a hook acquires locks and registers hooks of autograd nodes. It therefore
-    breaks the graph before each call and calls the hook as ordinary code. Where it must not break the graph
-    (``fullgraph=True``), it would raise an error in the training step. In this case the graph contains no call.
+    The compiler breaks the graph at each call and runs the hook uncompiled. Under ``fullgraph=True``, where a graph
+    break is an error, the compiled graph does not call the hook. The compiler then calls ``omitted`` instead, once,
+    while it builds the graph.
 
-    ``omitted`` is called while the compiler builds a graph that must not break, and that later runs instead of the
-    hook. Neither function may raise, and ``omitted`` may not launch operations.
+    Neither function may raise, and ``omitted`` must not launch operations on a device.
     """
     called = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
 
@@ -318,7 +317,7 @@ def untraced(hook: Callable[..., None], omitted: Callable[[], object]) -> Callab
 
 
 def forget_compiled_code() -> None:
-    """Make torch recompile all code of this process, because compiled code does not run hooks added later."""
+    """Discard all compiled code of this process. Call this after adding hooks, which compiled code does not call."""
     compiler = sys.modules.get("torch._dynamo")
     if compiler is not None:
         compiler.reset_code_caches()  # unlike torch.compiler.reset(), keeps CUDA graphs

@@ -17,10 +17,10 @@ from delta_tracker.sharding.named_writers import num_named_writes
 
 
 def column_views(shard: LocalShard) -> list[Tensor]:
-    """Return live views ``[R, columns]``, one for each column range of the shard, in order. Flushes caches first.
+    """Return a view ``[R, columns]`` of the weights for each column range of a shard, in order. Flushes caches first.
 
-    The list is empty if the rank has no rows of the table. To read several shards, make all calls in one
-    ``with`` statement that uses :func:`~delta_tracker.sharding.kernel_memory.one_cut`.
+    Training overwrites the views. The list is empty if the rank has no rows of the table. To read several shards, make
+    all calls inside one ``with one_cut()`` of :func:`~delta_tracker.sharding.kernel_memory.one_cut`.
     """
     with one_cut():
         return [kernel.weight(slot) for kernel, slot in shard.holders]
@@ -29,8 +29,8 @@ def column_views(shard: LocalShard) -> list[Tensor]:
 def read_rows(shard: LocalShard, ids: Tensor | None = None) -> Tensor:
     """Return a copy of some or all rows of a shard.
 
-    Flushes caches first. Inside :func:`~delta_tracker.sharding.kernel_memory.reading_in_place`, a read of ``ids``
-    flushes nothing and reads rows that are in a cache from the cache.
+    ``ids`` are ``[N]`` int64 local ids; None for all rows. Caches are flushed first. Inside
+    :func:`~delta_tracker.sharding.kernel_memory.reading_in_place`, cached rows are instead read from the cache.
 
     Returns:
         ``[N, D]`` in the table's dtype, with columns in the order of ``shard.spec.columns``; ``[0, 0]`` if the rank has
@@ -47,15 +47,15 @@ def read_rows(shard: LocalShard, ids: Tensor | None = None) -> Tensor:
 class WriteWatch:
     """Detector of in-place writes to a shard's weights, based on the version counters of the weight tensors.
 
-    Torch's in-place operators increment the counter, for example when values are copied into the tensors of a state
+    In-place operators of torch increment the counter, for example when values are copied into the tensors of a state
     dict. The following do not increment it: the fused backward pass, the reads of this module, collectives that write
     to a tensor (``broadcast``, ``all_reduce``, ``recv``), and writes through ``.data``, ``untyped_storage()``, DLPack,
-    numpy or a raw pointer. The fused optimizers of ``torch.optim`` do not increment it either; their steps are hooked.
-    The tables of one kernel share a counter: a write to one table is reported for all of these tables. The functions of
-    :mod:`delta_tracker.sharding.named_writers` are reported for every table.
+    numpy or a raw pointer. Nor do the fused optimizers of ``torch.optim``, whose steps are reported by hooks. The
+    tables of a kernel share one counter: a write to one table is reported for all of them. A call of a function in
+    :data:`delta_tracker.sharding.named_writers.NAMED_WRITERS` is reported for every table.
 
     Args:
-        shard: function that returns the current shard. The result changes when the table is resharded.
+        shard: function that returns the current shard. Resharding the table changes its result.
     """
 
     __slots__ = ("_held", "_named", "_of", "_shard")
@@ -83,17 +83,17 @@ class WriteWatch:
 
 
 class _Weight(NamedTuple):
-    """Nonempty weight tensor of a shard's kernel, and the values by which a later write is detected.
+    """Nonempty weight tensor of a shard, and the values that are compared to detect a later write.
 
     Args:
-        owner: mapping of the module.
+        owner: mapping that contains the tensor, such as the parameters of a module.
         name: key of the tensor in the mapping.
         tensor: the tensor.
-        version: its version counter.
-        address: for a plain module, address of the first value, because ``weight.data`` may be replaced without a new
-            version; 0 for a kernel.
-        storage: for a plain module, a weak reference to the memory at the address, which another tensor can get once
-            the memory is freed.
+        version: value of its version counter.
+        address: address of the first value in a plain module, where ``weight.data`` may be replaced without a new
+            version; 0 in a kernel.
+        storage: weak reference to the storage in a plain module, since freed memory may be reused at the same address;
+            None in a kernel.
     """
 
     owner: Mapping[str, Tensor | None]
@@ -121,10 +121,10 @@ def _held(shard: LocalShard) -> list[_Weight]:
 
 
 def row_chunks(shard: LocalShard, ids: Tensor, num_rows: int) -> Iterator[tuple[slice, Tensor]]:
-    """Yield the rows of some local ids, ``[N]`` int64, in chunks of at most ``num_rows``.
+    """Read the rows ``ids`` (``[N]`` int64 local ids) of a shard in chunks of at most ``num_rows`` rows.
 
     Yields:
-        Slice of the positions in ``ids`` that the chunk covers, and the rows of these ids as in :func:`read_rows`.
+        Slice of ``ids`` that the chunk covers, and a copy of these rows; see :func:`read_rows`.
     """
     for begin in range(0, len(ids), num_rows):
         chunk = slice(begin, begin + num_rows)
@@ -132,21 +132,21 @@ def row_chunks(shard: LocalShard, ids: Tensor, num_rows: int) -> Iterator[tuple[
 
 
 def read_optimizer(shard: LocalShard, ids: Tensor) -> tuple[Tensor, ...]:
-    """Return a copy of the optimizer states of some rows of a shard.
+    """Return a copy of the optimizer states of the rows ``ids`` (``[N]`` int64 local ids) of a shard.
 
     Returns:
-        Each state in the optimizer's order: ``[N, D]``, or ``[N, S]`` if it is one number per row and column range.
-        Empty for SGD and unfused kernels, and if the rank has no rows.
+        One tensor per state, in the optimizer's order: ``[N, D]``, or ``[N, S]`` for a state with one number per row
+        and column range. Empty for SGD and unfused kernels, and if the rank has no rows.
     """
     every = zip(*state_views(shard), strict=True)
     return tuple(_side_by_side([view.index_select(0, ids) for view in views]) for views in every)
 
 
 def state_views(shard: LocalShard) -> list[list[Tensor]]:
-    """Return live views of the optimizer's states, for each column range of the shard in order, and each state.
+    """Return a list of views of the optimizer states for each column range of a shard, in order.
 
-    A view is ``[R, columns]``, or ``[R, 1]`` for a state that is one number per row. Training overwrites it. The lists
-    of the column ranges are empty without states; there is no list if the rank has no rows of the table.
+    A view is ``[R, columns]``, or ``[R, 1]`` for a state with one number per row. Training overwrites the views. The
+    inner lists are empty without states. The outer list is empty if the rank has no rows of the table.
     """
     return [
         [state if state.dim() > 1 else state.unsqueeze(1) for state in kernel.optimizer_states(slot)]
