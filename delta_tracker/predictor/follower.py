@@ -1,4 +1,4 @@
-"""Background thread of a predictor: it polls for versions, applies them, and retries after errors."""
+"""Background thread of a predictor, which polls for versions, applies them, and retries after errors."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class _Run:
         self.poll(storage)
 
     def poll(self, storage: Storage) -> None:
-        """Set the schedule for a store, which may be of another kind than the previous one."""
+        """Set the poll schedule for a store. Stores of different kinds have different default intervals."""
         poll_seconds = self._poll_seconds
         default = REMOTE_POLL_SECONDS if storage.is_remote else LOCAL_POLL_SECONDS
         longest, longest_hinted = _LONGEST_SECONDS["remote" if storage.is_remote else "directory"]
@@ -76,13 +76,13 @@ class _Run:
 
 
 class Follower(Forkable):
-    """Thread that calls :meth:`Reader.advance` repeatedly, and retries after an ``Exception`` or a panic of Rust code.
+    """Background thread of a predictor that applies new versions by calling :meth:`Reader.advance` repeatedly.
 
-    The thread ends only if :meth:`stop` is called or any other exception is raised, such as ``SystemExit``.
+    It retries after any ``Exception`` or panic of Rust code. Only :meth:`stop` and other exceptions end the thread.
 
     Attributes:
-        error: error, without a traceback, that ended the thread or that of the last attempt; None if there is none.
-        lock: held by any thread while the version changes.
+        error: error of the last attempt, or error that ended the thread, without a traceback; None if there is none.
+        lock: lock that any thread must hold while it applies a version.
     """
 
     def __init__(self, reader: Reader, heartbeats: Heartbeats | None) -> None:
@@ -106,7 +106,7 @@ class Follower(Forkable):
 
     @property
     def current_error(self) -> Exception | None:
-        """Value of :attr:`error`, otherwise the error of the version that the gate holds."""
+        """Value of :attr:`error`; if it is None, the error of the held version, or None without a held version."""
         gate = self._reader.writer.gate
         return self.error or (None if gate is None else gate.held)
 
@@ -117,10 +117,10 @@ class Follower(Forkable):
         return None if run is None or run.over.is_set() else run.schedule.seconds
 
     def start(self, poll_seconds: float | None, notifier: Notifier | None) -> None:
-        """Start the thread, which checks that the newest version fits the model before it polls.
+        """Start the thread. Before it polls, it checks that the newest version fits the model.
 
-        Waits at most two seconds for the check, and raises its error. A later error is raised when the thread applies
-        the version.
+        This call waits at most two seconds for the check and raises its error. The arguments are those of
+        :meth:`Predictor.follow`.
         """
         check_seconds("poll_seconds", poll_seconds)
         with self._control:
@@ -145,9 +145,9 @@ class Follower(Forkable):
                 raise
 
     def stop(self, *, raises: bool = True) -> None:
-        """Stop the thread at its next chunk or request, and wait for its end.
+        """Stop the thread before its next chunk of rows or its next request, and wait until it has ended.
 
-        If ``raises`` is True, raise a copy of :attr:`error`, otherwise log it.
+        If :attr:`error` is not None, raise a copy of it, or log it if ``raises`` is False.
         """
         if self._is_own_thread:
             raise InvalidArgumentError("stop()", "called in the thread of follow()", "Call it in another thread")
@@ -161,7 +161,7 @@ class Follower(Forkable):
             _logger.warning("predictor stopped with an error: %s", self.error)
 
     def wait(self, is_there: Callable[[], bool], seconds: float | None) -> bool:
-        """Wait until ``is_there()`` is True, which is called after each version. Return False after ``seconds``."""
+        """Wait until ``is_there()``, called after each version, is True. Return False after ``seconds``, if given."""
         if self._is_own_thread:
             raise InvalidArgumentError("wait()", "called in the thread of follow()", "Call it in another thread")
         waiter, end = SimpleQueue[None](), None if seconds is None else self._runtime.monotonic() + seconds
@@ -184,18 +184,18 @@ class Follower(Forkable):
         return False
 
     def moved(self) -> None:
-        """Wake the threads in :meth:`wait`."""
+        """Wake the threads in :meth:`wait`. Call this after versions were applied."""
         for waiter in tuple(self._waiters):
             waiter.put(None)
 
     def synced(self) -> None:
-        """Clear the error that ended the thread, because another thread has updated the tables."""
+        """Clear the error of a thread that has ended. Call this after the tables were updated without the thread."""
         if self.error is not None and not self.is_running:
             self.error = None
         self._beat()
 
     def after_fork_in_child(self) -> None:
-        """Drop the thread, which does not exist in the child process, and replace the locks that it may have held."""
+        """Drop the thread, which does not exist in the child process, and replace locks that it may have held."""
         if self._is_own_thread:
             return  # this thread forked, in a method of a RowTarget, and continues in the child
         self.lock, self._control, self._waiters = threading.Lock(), threading.RLock(), []
@@ -212,7 +212,7 @@ class Follower(Forkable):
             self._heartbeats.write(self.current_error, self.poll_seconds, is_last=is_last)
 
     def _end(self, run: _Run) -> None:
-        """End the thread, and then drop it. If the wait for its end is interrupted, the thread is kept."""
+        """Stop the thread, wait until it has ended, and drop it. If the wait is interrupted, keep it."""
         assert run.thread is not None, "set before the run is active"
         run.stop.set()
         run.over.wait()  # join() alone is not enough: Python 3.11 considers the thread ended if join() is interrupted
@@ -252,7 +252,7 @@ class Follower(Forkable):
                 self.error = ended
 
     def _begins(self, begun: Future[None]) -> bool:
-        """Check the newest version, and report to :meth:`start`. Return False if :meth:`start` will raise."""
+        """Check the newest version, and pass the result to :meth:`start`. Return False if :meth:`start` will raise."""
         refusal: BaseException | None = None
         try:
             with self._held_lock():

@@ -1,4 +1,4 @@
-"""Checks that a version must pass before a predictor applies it."""
+"""Checks that a predictor makes before it applies a version."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Measure = dict[tuple[str, str], float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gate:
-    """Set of bounds on the rows and dense tensors of a version.
+    """Bounds on the values of a version. A predictor holds a version that violates them, see :class:`Rollout`.
 
     The RMS row norm of a table is the root mean square of the L2 norms of its rows in the version. Error messages call
     it the size of the rows.
@@ -30,8 +30,8 @@ class Gate:
         max_drift: maximum relative difference between the RMS row norm of a table and its value in the last applied
             version of the same kind (snapshot or delta), as a fraction of the smaller of the two: 0.5 allows growth by
             half or shrinkage by a third. None disables the check. The first version of a kind is the baseline.
-        min_rows: number of rows in the version below which ``max_drift`` is not checked, because the norm varies too
-            much.
+        min_rows: minimum number of rows of a table in the version for the check of ``max_drift``. The norm of fewer
+            rows varies too much.
 
     Example:
         >>> gate = Gate(max_drift=0.5)  # for Rollout(gate=gate)
@@ -51,11 +51,11 @@ class Gate:
 
 
 class GateKeeper:
-    """Checker that compares versions with the bounds of a gate. A rejected version is called held.
+    """Check of versions against the bounds of a gate. A version that it rejects is held.
 
     Attributes:
-        held: error of the last held version, without a traceback; None if no version was held, or if a version has been
-            applied since.
+        held: error of the last held version, without a traceback; None if no version was held since a version was
+            applied.
     """
 
     def __init__(self, gate: Gate) -> None:
@@ -66,12 +66,12 @@ class GateKeeper:
         self.held: HeldVersionError | None = None
 
     def accept(self, version: int) -> None:
-        """Mark a version as accepted, so that it is not rejected. The mark is removed when the version is applied."""
+        """Accept a version once even if it violates a bound. Applying the version ends the exception."""
         check_count("version", version, 0)
         self._accepted.add(version)
 
     def recall(self, manifest: Manifest) -> None:
-        """Reject a version that was held and has not been accepted since, without reading its rows."""
+        """Raise HeldVersionError if the version was held before and not accepted since. Does not read its rows."""
         if manifest.version in self._accepted:
             return
         reason = self._refused.get((manifest.stream, manifest.link))
@@ -86,7 +86,7 @@ class GateKeeper:
                 self._hold(manifest, f"it has the rows of version {link.version}: {why}")
 
     def check(self, manifest: Manifest, contents: Contents) -> Measure:
-        """Return the norms of the tables for :meth:`passed`. Raise HeldVersionError if a bound rejects the version."""
+        """Return the RMS row norms for :meth:`passed`. Raise HeldVersionError if the version violates a bound."""
         measure, reason = self.measure(manifest, contents)
         reason = reason or self._drift(measure)
         if reason and manifest.version not in self._accepted:
@@ -96,7 +96,7 @@ class GateKeeper:
         return measure
 
     def passed(self, manifest: Manifest, measure: Measure) -> None:
-        """Record the result of :meth:`check` for an applied version as the baseline, and remove its accepted mark."""
+        """Record that a version was applied. ``measure``, its result of :meth:`check`, becomes the baseline."""
         # Skip norms that are not finite: no norm can be compared with them.
         self._sizes |= {key: size for key, size in measure.items() if math.isfinite(size)}
         self._accepted.discard(manifest.version)
@@ -104,7 +104,7 @@ class GateKeeper:
         self.held = None
 
     def restart(self) -> None:
-        """Clear the baseline before a rollback."""
+        """Clear the baseline. Call this before a rollback."""
         self._sizes.clear()
 
     def _hold(self, manifest: Manifest, reason: str) -> NoReturn:
@@ -112,7 +112,7 @@ class GateKeeper:
         raise unraised(self.held)  # the traceback of a raised error keeps the rows of the version alive
 
     def measure(self, manifest: Manifest, contents: Contents) -> tuple[Measure, str]:
-        """Return the RMS row norm of tables with at least ``min_rows`` rows, and a note about non-finite values."""
+        """Return the RMS row norms of tables with ``min_rows`` rows or more, and an error message that may be empty."""
         sums: dict[str, tuple[float, float]] = {}
         reason = ""
         for fqn, values in contents.chunks():

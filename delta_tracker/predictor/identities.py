@@ -1,14 +1,14 @@
-"""Change the owners of rows, so that no raw id reaches the row of another one while a version is applied.
+"""Change the owners of rows. Meanwhile, no raw id reads the row of another raw id.
 
-The owner of a row is the raw id that a managed-collision module maps to it. The order of each version is:
+The owner of a row is the raw id that a managed-collision module maps to it. The steps for each version are:
 
-1. Find the rows whose owner changes: the owners of the whole version are compared with those of the live mapping, from
-   which an interrupted attempt may have removed some. Nothing is changed.
-2. Unmap the owners of these rows, which then read the default rows of their buckets.
+1. Find the rows whose owner changes: compare the owners in the version with the owners in the live mapping. An
+   interrupted attempt may have removed some of the latter. Nothing is changed.
+2. Unmap the owners of these rows. Lookups of these raw ids then read the default rows of their buckets.
 3. Write the rows in chunks.
 4. Replace the mapping.
 
-At the end of each step, each raw id reads its own row as of the version before or this one, or its default row.
+At the end of each step, each raw id reads its own row as of the previous version or this one, or its default row.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ VersionOwners = Mapping[str, tuple[Tensor, Tensor]]
 
 
 def version_owners(contents: Contents) -> VersionOwners:
-    """Validate and return the owners of a version's rows, for each table with managed collisions."""
+    """Return the owners of a version's rows, by table FQN. Raise MalformedError if they are invalid."""
     manifest = contents.manifest
     pieces: defaultdict[str, list[tuple[Tensor, Tensor]]] = defaultdict(list)
     for fqn, ids, owners in contents.owners():
@@ -56,7 +56,7 @@ def version_owners(contents: Contents) -> VersionOwners:
 
 
 def identities_after(manifest: Manifest, held: Mapping[str, Identity]) -> Mapping[str, Identity]:
-    """Return the buckets of all tables after a version, by table FQN. ``held`` has those before the version."""
+    """Return the buckets of raw ids after a version, by table FQN. ``held`` has the buckets before the version."""
     if manifest.kind == "snapshot":  # a table that it lacks keeps its rows and its mapping
         kept = {fqn: identity for fqn, identity in held.items() if fqn not in manifest.tables}
         return {**kept, **manifest.identities}
@@ -71,7 +71,7 @@ def identities_after(manifest: Manifest, held: Mapping[str, Identity]) -> Mappin
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OwnerChange:
-    """Change of the owners in one mapping. All tensors are int64."""
+    """Change that a version makes to the owners in one live mapping. All tensors are int64."""
 
     fqn: str  # name of the table in the stream
     raw_ids: RawIdMap  # the live mapping
@@ -82,15 +82,15 @@ class OwnerChange:
 
     @property
     def default_rows(self) -> tuple[int, ...]:
-        """Default rows to write before :meth:`RawIdMap.adopt`, so that they do not contain rows of former owners."""
+        """Global ids of the default rows to write before :meth:`RawIdMap.adopt`; empty if it changes nothing."""
         return () if self.raw_ids.routes_by(self.identity) else self.identity.defaults
 
     def num_admitted(self) -> int:
-        """Return the number of rows that get a raw id."""
+        """Return the number of changed rows that have an owner after the version."""
         return int((self.final[self.slots - self.raw_ids.rows[0]] != NO_OWNER).sum())
 
     def unmap(self) -> int:
-        """Unmap the raw ids of the rows whose owner changes, and return their number. The caller must hold the lock."""
+        """Unmap the owners of the changed rows, and return their number. The caller must hold the lock for writing."""
         is_owned = self.former != NO_OWNER
         if bool(is_owned.any()):
             self.raw_ids.unmap(self.slots[is_owned], self.former[is_owned])
@@ -100,7 +100,7 @@ class OwnerChange:
 def owner_changes(
     version: VersionOwners, identities: Mapping[str, Identity], maps: Mapping[str, tuple[RawIdMap, ...]]
 ) -> list[OwnerChange]:
-    """Return the changes of a version for all live mappings, by the buckets of the version. Nothing is changed."""
+    """Return the changes that a version with the buckets ``identities`` makes to live mappings. Changes nothing."""
     return [
         _change(fqn, raw_ids, identity, *version[fqn]) for fqn, identity in identities.items() for raw_ids in maps[fqn]
     ]
@@ -134,7 +134,7 @@ def _change(fqn: str, raw_ids: RawIdMap, identity: Identity, slots: Tensor, owne
 
 
 def default_chunks(contents: Contents, changes: Iterable[OwnerChange], targets: Mapping[str, RowTarget]) -> list[Chunk]:
-    """Return chunks that write the default rows of ``changes``, see :attr:`OwnerChange.default_rows`."""
+    """Return chunks that write the :attr:`OwnerChange.default_rows` of ``changes``, with the values of a version."""
     chunks: list[Chunk] = []
     for change in changes:
         for slot in change.default_rows:
@@ -149,7 +149,7 @@ def default_chunks(contents: Contents, changes: Iterable[OwnerChange], targets: 
 
 
 def adopt_saved(identities: Mapping[str, Identity], maps: Mapping[str, tuple[RawIdMap, ...]]) -> None:
-    """Route unknown raw ids by the buckets of saved tables. The caller must hold the lock for writing."""
+    """Route unknown raw ids by the saved buckets ``identities``. The caller must hold the lock for writing."""
     found = [(fqn, raw_ids, identity) for fqn, identity in identities.items() for raw_ids in maps.get(fqn, ())]
     for fqn, raw_ids, identity in found:
         refusal = raw_ids.refusal(identity)
@@ -172,7 +172,7 @@ def adopt_saved(identities: Mapping[str, Identity], maps: Mapping[str, tuple[Raw
 
 
 def find_maps(model: object, names: Mapping[str, str]) -> dict[str, tuple[RawIdMap, ...]]:
-    """Return a model's raw-id mappings by table FQN in the stream. ``names`` has the FQN in the model if it differs."""
+    """Return a model's mappings of raw ids by table FQN in the stream. ``names`` maps it to a different model FQN."""
     if not isinstance(model, nn.Module) or not has_collisions(model):
         return {}
     from delta_tracker.sharding.raw_id_maps import raw_id_maps  # noqa: PLC0415  it needs torchrec
@@ -183,7 +183,7 @@ def find_maps(model: object, names: Mapping[str, str]) -> dict[str, tuple[RawIdM
 
 
 def check_hidden(manifest: Manifest, hidden: Collection[str], names: Mapping[str, str]) -> None:
-    """Raise ModelMismatchError for a version with raw ids that would not change a mapping in a scripted module."""
+    """Raise ModelMismatchError if a version has raw ids and a scripted module has a mapping, listed in ``hidden``."""
     left = sorted(set(hidden) - {names.get(name, name) for name in manifest.dense})
     if left and manifest.identities:
         fqn = next(iter(manifest.identities))
@@ -193,7 +193,7 @@ def check_hidden(manifest: Manifest, hidden: Collection[str], names: Mapping[str
 
 
 def check_indexes(indexes: Mapping[str, RawIdIndex], tables: Mapping[str, RowTarget]) -> dict[str, RawIdIndex]:
-    """Return the indexes of a predictor by table FQN in the stream. Names in ``indexes`` may end with ``.weight``."""
+    """Return ``indexes`` by table FQN, without ``.weight``. Raise InvalidArgumentError for names not in ``tables``."""
     found = {str(name).removesuffix(".weight"): index for name, index in indexes.items()}
     for fqn in found:
         if fqn not in tables:
@@ -202,9 +202,9 @@ def check_indexes(indexes: Mapping[str, RawIdIndex], tables: Mapping[str, RowTar
 
 
 def check_maps(manifest: Manifest, maps: Mapping[str, tuple[RawIdMap, ...]]) -> None:
-    """Raise ModelMismatchError for a version whose raw ids cannot be mapped as the trainer maps them.
+    """Raise ModelMismatchError if the live mappings ``maps`` cannot map the raw ids of a version like the trainer.
 
-    A table with raw ids needs mappings that serve its buckets and no other table. Any other table must have no mapping.
+    A table with raw ids needs mappings of its own that accept its buckets. Any other table must have no mapping.
     """
     owners: dict[int, str] = {}  # address of a mapping to the first table
     for fqn, table in manifest.tables.items():

@@ -1,8 +1,8 @@
 """Synchronization of lookups in many threads with the thread that writes rows.
 
 :class:`TableLock` orders them on the host. Work that a thread launches on CUDA while it holds the lock may run after
-the lock is released. :class:`TableFence` orders this work on the devices. Work on one stream runs in the order of its
-launch, work on different streams is ordered by events only.
+the lock is released. :class:`TableFence` orders this work on the devices: work on one stream runs in launch order, but
+work on different streams is ordered only by events.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class TableLock(Forkable):
     :meth:`reading` is reentrant. A thread that enters :meth:`writing` inside :meth:`reading` deadlocks.
 
     Attributes:
-        is_torn: True if a fork interrupted a write in another thread, whose rows may be torn in this process.
+        is_torn: True if a fork interrupted a write in another thread. Rows of this process may then be torn.
     """
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class TableLock(Forkable):
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Context manager that acquires the lock for writing. The stop flag of the thread interrupts its wait."""
+        """Context manager that acquires the lock for writing. The stop flag of the thread interrupts the wait."""
         with self._mutex:
             self._num_waiting += 1
             is_in = False
@@ -106,7 +106,7 @@ class TableLock(Forkable):
     # Forks
 
     def before_fork(self) -> None:
-        """Wait at most one second for another thread's write to end, and block new writes until the fork is done."""
+        """Wait at most one second for the end of a write in another thread, and block new writes during the fork."""
         thread = threading.get_ident()
         if not self._mutex.acquire(timeout=_FORK_SECONDS):
             return  # a signal handler forks while its own thread holds the mutex
@@ -124,7 +124,7 @@ class TableLock(Forkable):
                 self._may_write.notify()
 
     def after_fork_in_child(self) -> None:
-        """Release the lock for all threads that exist only in the parent. Record whether one of them was writing."""
+        """Release the lock for threads that exist only in the parent. Set :attr:`is_torn` if one was writing."""
         thread = threading.get_ident()
         if self._writer not in (None, thread):
             self._writer, self.is_torn = None, True
@@ -150,14 +150,14 @@ class TableLock(Forkable):
 
 
 class TableFence:
-    """Fence that orders lookups and writes on the devices, as :class:`TableLock` orders them on the host.
+    """Fence that orders lookups and writes on CUDA devices, like :class:`TableLock` on the host.
 
-    Each lookup waits for the last write. Each write waits for the last write and for all lookups after it. Only devices
-    wait, not threads.
+    Each lookup waits for the last write. Each write waits for the last write and for all lookups after it. The devices
+    wait; threads do not.
 
     Attributes:
-        devices: the CUDA devices of the tables, none on the CPU. Changes only while no thread reads.
-        writing: returns a context manager for the launches of one write. The caller must hold the lock for writing.
+        devices: CUDA devices of the tables; empty if all tables are on the CPU. Changes only while no thread reads.
+        writing: function that returns a context manager in which to launch one write. Hold the lock for writing.
     """
 
     def __init__(self) -> None:
@@ -169,9 +169,9 @@ class TableFence:
         self._queued: deque[list[Any]] = deque()  # events of the writes that may not have run
 
     def cover(self, devices: Iterable[torch.device]) -> None:
-        """Add the CUDA devices among ``devices``. The caller must hold the lock for writing.
+        """Add the CUDA devices in ``devices``. The caller must hold the lock for writing.
 
-        Waits for a new device, which may run lookups that were launched before it was added.
+        Waits for each new device, which may still run lookups that were launched earlier.
         """
         for device in dict.fromkeys(devices):
             if device.type == "cuda" and device not in self.devices:
@@ -179,7 +179,7 @@ class TableFence:
                 self.devices, self.writing = (*self.devices, device), self._writing
 
     def enter_reading(self) -> list[Any]:
-        """Make the current streams wait for the last write, and return them. The lock must be held for reading."""
+        """Make the current streams wait for the last write, and return them for :meth:`leave_reading`."""
         streams = [torch.cuda.current_stream(device) for device in self.devices]
         for device, stream in zip(self.devices, streams, strict=True):
             if device in self._written:
@@ -187,7 +187,7 @@ class TableFence:
         return streams
 
     def leave_reading(self, streams: Sequence[Any]) -> None:
-        """Make the next write wait for the work on ``streams``. The caller must still hold the lock for reading."""
+        """Make the next write wait for the work on ``streams``. Call this before releasing the lock for reading."""
         with self._mutex:  # threads may share a stream, and the last record of an event counts
             for stream in streams:
                 if stream not in self._read:
@@ -211,7 +211,7 @@ class TableFence:
             self._queued.append(list(self._written.values()))
 
     def throttle(self) -> None:
-        """Wait until at most four writes are queued on the devices, which bounds the memory that they occupy."""
+        """Wait until at most four writes are queued on the devices, to bound the memory that queued writes occupy."""
         while len(self._queued) > _NUM_QUEUED:
             for event in self._queued.popleft():
                 event.synchronize()

@@ -36,7 +36,7 @@ _logger = logging.getLogger(__name__)
 
 
 class _Saved(SavedPosition):
-    """Position and the last order that was followed."""
+    """Saved position, and the counter of the pin or release that was followed last."""
 
     pin: Count = 0
     release: Count = 0
@@ -47,20 +47,20 @@ class _Saved(SavedPosition):
 
 
 class ModelWriter:
-    """Writer of versions to one model.
+    """Writer of versions to one model in this process. The model stays available for lookups.
 
-    The methods are called in one thread at a time, except :meth:`reading`. Any thread may read the attributes.
+    Only one thread at a time may call the methods, except :meth:`reading`. Any thread may read the attributes.
 
     Attributes:
         manifest: manifest of the last applied snapshot or delta; None before the first.
         identities: table FQN to the buckets that currently route unknown raw ids.
-        written: versions that were written. While another stream is being written, it has those of the former
+        written: versions that were written. During a change to another stream, these are the versions of the former
             stream, and ``is_mixed`` is True.
-        position: position of the tables; None before the first version.
+        position: stream position of the tables; None before the first version.
         specs: size in the model of each table and dense tensor that a version had, by name in the stream; None if it is
             unknown.
-        differences: sentences on what of the stream and the model differs since the last version; see :class:`Status`.
-        resolve: function that returns the current tables of the model for a version; see :meth:`ServedModel.resolve`.
+        differences: sentences on the differences of the model and the stream at the last version; see :class:`Status`.
+        resolve: the method :meth:`ServedModel.resolve` of the model.
     """
 
     def __init__(self, target: ModelTarget, gauges: PredictorGauges, choice: TableChoice) -> None:
@@ -99,11 +99,11 @@ class ModelWriter:
                 self.fence.leave_reading(streams)
 
     def save_order(self, followed: Order) -> None:
-        """Record the order that was followed last. :meth:`state_dict` includes it."""
+        """Record the pin or release that was followed last. :meth:`state_dict` includes it."""
         self._hold(self.written.with_order(followed.kind, followed.counter))
 
     def restore(self) -> None:
-        """No-op: the position is known."""
+        """Do nothing: the position in memory is always valid, even after an interrupted write."""
 
     def keeps_rows(self, manifest: Manifest, receiver: Receiver | None = None) -> bool:
         """Return False if a table or dense tensor of the model was replaced by one of another size.
@@ -128,9 +128,10 @@ class ModelWriter:
         return False
 
     def write(self, receiver: Receiver, contents: Contents, *, is_elsewhere: bool) -> None:
-        """Check a version and write it to ``receiver``, and advance the position when it is complete.
+        """Write a version to ``receiver`` after checks, and advance the position once the version is complete.
 
-        If a write with ``is_elsewhere`` is interrupted, only the same version or a snapshot can be applied next.
+        ``is_elsewhere`` is False if the version is known to continue the history of the rows. If a write is interrupted
+        and ``is_elsewhere`` is True, only the same version or a snapshot can be applied next.
         """
         manifest = contents.manifest
         has_raw_ids = bool(manifest.identities or self.identities)
@@ -160,7 +161,7 @@ class ModelWriter:
         self._gauges.applied(manifest)
 
     def write_rows(self, placements: Iterable[Placement]) -> None:
-        """Write rows chunk by chunk, between lookups."""
+        """Write the rows of ``placements`` in chunks. Lookups may run between two chunks."""
         with self._gauges.apply_timer():
             for placement in placements:
                 for chunk in placement.chunks(self._chunk_rows):

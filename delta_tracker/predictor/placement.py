@@ -1,7 +1,7 @@
-"""Map the rows of a version to the targets, which are the tables of the model.
+"""Map the rows of a version to targets (the tables of the model).
 
 Each row is written once, with all columns that the version has. A trainer writes a table with column-wise sharding as
-several blocks. This module joins them, because a row can be quantized only from all of its columns.
+several blocks. This module joins the blocks, since quantizing a row requires all of its columns.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from delta_tracker.stream.format.block_rows import BlockRows
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Placement:
-    """Assignment of rows of a version to one target.
+    """Rows of a version that are written to one target.
 
-    The blocks have the same row ids, and column ranges that are ascending and disjoint.
+    The blocks in ``rows`` have the same row ids. Their column ranges are ascending and disjoint.
     """
 
     target: RowTarget
     rows: tuple[BlockRows, ...]
 
     def chunks(self, num_rows: int) -> Iterator[Chunk]:
-        """Yield chunks of at most ``num_rows`` rows. Lookups may run while a chunk is read and prepared for writing."""
+        """Read the rows and yield them, prepared for writing, in chunks of at most ``num_rows``. Lookups may run."""
         first, count = self.rows[0], self.rows[0].block.num_rows
         ids = slice(*first.block.rows) if first.ids is None else first.ids
         for begin in range(0, count, num_rows):
@@ -45,7 +45,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chunk:
-    """Chunk of rows that are prepared for writing to one target.
+    """Rows that are prepared for one write to a target.
 
     ``ids`` are the ``num_rows`` int64 global row ids, ascending and unique, or a slice with start and stop. ``values``
     are pairs of a half-open column range and the result of ``target.prepare`` for these columns.
@@ -63,7 +63,7 @@ class Chunk:
 
 
 def placements(rows: Iterable[BlockRows], targets: Mapping[str, RowTarget]) -> list[Placement]:
-    """Return the placements of the disjoint blocks of one version in its tables. No values are read or written."""
+    """Return placements of the disjoint blocks ``rows`` of a version. Reads and writes no values."""
     by_table: defaultdict[str, list[BlockRows]] = defaultdict(list)
     for each in rows:
         by_table[each.block.table].append(each)
@@ -88,7 +88,7 @@ def _placements(blocks: Sequence[BlockRows], target: RowTarget) -> list[Placemen
 
 
 def _held(rows: BlockRows, target: RowTarget) -> list[BlockRows]:
-    """Split a block by the column ranges of a target. Leave out the rows and columns that the target does not hold."""
+    """Split a block at the column ranges of a target. Leave out rows and columns that the target does not hold."""
     block, found = rows.block, []
     first, end = max(block.rows[0], target.rows[0]), min(block.rows[1], target.rows[1])
     for held in target.columns if first < end else ():

@@ -1,4 +1,4 @@
-"""Schedules of a follower's polls and gap checks. The poll interval depends on new versions, hints and errors."""
+"""Schedules of the polls and gap checks of a follower. The poll interval depends on new versions, hints and errors."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _HINTED_PAUSE_SECONDS = 0.25
 
 
 class PollSchedule:
-    """Wait before the next poll, computed from the results of the last polls and hints.
+    """Schedule of polls. The wait before the next poll depends on the results of the last polls and hints.
 
-    A fixed schedule always waits ``seconds``. Otherwise, the wait doubles up to ``longest`` while no version is found,
-    and a version resets it. After three consecutive hints that announced a version, it is ``longest_hinted``, until a
-    version comes without a hint or the notifier fails. With ``is_delayed``, a version becomes visible some seconds
-    after its hint, because a cache is in between. Not thread-safe.
+    If ``is_fixed`` is True, the wait is always ``seconds``. Otherwise, it doubles up to ``longest`` while polls find no
+    version, and a version resets it. After three consecutive hints with a version each, it is ``longest_hinted`` until
+    a version arrives without a hint or the notifier fails. ``is_delayed`` is True if a cache in front of the store may
+    delay a version by some seconds after its hint. Not thread-safe.
 
     Attributes:
-        retry_seconds: wait after a poll that failed, without jitter.
+        retry_seconds: seconds to wait after a failed poll, without jitter.
 
     Example:
         >>> schedule = PollSchedule(0.01, is_fixed=False, longest=0.1, longest_hinted=1.0)
@@ -63,7 +63,7 @@ class PollSchedule:
 
     @property
     def seconds(self) -> float:
-        """Wait before the next poll, without jitter."""
+        """Seconds to wait before the next poll, without jitter."""
         if self._is_delayed_hint:
             return min(self._first_seconds, _HINTED_PAUSE_SECONDS)
         return self._longest_hinted if self._num_right >= _NUM_TRUSTED else self._current
@@ -91,11 +91,11 @@ class PollSchedule:
         self._hinted = self._runtime.monotonic()
 
     def distrust(self) -> None:
-        """Record that the notifier failed, so that hints may be missing."""
+        """Record that the notifier failed and that hints may be missing."""
         self._num_right, self._hinted = 0, None
 
     def pause(self) -> float:
-        """Return the seconds to wait before the next poll, after one that found nothing."""
+        """Record that a poll found no version. Return the seconds to wait before the next poll."""
         self._is_moving = False
         if self._hinted is not None and not self._is_delayed_hint:
             self.distrust()  # the hint was wrong
@@ -105,21 +105,21 @@ class PollSchedule:
         return jittered(seconds, self._runtime)
 
     def worked(self) -> None:
-        """End the back-off, because a poll succeeded."""
+        """Record that a poll succeeded. Resets :attr:`retry_seconds`."""
         self.retry_seconds = self._first_seconds
 
     def failed(self, seconds: float | None = None) -> None:
-        """Double the wait before the next attempt, up to 5 s, or set it to ``seconds``."""
+        """Record that a poll failed. Doubles :attr:`retry_seconds` up to 5 s, or sets it to ``seconds``."""
         doubled = min(_MAX_BACK_OFF_SECONDS, max(2 * self.retry_seconds, _LEAST_PAUSE_SECONDS))
         self.retry_seconds = doubled if seconds is None else seconds
 
     def found_no_stream(self) -> None:
-        """Poll often until the stream is found: hints cannot be received without its id."""
+        """Record that there is no stream yet. Sets :attr:`retry_seconds` to 1 s or less, since hints need its id."""
         self.retry_seconds = min(self._longest, _NO_STREAM_SECONDS if self._is_fixed else _MAX_NO_STREAM_SECONDS)
 
 
 class GapChecks:
-    """Schedule of the checks that find a deleted next version."""
+    """Schedule of gap checks, which find out whether a missing next version was deleted."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
@@ -132,12 +132,12 @@ class GapChecks:
         return self._runtime.monotonic() >= self._due
 
     def done(self, *, found_none: bool) -> None:
-        """Set the time of the next check. The interval grows if this check listed the log and found no gap."""
+        """Schedule the next check after one was made. The interval grows if it listed the log and found no gap."""
         longer = min(2 * self._seconds, _MAX_GAP_CHECKS * GAP_CHECK_SECONDS)
         self._seconds = longer if found_none else GAP_CHECK_SECONDS
         self._due = self._runtime.monotonic() + jittered(self._seconds, self._runtime)
 
 
 def jittered(seconds: float, runtime: Runtime) -> float:
-    """Return ``seconds`` with random jitter if it is at least 0.1 s, to spread the requests of many readers."""
+    """Return ``seconds`` with 25 % random jitter, to spread the requests of many readers; unchanged below 0.1 s."""
     return seconds * runtime.uniform(0.75, 1.25) if seconds >= _LEAST_JITTERED_SECONDS else seconds

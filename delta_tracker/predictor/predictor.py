@@ -43,9 +43,9 @@ class Rollout:
     """Rules for which versions a predictor applies, and when.
 
     Args:
-        gate: bounds on the values of a version; a version that violates one is held. None disables the check.
+        gate: bounds on the values of a version; a version that violates them is held. None disables the check.
         canary: distance to keep from the newest version; None to apply each version as soon as it is found.
-        follows_pins: True to obey ``delta-tracker rollback`` and ``delta-tracker release``.
+        follows_pins: True to follow ``delta-tracker rollback`` and ``delta-tracker release``.
 
     Raises:
         InvalidArgumentError: if an argument is invalid.
@@ -68,38 +68,38 @@ class Rollout:
 class Predictor(Uncopied, remedy="Save or copy its state_dict()"):
     """Reader of a stream that applies each version once, in order, to the tables of a model.
 
-    A predictor starts from the newest snapshot and applies every later version. A version is validated completely
-    before its first row is written. ``guide/fleet.md`` has all rules, failover and limits.
+    A predictor starts from the newest snapshot and applies every later version. It validates a version completely
+    before it writes the first row. ``guide/fleet.md`` describes all rules, failover and limits.
 
-    Lookups in other threads run inside ``with predictor.reading()``, where no row changes. While a version is applied,
-    lookups may see some of its rows, but no torn (partly written) row, and no raw id reads the row of another raw id.
-    All dense tensors change together after the last row. Collision modules of the model must be in evaluation mode.
+    Lookups in other threads must run inside ``with predictor.reading()``, where no row changes. While a version is
+    applied, lookups may see some of its rows, but no torn (partly written) row, and no raw id reads the row of another
+    raw id. All dense tensors change together after the last row. Managed-collision modules of the model must be in
+    evaluation mode.
 
     Args:
-        model: module whose tables have the same names as those of the stream (``<fqn>.weight``), or a mapping of FQN to
-            tensor or :class:`~delta_tracker.row_target.RowTarget`. A module may contain ``nn.Embedding``,
-            ``nn.EmbeddingBag`` and TorchRec collections (unsharded, sharded or quantized). The tables are looked up for
-            each version, so ``model.to(device)`` may be called between versions. The model must have all dense tensors
-            of the stream, which are applied too. Pass a :class:`~delta_tracker.predictor.served_model.ModelTarget` to
-            map names, to skip dense tensors, or to add mappings of raw ids. Pass a
-            :class:`~delta_tracker.sinks.row_sink.RowSink` to write all tables, without dense tensors, to a row store
-            for lookups in other processes.
+        model: module with the same table names as the stream (``<fqn>.weight``), or a mapping of FQN to tensor or
+            :class:`~delta_tracker.row_target.RowTarget`. A module may contain ``nn.Embedding``, ``nn.EmbeddingBag`` and
+            TorchRec collections (unsharded, sharded or quantized). The predictor looks up the tables for each version,
+            so ``model.to(device)`` may be called between versions. The model must have all dense tensors of the stream,
+            which are applied too. Pass a :class:`~delta_tracker.predictor.served_model.ModelTarget` to map names, skip
+            dense tensors, or add mappings of raw ids. Pass a :class:`~delta_tracker.sinks.row_sink.RowSink` to write
+            all tables, without dense tensors, to a row store for lookups in other processes.
         url: url of the stream, such as ``file:///directory``, ``s3://bucket/prefix`` or ``https://cache/prefix``, or an
-            opened :class:`~delta_tracker.stream.storage.storage.Storage`. A sequence has the copies of one stream in
-            order of preference: objects missing in one copy are read from another.
-        rollout: which versions are applied; None for ``Rollout()``, which applies all.
-        tables: names or patterns, such as ``"user.*"``, of the tables and dense tensors of the stream that are read and
-            applied; None for all. ``guide/serve.md`` says what is read.
+            opened :class:`~delta_tracker.stream.storage.storage.Storage`; or a sequence of copies of one stream in
+            order of preference. Objects missing in one copy are read from another.
+        rollout: rules for which versions are applied, and when; None for ``Rollout()``, which applies all versions.
+        tables: names or patterns, such as ``"user.*"``, of the tables and dense tensors of the stream to read and
+            apply; None for all. See ``guide/serve.md``.
         name: name of the heartbeat that is written to the stream every few seconds, which requires write permission;
-            None disables it. It is also the label ``predictor`` of the metrics, by default ``"predictor"``. If another
-            predictor of this process has the name, ``-2``, ``-3``, ... is appended to the label.
+            None to write none. It is also the label ``predictor`` of the metrics, by default ``"predictor"``. If
+            another predictor of this process has the same name, ``-2``, ``-3``, ... is appended to the label.
         monitor: monitor for the metrics; None for ``delta_tracker.monitor.MONITOR``.
-        cache: directory, or :class:`~delta_tracker.stream.host_cache.HostCache`, in which the predictors of one host
-            keep the parts that they read, so that each is fetched once.
-        heartbeats: url or store for the heartbeats; None for the first writable ``url``, and after a failover the new
-            one if it is writable.
+        cache: directory, or :class:`~delta_tracker.stream.host_cache.HostCache`, that the predictors of a host share to
+            fetch each part only once; None to disable the cache.
+        heartbeats: url or store to write heartbeats to; None for the first writable ``url``, or for the url in use
+            after a failover if it is writable.
         runtime: clock, waits, random numbers and threads of the predictor.
-        unknown: not accepted; the error names a similar argument.
+        unknown: not accepted; the error suggests a similar argument.
 
     Raises:
         InvalidArgumentError: for an invalid argument, such as a model without tables.
@@ -164,7 +164,7 @@ class Predictor(Uncopied, remedy="Save or copy its state_dict()"):
     def manifest(self) -> Manifest | None:
         """Manifest of the last applied snapshot or delta; None before the first, and after :meth:`load_state_dict`.
 
-        It has only what was applied, also with ``tables`` or if the model differs.
+        With ``tables``, or if the model differs, the manifest lists only what was applied.
         """
         return self._destination.manifest
 
@@ -175,7 +175,7 @@ class Predictor(Uncopied, remedy="Save or copy its state_dict()"):
 
     @property
     def error(self) -> Exception | None:
-        """Current error of :meth:`follow`, or error of the version that the gate holds; None if there is neither."""
+        """Current error of :meth:`follow`, or error of the held version; None if there is neither."""
         return self._follower.current_error
 
     def reading(self) -> AbstractContextManager[Served]:
@@ -184,11 +184,11 @@ class Predictor(Uncopied, remedy="Save or copy its state_dict()"):
         Keep the body of the ``with`` statement short and without ``await``: :meth:`follow` and :meth:`sync` cannot
         write rows until it ends.
 
-        If tables are on CUDA devices, the streams that are current when the ``with`` statement begins wait for the last
-        write of rows, and the next write waits for all work that these streams have when the statement ends. Launch the
-        lookups on these streams. The statement does not wait for the device. This has not been tested on a GPU.
+        If tables are on CUDA devices, launch the lookups on the streams that are current at entry. These streams wait
+        for the last write of rows, and the next write waits for all work on them at exit. Neither entry nor exit waits
+        for the device. This has not been tested on a GPU.
 
-        ``guide/serve.md`` has the rules for forks. Raises FollowEndedError if a fork has left torn rows.
+        Raises FollowEndedError if a fork has left torn rows; see ``guide/serve.md`` for the rules for forks.
         """
         return self._destination.reading()
 
@@ -225,9 +225,9 @@ class Predictor(Uncopied, remedy="Save or copy its state_dict()"):
         )
 
     def sync(self, limit: int | None = None) -> int:
-        """Apply the committed versions that are not applied yet, by the rules in ``guide/fleet.md``.
+        """Apply all committed versions that are not applied yet. ``guide/fleet.md`` describes the rules.
 
-        After :meth:`rollback`, and at the version of a pin, no newer version is applied until a release.
+        After a :meth:`rollback` or at a pinned version, no newer version is applied until a release.
 
         Args:
             limit: maximum number of versions to apply; None for all. A merged version counts as one.
@@ -239,10 +239,10 @@ class Predictor(Uncopied, remedy="Save or copy its state_dict()"):
             NoSnapshotError: if the stream has no snapshot to start from.
             HeldVersionError: if the gate rejects the next version.
             StorageError: if the store cannot be read.
-            StaleCacheError: if an object is missing, short or altered behind an http cache, even if it is read past the
-                caches.
-            StreamError: if the next version is missing, damaged, of another stream or an older copy, or does not fit
-                the model, and no resync is possible. ``guide/errors.md`` names the types and what to do.
+            StaleCacheError: if an object behind an http cache is missing, short or altered, even for a request that
+                bypasses the cache.
+            StreamError: if the next version is missing, is damaged, belongs to another stream or an older copy, or does
+                not fit the model, and no resync is possible. ``guide/errors.md`` lists the types and remedies.
         """
         if limit is not None:
             check_count("limit", limit)
@@ -260,17 +260,17 @@ class Predictor(Uncopied, remedy="Save or copy its state_dict()"):
         return position.link.version
 
     def follow(self, poll_seconds: float | None = None, notifier: Notifier | None = None) -> None:
-        """Apply new versions in a background thread until :meth:`stop`.
+        """Apply new versions in a background thread until :meth:`stop` is called.
 
         The thread waits until the stream has a snapshot. If an attempt fails, the thread reports the error in
         :attr:`error`, the heartbeat and the metric ``follow_errors``, and retries after a pause of up to 5 seconds.
 
-        An exception such as ``SystemExit`` or ``KeyboardInterrupt`` that is raised in the thread ends the thread.
-        :attr:`error` is then a :class:`FollowEndedError`, which :meth:`stop` raises.
+        An exception such as ``SystemExit`` or ``KeyboardInterrupt`` in the thread ends it. :attr:`error` is then a
+        :class:`FollowEndedError`, which :meth:`stop` raises.
 
         Args:
             poll_seconds: seconds between two polls, more than 0; None for the intervals in ``guide/fleet.md``.
-            notifier: delivers hints of new versions; None to find versions by polling only.
+            notifier: source of hints of new versions; None to find versions by polling only.
 
         Raises:
             InvalidArgumentError: if an argument is invalid, or if the thread is already running.
@@ -280,20 +280,20 @@ class Predictor(Uncopied, remedy="Save or copy its state_dict()"):
         self._follower.start(poll_seconds, notifier)
 
     def wait(self, version: int | None = None, timeout: float | None = None) -> int:
-        """Wait until :meth:`follow` has applied a version. Does not poll: the thread wakes this call.
+        """Wait until the thread of :meth:`follow` has applied a version. The thread wakes this call.
 
         Args:
-            version: lowest number of the version; None for any version, after which the tables can be served.
+            version: number of the version to wait for, or of any newer one; None for the first version.
             timeout: maximum number of seconds to wait; None for no limit.
 
         Returns:
             Number of the version that the tables hold.
 
         Raises:
-            WaitTimeoutError: if the version was not applied in time. The message has the error of :meth:`follow`, if
-                there is one.
+            WaitTimeoutError: if the version was not applied in time. The message includes the error of :meth:`follow`,
+                if there is one.
             FollowEndedError: if the thread ended with an error, or exists only in the parent process.
-            InvalidArgumentError: if the thread is not running and the version is not there, or if called in the thread.
+            InvalidArgumentError: if the thread is not running and the version is not applied, or if called in it.
         """
         if version is not None and (type(version) is not int or version < 0):
             raise InvalidArgumentError("version", version, "Pass the number of a version, 0 or more, or None")
@@ -307,11 +307,11 @@ class Predictor(Uncopied, remedy="Save or copy its state_dict()"):
         return self.version
 
     def stop(self) -> None:
-        """End the thread of :meth:`follow` within about a second, and raise its current error if there is one.
+        """Stop the thread of :meth:`follow` within about a second, and raise its current error if there is one.
 
-        A version whose rows are being written is completed, unless its parts exceed 256 MiB in total and must be read
-        again, or another thread does not leave :meth:`reading`. A signal handler may call this method; the thread
-        itself may not.
+        The thread completes a version that it is writing, unless the parts of the version exceed 256 MiB in total and
+        must be read again, or another thread does not leave :meth:`reading`. A signal handler may call this method; the
+        thread itself must not.
         """
         self._refuse_inside_reading("stop()")
         self._follower.stop()
@@ -328,20 +328,20 @@ class Predictor(Uncopied, remedy="Save or copy its state_dict()"):
     # Gate and rollback
 
     def accept(self, version: int) -> None:
-        """Allow a version to be applied once even if the gate rejects it. It may be held now or committed later."""
+        """Apply a version once even if the gate rejects it. The version may be held already, or committed later."""
         if self._gate is None:
             text = "Build the Predictor with a gate: without one, no version is held"
             raise InvalidArgumentError("accept()", version, text)
         self._gate.accept(version)
 
     def rollback(self, version: int) -> None:
-        """Return to an earlier version, and apply no newer one until :meth:`release`. Bypasses the gate.
+        """Return to an earlier version, and apply no newer one until :meth:`release` is called. Bypasses the gate.
 
         With ``follows_pins``, a newer pin or release of the stream ends the rollback. All data is read and validated
         before the first row is written.
 
         Raises:
-            InvalidArgumentError: if ``version`` is invalid, not committed yet or above the bound of a canary.
+            InvalidArgumentError: if ``version`` is invalid, not committed yet or newer than the canary allows.
             StreamError: if a required version is missing or damaged, belongs to another stream or does not fit the
                 model. If the store fails after the validation, the next :meth:`sync` or :meth:`follow` completes the
                 rollback.
@@ -354,8 +354,8 @@ class Predictor(Uncopied, remedy="Save or copy its state_dict()"):
     def release(self) -> None:
         """End a :meth:`rollback`: the next :meth:`sync`, or a running :meth:`follow`, applies newer versions again.
 
-        With ``follows_pins``, the pin or release of the stream then applies again. Without a rollback, this call ends
-        the pin that is followed, for this predictor and until the next pin.
+        With ``follows_pins``, the pin or release of the stream then applies again. Without a rollback, this predictor
+        stops following the current pin of the stream; it follows the next pin.
         """
         self._reader.release()
 
@@ -374,7 +374,7 @@ class Predictor(Uncopied, remedy="Save or copy its state_dict()"):
 
         Returns:
             Dict of plain values, such as ``stream`` and ``version``. It has no position before the first version, or if
-            an interrupted call left rows of unrelated versions in the tables: after such a dict is loaded, only a
+            an interrupted call left rows of unrelated versions in the tables. Once such a dict is loaded, only a
             snapshot can be applied.
         """
         return self._destination.state_dict() | self._choice.saved()
@@ -383,8 +383,8 @@ class Predictor(Uncopied, remedy="Save or copy its state_dict()"):
         """Restore the stream position of tables that were saved together with ``state``.
 
         The next :meth:`sync` or :meth:`follow` continues with the version after this position, or resyncs. A
-        :meth:`rollback` is not part of the state. Load the mapping of raw ids before: the model's state, or that of
-        each ``RawIdIndex``. Raises InvalidArgumentError if ``state`` is invalid or does not fit this mapping.
+        :meth:`rollback` is not part of the state. Load the mapping of raw ids first: the state of the model, or of each
+        ``RawIdIndex``. Raises InvalidArgumentError if ``state`` is invalid or does not fit this mapping.
         """
         self._refuse_inside_reading("load_state_dict()")
         with self._follower.lock:

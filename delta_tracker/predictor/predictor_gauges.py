@@ -31,8 +31,8 @@ def applied_entry(log: StreamLog, version: int) -> Manifest | None:
 class PredictorGauges:
     """Metrics of one predictor.
 
-    The attributes ``num_*`` are those of :class:`Status`. Writers count ``num_rows``, including the rows of interrupted
-    versions.
+    The attributes ``num_*`` are the counts in :class:`Status`. Writers increment ``num_rows`` for each chunk, also in
+    versions that are interrupted.
     """
 
     def __init__(self, recorder: Recorder, runtime: Runtime) -> None:
@@ -49,7 +49,7 @@ class PredictorGauges:
         self._counted: Counter[str] = Counter()  # operations of stores and results of the host cache in the counters
 
     def begin(self, url: str, faults: Iterable[type[Exception]]) -> None:
-        """Initialize the counters of ``faults`` to 0, and report the age and the lag at each collection."""
+        """Initialize the counters, such as resyncs by type of fault, to 0, and register the gauges of age and lag."""
         self.reads("", url)
 
         def of_served(seconds: Callable[[Manifest], float | None]) -> Callable[[], float | None]:
@@ -70,7 +70,7 @@ class PredictorGauges:
         self.recorder.watch(lambda predictor: self._show(predictor.status))
 
     def reads(self, stream: str, url: str) -> None:
-        """Report the stream that the predictor reads, and the url of its source."""
+        """Set the stream id and the source url that the metrics report."""
         self._source = stream, url
         self.recorder.predictor_info.remove()
         self.recorder.predictor_info.set(1, stream=stream, url=shown_url(url))
@@ -89,23 +89,23 @@ class PredictorGauges:
             self.reads(manifest.stream, self._source[1])
 
     def admitted(self, fqn: str, num_ids: int) -> None:
-        """Count raw ids of a table that were mapped to rows."""
+        """Count ``num_ids`` raw ids of a table that were mapped to rows."""
         self.num_admitted += num_ids
         self.recorder.admitted_ids.cell(table=fqn).add(num_ids)
 
     def evicted(self, fqn: str, num_ids: int) -> None:
-        """Count raw ids of a table that were removed from their rows."""
+        """Count ``num_ids`` raw ids of a table that were removed from their rows."""
         self.num_evicted += num_ids
         self.recorder.evicted_ids.cell(table=fqn).add(num_ids)
 
     def resynced(self, fault: Exception) -> None:
-        """Count a resync and the fault that caused it."""
+        """Count a resync, by the type of the fault that caused it."""
         self.recorder.resyncs.cell(reason=type(fault).__name__).add(1)
         if isinstance(fault, CorruptPartError):
             self.recorder.refused_parts.cell(reason="corrupt").add(1)
 
     def rests(self, log: StreamLog, position: Position | None) -> None:
-        """Read the entry of a loaded position, to find the age of the rows. Ignores errors."""
+        """Read the manifest of a position that was loaded, to report the age of its rows. Ignores stream errors."""
         if position is None:
             return
         with suppress(StreamError):
@@ -113,7 +113,7 @@ class PredictorGauges:
             self.reads(position.stream, self._source[1])
 
     def failed_over(self, url: str) -> None:
-        """Count a change to the source with the url ``url``."""
+        """Count a failover to the source with the url ``url``."""
         self.recorder.failovers.cell().add(1)
         self.reads(self._source[0], url)
 
@@ -141,7 +141,7 @@ class PredictorGauges:
         return added
 
     def _known_lag(self, index: int) -> float | None:
-        """Return a number of the last lag; None if the store cannot be read or does not answer."""
+        """Return the last lag, in versions (0) or seconds (1); None if the store cannot be read or does not answer."""
         asked, lag = self._asked, self._lag
         if lag is None or (asked is not None and self._monotonic() - asked > _PATIENCE_SECONDS):
             return None
@@ -151,12 +151,12 @@ class PredictorGauges:
 class ServedAge:
     """Estimate of the age of a served version, by the store's clock.
 
-    An entry that a poll did not find was modified after the poll, see
+    A poll that finds no entry shows that the next entry is committed later, see
     :class:`~delta_tracker.stream.store_clock.StoreClock`.
 
     Attributes:
-        rested: version after which the last poll found no entry, and the monotonic time at which the poll began; None
-            if it found an entry.
+        rested: if the last poll found no entry, the version before the missing entry and the monotonic time at which
+            the poll began; otherwise None.
     """
 
     def __init__(self, runtime: Runtime = REAL) -> None:
@@ -165,11 +165,11 @@ class ServedAge:
 
     @property
     def skew_seconds(self) -> float:
-        """This host's clock minus the store's; 0 unless the entries contradict this host's clock."""
+        """Seconds by which this host's clock is ahead of the store's; 0 unless entries show a difference."""
         return 0.0 - self._clock.offset
 
     def applied(self, manifest: Manifest) -> None:
-        """Compare this host's clock with the time at which an applied version was committed."""
+        """Update the estimate of the store's clock from the modification time of an applied version."""
         modified, rested, looked_at = manifest.modified, self.rested, None
         if modified is None or manifest.merges is not None:
             return
@@ -178,11 +178,11 @@ class ServedAge:
         self._clock.compare(modified, looked_at=looked_at)
 
     def seconds(self, manifest: Manifest) -> float:
-        """Return the seconds since a version was committed or mirrored, for a merged version since its cut."""
+        """Return the age of a version in seconds: since its commit in this store, or since the cut if it is merged."""
         since = manifest.committed if manifest.merges is None else min(manifest.cut, manifest.committed)
         return max(0.0, self._clock.now() - since)
 
     def event_seconds(self, manifest: Manifest) -> float | None:
-        """Return the time since the event time of a version, at least 0; None if it has none."""
+        """Return the seconds since the event time of a version, at least 0; None if it has no event time."""
         event_time = manifest.event_time
         return None if event_time is None else max(0.0, self._clock.now() - event_time)

@@ -1,4 +1,4 @@
-"""Heartbeats of a predictor, which show its version and its lag: :class:`Heartbeats`."""
+"""Heartbeats of a predictor, which report its version and its lag: :class:`Heartbeats`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from delta_tracker.stream.storage.storage import Location, open_storage
 
 
 class Heartbeats:
-    """Writer of heartbeats to ``given``, by default to the first writable store of the reader."""
+    """Writer of a predictor's heartbeats to ``given``, or to the first writable store of its reader if that is None."""
 
     def __init__(self, reader: Reader, name: str, given: Location | None) -> None:
         stores = [each.storage for each in reader.sources.all] if given is None else [open_storage(given)]
@@ -52,8 +52,8 @@ class Heartbeats:
 def lag(reader: Reader, poll_seconds: float | None = None) -> tuple[int, float] | None:
     """Return the number of committed versions that are not applied, and the age in seconds of the oldest of them.
 
-    Returns None if the store cannot be read, or if its log ends before the last applied version. With ``poll_seconds``,
-    sends no request if one of the last two polls found no version.
+    Returns None if the store cannot be read, or if its log ends before the last applied version. ``poll_seconds`` is
+    the interval of a thread that polls: no request is sent if one of its last two polls found no version.
     """
     version, source = reader.version, reader.source
     rested = source.lag.rested

@@ -1,4 +1,4 @@
-"""Loop of a reader: decide and act. See :class:`Reader`."""
+"""Reader of a stream: decides which version to apply next and applies it. See :class:`Reader`."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ _SURVEY_SECONDS = 60.0  # between two looks at the other sources while the curre
 
 
 class Reader:
-    """Reader of one stream, which decides which version to apply next and applies it.
+    """Reader of one stream of a predictor. It decides which version to apply next and applies it.
 
     Each call of :meth:`advance` is a round. Not thread-safe, except :meth:`release` and the attributes.
 
     Attributes:
-        pinned: target version of the pin or rollback that applies to the reader; None without one.
-        why: text of the last decision and its reason; empty before the first one, and after :meth:`release`.
+        pinned: version of the pin or rollback that applies to the reader; None without one.
+        why: last decision and its reason as text; empty before the first decision, and after :meth:`release`.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Reader:
 
     @property
     def position(self) -> Position | None:
-        """Position of the rows that were written."""
+        """Stream position of the rows that were written; None before the first version."""
         return self.writer.destination.position
 
     @property
@@ -102,8 +102,8 @@ class Reader:
     def advance(self, *, looks_for_gap: bool) -> bool:
         """Apply the next version, or several at once. Return False if there is nothing to apply.
 
-        With ``looks_for_gap``, a missing next version is checked: it may be deleted, or not committed yet. Raises a
-        StreamError if nothing can be applied because of a fault.
+        If ``looks_for_gap`` is True and the next version is missing, check whether it was deleted or is not committed
+        yet. Raises StreamError if a fault prevents the reader from applying a version.
         """
         destination = self.writer.destination
         destination.restore()
@@ -130,7 +130,7 @@ class Reader:
         return has_moved
 
     def rollback(self, version: int) -> None:
-        """Return to a version, and stay there until :meth:`release`. If this raises, nothing was changed."""
+        """Return to a version, and stay at it until :meth:`release` is called. See :meth:`Predictor.rollback`."""
         self.writer.destination.restore()
         source, path = self._path_back(version)
         if source.canary is not None and not source.allows(path[-1]):
@@ -146,21 +146,21 @@ class Reader:
         _logger.warning("rolled back to version %d of %s", version, self.storage.url)
 
     def release(self) -> None:
-        """See :meth:`Orders.release`."""
+        """End a rollback; without one, stop following the current pin. Thread-safe, effective in the next round."""
         self.orders.release()
         self.pinned, self.why = None, ""
 
     def loaded(self) -> None:
-        """Reset the reader after the position of the rows was replaced."""
+        """Reset the reader. Call this after the destination has loaded a saved position."""
         self.orders.load(self.writer.destination.written)
         self._in_a_row = _CATCH_UP
         self._is_checked = False
         self.source.settling.clear()
 
     def newest(self) -> list[Manifest]:
-        """Return the entries that the reader would apply: that of a pin, or the newest snapshot and the newest entry.
+        """Return the entries that the reader may apply next: the pinned entry, or the newest snapshot and newest entry.
 
-        Only entries above the position are returned, and none after a rollback.
+        Without a pin, only entries above the position are returned. After a rollback, the list is empty.
         """
         if self.orders.begin().own is not None:
             return []
@@ -242,7 +242,7 @@ class Reader:
                     raise decision.error
 
     def _apply(self, state: _Round, decision: Apply) -> bool:
-        """Apply entries. Return False if one of them has a fault, which the next decision takes into account."""
+        """Apply entries. If one has a fault, record the fault for the next decision and return False."""
         storage, entries = decision.log.source.storage, decision.entries
         entry = entries[0]
         try:
@@ -327,7 +327,7 @@ class Reader:
         self.pinned, self.why = stay.pinned, stay.why
 
     def _doubt(self, state: _Round, doubt: Doubt) -> None:
-        """Read the object that may have caused a fault again: first from the cache, then past it.
+        """Read the object that may have caused a fault again, first from the cache, then bypassing the cache.
 
         Raises StaleCacheError if no object is left to retry, but a stale cache may still be the cause.
         """
@@ -358,7 +358,7 @@ class Reader:
         state.view = replace(state.view, logs=tuple(logs))
 
     def _is_retired(self) -> bool:
-        """Return True if the pointer, read past the caches, shows that retention has deleted the next version."""
+        """Return True if the pointer, read without caches, shows that retention has deleted the next version."""
         position, pointer = self.position, self.source.log.pointer
         if position is None or self.source.settling.has_read_pointer:
             return False
@@ -398,7 +398,7 @@ class Reader:
 
 
 class Resyncs:
-    """Counter and log of resyncs and faults. Each fault is logged once until the next version is applied."""
+    """Counter and logger of resyncs and faults. Each fault is logged once until the next version is applied."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -406,14 +406,14 @@ class Resyncs:
         self.logged: set[tuple[object, ...]] = set()  # since the last applied version
 
     def add(self, url: str, fault: StreamError, before: int | None, after: int) -> None:
-        """Record a resync because of a fault, from version ``before`` to ``after``."""
+        """Count and log a resync from version ``before`` to version ``after``, caused by ``fault``."""
         self.count += 1
         self.last = f"version {before} to {after}: {type(fault).__name__}: {fault}"
         # As text, because a log handler may keep its arguments, and with the error the rows of the version.
         _logger.warning("resync of %s from version %s to %s: %s", url, before, after, str(fault))
 
     def log_once(self, level: int, text: str, error: StreamError, *what: object) -> None:
-        """Log a fault unless it was logged since the last applied version."""
+        """Log a fault unless it was logged since the last version. ``text`` is a format for ``what`` and ``error``."""
         key = text, *what, *kind_of(error)
         if key not in self.logged:
             self.logged.add(key)
@@ -421,7 +421,7 @@ class Resyncs:
 
 
 class IgnoredPins:
-    """Checker for pins that a reader ignores, at most once a minute. ``notice`` names such a pin, or is empty."""
+    """Check for pins that a reader ignores, at most once a minute. ``notice`` is a message, empty without a pin."""
 
     def __init__(self, monotonic: Callable[[], float]) -> None:
         self.notice = ""
@@ -429,7 +429,7 @@ class IgnoredPins:
         self._looked_at = float("-inf")
 
     def look(self, storage: Storage, position: Position | None) -> None:
-        """Look for the newest pin, and log once that it is not followed. No-op within a minute of the last call."""
+        """Read the newest pin, and log once that it is not followed. No-op within a minute of the last read."""
         if position is None or self._monotonic() - self._looked_at < _IGNORED_SECONDS:
             return
         self._looked_at = self._monotonic()
@@ -444,7 +444,7 @@ class IgnoredPins:
 
 @dataclass(slots=True, eq=False)
 class _Round:
-    """State of one round of a reader. A round that reads past a cache always looks for a gap.
+    """State of one round of a reader. A round that bypasses a cache always looks for a gap.
 
     Args:
         view: input of the next decision.

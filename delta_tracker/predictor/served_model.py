@@ -41,21 +41,21 @@ NameChoice = Mapping[str, str] | Callable[[str], str]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelTarget:
-    """Model that a predictor writes to, with its differences from the trainer's model.
+    """Model that a predictor writes to, and how it differs from the trainer's model.
 
     Args:
-        model: module, or mapping of FQN to tensor or target, as for a predictor.
+        model: module, or mapping of FQN to tensor or :class:`~delta_tracker.row_target.RowTarget`.
         names: name in the stream to name in the model, for tables and dense tensors whose names differ. A key that ends
             with a dot, or is empty, is a prefix: ``{"module.": ""}``. A function from name to name is also accepted.
         dense: True to apply the dense parameters and buffers of the stream too; the model must have all of them.
-        raw_ids: table name in the stream to :class:`~delta_tracker.raw_ids.index.RawIdIndex`, for tables whose raw ids
-            no collision module of the model maps. The predictor changes the indexes.
+        raw_ids: table name in the stream to :class:`~delta_tracker.raw_ids.index.RawIdIndex`, for tables with raw ids
+            that no collision module of the model maps. The predictor updates the indexes.
         on_model_change: "stop" to keep the last version that fits the model; "continue" to apply what fits, and to show
             the rest in the status. ``guide/serve.md`` has the rules.
         chunk_rows: maximum number of rows that are written while lookups wait.
 
     Raises:
-        InvalidArgumentError: if an argument is invalid. A predictor compares the names with those of the model.
+        InvalidArgumentError: if an argument is invalid. A predictor also raises it for names that the model lacks.
 
     Example:
         >>> ModelTarget({"user": torch.zeros(10, 4)}, names={"ec.embeddings.user": "user"}).dense
@@ -93,11 +93,11 @@ class ModelTarget:
 
 
 class Names:
-    """Mapping from names in the stream to names in the model, by the ``names`` of a :class:`ModelTarget`.
+    """Mapping from names in the stream to names in the model, built from the ``names`` of a :class:`ModelTarget`.
 
     A whole name takes precedence over a prefix, and a longer prefix over a shorter one. All other names are unchanged.
     ``known`` has the names of the tables and tensors of the model. ``depends_on_stream`` is False if :meth:`of` returns
-    the same names for every stream.
+    the same result for every stream.
     """
 
     def __init__(self, choice: NameChoice, known: Collection[str]) -> None:
@@ -110,7 +110,7 @@ class Names:
         self.depends_on_stream = not isinstance(choice, Mapping) or len(self._whole) < len(given)
 
     def of(self, names: Iterable[str]) -> dict[str, str]:
-        """Return the model's name by the stream's name, for ``names`` that differ and all whole names."""
+        """Return names in the model by name in the stream, for the ``names`` that differ and all whole names."""
         if not self.depends_on_stream:
             return self._whole
         return {name: own for name in names if (own := self._own(name)) != name} | self._whole
@@ -131,10 +131,10 @@ def _is_prefix(name: str) -> bool:
 
 
 class ServedModel:
-    """Tables, dense tensors and mappings of raw ids of a model. ``continues`` is True to apply the part that fits.
+    """Access to the tables, dense tensors and mappings of raw ids of a model that a predictor writes to.
 
-    ``first_devices`` are the devices of the model when this object was created. The tensors of the last version are
-    kept until the next one, even if the model replaces them.
+    ``continues`` is True to apply the part of a version that fits. ``first_devices`` has the devices of the model when this object was created. The tensors for the last version are
+    referenced until the next version, even if the model replaces them.
     """
 
     def __init__(self, target: ModelTarget, choice: TableChoice) -> None:
@@ -152,7 +152,7 @@ class ServedModel:
         self._found: tuple[object, Receiver] | None = None  # what the last receiver depends on, and it
 
     def resolve(self, manifest: Manifest) -> Receiver:
-        """Return the tables and dense tensors of the model that a version is written to. Raise if it does not fit."""
+        """Return the current tensors of the model for a version. Raise ModelMismatchError if it does not fit."""
         memory = None if manifest.identities or self._has_raw_ids else _memory(self._model)
         # A tracker may be newer than the last receiver.
         asked = None if memory is None else (memory, manifest.tables, manifest.dense, num_announced())
@@ -198,7 +198,7 @@ class ServedModel:
         return found
 
     def _warn_of_others(self, manifest: Manifest) -> None:
-        """Log the tables and dense parameters that are missing in the stream and therefore keep their values."""
+        """Warn of tables and dense parameters that are missing in the stream and therefore keep their values."""
         sent = {self._names.get(name, name).removesuffix(".weight") for name in (*manifest.tables, *manifest.dense)}
         self._has_compared = True
         in_stream = {own: name for name, own in self._names.items()}
@@ -255,7 +255,7 @@ class Receiver:
     """Tables, dense tensors and mappings of raw ids that one version is written to, by name in the stream.
 
     ``fit`` has what is applied of the version; None for all of it. :meth:`ServedModel.specs` returned ``specs``.
-    ``devices`` has the devices of all of them. A target that is not a tensor may have an attribute of this name.
+    ``devices`` has the devices of all of them. A custom :class:`RowTarget` may have an attribute ``devices``.
     """
 
     targets: Mapping[str, RowTarget]
@@ -345,7 +345,7 @@ def _modules_tables(model: nn.Module) -> Iterable[tuple[str, Tensor | RowTarget]
 
 
 def _table_names(model: Model) -> set[str]:
-    """Return the FQNs of a model's embedding tables, without those of sharded and quantized modules."""
+    """Return the FQNs of a model's embedding tables, without tables of sharded and quantized modules."""
     if not isinstance(model, nn.Module):
         return {str(name).removesuffix(".weight") for name in model}
     tables = nn.Embedding, nn.EmbeddingBag
@@ -353,7 +353,7 @@ def _table_names(model: Model) -> set[str]:
 
 
 def renamed(targets: dict[str, RowTarget], names: Mapping[str, str]) -> dict[str, RowTarget]:
-    """Return the targets by their names in the stream. ``names`` maps each name that differs to the model's name."""
+    """Return ``targets`` by name in the stream. ``names`` maps names in the stream to different names in the model."""
     if not names:
         return targets
     own = {fqn: name for fqn, name in names.items() if name in targets}
@@ -366,8 +366,8 @@ def renamed(targets: dict[str, RowTarget], names: Mapping[str, str]) -> dict[str
 def check_targets(manifest: Manifest, targets: Mapping[str, RowTarget]) -> None:
     """Raise ModelMismatchError for the first table of a version that does not fit the model.
 
-    A table does not fit if it is missing, has another shape or dtype, cannot be written in place, or shares its memory
-    with another table of the stream. A target whose block lies outside its table raises InvalidArgumentError.
+    A table does not fit if it is missing, has a different shape or dtype, cannot be written in place, or shares memory
+    with another table of the stream. Raises InvalidArgumentError for a target whose block lies outside its table.
     """
     for fqn, table in manifest.tables.items():
         target = targets.get(fqn)

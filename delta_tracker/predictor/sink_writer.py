@@ -1,16 +1,16 @@
 """Writer of versions to a row store, in an order that is correct after a crash at any point.
 
-The order of each version is:
+The steps for each version are:
 
 1. Store the state: the version is being applied.
 2. Log the owners that change. The log is read only after a crash, and in step 6.
-3. Write the rows. In a table with raw ids, each under the raw id of its owner.
+3. Write the rows. In a table with raw ids, write each row under the raw id of its owner.
 4. Delete the rows of raw ids that own no row after the version.
 5. Store the state: the version is complete. Readers now read it.
-6. Copy the log to the stored map of owners, and clear it.
+6. Copy the log to the stored map of owners, and clear the log.
 
-The stored map is therefore always that of the last complete version. After a crash before step 5, the raw ids that only
-the log has are deleted; after step 5, step 6 is repeated.
+The stored map therefore always belongs to the last complete version. After a crash before step 5, raw ids that are only
+in the log are deleted. After a later crash, step 6 is repeated.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ _SLOTS = 1 << 16  # owners that are read or written at once
 
 
 class SinkWriter(Forkable):
-    """Writer of versions to a row store, which also keeps the position in the stream.
+    """Writer of versions to a row store, which also stores the stream position.
 
     A version with raw ids takes up to 64 bytes of memory per row of its tables with raw ids. After each error, the
-    position is read from the row store again, because a request may have been executed although its response was lost.
+    position is read from the row store again, since a request may have succeeded although its response was lost.
 
     Attributes:
         manifest: manifest of the last applied snapshot or delta; None before the first.
-        identities: table FQN to the buckets by which unknown raw ids are routed now.
-        written: state of the stream that readers read.
-        position: position of the stored rows; None before the first version.
+        identities: table FQN to the buckets that currently route unknown raw ids.
+        written: stored state of the stream that readers of the row store currently read.
+        position: stream position of the stored rows; None before the first version.
     """
 
     is_reading = False  # lookups read the row store
@@ -72,7 +72,7 @@ class SinkWriter(Forkable):
         protect(self)
 
     def save_order(self, followed: Order) -> None:
-        """Store the last order that was followed together with the position."""
+        """Store the pin or release that was followed last, together with the position."""
         held, state = self.written, self.written.with_order(followed.kind, followed.counter)
         if held.version is None or held.applying is not None or held.is_settling or state == held:
             return  # the log of owners of an interrupted version must not be cleared
@@ -87,20 +87,20 @@ class SinkWriter(Forkable):
         return True
 
     def reading(self) -> AbstractContextManager[Served]:
-        """Raise InvalidArgumentError: lookups read the row store."""
+        """Raise InvalidArgumentError, since lookups use a reader of the row store."""
         raise InvalidArgumentError("reading()", "with a row store", "Use a reader of the row store, such as LmdbRows")
 
     def state_dict(self) -> dict[str, str | int]:
-        """Raise InvalidArgumentError: the row store keeps the position."""
+        """Raise InvalidArgumentError, since the row store stores the position."""
         text = "Omit it: the row store keeps the position with its rows"
         raise InvalidArgumentError("state_dict()", "with a row store", text)
 
     def load_state_dict(self, state: Mapping[str, str | int]) -> None:
-        """Raise InvalidArgumentError: the row store keeps the position."""
+        """Raise InvalidArgumentError, since the row store stores the position."""
         raise InvalidArgumentError("state", state, "Omit it: the row store keeps the position with its rows")
 
     def after_fork_in_child(self) -> None:
-        """Open the sink again before the next version, which raises an error in a forked process."""
+        """Make the next :meth:`restore` open the sink again. In a forked process, opening it raises an error."""
         self._is_known = False
 
     def restore(self) -> None:
@@ -126,7 +126,7 @@ class SinkWriter(Forkable):
         self._is_known = True
 
     def resolve(self, manifest: Manifest) -> Receiver:
-        """Return the tables of a version. Raise ModelMismatchError if the row store has different ones."""
+        """Return the tables of a version. Raise ModelMismatchError if they differ from the tables in the row store."""
         held = self._held(manifest)
         if self._choice.patterns and manifest.kind == "snapshot" and not manifest.tables:
             raise InvalidArgumentError("tables", self._choice.patterns, "Pass tables: a row store has no dense tensors")
@@ -137,7 +137,7 @@ class SinkWriter(Forkable):
         return Receiver({fqn: _SinkTable(table) for fqn, table in manifest.tables.items()}, {}, {})
 
     def write(self, receiver: Receiver, contents: Contents, *, is_elsewhere: bool) -> None:
-        """Write a version; see :meth:`ModelWriter.write`."""
+        """Write a version to the row store. See :meth:`ModelWriter.write` for ``is_elsewhere``."""
         manifest = contents.manifest
         former, held = self.written, self._held(manifest)
         identities = identities_after(manifest, {} if held is None else held.identities)
@@ -216,7 +216,7 @@ class SinkWriter(Forkable):
     def _log(self, stream: str, fqn: str, slots: Tensor, owners: Tensor) -> tuple[Tensor, int]:
         """Log the ``[M]`` owners of the rows ``slots``, ascending, that differ from the stored map.
 
-        Returns the int64 raw ids that lose a row (they may get another one), and the number of rows that get a raw id.
+        Returns the int64 raw ids that lose a row (and may get another row), and the number of rows that get a raw id.
         """
         left: list[Tensor] = [torch.empty(0, dtype=torch.int64)]
         num_admitted = 0
@@ -245,7 +245,7 @@ class SinkWriter(Forkable):
         return state
 
     def _undo(self, state: SinkState, fqn: str, raw_ids: Tensor) -> None:
-        """Delete those of ``raw_ids`` (``[N]`` int64, ascending) that own no row in the stored map."""
+        """Delete the rows of those ``raw_ids`` (``[N]`` int64, ascending) that own no row in the stored map."""
         if not len(raw_ids):
             return
         owned, num_rows = [], state.tables[fqn].num_rows
@@ -280,17 +280,17 @@ class _SinkTable(RowTarget):
         self.rows, self.columns = (0, table.num_rows), ((0, table.dim),)
 
     def write(self, ids: Tensor | slice, values: Tensor, columns: tuple[int, int]) -> None:
-        """Not called: :class:`SinkWriter` writes the chunks."""
+        """Raise NotImplementedError: :class:`SinkWriter` writes the chunks itself."""
         raise NotImplementedError
 
 
 def _begun(
     state: SinkState, manifest: Manifest, identities: Mapping[str, Identity], *, is_elsewhere: bool
 ) -> SinkState:
-    """Return the state before the first row of a version.
+    """Return the state to store before the first row of a version is written.
 
-    If the new version is older than the version that readers get, the state already has the new one as ``version``,
-    because some rows may soon be as old as the new version.
+    If the version is older than the version that readers currently get, it is already the ``version`` of the state,
+    since some rows may soon be as old.
     """
     begun = state.begun(manifest, is_elsewhere=is_elsewhere)
     if state.version is not None and manifest.version < state.version:

@@ -8,15 +8,15 @@ from typing import NamedTuple
 
 
 class Served(NamedTuple):
-    """Versions whose rows the tables contain, as yielded by :meth:`Predictor.reading`."""
+    """Versions that the tables contain, as yielded by :meth:`Predictor.reading`."""
 
     version: int | None
     """Last version that was applied completely; None before the first."""
     applying: int | None
-    """Version of which only some rows are written so far; None if there is no such version.
+    """Version that is written only in part; None if there is no such version.
 
-    If several versions were interrupted, such as a rollback after a failed version, this is the last one. Some rows may
-    then be those of the others.
+    If several versions were interrupted, such as a version and then a rollback, this is the last one. The tables may
+    then also contain rows of the others.
     """
 
 
@@ -27,12 +27,12 @@ class Counts:
     Args:
         rows: number of rows written.
         num_bytes: size in bytes of the parts applied.
-        admitted: number of raw ids mapped to rows; a raw id that moves to another row is counted. A table with several
-            mappings is counted for each of them.
+        admitted: number of raw ids mapped to rows, including raw ids that move to another row. If a table has several
+            mappings, each of them counts.
         evicted: number of raw ids removed from their rows, counted in the same way.
-        requests: number of requests by operation, with those of other users of the same ``Storage`` objects.
+        requests: number of requests by operation, including requests of other users of the same ``Storage`` objects.
         cache: number of parts that the host cache had (``hits``), fetched (``misses``) or did not serve (``bypasses``),
-            with those of other predictors with the same ``HostCache`` object; empty without a cache.
+            including parts for other predictors with the same ``HostCache`` object; empty without a cache.
     """
 
     rows: int
@@ -55,14 +55,14 @@ class Status:
         resyncs: number of resyncs since the start of the predictor.
         last_resync: description of the last resync; empty before the first.
         error: type and message of :attr:`Predictor.error`; None without an error.
-        pinned: version at which a pin or a rollback keeps the predictor; None without one.
+        pinned: version of the pin or rollback that the predictor follows; None without one.
         poll_seconds: current interval between two polls of :meth:`Predictor.follow`; None if it does not run.
         notice: a condition that is not an error, such as a pin that is not followed; empty without one.
         why: last decision and its reason, such as ``version 7 is the newest``; empty before the first; see
             ``guide/fleet.md``.
         left_out: names of the tables and dense tensors of the stream that are not applied, because the argument
-            ``tables`` of the predictor leaves them out, or because they do not fit the model; empty until a version
-            with rows is applied, also after :meth:`Predictor.load_state_dict` and in a row store that has a version.
+            ``tables`` of the predictor leaves them out, or because they do not fit the model; empty until the predictor
+            has applied a version with rows.
         differences: sentences on the tables and dense tensors that differ between the model and the stream: not
             applied, applied in part, or missing in the stream since the predictor began. Empty as for ``left_out``.
         counts: numbers of rows, bytes, raw ids and requests.

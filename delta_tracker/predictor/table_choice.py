@@ -14,17 +14,17 @@ T = TypeVar("T")
 
 
 class TableChoice:
-    """Tables and dense tensors of a stream that are applied, by name or by pattern.
+    """Choice of the tables and dense tensors of a stream that a predictor applies.
 
     Args:
-        tables: names of tables and dense tensors of the stream, or patterns with ``*``, ``?`` and ``[...]``; a single
-            one as a string. None takes all.
+        tables: names of tables and dense tensors of the stream, or patterns with ``*``, ``?`` and ``[...]``: a string
+            or a sequence of strings. None chooses all.
 
     Attributes:
         patterns: the names and patterns, sorted; empty for all.
 
     Raises:
-        InvalidArgumentError: unless ``tables`` has at least one name or pattern.
+        InvalidArgumentError: if ``tables`` is empty or has an item that is not a nonempty string.
 
     Example:
         >>> choice = TableChoice(["item", "user.*"])
@@ -42,15 +42,15 @@ class TableChoice:
         self._taken: dict[str, bool] = {}
 
     def takes(self, name: str) -> bool:
-        """Return True if a table or dense tensor is applied."""
+        """Return True if the table or dense tensor ``name`` is chosen."""
         if name not in self._taken:
             self._taken[name] = not self.patterns or any(_matches(each, name) for each in self.patterns)
         return self._taken[name]
 
     def narrowed(self, entry: Manifest) -> Manifest:
-        """Return an entry with what is applied of it: the same object if that is all.
+        """Return a copy of ``entry`` with only the chosen tables and dense tensors; ``entry`` itself without patterns.
 
-        Raises InvalidArgumentError if a name or pattern matches nothing in a snapshot.
+        Raises InvalidArgumentError if ``entry`` is a snapshot and a name or pattern matches nothing in it.
         """
         if not self.patterns or entry.kind == "claim":
             return entry
@@ -61,11 +61,11 @@ class TableChoice:
         return entry.having(self.takes)
 
     def saved(self) -> dict[str, str]:
-        """Return the choice as an item of a predictor's saved state; an empty dict if all tables are applied."""
+        """Return the choice as a dict to add to a predictor's saved state; empty if all tables are chosen."""
         return {"tables": json.dumps(self.patterns)} if self.patterns else {}
 
     def position_in(self, state: Mapping[str, T]) -> Mapping[str, T]:
-        """Return a saved state without its choice. Raises InvalidArgumentError if it was saved with another one."""
+        """Return a saved state without its choice. Raise InvalidArgumentError if its choice differs from this one."""
         given: object = state
         saved = given.get("tables") if isinstance(given, Mapping) else None
         if saved != self.saved().get("tables"):

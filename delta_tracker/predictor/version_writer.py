@@ -17,14 +17,14 @@ from delta_tracker.stream.host_cache import HostCache
 from delta_tracker.stream.storage.storage import Storage
 
 Destination = ModelWriter | SinkWriter
-"""Where versions are written to."""
+"""Writer to a model in this process or to a row store."""
 
 
 class VersionWriter:
-    """Writer that validates a whole version, checks it with the ``gate``, and then writes it to ``destination``.
+    """Writer that reads and validates a whole version, checks it with ``gate``, and then writes it to ``destination``.
 
-    It reads and writes only what ``choice`` has and what fits the model. ``left_out`` has the names of the tables and
-    dense tensors that the last version had beside them.
+    It reads and writes only the tables and dense tensors that are in ``choice`` and fit the model, through ``cache``
+    unless that is None. ``left_out`` has the names of the other tables and dense tensors of the last version.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class VersionWriter:
         self._buffer = PartBuffer()
 
     def restart(self) -> None:
-        """Drop the data read so far. Call this before reading from another store."""
+        """Drop buffered data. Call this before an object is read again, or read from another store."""
         self._buffer = PartBuffer()
 
     def check_fits(self, entry: Manifest) -> None:
@@ -50,7 +50,7 @@ class VersionWriter:
         return self.destination.keeps_rows(self._choice.narrowed(entry))
 
     def apply(self, entry: Manifest, storage: Storage, *, is_elsewhere: bool) -> bool:
-        """Read and validate a version, then write it. Return False if it :meth:`keeps_rows` no more."""
+        """Read and validate a version, then write it. Return False if the tables need a snapshot first."""
         if self.destination.written.leaves_rows(entry):
             raise StreamReplacedError(storage.url, entry.version)
         gate = self.gate if entry.kind != "claim" else None
@@ -75,7 +75,7 @@ class VersionWriter:
         return True
 
     def check_path(self, entries: Sequence[Manifest], storage: Storage) -> Iterator[Manifest]:
-        """Read and validate the versions of a path. Yields each before its check. Nothing is written."""
+        """Read and validate the versions of a path without writing them. Yield each version before its validation."""
         identities = self.destination.identities
         for entry in entries:
             yield entry
@@ -86,7 +86,7 @@ class VersionWriter:
             version_owners(contents)
 
     def write_path(self, entries: Sequence[Manifest], storage: Storage) -> None:
-        """Write the versions of a path that was checked. The gate only records their values."""
+        """Write the versions of a path after :meth:`check_path`. The gate rejects none and starts a new baseline."""
         resolved = [self._resolve(entry) for entry in entries]
         if self.gate is not None:
             self.gate.restart()
