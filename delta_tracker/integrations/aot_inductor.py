@@ -1,8 +1,8 @@
 """Compiled models: packages of ``torch.export`` and AOTInductor whose parameters a predictor updates in place.
 
 AOTInductor compiles an exported model to native code. :func:`compile_package` compiles it so that each parameter and
-persistent buffer can be replaced, and :class:`CompiledModel` loads the package with tensors of its own as these
-constants ("user-managed" in torch). A predictor writes rows and dense tensors to these tensors; the next call of the
+persistent buffer can be replaced. :class:`CompiledModel` loads the package and replaces these constants with its own
+tensors ("user-managed" in torch). A predictor writes rows and dense tensors to these tensors; the next call of the
 compiled model reads them. This was tested on CPUs only.
 
 Other models need no package: pass the module of an exported program, ``exported.module()``, or the model that
@@ -49,7 +49,7 @@ _DtypeName = Annotated[str, Meta(pattern=rf"\A({'|'.join(TENSOR_DTYPES)})\Z")]
 
 
 class _Record(msgspec.Struct, forbid_unknown_fields=True):
-    """Metadata of a package: dtype and shape of its constants, by name."""
+    """Metadata of a package: dtype and shape of each constant, by name."""
 
     format: Literal[1]
     tensors: dict[str, tuple[_DtypeName, tuple[_Size, ...]]]
@@ -60,26 +60,26 @@ def compile_package(
 ) -> str:
     """Compile an exported model to a package that :class:`CompiledModel` loads.
 
-    Afterwards each parameter and floating point buffer is changed in turn, and the package and the exported program run
-    on the example inputs of the export. Either both results must change or neither. This finds constants that the
-    compiler has folded into the code. It needs memory for a copy of the largest tensor, and takes two runs for each
-    tensor. A tensor on which the example inputs do not depend is reported in the log.
+    The compiler may fold constants into the code. To detect this, each parameter and floating point buffer is changed
+    in turn, and the package and the exported program run on the example inputs of the export. Either both results must
+    change or neither. The check needs memory for a copy of the largest tensor, and two runs for each tensor. A tensor
+    that does not affect the results is reported in the log.
 
     The package contains no tables, unless the model has constants that are not in its ``state_dict``.
 
     Args:
-        exported: result of ``torch.export.export`` for a model in evaluation mode. Its names of tensors are the names
-            in the stream, or are mapped by ``ModelTarget(names=...)``. Its tensors are changed during the call only.
-        path: file to write, whose name ends with ``.pt2``. An existing file is replaced.
-        options: settings of ``torch._inductor.config``.
+        exported: result of ``torch.export.export`` for a model in evaluation mode. Its tensors must have the names in
+            the stream, or names that ``ModelTarget(names=...)`` maps. They are changed only during the call.
+        path: file to write, with the suffix ``.pt2``. An existing file is replaced.
+        options: settings of ``torch._inductor.config``; None for the defaults.
 
     Returns:
         ``path``.
 
     Raises:
-        InvalidArgumentError: for a ``path`` with another suffix; for ``options`` that this function sets itself; if the
-            exported program has no example inputs, changes buffers, has tensors that share memory or are not dense in
-            memory, or returns another result each time; or if torch is older than 2.8.
+        InvalidArgumentError: if ``path`` has another suffix; if ``options`` has an option that this function sets; if
+            the exported program has no example inputs, changes buffers, has tensors that share memory or are not
+            contiguous, or is not deterministic; or if torch is older than 2.8.
         UnsupportedModelError: if a tensor was folded into the compiled code. No package is written.
 
     Example:
@@ -115,22 +115,22 @@ def compile_package(
 
 
 class CompiledModel:
-    """Compiled model whose parameters and persistent buffers are tensors of this object.
+    """Compiled model whose parameters and persistent buffers a predictor can update.
 
-    Loading a package runs its native code: load only packages that you trust. Before the first version, all tensors are
-    zero: call ``predictor.sync()`` before the first lookup. Call the model inside ``with predictor.reading()``.
+    Loading a package runs its native code: load only packages that you trust. All tensors are initialized to zero, so
+    call ``predictor.sync()`` before the first lookup. Call the model inside ``with predictor.reading()``.
 
     Args:
         path: package that :func:`compile_package` wrote.
-        num_runners: number of calls that may run at the same time, in several threads.
+        num_runners: maximum number of concurrent calls of the model from several threads.
 
     Attributes:
-        tensors: name to the tensor that the compiled model reads. Pass it to a predictor as the model. Write to the
-            tensors in place only.
+        tensors: name to the tensor that the compiled model reads. Pass this dict to a predictor as the model. Write to
+            the tensors only in place.
 
     Raises:
-        InvalidArgumentError: if the package is missing, was not written by :func:`compile_package` or its metadata is
-            invalid, if ``num_runners`` is less than 1, or if torch is older than 2.8.
+        InvalidArgumentError: if the package is missing, was not written by :func:`compile_package` or has invalid
+            metadata, if ``num_runners`` is less than 1, or if torch is older than 2.8.
 
     Example:
         >>> model = CompiledModel("embedding.pt2")  # doctest: +SKIP
@@ -150,12 +150,12 @@ class CompiledModel:
         _manage(self._compiled, self.tensors)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  those of the exported model
-        """Run the compiled model with the inputs of the exported one."""
+        """Run the compiled model. The inputs are those of the exported model."""
         return self._compiled(*args, **kwargs)
 
 
 def _tensors(exported: ExportedProgram) -> dict[str, Tensor]:
-    """Return the parameters and persistent buffers, or raise InvalidArgumentError if they cannot be constants."""
+    """Return the parameters and persistent buffers. Raise InvalidArgumentError if they cannot be constants."""
     mutated = exported.run_decompositions().graph_signature.buffers_to_mutate  # before, writes are inside of operators
     if mutated:
         remedy = "Export the model in evaluation mode, without buffers that it changes"
@@ -177,9 +177,9 @@ def _tensors(exported: ExportedProgram) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _check(exported: ExportedProgram, tensors: Mapping[str, Tensor], path: str) -> None:
-    """Raise UnsupportedModelError if a change of a tensor affects the program but not the package.
+    """Raise UnsupportedModelError if changing a tensor affects only one of the program and the package.
 
-    Raises InvalidArgumentError if one of them returns another result each time.
+    Raises InvalidArgumentError if one of them is not deterministic.
     """
     args, kwargs = exported.example_inputs or ((), {})
     compiled, module = _loaded(path, 1), exported.module()
@@ -231,9 +231,9 @@ def _equal(some: list[object], others: list[object]) -> bool:
 
 
 def _loaded(path: str, num_runners: int) -> Any:  # noqa: ANN401  torch's class is private
-    """Return a loaded package.
+    """Load a package.
 
-    Raises InvalidArgumentError if there is no such file, or torch is too old for constants that the caller owns.
+    Raises InvalidArgumentError if the file does not exist, or if torch does not support user-managed constants.
     """
     from torch._inductor.package.package import load_package  # noqa: PLC0415  it imports the compiler
 

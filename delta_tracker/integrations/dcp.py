@@ -1,10 +1,10 @@
-"""Adapters that load the states of ranks from a checkpoint of ``torch.distributed.checkpoint`` (DCP).
+"""Adapters that load trackers and counters from a checkpoint of ``torch.distributed.checkpoint`` (DCP).
 
 To save, pass the tracker or the :class:`~delta_tracker.RankCounters` itself: ``dcp.save({"model": model, "tracker":
 tracker}, checkpoint_id=path)``, or ``dcp.async_save``. The states can be loaded at any world size. To load tensors, DCP
 needs their keys and sizes, which depend on the changed rows and the world size of the save. :class:`SavedTracker` and
 :class:`SavedCounters` therefore read the keys and sizes from the checkpoint first. Afterwards they check that DCP has
-loaded each tensor: a planner may skip tensors, such as ``DefaultLoadPlanner(allow_partial_load=True)``.
+loaded each tensor, since a planner may skip some, as ``DefaultLoadPlanner(allow_partial_load=True)`` does.
 """
 
 import os
@@ -37,7 +37,7 @@ class _Wanted(dict[str, Tensor]):
     """Dict of the tensors to load, by name. If the dict is empty, ``values()`` returns a placeholder tensor.
 
     If a rank has no shard of some table, DCP retries the load with the key flattening of torch 2.3. That flattening
-    treats an empty dict as a value of the state, for which the checkpoint has no entry.
+    treats an empty dict as a value, and the checkpoint has no entry for this value.
     """
 
     def values(self) -> Any:  # noqa: ANN401  dict's own view type cannot be constructed
@@ -47,18 +47,18 @@ class _Wanted(dict[str, Tensor]):
 class SavedTracker:
     """``Stateful`` object for ``dcp.load`` that loads a tracker's state from a checkpoint.
 
-    A saved state has one part for each rank that saved it. Each rank that loads reads the headers of all parts, then
-    only those parts that have rows of its shards. ``dcp.load`` calls :meth:`state_dict`, fills the tensors, and calls
-    :meth:`load_state_dict`. DCP restores in alphabetical order of the keys and the model must be restored first, so use
-    a key after the model's, such as ``"tracker"`` after ``"model"``. The other order is rejected. If a header is
+    A saved state has one part for each rank that saved it. When loading, each rank reads the headers of all parts, but
+    only the parts with rows of its shards. ``dcp.load`` calls :meth:`state_dict`, fills the tensors, and calls
+    :meth:`load_state_dict`. The model must be restored first. DCP restores in alphabetical order of the keys, so use a
+    key after the model's, such as ``"tracker"`` after ``"model"``. The other order is rejected. If a header is
     incompatible or a tensor is missing, every rank raises an error before any state, including the model's, is loaded.
 
     Args:
         tracker: tracker to load the state into.
         source: path of the checkpoint, or a storage reader for the checkpoint.
-        key: key under which the tracker was saved; None if the checkpoint has one tracker.
+        key: key under which the tracker was saved; None if the checkpoint has only one tracker.
 
-    Raises InvalidArgumentError if ``tracker`` is not a tracker.
+    Raises InvalidArgumentError if ``tracker`` is not a ModelDeltaTracker.
 
     Example:
         >>> import torch.distributed.checkpoint as dcp
@@ -73,12 +73,12 @@ class SavedTracker:
         self._saved = _SavedParts(source, key, "trackers", lambda part: part.mode != MODE)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return tensors by name, for ``dcp.load`` to fill with the parts that this rank needs.
+        """Return uninitialized tensors by name. ``dcp.load`` fills them with the parts that this rank needs.
 
         The result is empty if the checkpoint has no tracker state.
 
         Raises:
-            InvalidArgumentError: if the checkpoint has trackers, but none under ``key``, if ``key`` is None and the
+            InvalidArgumentError: if the checkpoint has trackers but none under ``key``, if ``key`` is None and the
                 checkpoint has several trackers, or if ``dcp.load`` would load the model after the tracker.
             StateMismatchError: if the saved state cannot be loaded into this tracker.
             CheckpointError: if parts are missing, a header is invalid, or a tensor is missing or has another shape.
@@ -93,15 +93,15 @@ class SavedTracker:
     def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
         """Load the tracker's state from the result of :meth:`state_dict`, filled by ``dcp.load``.
 
-        Raises CheckpointError if ``dcp.load`` did not load the tensors, or loaded those of another checkpoint, and the
-        errors of :meth:`delta_tracker.tracker.tracker.ModelDeltaTracker.load_state_dict`. The tracker is then
+        Raises CheckpointError if ``dcp.load`` did not load the tensors or loaded another checkpoint, and the errors of
+        :meth:`delta_tracker.tracker.tracker.ModelDeltaTracker.load_state_dict`. After an error, the tracker is
         unchanged.
         """
         self._tracker.load_state_dict(self._saved.loaded(state_dict))
 
 
 def _refuse_later_model(saved: SavedTracker, tracker: ModelDeltaTracker) -> None:
-    """Raise InvalidArgumentError if the calling ``dcp.load`` loads the tracked model after ``saved``, by its keys.
+    """Raise InvalidArgumentError if the running ``dcp.load`` would load the tracked model after ``saved``.
 
     All rows would then count as changed, and old states would be values from before the load.
     """
@@ -138,13 +138,13 @@ def _loads_any(state: object, modules: set[int]) -> bool:
 class SavedCounters:
     """``Stateful`` object for ``dcp.load`` that loads a :class:`~delta_tracker.RankCounters` from a checkpoint.
 
-    Each rank reads the headers of all parts, and then the parts whose counters it loads. If a header is incompatible,
-    or the checkpoint has no counters, every rank raises an error before any state is loaded.
+    Each rank reads the headers of all parts, then the parts with the counters that it loads. If a header is
+    incompatible or the checkpoint has no counters, every rank raises an error before any state is loaded.
 
     Args:
         counters: counters to load the states into.
         source: path of the checkpoint, or a storage reader for the checkpoint.
-        key: key under which the counters were saved; None if the checkpoint has one such state.
+        key: key under which the counters were saved; None if the checkpoint has only one such state.
 
     Raises InvalidArgumentError if ``counters`` is not a RankCounters.
 
@@ -163,11 +163,11 @@ class SavedCounters:
         self._saved = _SavedParts(source, key, "RankCounters", lambda part: part.mode == MODE)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return tensors by name, for ``dcp.load`` to fill with the parts that this rank needs.
+        """Return uninitialized tensors by name. ``dcp.load`` fills them with the parts that this rank needs.
 
         Raises:
-            InvalidArgumentError: if the checkpoint has no counters under ``key``, or if ``key`` is None and it has
-                several :class:`~delta_tracker.RankCounters`.
+            InvalidArgumentError: if the checkpoint has no counters under ``key``, or if ``key`` is None and the
+                checkpoint has several :class:`~delta_tracker.RankCounters`.
             StateMismatchError: if the saved state cannot be loaded into these counters.
             CheckpointError: if parts or all counters are missing, a header is invalid, or a tensor is missing or has
                 another shape.
@@ -180,10 +180,10 @@ class SavedCounters:
         return self._saved.wanted(parts, counter_layouts(self._counters.plan_load(parts)))
 
     def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
-        """Replace the states of the counters by the result of :meth:`state_dict`, filled by ``dcp.load``.
+        """Replace the states of the counters with the result of :meth:`state_dict`, filled by ``dcp.load``.
 
-        Raises CheckpointError if ``dcp.load`` did not load the tensors, or loaded those of another checkpoint, and the
-        errors of :meth:`delta_tracker.RankCounters.load_state_dict`. The counters are then unchanged.
+        Raises CheckpointError if ``dcp.load`` did not load the tensors or loaded another checkpoint, and the errors of
+        :meth:`delta_tracker.RankCounters.load_state_dict`. After an error, the counters are unchanged.
         """
         self._counters.load_state_dict(self._saved.loaded(state_dict))
 
@@ -191,8 +191,8 @@ class SavedCounters:
 class _SavedParts:
     """Parts of a state in a checkpoint, each saved by one rank.
 
-    ``source`` and ``key`` are those of :class:`SavedTracker`. ``what`` describes the states in error messages.
-    ``is_wanted`` returns True for the header of a part of such a state; it is used if ``key`` is None.
+    ``source`` and ``key`` are the arguments of :class:`SavedTracker`. ``what`` describes the states in error messages.
+    If ``key`` is None, ``is_wanted`` selects the parts by their headers.
     """
 
     def __init__(self, source: Checkpoint, key: str | None, what: str, is_wanted: Callable[[RankHeader], bool]) -> None:
@@ -205,9 +205,9 @@ class _SavedParts:
         self._headers: Mapping[str, Tensor] = {}
 
     def parts(self) -> list[RankHeader]:
-        """Return the headers of all parts, without a collective; empty if there are none.
+        """Return the headers of all parts, without a collective; an empty list if there are none.
 
-        Raises InvalidArgumentError if the checkpoint has such states, but none under ``key``, or several.
+        Raises InvalidArgumentError if the checkpoint has such states but none under ``key``, or several.
         """
         self._metadata = self._reader.read_metadata()
         found: dict[str, list[str]] = {}
@@ -259,7 +259,7 @@ class _SavedParts:
         return {**state, **self._headers}
 
     def _read_headers(self, prefix: str, names: list[str]) -> dict[str, Tensor]:
-        """Return headers by name, without a collective. Raise CheckpointError unless they are tensors of few bytes."""
+        """Return headers by name, without a collective. Raise CheckpointError if one is too large or not a tensor."""
         targets = {}
         for name in names:
             layout = self._metadata.state_dict_metadata[prefix + name]

@@ -30,9 +30,9 @@ _PACKAGES = ("pytorch_lightning", "lightning.pytorch")
 
 
 def _lightning_package() -> ModuleType:
-    """Return the package that is already imported, otherwise the first one that is installed.
+    """Return the Lightning package that is already imported, otherwise the first one that is installed.
 
-    The two packages have different classes, and ``Trainer(callbacks=callback)`` without a list accepts only its own.
+    The two packages have different classes. ``Trainer(callbacks=callback)`` without a list accepts only its own class.
     """
     for name in sorted(_PACKAGES, key=lambda name: sys.modules.get(name) is None):
         try:
@@ -65,9 +65,9 @@ class _Saved:
     """Tracker state while no tracker is attached.
 
     Args:
-        state: the state; empty for a checkpoint without one.
-        weights: each parameter to which the state belongs, and its version counter, which in-place writes increment;
-            None if rows were written that the state does not have.
+        state: the state; empty for a checkpoint without a state.
+        weights: each parameter that the state belongs to, and its version counter, which in-place writes increment;
+            None if rows were written that are missing in the state.
         is_restored: True if the current ``fit`` has loaded the state with its model.
     """
 
@@ -76,7 +76,7 @@ class _Saved:
     is_restored: bool = False
 
     def belongs_to(self, module: nn.Module) -> bool:
-        """Return True if ``module`` is the same module, and no parameter was written since."""
+        """Return True if ``module`` has the same parameters and none was written since the state was saved."""
         now = list(module.parameters())
         return (
             self.weights is not None
@@ -94,19 +94,18 @@ _UNKNOWN = _Saved({}, None)
 class TrackerCallback(Callback):
     """Callback that builds the tracker when ``fit`` starts, steps it after each batch, and checkpoints its state.
 
-    The state is part of every checkpoint, regardless of the ranks on which the strategy saves: the checkpoint of rank 0
-    has the parts of all ranks, and the checkpoint of any other rank has the part of this rank. After the model is
-    restored, each rank loads the rows of its own shards, at any world size. If the checkpoint has no tracker state,
-    every row is marked as changed. At the world size of the save, each rank also loads its own state of each registered
-    counter.
+    Every checkpoint contains the state: the checkpoint of rank 0 has the parts of all ranks, and the checkpoint of any
+    other rank has the part of this rank. After the model is restored, each rank loads the rows of its own shards, at
+    any world size. If the checkpoint has no tracker state, every row is marked as changed. If the world size is
+    unchanged, each rank also loads its own state of each registered counter.
 
     When ``fit`` starts, all ranks compare their trackers and the states that they load. If these differ, or if a rank
     fails, all ranks raise an error. This is a collective.
 
     A later ``fit`` without a checkpoint builds a new tracker, in which every row counts as changed. If a checkpoint is
-    restored during ``fit``, as batch size finders do, every row counts as changed, and the publisher is built again
-    after the next batch. The callback moves itself to the front of ``trainer.callbacks``, because other callbacks save
-    and restore checkpoints in the hooks that it uses.
+    restored during ``fit``, for example by a batch size finder, every row counts as changed, and the publisher is built
+    again after the next batch. The callback moves itself to the front of ``trainer.callbacks``, ahead of callbacks that
+    save and restore checkpoints in the same hooks.
 
     At the end of a ``fit`` without an error, the callback publishes the rows of the last batches. It keeps the state of
     the tracker for ``trainer.save_checkpoint(...)`` after ``fit``. Both are collectives.
@@ -115,15 +114,15 @@ class TrackerCallback(Callback):
     must save and restore sharded tensors. The callback does neither.
 
     Args:
-        build: function that builds the tracker for the ``LightningModule``. TorchRec's model must be sharded before
-            ``fit``. Plain modules on several ranks need DDP's wrapper, as in the example; on one rank, pass
-            :class:`~delta_tracker.ModelDeltaTracker` itself.
+        build: function that builds the tracker for the ``LightningModule``. A TorchRec model must be sharded before
+            ``fit``. Plain modules on several ranks must be wrapped in ``DistributedDataParallel``, as in the example;
+            on one rank, pass :class:`~delta_tracker.ModelDeltaTracker` itself.
         publish: function that builds the publisher for a tracker; None to disable publishing. The publisher needs a
-            cadence, because its :meth:`~delta_tracker.publisher.publisher.Publisher.step` is called after each batch.
-            It is built when training starts, so that a search by Lightning's ``Tuner`` claims no stream.
+            cadence: its :meth:`~delta_tracker.publisher.publisher.Publisher.step` is called after each batch. It is
+            built when training starts, so that a search by Lightning's ``Tuner`` claims no stream.
 
     Raises:
-        InvalidArgumentError: if ``build`` or ``publish`` cannot be called.
+        InvalidArgumentError: if ``build`` or ``publish`` is not callable.
 
     Example:
         >>> from delta_tracker import Cadence, ModelDeltaTracker, Publisher
@@ -149,12 +148,12 @@ class TrackerCallback(Callback):
 
     @staticmethod
     def load_into(tracker: ModelDeltaTracker, checkpoint: Mapping[str, Any]) -> None:
-        """Load the tracker state of a checkpoint of Lightning, without a ``Trainer``.
+        """Load the tracker state of a Lightning checkpoint without a ``Trainer``.
 
-        ``load_from_checkpoint`` calls no callback. Build the tracker for the module that it returns, register the
-        counters, and call this method on each rank. Every row also counts as changed if the checkpoint has no state, or
-        if its ``state_dict`` has different weights, such as the average of ``WeightAveraging``. Raises the errors of
-        :meth:`~delta_tracker.ModelDeltaTracker.load_state_dict`.
+        Use this after ``load_from_checkpoint``, which calls no callbacks: build the tracker for the module that it
+        returns, register the counters, and call this method on each rank. Every row counts as changed if the checkpoint
+        has no tracker state, or if its weights do not belong to the state, such as the average of ``WeightAveraging``.
+        Raises the errors of :meth:`~delta_tracker.ModelDeltaTracker.load_state_dict`.
         """
         tracker.load_state_dict(checkpoint.get(_KEY, {}))
         if _has_other_weights(checkpoint):
@@ -162,7 +161,7 @@ class TrackerCallback(Callback):
 
     @property
     def tracker(self) -> ModelDeltaTracker:
-        """Tracker of the current ``fit``. Raises DetachedError outside of it, and after :meth:`on_fit_start` raised."""
+        """Tracker of the current ``fit``. Raises DetachedError outside ``fit`` or if :meth:`on_fit_start` raised."""
         if self._tracker is None:
             raise DetachedError().advising("Use it while Trainer.fit() runs, from on_fit_start to on_fit_end")
         return self._tracker
@@ -173,7 +172,7 @@ class TrackerCallback(Callback):
         return self._publisher
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Release the objects of a ``fit`` that raised, and become the first callback of ``trainer``.
+        """Move this callback to the front of ``trainer.callbacks``, and clean up after an earlier ``fit`` that raised.
 
         Raises InvalidArgumentError if ``trainer`` has another callback of this class.
         """
@@ -184,7 +183,7 @@ class TrackerCallback(Callback):
             self._saved = replace(self._saved, is_restored=False)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Load the tracker state of ``checkpoint``, in :meth:`on_fit_start` if no tracker exists yet.
+        """Load the tracker state of ``checkpoint``. If no tracker exists yet, keep the state for :meth:`on_fit_start`.
 
         If a tracker exists, all ranks must call this method. It closes the publisher and marks every row as changed.
         Raises RankFailedError if the loaded states of the ranks differ, or if another rank failed.
@@ -202,8 +201,8 @@ class TrackerCallback(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Build the tracker and load the state of the checkpoint, if there is one. All ranks must call this method.
 
-        Raises RankFailedError, and detaches the tracker, if trackers or loaded states of the ranks differ, or a rank
-        failed.
+        Raises RankFailedError and detaches the tracker if the trackers or loaded states of the ranks differ, or if a
+        rank failed.
         """
         saved = self._saved
         try:
@@ -227,7 +226,7 @@ class TrackerCallback(Callback):
         batch: Any,  # noqa: ANN401
         batch_idx: int,
     ) -> None:
-        """Call ``step()`` of the tracker and then, if publishing is enabled, of the publisher."""
+        """Call ``step()`` of the tracker, and then of the publisher if publishing is enabled."""
         self.tracker.step()
         if (publisher := self._open_publisher()) is not None:
             publisher.step()
@@ -235,9 +234,9 @@ class TrackerCallback(Callback):
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Add the tracker state to ``checkpoint``: on rank 0 the parts of all ranks, on other ranks this rank's part.
 
-        Called by Lightning on every rank. After ``fit``, the state is that of its end, or of the checkpoint that was
-        loaded since, with a note if the weights were written since then. It is empty before the first ``fit``, and once
-        ``trainer`` is called again after a ``fit`` that raised an error: every row counts as changed when it is loaded.
+        Lightning calls this on every rank. After ``fit``, the state at its end is saved, or the state of a checkpoint
+        that was loaded later, together with a flag if weights were written afterwards. The state is empty before the
+        first ``fit``, and once ``trainer`` is called again after a ``fit`` that raised; loading it marks every row.
         """
         if self._tracker is not None:
             checkpoint[_KEY] = self._state()
@@ -247,7 +246,7 @@ class TrackerCallback(Callback):
         checkpoint[_WRITTEN] = not saved.belongs_to(pl_module)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Publish the rows that are pending, and keep the tracker's state. All ranks must call this method.
+        """Publish the pending rows, and keep the tracker's state for later checkpoints. All ranks must call this.
 
         Raises:
             DeltaTrackerError: the errors of :meth:`~delta_tracker.publisher.publisher.Publisher.publish`. The rows then
@@ -260,8 +259,8 @@ class TrackerCallback(Callback):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Close the publisher and detach the tracker.
 
-        Lightning does not call this method if ``fit`` raised an error, so that callbacks can still save a checkpoint
-        then. :meth:`setup` does the same at the next call of ``trainer``.
+        Lightning does not call this method if ``fit`` raised an error. Callbacks can then still save a checkpoint, and
+        :meth:`setup` closes and detaches in the next call of ``trainer``.
         """
         self._release()
 
@@ -286,12 +285,12 @@ class TrackerCallback(Callback):
         return self.tracker.state_dict(strategy="gather_or_local")
 
     def _built(self, pl_module: LightningModule) -> dict[str, object]:
-        """Build the tracker. Return its description, which must be equal on all ranks."""
+        """Build the tracker. Return its description, which must be the same on all ranks."""
         self._tracker = self._build(pl_module)
         return self._tracker.checkpoint.description()
 
     def _loaded(self, saved: _Saved | None) -> dict[str, object]:
-        """Load a state. Return its description, which must be equal on all ranks."""
+        """Load a state. Return its description, which must be the same on all ranks."""
         if saved is None:
             return {"tracker state of a checkpoint": "no checkpoint"}
         if not saved.is_restored:
@@ -306,17 +305,17 @@ class TrackerCallback(Callback):
 class CountersCallback(Callback):
     """Callback that saves counters and metrics of each rank with every checkpoint, and restores them.
 
-    The checkpoint of rank 0 has the states of all ranks, and the checkpoint of any other rank its own, so that the
-    strategy may save on rank 0 or on every rank. From a checkpoint of rank 0 the states can be restored at any number
-    of ranks. The sum over all ranks stays the same, even if the metrics are persistent states of the module: those are
-    restored first, by Lightning, and then replaced.
+    The checkpoint of rank 0 has the states of all ranks, and the checkpoint of any other rank has its own states. The
+    strategy may therefore save on rank 0 or on every rank. A checkpoint of rank 0 can be restored at any world size.
+    The sum over all ranks stays the same, even if the metrics are persistent states of the module: Lightning restores
+    these first, and the callback then replaces them.
 
     The counters are restored whenever the trainer loads a checkpoint: in ``fit``, ``validate``, ``test`` and
-    ``predict``. This is a collective. If a rank fails, all ranks raise an error, and no counter has changed.
+    ``predict``. This is a collective. If a rank fails, all ranks raise an error, and no counter is changed.
 
     Args:
-        counters: the counters. They must exist before the trainer starts, for example as attributes of the module.
-        is_required: False to keep the current states, with a warning, if a checkpoint has no counters.
+        counters: counters to save and restore. They must exist before the trainer starts, for example in the module.
+        is_required: False to log a warning and keep the current states if a checkpoint has no counters.
 
     Raises:
         InvalidArgumentError: if ``counters`` is not a :class:`~delta_tracker.RankCounters`.
@@ -340,18 +339,18 @@ class CountersCallback(Callback):
 
     @staticmethod
     def load_into(counters: RankCounters, checkpoint: Mapping[str, Any]) -> None:
-        """Load the counters of a checkpoint of Lightning, without a ``Trainer``. Call this method on each rank.
+        """Load the counters of a Lightning checkpoint without a ``Trainer``. Call this method on each rank.
 
         Raises the errors of :meth:`delta_tracker.RankCounters.load_state_dict`.
         """
         counters.load_state_dict(checkpoint.get(_COUNTERS_KEY, {}))
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Add the states to ``checkpoint``: on rank 0 those of all ranks, on other ranks this rank's."""
+        """Add the states to ``checkpoint``: on rank 0 the states of all ranks, on other ranks only its own."""
         checkpoint[_COUNTERS_KEY] = self._counters.state_dict(strategy="gather_or_local")
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Restore the states in ``checkpoint``. All ranks must call this method.
+        """Restore the counters from ``checkpoint``. All ranks must call this method.
 
         Raises:
             CheckpointError: if the checkpoint has no counters and ``is_required`` is True.
@@ -364,7 +363,7 @@ class CountersCallback(Callback):
                 self._counters.load_state_dict(saved)
 
     def _checked(self, saved: Mapping[str, Tensor]) -> dict[str, object]:
-        """Check a state before any rank loads it. Return its description, which must be equal on all ranks."""
+        """Check a state before any rank loads it. Return its description, which must be the same on all ranks."""
         if saved:
             self._counters.check(saved)
         elif self._is_required:
@@ -376,7 +375,7 @@ class CountersCallback(Callback):
 
 
 def _check_only_one(callback: Callback, trainer: Trainer, remedy: str) -> None:
-    """Raise InvalidArgumentError if ``trainer`` has several callbacks of a class, whose states have the same key."""
+    """Raise InvalidArgumentError if ``trainer`` has several callbacks of the class of ``callback``."""
     alike = [each for each in trainer.callbacks if isinstance(each, type(callback))]
     if len(alike) > 1:
         raise InvalidArgumentError("callbacks", alike, remedy)
@@ -397,6 +396,6 @@ def _has_other_weights(checkpoint: Mapping[str, Any]) -> bool:
 
 
 def _restores_weights(trainer: Trainer, checkpoint: Mapping[str, Any]) -> bool:
-    """Return True if a callback of ``trainer`` averages weights, and restores those of the tracker state."""
+    """Return True if a callback of ``trainer`` averages weights, and restores the weights of the tracker state."""
     kinds = {kind.__name__ for each in trainer.callbacks for kind in type(each).__mro__}
     return trainer.state.fn == "fit" and "WeightAveraging" in kinds and not checkpoint.get(_WRITTEN, False)
