@@ -1,4 +1,4 @@
-"""Forecast of memory, bytes, requests and start-up times before a stream is deployed. Read ``workload.py`` first.
+"""Forecast of memory, traffic, requests and start-up time before a stream is deployed. Read ``workload.py`` first.
 
-``forecast.py`` computes the sizes of a version from the format, and has the formulas of the forecast.
+``forecast.py`` computes the sizes of a version from the format, and defines the formulas of the forecast.
 """

@@ -1,4 +1,4 @@
-"""Forecast of memory, bytes, requests, disk and start-up time of a stream in a bucket."""
+"""Forecast of memory, traffic, requests, disk space and start-up time of a stream in a bucket."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ _HASH = "0" * 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Requests:
-    """Numbers of requests per hour.
+    """Numbers of requests to a store per hour.
 
-    Providers bill ``PUT``, ``POST`` and ``LIST`` as class A, ``GET`` and ``HEAD`` as class B. Most do not bill
-    deletions.
+    Providers bill ``PUT``, ``POST`` and ``LIST`` as class A, ``GET`` and ``HEAD`` as class B. Most providers do not
+    bill deletions.
 
     Args:
         puts: requests that write.
-        lists: pages of listings.
-        gets: requests that read, including those for objects that do not exist yet.
+        lists: requests that list, one for each page.
+        gets: requests that read, including reads of objects that do not exist yet.
         heads: requests for the size of an object.
-        deletes: deletions.
+        deletes: requests that delete.
     """
 
     puts: float = 0.0
@@ -65,17 +65,17 @@ class Requests:
         return Requests(**{name: mine[name] + others[name] for name in mine})
 
     def times(self, factor: float) -> Requests:
-        """Return these numbers multiplied by ``factor``."""
+        """Return all numbers multiplied by ``factor``."""
         return Requests(**{name: factor * value for name, value in asdict(self).items()})
 
     @property
     def class_a(self) -> float:
-        """Requests per hour that write or list."""
+        """Number of class A requests (write or list) per hour."""
         return self.puts + self.lists
 
     @property
     def class_b(self) -> float:
-        """Requests per hour that read."""
+        """Number of class B requests (read) per hour."""
         return self.gets + self.heads
 
 
@@ -84,8 +84,8 @@ class VersionSize:
     """Sizes of the objects of one version.
 
     Args:
-        entry_bytes: size of the entry of the log.
-        part_bytes: size of each part, in the order of the ranks.
+        entry_bytes: size of the entry in the log.
+        part_bytes: size of each part, in the order of the ranks that write parts.
     """
 
     entry_bytes: int
@@ -93,23 +93,23 @@ class VersionSize:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all objects."""
+        """Size of the entry and all parts in bytes."""
         return self.entry_bytes + sum(self.part_bytes)
 
     @property
     def num_writes(self) -> int:
-        """Requests that write the parts and the entry. A large part is a multipart upload."""
+        """Number of requests that write the parts and the entry. Large parts are multipart uploads."""
         return 1 + sum(1 if each <= UPLOAD_BYTES else 2 + math.ceil(each / UPLOAD_BYTES) for each in self.part_bytes)
 
     @property
     def read_bytes(self) -> int:
-        """Bytes of the entry and the parts that one predictor receives."""
+        """Number of bytes that one predictor receives to read the entry and the parts."""
         return self.entry_bytes + self.reads().num_bytes
 
     def reads(self, memory_bytes: int = MEMORY_BYTES) -> Reads:
-        """Return the requests of one predictor for the parts.
+        """Return the requests that one predictor sends to read the parts.
 
-        Parts are read whole if they fit in ``memory_bytes``. The others are read twice, in pieces: once to check the
+        As many parts as fit in ``memory_bytes`` are read whole. The others are read twice, in pieces: once to check the
         hash, and once to apply the rows.
         """
         left, num_gets, num_heads, num_bytes = memory_bytes, 0, 0, 0
@@ -124,11 +124,11 @@ class VersionSize:
 
 @dataclass(frozen=True, slots=True)
 class Reads:
-    """Requests of one predictor for the parts of one version.
+    """Requests that one predictor sends to read the parts of one version.
 
     Args:
-        num_bytes: bytes received.
-        memory_bytes: memory for the parts that are held.
+        num_bytes: number of bytes received.
+        memory_bytes: memory in bytes for the parts that are read whole.
     """
 
     num_gets: int
@@ -138,7 +138,7 @@ class Reads:
 
 
 class Forecast:
-    """Forecast of the memory, traffic, requests, disk space and start-up time of a stream in a bucket."""
+    """Result of :func:`forecast`: memory, traffic, requests, disk space and start-up time of a stream in a bucket."""
 
     def __init__(self, workload: Workload) -> None:
         self.workload = workload
@@ -150,10 +150,10 @@ class Forecast:
 
     @property
     def tracker_bytes(self) -> int:
-        """Maximum memory of the tracker on one rank: the sets of changed rows of rank 0, which has the most rows.
+        """Maximum size in bytes of the sets of changed rows in the tracker of rank 0, which has the most rows.
 
         There is at most one set for each consumer, one for the rows that change now, and one for an uncommitted read.
-        In a mode with old states, a set has an id and an old state for each row that changed.
+        In a mode with old states, a set also has an id and an old state for each changed row.
         """
         load = self.workload
         num_sets, capture = 2 + load.consumers, CAPTURES[load.mode]
@@ -167,9 +167,9 @@ class Forecast:
 
     @property
     def publisher_bytes(self) -> int:
-        """Memory of the host on one rank for the copy of the rows of a delta, their ids, and the dense tensors.
+        """Host memory in bytes on one rank for a copy of the rows of a delta, their ids, and the dense tensors.
 
-        The copy takes as much memory on a GPU, at most 512 MiB. Torch rounds pinned memory up to a power of two.
+        On a GPU, the copy takes the same amount of device memory, at most 512 MiB. Torch rounds pinned memory up.
         """
         num_bytes = {each.fqn: each.dim * each.dtype.itemsize + _ID_BYTES for each in self.workload.tables}
         rows = sum(self._rows_of_delta(each) * num_bytes[each.fqn] for each in self.workload.tables)
@@ -177,23 +177,23 @@ class Forecast:
 
     @property
     def predictor_bytes(self) -> int:
-        """Memory of a predictor: the tables, and the parts of a snapshot and a delta."""
+        """Memory of a predictor in bytes: tables, dense tensors, and the parts of a snapshot and a delta."""
         held = capacity(self.delta.reads().memory_bytes + self.snapshot.reads().memory_bytes)
         return self.workload.table_bytes + self.workload.dense_bytes + held
 
     @property
     def written_bytes(self) -> float:
-        """Bytes written per hour, by all ranks."""
+        """Number of bytes that all ranks together write per hour."""
         return self._deltas * self.delta.num_bytes + self._snapshots * self.snapshot.num_bytes
 
     @property
     def read_bytes(self) -> float:
-        """Bytes read per hour, by one predictor."""
+        """Number of bytes that one predictor reads per hour."""
         return self._deltas * self.delta.read_bytes + self._snapshots * self.snapshot.read_bytes
 
     @property
     def publisher(self) -> Requests:
-        """Requests of the publisher, without retention: parts, entries, the reads that verify them, and the pointer."""
+        """Requests of the publisher without retention: parts, entries, reads that verify entries, and the pointer."""
         versions, scans = self._versions, _HOUR / SCAN_SECONDS
         return Requests(
             puts=self._deltas * self.delta.num_writes
@@ -205,7 +205,7 @@ class Forecast:
 
     @property
     def retention(self) -> Requests:
-        """Requests of retention: a pass lists all objects and reads each entry."""
+        """Requests of retention, which lists all objects and reads each entry in every pass."""
         if self.entries is None:
             return Requests()
         passes = self._versions / RETAIN_EVERY
@@ -221,7 +221,7 @@ class Forecast:
 
     @property
     def predictor(self) -> Requests:
-        """Requests of a predictor: entries, parts, polls that find nothing, checks for gaps, heartbeats."""
+        """Requests of one predictor: entries, parts, polls that find no version, gap checks, and heartbeats."""
         poll_seconds = self.workload.poll_seconds
         polls, checks = _HOUR / poll_seconds, _HOUR / (GAP_CHECK_SECONDS + poll_seconds / 2)
         delta, snapshot = self.delta.reads(), self.snapshot.reads()
@@ -233,12 +233,12 @@ class Forecast:
 
     @property
     def requests(self) -> Requests:
-        """Requests per hour of the publisher, the retention and all predictors."""
+        """Requests of the publisher, of retention and of all predictors."""
         return self.publisher + self.retention + self.predictor.times(self.workload.predictors)
 
     @property
     def entries(self) -> int | None:
-        """Maximum number of entries that the log keeps; None if nothing is deleted.
+        """Maximum number of entries in the log; None if no entries are deleted.
 
         Retention deletes in passes, and only versions before a snapshot.
         """
@@ -250,7 +250,7 @@ class Forecast:
 
     @property
     def disk_bytes(self) -> int | None:
-        """Maximum bytes of the stream; None if nothing is deleted."""
+        """Maximum size of the stream in bytes; None if no versions are deleted."""
         if self.entries is None or self.workload.snapshot_every is None:
             return None
         snapshots = math.ceil(self.entries / self.workload.snapshot_every)
@@ -258,16 +258,16 @@ class Forecast:
 
     @property
     def start_bytes(self) -> float | None:
-        """Bytes that a new predictor reads, with half of the deltas between two snapshots.
+        """Mean number of bytes that a new predictor reads: a snapshot, and half of the deltas until the next one.
 
-        None if there is only one snapshot, so that the number of deltas is unbounded.
+        None if only one snapshot is written: the number of deltas is then unbounded.
         """
         longest = self.longest_start_bytes
         return None if longest is None else (self.snapshot.read_bytes + longest) / 2
 
     @property
     def longest_start_bytes(self) -> int | None:
-        """Maximum of :attr:`start_bytes`, with all deltas between two snapshots."""
+        """Maximum of :attr:`start_bytes`: a snapshot, and all deltas until the next one. None with one snapshot."""
         if self.workload.snapshot_every is None:
             return None
         return self.snapshot.read_bytes + (self.workload.snapshot_every - 1) * self.delta.read_bytes
@@ -279,8 +279,8 @@ class Forecast:
 def forecast(workload: Workload) -> Forecast:
     """Return the forecast for a workload.
 
-    Counts the requests to a bucket in steady operation, without HTTP caches, compaction, hints, pins, ``status()`` and
-    metrics, training states, raw ids, retries, and the requests of starting processes.
+    It includes the requests to a bucket in steady operation. It excludes HTTP caches, compaction, hints, pins,
+    ``status()``, metrics, training states, raw ids, retries, and requests at the start of processes.
 
     Example:
         >>> import torch
@@ -294,7 +294,7 @@ def forecast(workload: Workload) -> Forecast:
 
 
 def version_size(workload: Workload, kind: Kind) -> VersionSize:
-    """Return the sizes of a delta, or of a snapshot without the rows that change while it is copied.
+    """Return the sizes of a delta or snapshot of a workload. Rows that change during a snapshot are not counted.
 
     Example:
         >>> table = TableSpec("user", 1_000_000, 64, torch.float32)
@@ -363,7 +363,7 @@ def _tensors(blocks: Sequence[Block], dense_bytes: int) -> dict[str, DenseSpec]:
 
 @cache
 def _gaps(density: float) -> tuple[float, float]:
-    """Return the compressed bytes and the number of large gaps (escapes) per id, for ids that are drawn at random."""
+    """Return the compressed bytes and the number of large gaps (escapes) per id, for random ids."""
     gaps = np.random.default_rng(0).geometric(min(1.0, density), _SAMPLE)
     packed, escapes = pack_ids(torch.from_numpy(np.cumsum(gaps) - 1))
     return len(packed) / _SAMPLE, len(escapes) / _SAMPLE

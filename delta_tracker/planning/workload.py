@@ -1,4 +1,4 @@
-"""Description of a stream to forecast: its tables, rates and readers, specified or observed."""
+"""Description of a stream to forecast: its tables, rates and readers, specified by the caller or observed."""
 
 import math
 import statistics
@@ -24,31 +24,31 @@ _NUM_ENTRIES = 100  # the newest ones, which show the workload of a stream
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Tables, rates and readers of a stream.
+    """Tables, rates and readers of a stream, as input of :func:`~delta_tracker.planning.forecast.forecast`.
 
     Rows are assumed to be split evenly over the ranks, as in row-wise sharding, and changed rows to be spread evenly
     over a table. A row that changes again in a later version counts again.
 
     Args:
         tables: tables of the model, such as ``tuple(tracker.tables.values())``.
-        changed: fraction of the rows that change in a minute, 0 or more, of all tables or by FQN. A version has
-            ``changed * seconds / 60`` of the rows, at most all.
-        seconds: time between two versions.
+        changed: fraction of rows that change per minute, 0 or more; one number for all tables, or a mapping by FQN. A
+            version has the fraction ``changed * seconds / 60`` of the rows, at most 1.
+        seconds: seconds between two versions.
         encoding: encoding of the rows; None for each table's own dtype.
         ranks: number of ranks of the trainer.
         predictors: number of predictors that read the bucket.
-        poll_seconds: time between two polls of a predictor. ``follow()`` polls a bucket every second.
+        poll_seconds: seconds between two polls of a predictor. ``follow()`` polls a bucket every second.
         has_heartbeats: True if the predictors have names and therefore write heartbeats.
-        snapshot_every: ``Cadence.snapshot_every``; None for one snapshot at the start.
+        snapshot_every: ``Cadence.snapshot_every``; None for a single snapshot at the start.
         retained_versions: ``Retention.versions``; None without retention.
-        dense_bytes: size of the dense tensors, which each version has.
+        dense_bytes: size in bytes of the dense tensors, which are part of each version.
         mode: tracking mode.
         consumers: number of consumers of the tracker.
-        is_torch_engine: True for the torch engine, which takes more memory than the others.
+        is_torch_engine: True if the tracker uses the torch engine, which takes more memory than other engines.
 
     Raises:
-        InvalidArgumentError: if there are no tables, or more than 200,000 shards, if an encoding does not support a
-            table, or if a number is invalid.
+        InvalidArgumentError: if there are no tables or more than 200,000 shards, if a table does not support the
+            encoding, or if a number is invalid.
 
     Example:
         >>> import torch
@@ -105,15 +105,15 @@ class Workload:
 
     @property
     def table_bytes(self) -> int:
-        """Size in bytes of all tables in their own dtypes."""
+        """Total size of the tables in bytes, in their own dtypes."""
         return sum(each.num_bytes for each in self.tables)
 
     def encoding_of(self, table: TableSpec) -> Encoding:
-        """Return the encoding of a table's rows."""
+        """Return the encoding of a table's rows in the stream."""
         return Encoding.of(table.dtype_name) if self.encoding is None else self.encoding
 
     def rows_per_version(self, table: TableSpec) -> int:
-        """Return the number of rows of a table in a delta, on all ranks."""
+        """Return the number of rows of a table in a delta, summed over all ranks."""
         num_rows = table.num_rows * min(1.0, self._changed_of(table) * self.seconds / _MINUTE)
         return math.ceil(round(num_rows, 6))  # 3.0000000004 is 3
 
@@ -125,19 +125,19 @@ class Workload:
         return self.changed[table.fqn]
 
     def rows_of_rank(self, table: TableSpec, rank: int) -> tuple[int, int]:
-        """Return the half-open range of the rows of a rank, as TorchRec's row-wise sharding cuts a table."""
+        """Return the half-open range of a table's rows on a rank, as in TorchRec's row-wise sharding."""
         block = math.ceil(table.num_rows / self.ranks)
         return min(rank * block, table.num_rows), min((rank + 1) * block, table.num_rows)
 
 
 def observe(log: StreamLog) -> Workload:
-    """Return the workload of a stream, from its last 100 entries. Reads no rows.
+    """Estimate the workload of an existing stream from its last 100 entries. Reads no rows.
 
     The time between versions is the median, and the number of ranks is the largest number of parts in a delta.
 
     Raises:
-        InvalidArgumentError: if there is no stream, or if it has fewer than two deltas, has states or raw ids, or has
-            different encodings of tables of one dtype.
+        InvalidArgumentError: if there is no stream, if these entries have fewer than two deltas, or if the stream has
+            training states, raw ids, or tables whose encodings differ by more than their dtypes.
     """
     url = log.storage.url
     entries = [entry for entry in map(log.read, log.versions()[-_NUM_ENTRIES:]) if entry is not None]
@@ -170,7 +170,7 @@ def _blocks(entries: list[Manifest]) -> Iterator[Block]:
 
 
 def _changed(deltas: list[Manifest], table: TableSpec) -> float:
-    """Return the mean share of a table's rows in a delta."""
+    """Return the mean fraction of a table's rows in a delta."""
     cells = sum(block.num_rows * block.num_columns for block in _blocks(deltas) if block.table == table.fqn)
     return cells / len(deltas) / max(1, table.num_rows * table.dim)
 
