@@ -133,8 +133,9 @@ def _is_prefix(name: str) -> bool:
 class ServedModel:
     """Access to the tables, dense tensors and mappings of raw ids of a model that a predictor writes to.
 
-    ``continues`` is True to apply the part of a version that fits. ``first_devices`` has the devices of the model when this object was created. The tensors for the last version are
-    referenced until the next version, even if the model replaces them.
+    ``continues`` is True to apply the part of a version that fits. ``first_devices`` has the devices of the model when
+    this object was created. The tensors for the last version are referenced until the next version, even if the model
+    replaces them.
     """
 
     def __init__(self, target: ModelTarget, choice: TableChoice) -> None:
