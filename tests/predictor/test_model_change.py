@@ -255,14 +255,14 @@ def test_a_restarted_predictor_of_the_same_model_reads_no_snapshot() -> None:
     restarted.load_state_dict(state)
     restarted.sync()
     assert _same(model, _expected(model, trainer.tables))
-    assert restarted.status().rows == 2, "one of each table"
+    assert restarted.status().counts.rows == 2, "one of each table"
     with pytest.raises(InvalidArgumentError):
         restarted.load_state_dict({**state, "model": "[]"})
     older = {key: value for key, value in state.items() if key != "model"}
     restarted.load_state_dict(older)
     trainer.train(2)
     restarted.sync()
-    assert restarted.status().rows == 2 + 6 + 6 + 2 + 2, "without the tables of the position, it begins anew"
+    assert restarted.status().counts.rows == 2 + 6 + 6 + 2 + 2, "without the tables of the position, it begins anew"
 
 
 def test_a_changed_model_reaches_a_pin_from_a_snapshot() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -300,7 +301,7 @@ def test_one_module_of_two_tables_is_refused() -> None:
     )
     manifest = predictor._reader.newest()[0]
     name = "b.mc._embedding_module.embeddings.t"
-    tables = {FQN: manifest.tables[FQN], name: manifest.tables[FQN]}
+    tables = {FQN: manifest.tables[FQN], name: replace(manifest.tables[FQN], fqn=name)}
     both_tables = type(manifest)(
         **{
             **{
