@@ -61,8 +61,8 @@ class Status:
         why: last decision and its reason, such as ``version 7 is the newest``; empty before the first; see
             ``guide/fleet.md``.
         left_out: names of the tables and dense tensors of the stream that are not applied, because the argument
-            ``tables`` of the predictor leaves them out, or because they do not fit the model; empty until the predictor
-            has applied a version with rows.
+            ``tables`` of the predictor leaves them out, or because they do not fit the model; empty before the first
+            :meth:`Predictor.sync`, and in a row store until a version is applied.
         differences: sentences on the tables and dense tensors that differ between the model and the stream: not
             applied, applied in part, or missing in the stream since the predictor began. Empty as for ``left_out``.
         counts: numbers of rows, bytes, raw ids and requests.

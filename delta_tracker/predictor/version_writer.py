@@ -47,7 +47,10 @@ class VersionWriter:
 
     def keeps_rows(self, entry: Manifest) -> bool:
         """See :meth:`ModelWriter.keeps_rows`."""
-        return self.destination.keeps_rows(self._choice.narrowed(entry))
+        narrowed = self._choice.narrowed(entry)
+        if not self.left_out:
+            self._note(entry, narrowed)
+        return self.destination.keeps_rows(narrowed)
 
     def apply(self, entry: Manifest, storage: Storage, *, is_elsewhere: bool) -> bool:
         """Read and validate a version, then write it. Return False if the tables need a snapshot first."""

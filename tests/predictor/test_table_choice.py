@@ -293,6 +293,8 @@ def test_a_saved_position_is_that_of_the_chosen_tables(trainer: _Trainer, url: s
             Predictor(model, url, tables=other).load_state_dict(state)
     again = Predictor(model, url, tables=["top.*", "item"])
     again.load_state_dict(state)
+    again.sync()
+    assert again.status().left_out == ("user.country", "user.id"), "before a version is applied"
     trainer.train(torch.tensor([2]))
     again.sync()
     assert _equal(model, trainer.model) == {"item.weight", "top.weight", "top.bias"}
