@@ -42,6 +42,7 @@ class Settings:
         has_raw_ids: True for a table of raw ids.
         is_sharded: True for tables that several ranks train.
         choice: the tables that it applies.
+        has_changed_model: True if its model lacks the other tables, and it applies what fits.
         monitor: monitor of the predictor.
     """
 
@@ -55,6 +56,7 @@ class Settings:
     has_raw_ids: bool
     is_sharded: bool
     choice: Choice
+    has_changed_model: bool
     monitor: Monitor
 
     @classmethod
@@ -63,17 +65,19 @@ class Settings:
     ) -> Settings:
         """Return the settings of a number: one below 9 has none, and one url or several."""
         options, is_sharded = options_of(choice), schedule.ranks > 1
+        kind, tables = _KINDS[options["kind"]], 0 if schedule.has_raw_ids else options["tables"]
         return cls(
             stores=tuple(stores[index] for index in _ORDERS[options["order"]]),
             canary=_CANARIES[options["canary"]],
             gate=_GATES[options["gate"]],
             follows_pins=bool(options["follows_pins"]),
-            kind=_KINDS[options["kind"]],
+            kind=kind,
             cache=cache,
             web=None if options["url"] == 4 else web,
             has_raw_ids=schedule.has_raw_ids,
             is_sharded=is_sharded,
-            choice=Choice(0 if schedule.has_raw_ids else options["tables"], is_sharded=is_sharded),
+            choice=Choice(tables, is_sharded=is_sharded),
+            has_changed_model=kind == "tables" and tables > 0 and schedule.seed % 4 > 1,
             monitor=monitor,
         )
 
@@ -147,7 +151,11 @@ class Reader:
         self.predictor = Predictor(
             self.served.target
             if self.has_row_store
-            else ModelTarget(self.served.target, raw_ids=self.served.raw_ids or {}),
+            else ModelTarget(
+                self.served.target,
+                raw_ids=self.served.raw_ids or {},
+                on_model_change="continue" if settings.has_changed_model else "stop",
+            ),
             [
                 store.opened_by_predictor() if settings.web is None else settings.web.store_of(store)
                 for store in settings.stores
@@ -155,7 +163,7 @@ class Reader:
             rollout=Rollout(gate=settings.gate, canary=settings.canary, follows_pins=settings.follows_pins),
             cache=settings.cache if settings.kind == "cache" else None,
             monitor=settings.monitor,
-            tables=settings.choice.patterns,
+            tables=None if settings.has_changed_model else settings.choice.patterns,
         )
         self._keep()
 
@@ -299,5 +307,6 @@ class Reader:
         words += [f"canary of {settings.canary.text}"] if settings.canary is not None else []
         words += [repr(settings.gate)] if settings.gate is not None else []
         words += [f"of {', '.join(settings.choice.patterns)}"] if settings.choice.patterns else []
+        words += ["in a changed model"] if settings.has_changed_model else []
         words += ["with pins"] if settings.follows_pins else []
         return " ".join([*words, settings.kind]).strip()

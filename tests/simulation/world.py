@@ -872,7 +872,7 @@ class World:
     def _choose(self, who: int, choice: int) -> str | None:
         """Restart a predictor with another choice of tables, which its saved position or its row store refuses."""
         reader = self._reader(who)
-        if reader is None or self._schedule.has_raw_ids:
+        if reader is None or self._schedule.has_raw_ids or reader.settings.has_changed_model:
             return None
         reader.stop()
         saved = reader.save()
