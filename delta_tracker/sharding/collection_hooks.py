@@ -25,10 +25,10 @@ _Evicted = Mapping[str, Tensor | None]
 
 
 class LaunchHook(Watcher):
-    """Hook that reports each launch of an output distribution of a collection, which has one per sharding type.
+    """Hook that reports each launch of an output distribution of a collection.
 
-    It is registered as a forward hook of the distributions. TorchRec has its own slot for a post-odist function, but
-    the slot holds one function only and is not used for a collection inside a managed-collision module.
+    It is registered as a forward hook of the distributions, one per sharding type. TorchRec has its own slot for a
+    post-odist function, but the slot holds one function only and is not used inside a managed-collision module.
 
     Args:
         module: sharded collection.

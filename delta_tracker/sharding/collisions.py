@@ -29,7 +29,7 @@ _HASH_EMPTY = -1  # value of an empty slot in hash-ZCH
 
 
 class Versions:
-    """Token of the state of some tensors. Tokens are equal until a tensor is replaced or written in place."""
+    """Token of the state of some tensors. Equal to an earlier token if no tensor was replaced or written in place."""
 
     __slots__ = ("_tensors", "_versions")
     __hash__ = None  # type: ignore[assignment]
@@ -72,7 +72,7 @@ class LocalOwners(ABC):
 
     @abstractmethod
     def token(self) -> object | None:
-        """Return an object that stays equal until an owner changes; None if unknown. Does not wait for the device."""
+        """Return a token that stays equal until an owner changes; None if unknown. Does not wait for the device."""
 
     @abstractmethod
     def read(self) -> Tensor:
@@ -89,7 +89,7 @@ class MchOwners(LocalOwners):
     __slots__ = ()
 
     def token(self) -> object | None:
-        """Return a token of the two tensors of the mapping; None for inference tensors, which have no versions."""
+        """Return a token of the two tensors of the mapping; None for inference tensors without version counters."""
         tensors = self.module._mch_sorted_raw_ids, self.module._mch_remapped_ids_mapping  # noqa: SLF001
         return None if any(tensor.is_inference() for tensor in tensors) else Versions(*tensors)
 
@@ -111,7 +111,7 @@ class HashOwners(LocalOwners):
 
     @property
     def falls_back(self) -> bool:
-        """True unless the module was built with ``disable_fallback=True``, which early torchrec versions lack."""
+        """True unless the module was built with ``disable_fallback=True``. Early torchrec versions lack this option."""
         return not getattr(self.module, "_disable_fallback", False)
 
     def token(self) -> object | None:

@@ -146,8 +146,8 @@ def walk(model: nn.Module, torchrec: Torchrec) -> Iterator[tuple[str, nn.Module]
 def has_unknown_rows(module: nn.Module, torchrec: Torchrec) -> bool:
     """Return True if ``module`` is a sharded module whose rows cannot be tracked.
 
-    This holds for sharded modules without a supported collection, and for embedding towers, which exist only on the
-    ranks of one host. The result is the same on every rank, including ranks without rows of the module.
+    This holds for sharded modules without a supported collection, and for embedding towers (they exist only on the
+    ranks of one host). The result is the same on every rank, including ranks without rows of the module.
     """
     if isinstance(module, torchrec.towers):
         return True

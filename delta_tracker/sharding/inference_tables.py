@@ -66,7 +66,7 @@ def model_tables(model: nn.Module) -> Iterator[tuple[str, RowTarget | Tensor]]:
 
 
 def walk(model: nn.Module, torchrec: Torchrec) -> Iterator[tuple[str, nn.Module]]:
-    """Yield ``(FQN, module)`` for each FQN of each module, without the submodules of collections."""
+    """Yield ``(FQN, module)`` for each FQN of each module of a model, except submodules of collections."""
     kinds = (*torchrec.collections, *QUANTIZED_SHARDS, *QUANTIZED)
     return torchrec.walk(model, lambda module: isinstance(module, kinds), None)
 
@@ -155,7 +155,7 @@ class Packed:
     """Rectangle of a quantized table, and the layout of its rows in memory.
 
     Args:
-        region: the rectangle; its ``memory`` is ``[rows, bytes]`` uint8, with the padding of the rows.
+        region: the rectangle; its ``memory`` is ``[rows, bytes]`` uint8, including padding.
         kind: data type of the table: ``fp32``, ``fp16``, ``int8``, ``int4`` or ``int2``.
         row_bytes: size of a row in bytes, without padding.
         is_scale_last: True if scale and bias follow the codes, False if they precede the codes.
@@ -179,8 +179,8 @@ def _packed(block: _Block) -> Packed:
 class QuantizedTarget(TensorTarget):
     """Target that quantizes rows of the trainer's dtype and writes them to a quantized table.
 
-    Rows are quantized on the CPU, with the same bytes as torchrec's result. The trainer's table may be float32, float16
-    or bfloat16. torchrec cannot quantize bfloat16, so bfloat16 rows are converted to float32 first.
+    Rows are quantized on the CPU. The result has the same bytes as torchrec's. The trainer's table may be float32,
+    float16 or bfloat16. torchrec cannot quantize bfloat16, so bfloat16 rows are converted to float32 first.
 
     Args:
         num_rows: number of rows of the whole table.

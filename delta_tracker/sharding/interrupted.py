@@ -1,4 +1,4 @@
-"""Mark a model while a restore writes it or while it follows a stream, so that it raises until it is complete."""
+"""Mark a model while a restore writes it or while it follows a stream. Forward passes of a marked model raise."""
 
 from dataclasses import dataclass
 

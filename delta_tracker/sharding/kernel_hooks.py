@@ -1,4 +1,4 @@
-"""The post-lookup hook, which reports the rows that a kernel looks up and updates.
+"""Post-lookup hook: reports the rows that a kernel looks up and updates.
 
 A fused optimizer writes rows when the kernel's autograd node runs in the backward pass. The node's pre-hook therefore
 runs just before the write, and its post-hook just after the write. A forward pass under ``no_grad`` creates no node,

@@ -33,8 +33,8 @@ def table_states(shard: LocalShard) -> TableStates | None:
     """Return a description of the states that a fused optimizer keeps for the rows of a shard.
 
     Returns:
-        Name, dtype and shape of each state, ``momentum1`` and ``momentum2``; none for SGD. None instead of a
-        description if the optimizer is not fused or the rank has no rows of the table.
+        Description with the name (``momentum1`` or ``momentum2``), dtype and shape of each state; without states for
+        SGD. None if the optimizer is not fused or the rank has no rows of the table.
 
     Raises:
         UnsupportedModelError: if the dtype of a state is not float32, float16 or bfloat16, or if the column ranges of
@@ -179,7 +179,7 @@ def _write(kernel: ShardHolder, scalars: Scalars) -> None:
 
 
 def _group(kernel: ShardHolder) -> dict[str, Any]:
-    """Return the settings in the optimizer object of a kernel, which it copies to the kernel."""
+    """Return the settings in the optimizer object of a kernel. The object copies them to the kernel."""
     groups: list[dict[str, Any]] = kernel.module.fused_optimizer.param_groups
     return groups[0]
 

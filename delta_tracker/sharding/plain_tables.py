@@ -91,7 +91,7 @@ class PlainTable:
         return []
 
     def weight_slots(self) -> list[tuple[Mapping[str, Tensor | None], str]]:
-        """Return one ``(mapping, key)`` pair; ``mapping[key]`` is the weight."""
+        """Return a list of one ``(mapping, key)`` pair; ``mapping[key]`` is the weight."""
         return [(self.module._parameters, "weight")]  # noqa: SLF001
 
 

@@ -255,7 +255,7 @@ class HashMap(_ModuleMap):
         return slots[indices]
 
     def conflict(self, slots: Tensor, owners: Tensor) -> str:
-        """Return the reason why lookups of ``owners`` would not find the rows ``slots``; empty if they would."""
+        """Return the reason why lookups of ``owners`` would not find the rows ``slots``, or an empty string."""
         if bool((owners == _EMPTY).any()):
             return f"mapped by a {type(self._module).__name__}, which reserves the raw id {_EMPTY} of a row"
         hash_size, num_buckets = self._module._input_hash_size, len(self._module._output_segments) - 1  # noqa: SLF001
@@ -279,7 +279,7 @@ class HashMap(_ModuleMap):
         self.memory[to_device(slots - self.rows[0], self.memory.device)] = _EMPTY
 
     def prepare(self, owners: Tensor) -> object:
-        """Return the argument of :meth:`map` for new ``owners``, ``[R]`` int64."""
+        """Convert the new ``owners``, ``[R]`` int64, to the argument of :meth:`map`."""
         return torch.where(owners == NO_OWNER, _EMPTY, owners)[:, None]
 
     def map(self, ready: object) -> None:

@@ -35,7 +35,7 @@ _CHUNK_ROWS = 1 << 15
 
 
 class ReplicaGroup:
-    """Tables that ``sync`` averages over one process group, with the exchange of their changed rows between its ranks.
+    """Group of tables that ``sync`` averages over one process group. Its ranks exchange their changed rows.
 
     The buffer of the exchange has one byte for each row. It is allocated once, so that a rank that has run out of
     memory can still take part in the exchange.
@@ -61,7 +61,7 @@ class ReplicaGroup:
         self._marks = torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
 
     def every_row(self) -> dict[str, Tensor | None]:
-        """Return a mapping of the FQN of each table to None, which means all rows."""
+        """Return a mapping of the FQN of each table to None (all rows)."""
         return dict.fromkeys(self.shards)
 
     def no_row(self) -> dict[str, Tensor | None]:
@@ -71,7 +71,7 @@ class ReplicaGroup:
     def pack(self, changed: Mapping[str, Tensor | None]) -> None:
         """Write this rank's changed rows to the buffer for :meth:`exchange`.
 
-        ``changed`` maps each FQN to ``[N]`` local ids, which may repeat, or to None for all rows.
+        ``changed`` maps each FQN to ``[N]`` local ids (duplicates are allowed), or to None for all rows.
         """
         is_whole, *marks = torch.split(self._marks.zero_(), self._sizes)
         is_whole.copy_(torch.tensor([ids is None for ids in changed.values()]))
@@ -86,7 +86,7 @@ class ReplicaGroup:
     def exchange(self) -> dict[str, Tensor | None]:
         """Return the union of the changed rows of all ranks, ``[N]`` ascending local ids by FQN; None for all rows.
 
-        Collective. Waits for the device.
+        This is a collective. It waits for the device.
         """
         dist.all_reduce(self._marks, dist.ReduceOp.MAX, self.ranks)
         is_whole, *marks = torch.split(self._marks, self._sizes)
@@ -125,8 +125,8 @@ class SyncHook(Watcher):
     def before(self, include_optimizer_state: bool = True) -> Callable[[bool], object]:  # noqa: FBT001, FBT002
         """Report the rows that are about to be averaged, and return a function to call after the ``sync``.
 
-        Collective over each process group of the tables. ``include_optimizer_state`` is the argument of ``sync``. Pass
-        True to the returned function if the ``sync`` succeeded, otherwise False.
+        This is a collective over each process group of the tables. ``include_optimizer_state`` is the argument of
+        ``sync``. Pass True to the returned function if the ``sync`` succeeded, otherwise False.
         """
         key, includes_states = next(self._keys), bool(include_optimizer_state)
         self._contained(lambda: self._listener.notice_writes(self._tables), otherwise=None)
@@ -182,7 +182,7 @@ class SyncHook(Watcher):
 
 
 def watch_syncs(model: nn.Module, found: Discovery, reports: Reports, *, keeps_states: bool) -> Iterator[Watcher]:
-    """Register a :class:`SyncHook` on each ``DMPCollection`` of a model that averages tracked tables, and yield it."""
+    """Register and yield a :class:`SyncHook` for each ``DMPCollection`` in ``model`` that averages tracked tables."""
     kinds = Torchrec().replicas
     for wrapper in model.modules():
         if not isinstance(wrapper, kinds):

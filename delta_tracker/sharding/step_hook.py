@@ -46,7 +46,7 @@ class _Step:
 
     Args:
         key: key of the write.
-        optimizer: the optimizer. If it is deleted, the step is closed.
+        optimizer: the optimizer. If it is deleted, the step ends.
         is_computed_inside: True if a closure computes the gradients inside the step.
         rows: FQN to the ids ``[N]`` of the rows that were reported before the step; None for all rows.
         gradients: FQN, parameter, gradient and version counter of the gradient when ``rows`` was computed.
@@ -104,7 +104,7 @@ class StepHook(Watcher):
         self._run(optimizer, partial(self._begin, optimizer, args, kwargs))
 
     def after(self, optimizer: torch.optim.Optimizer) -> None:
-        """Report that the step that :meth:`before` reported has ended."""
+        """Report the end of a step of ``optimizer`` that :meth:`before` has reported."""
         self._run(optimizer, partial(self._end, optimizer))
 
     def _run(self, optimizer: torch.optim.Optimizer, action: Callable[[], bool]) -> None:

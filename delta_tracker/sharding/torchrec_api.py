@@ -137,7 +137,7 @@ def holder_of(module: nn.Module, attributes: Mapping[type[nn.Module], str]) -> s
 
 
 def load_torchrec() -> Torchrec:
-    """Import torchrec and return its classes. Raise MissingExtraError if it is not installed."""
+    """Import torchrec and return a :class:`Torchrec`. Raise MissingExtraError if torchrec is not installed."""
     try:
         for name in ("embedding", "embeddingbag", "model_parallel", "types"):
             import_module(f"torchrec.distributed.{name}")

@@ -27,11 +27,11 @@ UNSEEN = -1
 
 
 class HookListener(Protocol):
-    """Interface that receives the reports of hooks. A cut is the point up to which a read returns changes.
+    """Interface that receives the reports of hooks.
 
     Hooks call the methods in the thread of the lookup or write. Only the last three methods, which concern ``sync`` in
     2D parallelism, may wait for the device. Calls of :meth:`begin_write`, :meth:`end_write` and :meth:`end_write_later`
-    with the same key refer to the same write.
+    with the same key refer to the same write. A cut is the point up to which a read returns changes.
     """
 
     def looked_up(self, ids: Mapping[str, Tensor | None]) -> None:
@@ -63,8 +63,8 @@ class HookListener(Protocol):
     def mark_all_later(self, fqns: Collection[str], key: int | None = None) -> None:
         """Mark all rows of the tables ``fqns`` as changed at the next cut, with unknown old states.
 
-        If ``key`` is the key of a write, also mark them at every later cut until the write has ended. If it is
-        :data:`UNSEEN`, mark them at every later cut.
+        If ``key`` is the key of a write, also mark them at all cuts during the write and at the first cut afterwards.
+        If it is :data:`UNSEEN`, mark them at all later cuts.
 
         The method must be lock-free and must not raise, allocate tensors or launch operations on a device.
         """
@@ -207,7 +207,7 @@ class _NoListener:
 
 
 class OtherUpdates:
-    """Counter of updates to other tensors, such as those of a copy of the model, while the tables do not change.
+    """Counter of updates to tensors that may be copies of the tables, while the tables themselves do not change.
 
     Args:
         versions: function whose result changes with each in-place write to the tables.
@@ -317,7 +317,7 @@ def untraced(hook: Callable[..., None], omitted: Callable[[], object]) -> Callab
 
 
 def forget_compiled_code() -> None:
-    """Discard all compiled code of this process. Call this after adding hooks, which compiled code does not call."""
+    """Discard all compiled code of this process. Call this after adding hooks: existing code does not call them."""
     compiler = sys.modules.get("torch._dynamo")
     if compiler is not None:
         compiler.reset_code_caches()  # unlike torch.compiler.reset(), keeps CUDA graphs

@@ -20,7 +20,7 @@ def column_views(shard: LocalShard) -> list[Tensor]:
     """Return a view ``[R, columns]`` of the weights for each column range of a shard, in order. Flushes caches first.
 
     Training overwrites the views. The list is empty if the rank has no rows of the table. To read several shards, make
-    all calls inside one ``with one_cut()`` of :func:`~delta_tracker.sharding.kernel_memory.one_cut`.
+    all calls inside one ``with one_cut()``; see :func:`~delta_tracker.sharding.kernel_memory.one_cut`.
     """
     with one_cut():
         return [kernel.weight(slot) for kernel, slot in shard.holders]
