@@ -5,5 +5,5 @@ decides which version is applied next, and ``version_writer.py`` reads and valid
 selects. ``served_model.py`` finds the tables of a model, ``placement.py`` maps rows and columns of a version to them,
 ``model_writer.py`` writes one version under the lock of ``lock.py``, and ``follower.py`` defines the background thread.
 ``sink_writer.py`` writes to a row store instead of a model. ``delta_tracker/row_target.py`` defines the interface of a
-table, ``delta_tracker/sinks/row_sink.py`` that of a row store.
+table, and ``delta_tracker/sinks/row_sink.py`` defines the interface of a row store.
 """

@@ -1,4 +1,4 @@
-"""Background thread of a predictor, which polls for versions, applies them, and retries after errors."""
+"""Background thread of a predictor: polls for versions, applies them, and retries after errors."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class Follower(Forkable):
 
     @property
     def current_error(self) -> Exception | None:
-        """Value of :attr:`error`; if it is None, the error of the held version, or None without a held version."""
+        """Value of :attr:`error` or, if that is None, error of the held version; None if there is neither."""
         gate = self._reader.writer.gate
         return self.error or (None if gate is None else gate.held)
 
@@ -119,8 +119,8 @@ class Follower(Forkable):
     def start(self, poll_seconds: float | None, notifier: Notifier | None) -> None:
         """Start the thread. Before it polls, it checks that the newest version fits the model.
 
-        This call waits at most two seconds for the check and raises its error. The arguments are those of
-        :meth:`Predictor.follow`.
+        This call waits at most two seconds for the check and raises its error. See :meth:`Predictor.follow` for the
+        arguments.
         """
         check_seconds("poll_seconds", poll_seconds)
         with self._control:
@@ -161,7 +161,7 @@ class Follower(Forkable):
             _logger.warning("predictor stopped with an error: %s", self.error)
 
     def wait(self, is_there: Callable[[], bool], seconds: float | None) -> bool:
-        """Wait until ``is_there()``, called after each version, is True. Return False after ``seconds``, if given."""
+        """Wait until ``is_there()`` returns True; it is called after each version. Return False after ``seconds``."""
         if self._is_own_thread:
             raise InvalidArgumentError("wait()", "called in the thread of follow()", "Call it in another thread")
         waiter, end = SimpleQueue[None](), None if seconds is None else self._runtime.monotonic() + seconds
@@ -195,7 +195,7 @@ class Follower(Forkable):
         self._beat()
 
     def after_fork_in_child(self) -> None:
-        """Drop the thread, which does not exist in the child process, and replace locks that it may have held."""
+        """Drop the thread and replace locks that it may have held. A forked child process has no such thread."""
         if self._is_own_thread:
             return  # this thread forked, in a method of a RowTarget, and continues in the child
         self.lock, self._control, self._waiters = threading.Lock(), threading.RLock(), []

@@ -51,10 +51,10 @@ class Gate:
 
 
 class GateKeeper:
-    """Check of versions against the bounds of a gate. A version that it rejects is held.
+    """Checker of versions against the bounds of a :class:`Gate`. It holds a version that violates them.
 
     Attributes:
-        held: error of the last held version, without a traceback; None if no version was held since a version was
+        held: error of the held version, without a traceback; None if no version is held. It is reset when a version is
             applied.
     """
 
@@ -66,7 +66,7 @@ class GateKeeper:
         self.held: HeldVersionError | None = None
 
     def accept(self, version: int) -> None:
-        """Accept a version once even if it violates a bound. Applying the version ends the exception."""
+        """Accept the version with the number ``version`` even if it violates a bound, until it has been applied."""
         check_count("version", version, 0)
         self._accepted.add(version)
 
@@ -112,7 +112,7 @@ class GateKeeper:
         raise unraised(self.held)  # the traceback of a raised error keeps the rows of the version alive
 
     def measure(self, manifest: Manifest, contents: Contents) -> tuple[Measure, str]:
-        """Return the RMS row norms of tables with ``min_rows`` rows or more, and an error message that may be empty."""
+        """Return the RMS row norms by kind and table, and an error message for non-finite values (or ``''``)."""
         sums: dict[str, tuple[float, float]] = {}
         reason = ""
         for fqn, values in contents.chunks():

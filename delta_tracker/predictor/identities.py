@@ -38,7 +38,7 @@ VersionOwners = Mapping[str, tuple[Tensor, Tensor]]
 
 
 def version_owners(contents: Contents) -> VersionOwners:
-    """Return the owners of a version's rows, by table FQN. Raise MalformedError if they are invalid."""
+    """Return the owner (raw id) of each row of a version, by table FQN. Raise MalformedError if one is invalid."""
     manifest = contents.manifest
     pieces: defaultdict[str, list[tuple[Tensor, Tensor]]] = defaultdict(list)
     for fqn, ids, owners in contents.owners():
@@ -71,7 +71,7 @@ def identities_after(manifest: Manifest, held: Mapping[str, Identity]) -> Mappin
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OwnerChange:
-    """Change that a version makes to the owners in one live mapping. All tensors are int64."""
+    """Change that a version makes to the owners (raw ids of rows) in one live mapping. All tensors are int64."""
 
     fqn: str  # name of the table in the stream
     raw_ids: RawIdMap  # the live mapping
@@ -82,7 +82,7 @@ class OwnerChange:
 
     @property
     def default_rows(self) -> tuple[int, ...]:
-        """Global ids of the default rows to write before :meth:`RawIdMap.adopt`; empty if it changes nothing."""
+        """Global ids of the default rows to write before :meth:`RawIdMap.adopt`; empty if the buckets stay the same."""
         return () if self.raw_ids.routes_by(self.identity) else self.identity.defaults
 
     def num_admitted(self) -> int:
@@ -100,7 +100,7 @@ class OwnerChange:
 def owner_changes(
     version: VersionOwners, identities: Mapping[str, Identity], maps: Mapping[str, tuple[RawIdMap, ...]]
 ) -> list[OwnerChange]:
-    """Return the changes that a version with the buckets ``identities`` makes to live mappings. Changes nothing."""
+    """Return the changes that a version requires in the live mappings ``maps``, without making them."""
     return [
         _change(fqn, raw_ids, identity, *version[fqn]) for fqn, identity in identities.items() for raw_ids in maps[fqn]
     ]
@@ -172,7 +172,7 @@ def adopt_saved(identities: Mapping[str, Identity], maps: Mapping[str, tuple[Raw
 
 
 def find_maps(model: object, names: Mapping[str, str]) -> dict[str, tuple[RawIdMap, ...]]:
-    """Return a model's mappings of raw ids by table FQN in the stream. ``names`` maps it to a different model FQN."""
+    """Return a model's mappings of raw ids by table FQN in the stream. ``names`` has different FQNs in the model."""
     if not isinstance(model, nn.Module) or not has_collisions(model):
         return {}
     from delta_tracker.sharding.raw_id_maps import raw_id_maps  # noqa: PLC0415  it needs torchrec
@@ -183,7 +183,7 @@ def find_maps(model: object, names: Mapping[str, str]) -> dict[str, tuple[RawIdM
 
 
 def check_hidden(manifest: Manifest, hidden: Collection[str], names: Mapping[str, str]) -> None:
-    """Raise ModelMismatchError if a version has raw ids and a scripted module has a mapping, listed in ``hidden``."""
+    """Raise ModelMismatchError if a version has raw ids and scripted or traced modules have the mappings ``hidden``."""
     left = sorted(set(hidden) - {names.get(name, name) for name in manifest.dense})
     if left and manifest.identities:
         fqn = next(iter(manifest.identities))

@@ -157,7 +157,7 @@ class TableFence:
 
     Attributes:
         devices: CUDA devices of the tables; empty if all tables are on the CPU. Changes only while no thread reads.
-        writing: function that returns a context manager in which to launch one write. Hold the lock for writing.
+        writing: function that returns a context manager for launching one write, with the lock held for writing.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
-"""Comparison of the tables of a version with those of a model: :func:`fit`, for models that differ from the trainer's.
+"""Comparison of a version with a model that differs from the trainer's model: :func:`fit`.
 
-A version with other tables than the version before is a snapshot. A table that fits again was therefore written whole,
-unless the model's own table was replaced, see :meth:`~delta_tracker.predictor.model_writer.ModelWriter.keeps_rows`.
+If the tables of a stream change, the next version is a snapshot. A table that fits again is therefore written whole,
+unless the model's table was replaced; see :meth:`~delta_tracker.predictor.model_writer.ModelWriter.keeps_rows`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MISSING = "missing"
 
 
 def specs_of(tables: Mapping[str, TableSpec], targets: Mapping[str, RowTarget]) -> dict[str, TableSpec]:
-    """Return the size and dtype in the model of those ``tables`` that it has, by name in the stream."""
+    """Return a spec with the model's size and dtype for each of ``tables`` that is in ``targets``, by name."""
     return {
         fqn: TableSpec(fqn, target.num_rows, target.dim, target.dtype or table.dtype)
         for fqn, table in tables.items()
@@ -29,12 +29,12 @@ def specs_of(tables: Mapping[str, TableSpec], targets: Mapping[str, RowTarget]) 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """What a model takes of a version.
+    """Part of a version that is applied to a model. Result of :func:`fit`.
 
     Args:
-        tables: tables that are applied, by name, with the number of rows in the model.
+        tables: tables that are applied, by name in the stream, with their number of rows in the model.
         dense: names of the dense tensors that are applied.
-        differences: sentence by name of each table and dense tensor that is not applied, or only in part.
+        differences: message for each table and dense tensor that is not applied or only applied in part, by name.
     """
 
     tables: Mapping[str, TableSpec]
@@ -42,7 +42,7 @@ class Fit:
     differences: Mapping[str, str]
 
     def narrowed(self, entry: Manifest) -> Manifest:
-        """Return an entry with what is applied of it: the same object if that is all."""
+        """Return a copy of ``entry`` with only the part that is applied; ``entry`` itself without differences."""
         if entry.kind == "claim" or not self.differences:
             return entry
         narrowed = entry.having({*self.tables, *self.dense}.__contains__)
@@ -52,13 +52,13 @@ class Fit:
 def fit(
     entry: Manifest, tables: Mapping[str, TableSpec], dense: Mapping[str, DenseSpec] | None, mapped: Collection[str]
 ) -> Fit:
-    """Return what a model takes of a version ``entry``.
+    """Return the part of a version that fits a model.
 
-    ``tables`` has the size and dtype of the model's tables by name in the stream, ``dense`` the dtype and shape of its
-    dense tensors or None if they are not applied, and ``mapped`` the names of its tables with a mapping of raw ids.
+    ``tables`` has the size and dtype of the model's tables by name in the stream. ``dense`` has the dtype and shape of
+    its dense tensors; None if they are not applied. ``mapped`` has the names of its tables with a mapping of raw ids.
 
-    A table with another number of rows is applied in part: the rows that both have. One of another width or dtype is
-    left out. So is one with raw ids that differs at all, because unknown raw ids are routed by the number of rows.
+    If a table has a different number of rows, the rows that both have fit. A table with a different width or dtype does
+    not fit, nor does a table with raw ids that differs in any way.
     """
     taken: dict[str, TableSpec] = {}
     differences: dict[str, str] = {}

@@ -57,9 +57,9 @@ class ModelWriter:
         written: versions that were written. During a change to another stream, these are the versions of the former
             stream, and ``is_mixed`` is True.
         position: stream position of the tables; None before the first version.
-        specs: size in the model of each table and dense tensor that a version had, by name in the stream; None if it is
-            unknown.
-        differences: sentences on the differences of the model and the stream at the last version; see :class:`Status`.
+        specs: size and dtype that each table and dense tensor of the versions has in the model, by name in the stream;
+            None if unknown.
+        differences: messages about differences between the model and the last version; see :class:`Status`.
         resolve: the method :meth:`ServedModel.resolve` of the model.
     """
 
@@ -106,10 +106,10 @@ class ModelWriter:
         """Do nothing: the position in memory is always valid, even after an interrupted write."""
 
     def keeps_rows(self, manifest: Manifest, receiver: Receiver | None = None) -> bool:
-        """Return False if a table or dense tensor of the model was replaced by one of another size.
+        """Return False if a table or dense tensor of the model was replaced by one with another size or dtype.
 
-        Its rows are not those of the position then, and only a snapshot can be applied next. ``manifest`` is a delta
-        after the position or the entry at the position, and ``receiver`` what it is written to, if it fits.
+        Its rows then do not belong to the position, and only a snapshot can be applied next. ``manifest`` is the entry
+        at the position or a delta after it. ``receiver`` is the result of :attr:`resolve` for it, if available.
         """
         own, held = self.model.specs(manifest) if receiver is None else receiver.specs, self.specs
         if held is None and not self.model.continues:  # saved without sizes: all that the stream has fitted
@@ -130,8 +130,8 @@ class ModelWriter:
     def write(self, receiver: Receiver, contents: Contents, *, is_elsewhere: bool) -> None:
         """Write a version to ``receiver`` after checks, and advance the position once the version is complete.
 
-        ``is_elsewhere`` is False if the version is known to continue the history of the rows. If a write is interrupted
-        and ``is_elsewhere`` is True, only the same version or a snapshot can be applied next.
+        Pass ``is_elsewhere=True`` unless the version is known to descend from the version that the tables hold. If such
+        a write is interrupted, only the same version or a snapshot can be applied next.
         """
         manifest = contents.manifest
         has_raw_ids = bool(manifest.identities or self.identities)
@@ -171,7 +171,7 @@ class ModelWriter:
                     self._gauges.num_rows += chunk.num_rows
 
     def state_dict(self) -> dict[str, str | int]:
-        """Return the stream position of the tables."""
+        """Return the stream position of the tables; see :meth:`Predictor.state_dict`."""
         written = self.written
         position: dict[str, str | int] = {}
         if written.version is not None and not written.is_mixed:
@@ -204,7 +204,7 @@ class ModelWriter:
             self._hold(written)
 
     def _compare(self, receiver: Receiver) -> None:
-        """Note and log how the model differs from the version that was written."""
+        """Record and log the differences between the model and the version that was written."""
         held = self.specs or {}
         found = [] if receiver.fit is None else list(receiver.fit.differences.values())
         found += [

@@ -30,7 +30,7 @@ class Placement:
     rows: tuple[BlockRows, ...]
 
     def chunks(self, num_rows: int) -> Iterator[Chunk]:
-        """Read the rows and yield them, prepared for writing, in chunks of at most ``num_rows``. Lookups may run."""
+        """Read the rows and yield them, prepared for writing, in chunks of at most ``num_rows`` rows."""
         first, count = self.rows[0], self.rows[0].block.num_rows
         ids = slice(*first.block.rows) if first.ids is None else first.ids
         for begin in range(0, count, num_rows):
@@ -63,7 +63,7 @@ class Chunk:
 
 
 def placements(rows: Iterable[BlockRows], targets: Mapping[str, RowTarget]) -> list[Placement]:
-    """Return placements of the disjoint blocks ``rows`` of a version. Reads and writes no values."""
+    """Return the placements in ``targets`` of the disjoint blocks ``rows`` of a version. Reads and writes no values."""
     by_table: defaultdict[str, list[BlockRows]] = defaultdict(list)
     for each in rows:
         by_table[each.block.table].append(each)

@@ -1,4 +1,4 @@
-"""Predictor, which applies the versions of a stream to a model that serves lookups."""
+"""Predictor: applies the versions of a stream to a model that serves lookups."""
 
 from __future__ import annotations
 
@@ -91,8 +91,8 @@ class Predictor(Uncopied, remedy="Save or copy its state_dict()"):
         tables: names or patterns, such as ``"user.*"``, of the tables and dense tensors of the stream to read and
             apply; None for all. See ``guide/serve.md``.
         name: name of the heartbeat that is written to the stream every few seconds, which requires write permission;
-            None to write none. It is also the label ``predictor`` of the metrics, by default ``"predictor"``. If
-            another predictor of this process has the same name, ``-2``, ``-3``, ... is appended to the label.
+            None disables it. It is also the label ``predictor`` of the metrics, by default ``"predictor"``. If another
+            predictor of this process has the same name, ``-2``, ``-3``, ... is appended to the label.
         monitor: monitor for the metrics; None for ``delta_tracker.monitor.MONITOR``.
         cache: directory, or :class:`~delta_tracker.stream.host_cache.HostCache`, that the predictors of a host share to
             fetch each part only once; None to disable the cache.
@@ -164,13 +164,13 @@ class Predictor(Uncopied, remedy="Save or copy its state_dict()"):
     def manifest(self) -> Manifest | None:
         """Manifest of the last applied snapshot or delta; None before the first, and after :meth:`load_state_dict`.
 
-        With ``tables``, or if the model differs, the manifest lists only what was applied.
+        It lists only the tables and dense tensors that were applied.
         """
         return self._destination.manifest
 
     @property
     def version(self) -> int | None:
-        """Number of the last applied version, which may be a claim; None before the first."""
+        """Number of the last applied version, possibly a claim; None before the first."""
         return self._reader.version
 
     @property
@@ -193,7 +193,7 @@ class Predictor(Uncopied, remedy="Save or copy its state_dict()"):
         return self._destination.reading()
 
     def status(self) -> Status:
-        """Return the state of the predictor. Sends a few small requests to the store to find the lag."""
+        """Return the state of the predictor. Sends a few small requests to the store to determine the lag."""
         reader = self._reader
         lag_versions, lag_seconds = lag(reader) or (None, None)
         position = reader.position  # after the lag, so that an old version does not seem to be the newest
@@ -265,8 +265,8 @@ class Predictor(Uncopied, remedy="Save or copy its state_dict()"):
         The thread waits until the stream has a snapshot. If an attempt fails, the thread reports the error in
         :attr:`error`, the heartbeat and the metric ``follow_errors``, and retries after a pause of up to 5 seconds.
 
-        An exception such as ``SystemExit`` or ``KeyboardInterrupt`` in the thread ends it. :attr:`error` is then a
-        :class:`FollowEndedError`, which :meth:`stop` raises.
+        An exception in the thread such as ``SystemExit`` or ``KeyboardInterrupt`` ends the thread. :attr:`error` is
+        then a :class:`FollowEndedError`, which :meth:`stop` raises.
 
         Args:
             poll_seconds: seconds between two polls, more than 0; None for the intervals in ``guide/fleet.md``.
@@ -274,16 +274,16 @@ class Predictor(Uncopied, remedy="Save or copy its state_dict()"):
 
         Raises:
             InvalidArgumentError: if an argument is invalid, or if the thread is already running.
-            ModelMismatchError: if no version was applied yet, and the newest one does not fit the model and can be read
-                within two seconds. A predictor with rows serves them and reports the error.
+            ModelMismatchError: if no version was applied yet, and the newest version can be read within two seconds and
+                does not fit the model. Once a version was applied, the thread reports this error instead.
         """
         self._follower.start(poll_seconds, notifier)
 
     def wait(self, version: int | None = None, timeout: float | None = None) -> int:
-        """Wait until the thread of :meth:`follow` has applied a version. The thread wakes this call.
+        """Wait until the thread of :meth:`follow` has applied a version.
 
         Args:
-            version: number of the version to wait for, or of any newer one; None for the first version.
+            version: minimum number of the version to wait for; None to wait until any version is applied.
             timeout: maximum number of seconds to wait; None for no limit.
 
         Returns:
@@ -293,7 +293,7 @@ class Predictor(Uncopied, remedy="Save or copy its state_dict()"):
             WaitTimeoutError: if the version was not applied in time. The message includes the error of :meth:`follow`,
                 if there is one.
             FollowEndedError: if the thread ended with an error, or exists only in the parent process.
-            InvalidArgumentError: if the thread is not running and the version is not applied, or if called in it.
+            InvalidArgumentError: if the thread is not running and the version was not applied, or if called in it.
         """
         if version is not None and (type(version) is not int or version < 0):
             raise InvalidArgumentError("version", version, "Pass the number of a version, 0 or more, or None")
@@ -355,7 +355,7 @@ class Predictor(Uncopied, remedy="Save or copy its state_dict()"):
         """End a :meth:`rollback`: the next :meth:`sync`, or a running :meth:`follow`, applies newer versions again.
 
         With ``follows_pins``, the pin or release of the stream then applies again. Without a rollback, this predictor
-        stops following the current pin of the stream; it follows the next pin.
+        stops following the current pin of the stream, until the next pin.
         """
         self._reader.release()
 

@@ -21,7 +21,7 @@ _PATIENCE_SECONDS = 10.0
 
 
 def applied_entry(log: StreamLog, version: int) -> Manifest | None:
-    """Return the entry of a version, or of the last version before it that is not a claim; None if it is missing."""
+    """Return the entry of a version or, if it is a claim, of the last snapshot or delta before it; None if missing."""
     entry = log.read(version)
     while entry is not None and entry.kind == "claim" and entry.parent is not None:
         entry = log.read(entry.parent.version)
@@ -105,7 +105,7 @@ class PredictorGauges:
             self.recorder.refused_parts.cell(reason="corrupt").add(1)
 
     def rests(self, log: StreamLog, position: Position | None) -> None:
-        """Read the manifest of a position that was loaded, to report the age of its rows. Ignores stream errors."""
+        """Read the manifest of a loaded position, to report the age of its rows. Ignores stream errors."""
         if position is None:
             return
         with suppress(StreamError):
@@ -178,7 +178,7 @@ class ServedAge:
         self._clock.compare(modified, looked_at=looked_at)
 
     def seconds(self, manifest: Manifest) -> float:
-        """Return the age of a version in seconds: since its commit in this store, or since the cut if it is merged."""
+        """Return the seconds since a version was committed to this store; for a merged version, since its cut."""
         since = manifest.committed if manifest.merges is None else min(manifest.cut, manifest.committed)
         return max(0.0, self._clock.now() - since)
 

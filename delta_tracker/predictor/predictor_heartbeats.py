@@ -1,4 +1,4 @@
-"""Heartbeats of a predictor, which report its version and its lag: :class:`Heartbeats`."""
+"""Heartbeats that report the version and the lag of a predictor: :class:`Heartbeats`."""
 
 from __future__ import annotations
 

@@ -146,7 +146,7 @@ class Reader:
         _logger.warning("rolled back to version %d of %s", version, self.storage.url)
 
     def release(self) -> None:
-        """End a rollback; without one, stop following the current pin. Thread-safe, effective in the next round."""
+        """End a rollback; without one, stop following the current pin. Thread-safe; effective from the next round."""
         self.orders.release()
         self.pinned, self.why = None, ""
 
@@ -421,7 +421,7 @@ class Resyncs:
 
 
 class IgnoredPins:
-    """Check for pins that a reader ignores, at most once a minute. ``notice`` is a message, empty without a pin."""
+    """Checker for pins that a reader ignores. ``notice`` is a message about the newest pin, empty without a pin."""
 
     def __init__(self, monotonic: Callable[[], float]) -> None:
         self.notice = ""

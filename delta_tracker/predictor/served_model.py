@@ -50,8 +50,8 @@ class ModelTarget:
         dense: True to apply the dense parameters and buffers of the stream too; the model must have all of them.
         raw_ids: table name in the stream to :class:`~delta_tracker.raw_ids.index.RawIdIndex`, for tables with raw ids
             that no collision module of the model maps. The predictor updates the indexes.
-        on_model_change: "stop" to keep the last version that fits the model; "continue" to apply what fits, and to show
-            the rest in the status. ``guide/serve.md`` has the rules.
+        on_model_change: "stop" to stay at the last version that fits the model; "continue" to apply the part of a
+            version that fits, and report the rest in the status. See ``guide/serve.md`` for the rules.
         chunk_rows: maximum number of rows that are written while lookups wait.
 
     Raises:
@@ -110,7 +110,7 @@ class Names:
         self.depends_on_stream = not isinstance(choice, Mapping) or len(self._whole) < len(given)
 
     def of(self, names: Iterable[str]) -> dict[str, str]:
-        """Return names in the model by name in the stream, for the ``names`` that differ and all whole names."""
+        """Return a mapping of stream name to model name, for those ``names`` that differ and for all whole names."""
         if not self.depends_on_stream:
             return self._whole
         return {name: own for name in names if (own := self._own(name)) != name} | self._whole
@@ -131,11 +131,10 @@ def _is_prefix(name: str) -> bool:
 
 
 class ServedModel:
-    """Access to the tables, dense tensors and mappings of raw ids of a model that a predictor writes to.
+    """Access to the tables, dense tensors and mappings of raw ids of the model in a :class:`ModelTarget`.
 
-    ``continues`` is True to apply the part of a version that fits. ``first_devices`` has the devices of the model when
-    this object was created. The tensors for the last version are referenced until the next version, even if the model
-    replaces them.
+    ``continues`` is True if ``on_model_change`` is "continue". ``first_devices`` has the initial devices of the model.
+    The tensors for the last version are referenced until the next version, even if the model replaces them.
     """
 
     def __init__(self, target: ModelTarget, choice: TableChoice) -> None:
@@ -153,7 +152,7 @@ class ServedModel:
         self._found: tuple[object, Receiver] | None = None  # what the last receiver depends on, and it
 
     def resolve(self, manifest: Manifest) -> Receiver:
-        """Return the current tensors of the model for a version. Raise ModelMismatchError if it does not fit."""
+        """Return the tensors and mappings to write a version to. Raise ModelMismatchError if it does not fit them."""
         memory = None if manifest.identities or self._has_raw_ids else _memory(self._model)
         # A tracker may be newer than the last receiver.
         asked = None if memory is None else (memory, manifest.tables, manifest.dense, num_announced())
@@ -190,7 +189,7 @@ class ServedModel:
         return {name: DenseSpec(each.dtype, tuple(each.shape)) for name, each in found.items()}
 
     def specs(self, manifest: Manifest, targets: Mapping[str, RowTarget] | None = None) -> dict[str, str]:
-        """Return the size in the model of each table and dense tensor of a version, also of those that it lacks."""
+        """Return the model's size and dtype of each table and dense tensor of a version, or "missing", by name."""
         tables = specs_of(manifest.tables, self._targets(manifest) if targets is None else targets)
         found = {fqn: str(tables.get(fqn, MISSING)) for fqn in manifest.tables}
         if self._takes_dense and manifest.dense:
@@ -255,8 +254,8 @@ class ServedModel:
 class Receiver:
     """Tables, dense tensors and mappings of raw ids that one version is written to, by name in the stream.
 
-    ``fit`` has what is applied of the version; None for all of it. :meth:`ServedModel.specs` returned ``specs``.
-    ``devices`` has the devices of all of them. A custom :class:`RowTarget` may have an attribute ``devices``.
+    ``fit`` is the part of the version that is applied; None for all of it. ``specs`` is the result of
+    :meth:`ServedModel.specs`. ``devices`` has the devices of the tensors and of targets with an attribute ``devices``.
     """
 
     targets: Mapping[str, RowTarget]

@@ -45,7 +45,7 @@ _SLOTS = 1 << 16  # owners that are read or written at once
 
 
 class SinkWriter(Forkable):
-    """Writer of versions to a row store, which also stores the stream position.
+    """Writer of versions and of the stream position to a row store.
 
     A version with raw ids takes up to 64 bytes of memory per row of its tables with raw ids. After each error, the
     position is read from the row store again, since a request may have succeeded although its response was lost.
@@ -82,21 +82,21 @@ class SinkWriter(Forkable):
         self._is_known = True
 
     def keeps_rows(self, manifest: Manifest, receiver: Receiver | None = None) -> bool:
-        """Return True: the row store keeps its tables."""
+        """Return True: the tables of a row store are never replaced."""
         del manifest, receiver
         return True
 
     def reading(self) -> AbstractContextManager[Served]:
-        """Raise InvalidArgumentError, since lookups use a reader of the row store."""
+        """Raise InvalidArgumentError. For lookups, use a reader of the row store instead."""
         raise InvalidArgumentError("reading()", "with a row store", "Use a reader of the row store, such as LmdbRows")
 
     def state_dict(self) -> dict[str, str | int]:
-        """Raise InvalidArgumentError, since the row store stores the position."""
+        """Raise InvalidArgumentError, since the position is in the row store."""
         text = "Omit it: the row store keeps the position with its rows"
         raise InvalidArgumentError("state_dict()", "with a row store", text)
 
     def load_state_dict(self, state: Mapping[str, str | int]) -> None:
-        """Raise InvalidArgumentError, since the row store stores the position."""
+        """Raise InvalidArgumentError, since the position is in the row store."""
         raise InvalidArgumentError("state", state, "Omit it: the row store keeps the position with its rows")
 
     def after_fork_in_child(self) -> None:

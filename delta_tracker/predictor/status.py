@@ -22,7 +22,7 @@ class Served(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Numbers of what a predictor has written and read since its start.
+    """Counts of rows, raw ids and requests of a predictor since its start.
 
     Args:
         rows: number of rows written.
@@ -51,21 +51,21 @@ class Status:
         stream: id of the stream, None before the first version.
         version: last applied version, claims included; None before the first.
         lag_versions: number of committed versions that are not applied; None if the store cannot be read.
-        lag_seconds: age in seconds of the oldest of them, 0 if there is none; None if the store cannot be read.
+        lag_seconds: age in seconds of the oldest of these versions; 0 without any; None if the store cannot be read.
         resyncs: number of resyncs since the start of the predictor.
         last_resync: description of the last resync; empty before the first.
         error: type and message of :attr:`Predictor.error`; None without an error.
         pinned: version of the pin or rollback that the predictor follows; None without one.
-        poll_seconds: current interval between two polls of :meth:`Predictor.follow`; None if it does not run.
+        poll_seconds: current interval in seconds between two polls of :meth:`Predictor.follow`; None if not running.
         notice: a condition that is not an error, such as a pin that is not followed; empty without one.
         why: last decision and its reason, such as ``version 7 is the newest``; empty before the first; see
             ``guide/fleet.md``.
-        left_out: names of the tables and dense tensors of the stream that are not applied, because the argument
-            ``tables`` of the predictor leaves them out, or because they do not fit the model; empty before the first
-            :meth:`Predictor.sync`, and in a row store until a version is applied.
-        differences: sentences on the tables and dense tensors that differ between the model and the stream: not
-            applied, applied in part, or missing in the stream since the predictor began. Empty as for ``left_out``.
-        counts: numbers of rows, bytes, raw ids and requests.
+        left_out: names of the tables and dense tensors of the stream that are not applied: the predictor's ``tables``
+            does not include them, or they do not fit the model. Empty before the first :meth:`Predictor.sync`, and in a
+            row store until a version is applied.
+        differences: messages about tables and dense tensors that differ between the model and the stream: not applied,
+            applied in part, or no longer in the stream. Empty until this predictor has applied a version.
+        counts: counts of rows, raw ids and requests since the start of the predictor.
     """
 
     stream: str | None

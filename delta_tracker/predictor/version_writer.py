@@ -46,14 +46,14 @@ class VersionWriter:
         self._resolve(entry)
 
     def keeps_rows(self, entry: Manifest) -> bool:
-        """See :meth:`ModelWriter.keeps_rows`."""
+        """Return False if the model no longer has the rows of its position; see :meth:`ModelWriter.keeps_rows`."""
         narrowed = self._choice.narrowed(entry)
         if not self.left_out:
             self._note(entry, narrowed)
         return self.destination.keeps_rows(narrowed)
 
     def apply(self, entry: Manifest, storage: Storage, *, is_elsewhere: bool) -> bool:
-        """Read and validate a version, then write it. Return False if the tables need a snapshot first."""
+        """Read, validate and write a version; see :meth:`ModelWriter.write`. Return False if a snapshot is needed first."""
         if self.destination.written.leaves_rows(entry):
             raise StreamReplacedError(storage.url, entry.version)
         gate = self.gate if entry.kind != "claim" else None
@@ -78,7 +78,7 @@ class VersionWriter:
         return True
 
     def check_path(self, entries: Sequence[Manifest], storage: Storage) -> Iterator[Manifest]:
-        """Read and validate the versions of a path without writing them. Yield each version before its validation."""
+        """Read and validate versions without writing them. Yield each version before its validation."""
         identities = self.destination.identities
         for entry in entries:
             yield entry
@@ -89,7 +89,7 @@ class VersionWriter:
             version_owners(contents)
 
     def write_path(self, entries: Sequence[Manifest], storage: Storage) -> None:
-        """Write the versions of a path after :meth:`check_path`. The gate rejects none and starts a new baseline."""
+        """Write versions that :meth:`check_path` has validated. The gate does not check them."""
         resolved = [self._resolve(entry) for entry in entries]
         if self.gate is not None:
             self.gate.restart()
@@ -101,7 +101,7 @@ class VersionWriter:
                 self.gate.passed(entry, self.gate.measure(entry, contents)[0])
 
     def _resolve(self, entry: Manifest) -> tuple[Receiver, Manifest]:
-        """Return what a version is written to, and the version with what is applied of it."""
+        """Return the receiver of a version, and the version with only the part that is applied."""
         chosen = self._choice.narrowed(entry)
         try:
             receiver = self.destination.resolve(chosen)
