@@ -65,7 +65,7 @@ def compile_package(
     change or neither. The check needs memory for a copy of the largest tensor, and two runs for each tensor. A tensor
     that does not affect the results is reported in the log.
 
-    The package contains no tables, unless the model has constants that are not in its ``state_dict``.
+    The package does not contain the parameters, unless the model has constants that are not in its ``state_dict``.
 
     Args:
         exported: result of ``torch.export.export`` for a model in evaluation mode. Its tensors must have the names in
@@ -150,7 +150,7 @@ class CompiledModel:
         _manage(self._compiled, self.tensors)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  those of the exported model
-        """Run the compiled model. The inputs are those of the exported model."""
+        """Run the compiled model with the same inputs as the exported model."""
         return self._compiled(*args, **kwargs)
 
 

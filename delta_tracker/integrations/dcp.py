@@ -47,8 +47,8 @@ class _Wanted(dict[str, Tensor]):
 class SavedTracker:
     """``Stateful`` object for ``dcp.load`` that loads a tracker's state from a checkpoint.
 
-    A saved state has one part for each rank that saved it. When loading, each rank reads the headers of all parts, but
-    only the parts with rows of its shards. ``dcp.load`` calls :meth:`state_dict`, fills the tensors, and calls
+    A saved state has one part for each rank that saved it. When loading, each rank reads the headers of all parts, then
+    the parts with rows of its shards. ``dcp.load`` calls :meth:`state_dict`, fills the tensors, and calls
     :meth:`load_state_dict`. The model must be restored first. DCP restores in alphabetical order of the keys, so use a
     key after the model's, such as ``"tracker"`` after ``"model"``. The other order is rejected. If a header is
     incompatible or a tensor is missing, every rank raises an error before any state, including the model's, is loaded.

@@ -391,7 +391,7 @@ def _mark_everything(tracker: ModelDeltaTracker) -> None:
 
 
 def _has_other_weights(checkpoint: Mapping[str, Any]) -> bool:
-    """Return True if the weights of a checkpoint differ from those of its tracker state."""
+    """Return True if the weights of a checkpoint may differ from the weights that its tracker state belongs to."""
     return bool(checkpoint.get(_WRITTEN, False)) or _AVERAGED in checkpoint
 
 

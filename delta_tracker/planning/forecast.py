@@ -65,7 +65,7 @@ class Requests:
         return Requests(**{name: mine[name] + others[name] for name in mine})
 
     def times(self, factor: float) -> Requests:
-        """Return all numbers multiplied by ``factor``."""
+        """Return a copy with all numbers multiplied by ``factor``."""
         return Requests(**{name: factor * value for name, value in asdict(self).items()})
 
     @property
@@ -150,9 +150,9 @@ class Forecast:
 
     @property
     def tracker_bytes(self) -> int:
-        """Maximum size in bytes of the sets of changed rows in the tracker of rank 0, which has the most rows.
+        """Maximum size in bytes of the sets of changed rows in the tracker of rank 0 (the rank with the most rows).
 
-        There is at most one set for each consumer, one for the rows that change now, and one for an uncommitted read.
+        There is at most one set for each consumer, one for new changes, and one for an uncommitted read.
         In a mode with old states, a set also has an id and an old state for each changed row.
         """
         load = self.workload
@@ -193,7 +193,7 @@ class Forecast:
 
     @property
     def publisher(self) -> Requests:
-        """Requests of the publisher without retention: parts, entries, reads that verify entries, and the pointer."""
+        """Hourly requests of the publisher except retention: parts, entries, checks of entries, and the pointer."""
         versions, scans = self._versions, _HOUR / SCAN_SECONDS
         return Requests(
             puts=self._deltas * self.delta.num_writes
@@ -205,7 +205,7 @@ class Forecast:
 
     @property
     def retention(self) -> Requests:
-        """Requests of retention, which lists all objects and reads each entry in every pass."""
+        """Hourly requests of retention. Each pass lists all objects and reads all entries."""
         if self.entries is None:
             return Requests()
         passes = self._versions / RETAIN_EVERY
@@ -221,7 +221,7 @@ class Forecast:
 
     @property
     def predictor(self) -> Requests:
-        """Requests of one predictor: entries, parts, polls that find no version, gap checks, and heartbeats."""
+        """Hourly requests of one predictor: entries, parts, polls that find no version, gap checks, and heartbeats."""
         poll_seconds = self.workload.poll_seconds
         polls, checks = _HOUR / poll_seconds, _HOUR / (GAP_CHECK_SECONDS + poll_seconds / 2)
         delta, snapshot = self.delta.reads(), self.snapshot.reads()
@@ -233,7 +233,7 @@ class Forecast:
 
     @property
     def requests(self) -> Requests:
-        """Requests of the publisher, of retention and of all predictors."""
+        """Hourly requests of the publisher, of retention and of all predictors together."""
         return self.publisher + self.retention + self.predictor.times(self.workload.predictors)
 
     @property
@@ -267,7 +267,7 @@ class Forecast:
 
     @property
     def longest_start_bytes(self) -> int | None:
-        """Maximum of :attr:`start_bytes`: a snapshot, and all deltas until the next one. None with one snapshot."""
+        """Maximum of :attr:`start_bytes`: a snapshot, and all deltas until the next one; None without a next one."""
         if self.workload.snapshot_every is None:
             return None
         return self.snapshot.read_bytes + (self.workload.snapshot_every - 1) * self.delta.read_bytes

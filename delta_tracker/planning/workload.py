@@ -137,7 +137,7 @@ def observe(log: StreamLog) -> Workload:
 
     Raises:
         InvalidArgumentError: if there is no stream, if these entries have fewer than two deltas, or if the stream has
-            training states, raw ids, or tables whose encodings differ by more than their dtypes.
+            training states, raw ids, or more than one encoding besides the dtypes of the tables.
     """
     url = log.storage.url
     entries = [entry for entry in map(log.read, log.versions()[-_NUM_ENTRIES:]) if entry is not None]
