@@ -235,8 +235,8 @@ class TrackerCallback(Callback):
         """Add the tracker state to ``checkpoint``: on rank 0 the parts of all ranks, on other ranks this rank's part.
 
         Lightning calls this on every rank. After ``fit``, the state at its end is saved, or the state of a checkpoint
-        that was loaded later, together with a flag if weights were written afterwards. The state is empty before the
-        first ``fit``, and once ``trainer`` is called again after a ``fit`` that raised; loading it marks every row.
+        that was loaded later, together with a flag if weights were written afterwards. Before the first ``fit``, and in
+        calls of ``trainer`` after a ``fit`` that raised, the state is empty: loading it marks every row as changed.
         """
         if self._tracker is not None:
             checkpoint[_KEY] = self._state()

@@ -29,7 +29,7 @@ _HASH_EMPTY = -1  # value of an empty slot in hash-ZCH
 
 
 class Versions:
-    """Token of the state of some tensors. Equal to an earlier token if no tensor was replaced or written in place."""
+    """Token of the state of some tensors. Tokens stay equal until a tensor is replaced or written in place."""
 
     __slots__ = ("_tensors", "_versions")
     __hash__ = None  # type: ignore[assignment]
