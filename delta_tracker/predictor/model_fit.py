@@ -27,6 +27,11 @@ def specs_of(tables: Mapping[str, TableSpec], targets: Mapping[str, RowTarget]) 
     }
 
 
+def stated(specs: Mapping[str, TableSpec | DenseSpec], with_raw_ids: Collection[str]) -> dict[str, str]:
+    """Return the texts of the sizes of tables and dense tensors, which say ``with raw ids`` for those tables."""
+    return {name: f"{spec}{' with raw ids' if name in with_raw_ids else ''}" for name, spec in specs.items()}
+
+
 @dataclass(frozen=True, slots=True)
 class Fit:
     """Part of a version that is applied to a model. Result of :func:`fit`.

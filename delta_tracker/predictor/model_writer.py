@@ -19,7 +19,7 @@ from delta_tracker.predictor.identities import (
     version_owners,
 )
 from delta_tracker.predictor.lock import TableFence, TableLock
-from delta_tracker.predictor.model_fit import MISSING
+from delta_tracker.predictor.model_fit import MISSING, stated
 from delta_tracker.predictor.placement import Chunk, Placement
 from delta_tracker.predictor.predictor_gauges import PredictorGauges
 from delta_tracker.predictor.served_model import ModelTarget, Receiver, ServedModel
@@ -113,7 +113,7 @@ class ModelWriter:
         """
         own, held = self.model.specs(manifest) if receiver is None else receiver.specs, self.specs
         if held is None and not self.model.continues:  # saved without sizes: all that the stream has fitted
-            held = {name: str(spec) for name, spec in {**manifest.dense, **manifest.tables}.items()}
+            held = stated({**manifest.dense, **manifest.tables}, manifest.identities)
         changed = [
             f"{name!r} was {held[name]} and is {own[name]}"
             for name in own
@@ -177,7 +177,8 @@ class ModelWriter:
         if written.version is not None and not written.is_mixed:
             fields = {name: getattr(written, name) for name in _Saved.__struct_fields__}
             position = msgspec.to_builtins(_Saved(**fields))
-            if self.model.continues and self.specs is not None:
+            # Also after a load, because a predictor that continued may have saved them.
+            if self.specs is not None and (self.model.continues or self.manifest is None):
                 position["model"] = msgspec.json.encode(self.specs).decode()
         # Without a position too: until the snapshot is applied, unknown raw ids read the default rows of these buckets.
         if self.identities:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -188,12 +188,14 @@ class Reader:
         raise errors[0]
 
     def _check_loaded(self, position: Position) -> None:
-        """Compare the model with the entry of a loaded position, unless it cannot be read."""
-        with suppress(MalformedError, StorageError):
-            entry = applied_entry(self.source.log, position.version)
-            self._is_checked = True
-            if entry is not None and entry.stream == position.stream:
-                self.writer.keeps_rows(entry)
+        """Compare the model with the entry of a loaded position, in the first source that has it."""
+        for source in self.sources.due():
+            with suppress(MalformedError, StorageError):
+                entry = applied_entry(source.log, position.version)
+                if entry is not None and entry.stream == position.stream:
+                    self._is_checked = True
+                    self.writer.keeps_rows(entry)
+                    return
 
     # One round
 
@@ -248,7 +250,7 @@ class Reader:
         try:
             if decision.order is None:
                 keeps_rows = self.writer.apply(entry, storage, is_elsewhere=decision.is_elsewhere)
-            elif keeps_rows := entry.kind != "delta" or self.writer.keeps_rows(entry):
+            elif keeps_rows := (first := _first_with_rows(entries)).kind != "delta" or self.writer.keeps_rows(first):
                 for entry in self.writer.check_path(entries, storage):  # noqa: B007  the faulty one, after an error
                     pass
                 self.orders.start(decision.order)
@@ -457,6 +459,10 @@ class _Round:
     looks_for_gap: bool
     retry: Source | None = None
     has_waited: bool = False
+
+
+def _first_with_rows(entries: Sequence[Manifest]) -> Manifest:
+    return next((each for each in entries if each.kind != "claim"), entries[0])
 
 
 def _subject(fault: StreamError) -> str:

@@ -15,7 +15,7 @@ from delta_tracker.arguments import check_count, check_switch
 from delta_tracker.errors import InvalidArgumentError, ModelMismatchError
 from delta_tracker.live_objects import num_announced, trained_memory
 from delta_tracker.predictor.identities import check_hidden, check_indexes, check_maps, find_maps
-from delta_tracker.predictor.model_fit import MISSING, Fit, OnModelChange, fit, specs_of
+from delta_tracker.predictor.model_fit import MISSING, Fit, OnModelChange, fit, specs_of, stated
 from delta_tracker.predictor.placement import Placement, placements
 from delta_tracker.predictor.table_choice import TableChoice
 from delta_tracker.raw_ids import RawIdMap
@@ -191,10 +191,11 @@ class ServedModel:
     def specs(self, manifest: Manifest, targets: Mapping[str, RowTarget] | None = None) -> dict[str, str]:
         """Return the model's size and dtype of each table and dense tensor of a version, or "missing", by name."""
         tables = specs_of(manifest.tables, self._targets(manifest) if targets is None else targets)
-        found = {fqn: str(tables.get(fqn, MISSING)) for fqn in manifest.tables}
-        if self._takes_dense and manifest.dense:
-            dense = self._dense_specs(manifest)
-            found |= {name: str(dense.get(name, MISSING)) for name in manifest.dense}
+        maps = self.raw_ids() if self._has_raw_ids else {}
+        found = dict.fromkeys(manifest.tables, MISSING) | stated(tables, {fqn for fqn in maps if maps[fqn]})
+        if manifest.dense and (self._takes_dense or self.continues):
+            dense = self._dense_specs(manifest) if self._takes_dense else {}
+            found |= dict.fromkeys(manifest.dense, MISSING) | stated(dense, ())
         return found
 
     def _warn_of_others(self, manifest: Manifest) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
 import shutil
@@ -20,7 +21,7 @@ from delta_tracker import Canary, Encoding, Predictor, RawIdIndex
 from delta_tracker.cli.attention import of_predictors
 from delta_tracker.cli.main import main
 from delta_tracker.cli.predictors import SeenPredictor, read_predictors
-from delta_tracker.errors import InvalidArgumentError, ModelMismatchError
+from delta_tracker.errors import InvalidArgumentError, ModelMismatchError, StorageError
 from delta_tracker.monitor import Monitor
 from delta_tracker.predictor.model_fit import OnModelChange, fit
 from delta_tracker.predictor.predictor import Rollout
@@ -277,6 +278,90 @@ def test_a_changed_model_reaches_a_pin_from_a_snapshot() -> None:
     model["b"] = torch.zeros(4, 2)
     assert predictor.sync() == pinned
     assert _same(model, _expected(model, trainer.history[pinned]))
+
+
+def test_a_pin_after_a_claim_is_reached_from_a_snapshot() -> None:
+    trainer = _Trainer()
+    trainer.restart(_OLD)
+    model = _model(_OLD)
+    predictor = _predictor(model, trainer.storage, rollout=Rollout(follows_pins=True))
+    predictor._reader.source.pins = PinReader(seconds=0.0)
+    predictor.sync()
+    trainer.writer.claim = Writer(trainer.storage).claim  # of a restored trainer, which goes on with a delta
+    pinned, _ = trainer.train(1), trainer.train(2)
+    pin_version(trainer.storage, pinned)
+    model["b"] = torch.zeros(4, 2)
+    assert predictor.sync() == pinned
+    assert _same(model, _expected(model, trainer.history[pinned]))
+
+
+def test_a_position_that_is_saved_again_before_a_version_keeps_the_sizes() -> None:
+    trainer = _Trainer()
+    trainer.restart(_OLD)
+    model = _model({"a": (6, 2)})
+    first = _predictor(model, trainer.storage)
+    first.sync()
+    model["b"] = torch.zeros(6, 2)
+    second, third = (_predictor(model, trainer.storage, "stop") for _ in range(2))
+    second.load_state_dict(first.state_dict())
+    third.load_state_dict(second.state_dict())
+    third.sync()
+    assert _same(model, trainer.tables)
+
+
+def test_a_loaded_position_is_compared_at_the_url_that_can_be_read(tmp_path: Path) -> None:
+    trainer = _Trainer(Storage(f"file://{tmp_path}/first", create=True))
+    version = trainer.restart(_OLD)
+    urls = [f"file://{tmp_path}/{name}" for name in ("first", "second")]
+    shutil.copytree(tmp_path / "first", tmp_path / "second")
+    model = _model(_OLD)
+    state = _predictor(model, trainer.storage)
+    state.sync()
+    model["b"] = torch.zeros(9, 2)
+    restarted = Predictor(ModelTarget(model, on_model_change="continue"), urls)
+    restarted.load_state_dict(state.state_dict())
+    shutil.rmtree(tmp_path / "first")
+    (tmp_path / "first").touch()  # the store cannot be read
+    with contextlib.suppress(StorageError):
+        restarted.sync()
+    assert restarted.sync() == version
+    assert _same(model, _expected(model, trainer.tables))
+
+
+@pytest.mark.parametrize("has_raw_ids", [False, True])
+def test_a_table_that_gets_or_loses_its_mapping_is_written_from_a_snapshot(has_raw_ids: bool) -> None:
+    writer = Writer(Storage("memory://"), identity=Identity(100, (Bucket((0, 20), 5),)) if has_raw_ids else None)
+    (name,) = writer.model()
+    tables = {name: writer.spec, "other": TableSpec("other", 1, 1, torch.float32)}
+    block = Block("other", (0, 1), (0, 1), 1, "all", Encoding.F32)
+    writer.change([1])
+    writer.write("snapshot", [*writer.blocks(None), BlockRows.of(block, None, torch.zeros(1, 1))], tables)
+    model = {**writer.model(), "other": torch.zeros(1, 1)}
+    mappings: list[dict[str, RawIdIndex]] = [{name: RawIdIndex(20)}, {}]
+    first, second = [
+        Predictor(ModelTarget(model, raw_ids=each, on_model_change="continue"), writer.storage)
+        for each in (reversed(mappings) if has_raw_ids else mappings)
+    ]
+    first.sync()
+    assert first.status().left_out == (name,)
+    second.load_state_dict(first.state_dict())
+    second.sync()
+    assert torch.equal(model[name], writer.table)
+
+
+def test_dense_tensors_that_are_now_applied_are_read_at_once() -> None:
+    writer = Writer(Storage("memory://"))
+    writer.dense = {"w": torch.randn(3)}
+    writer.snapshot()
+    model = {**writer.model(), "w": torch.zeros(3)}
+    first, second = [
+        Predictor(ModelTarget(model, dense=dense, on_model_change="continue"), writer.storage)
+        for dense in (False, True)
+    ]
+    first.sync()
+    second.load_state_dict(first.state_dict())
+    second.sync()
+    assert torch.equal(model["w"], writer.dense["w"])
 
 
 def test_heartbeats_metrics_and_commands_name_what_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
