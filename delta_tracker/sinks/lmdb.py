@@ -50,15 +50,16 @@ class LmdbSink(RowSink):
     transactions, and readers may see a part of the version. Each transaction is durable when it ends, and uses up to
     512 MiB of additional memory for modified pages.
 
-    The file grows as needed and never shrinks. The sink locks the file ``writer.lock`` to be the only writer. The
-    directory must not be on a network file system.
+    The database file grows as needed and never shrinks. A lock on the file ``writer.lock`` ensures that the row store
+    has only one writer. The directory must not be on a network file system.
 
     Args:
         directory: directory of the row store; created if it is missing.
         max_bytes: maximum size of the buffered rows, including 192 bytes of overhead per row.
 
     Raises:
-        InvalidArgumentError: if ``directory`` is empty, a URL or has a leading ~, or ``max_bytes`` is not positive.
+        InvalidArgumentError: if ``directory`` is empty, is a URL or begins with ``~``, or if ``max_bytes`` is
+            not positive.
         MissingExtraError: if the package ``lmdb`` is not installed.
 
     Example:
@@ -194,7 +195,7 @@ class LmdbSink(RowSink):
             self._change(dict(zip(keys, rows, strict=True)), value_bytes=value_bytes)
 
     def _log_end(self, stream: str, table: str) -> int:
-        """Return the number of entries in the log of owners."""
+        """Return the number of entries in the table's log of owners."""
         number = self._num_logged.get((stream, table), 0)
         while self._read([_log_key(stream, table, number)]) != [None]:
             number += 1
@@ -202,13 +203,13 @@ class LmdbSink(RowSink):
         return number
 
     def _read(self, keys: Sequence[bytes]) -> list[bytes | None]:
-        """Return the values of keys, including pending changes; None for a missing key."""
+        """Return the value of each key, including pending changes; None for a missing key."""
         env, pending = self._opened(), self._pending
         with self._store.errors(), env.begin() as transaction:
             return [pending[key] if key in pending else transaction.get(key) for key in keys]
 
     def _stored(self, prefix: bytes, max_keys: int | None = None) -> list[tuple[bytes, bytes]]:
-        """Return the first ``max_keys`` keys with a prefix, and their values. Pending changes are not included."""
+        """Return the first ``max_keys`` keys that start with ``prefix``, and their values. Ignores pending changes."""
         env = self._opened()
         with self._store.errors(), env.begin() as transaction:
             cursor = transaction.cursor()
@@ -216,7 +217,7 @@ class LmdbSink(RowSink):
             return list(islice(takewhile(lambda pair: pair[0].startswith(prefix), found), max_keys))
 
     def _change(self, changes: Mapping[bytes, bytes | None], value_bytes: int = 0) -> None:
-        """Buffer changes (None deletes a key). Commit earlier changes first if the total would exceed ``max_bytes``."""
+        """Buffer new values of keys; None deletes a key. If the buffer would exceed its maximum, commit it first."""
         self._opened()
         num_bytes = len(changes) * (value_bytes + _OVERHEAD)
         if self._pending and self._pending_bytes + num_bytes > self._max_bytes:
@@ -235,7 +236,7 @@ class LmdbSink(RowSink):
             self._discard()
 
     def _is_written(self, env: Any) -> bool:  # noqa: ANN401  the package is optional
-        """Write the pending changes. Return False if the file is too small."""
+        """Try to write the pending changes in one transaction. Return False if the file is too small."""
         try:
             with env.begin(write=True) as transaction:
                 for key in sorted(self._pending):  # neighbors share pages
@@ -263,7 +264,7 @@ class LmdbSink(RowSink):
 
 
 class _WriterLock(Forkable):
-    """Lock on the file ``writer.lock``, not inherited by forked processes. Raises SinkError if already locked."""
+    """Lock on the file ``writer.lock``. Forked processes do not inherit it. Raises SinkError if it is already held."""
 
     def __init__(self, store: LmdbStore) -> None:
         path: Path = store.path / "writer.lock"
@@ -284,7 +285,7 @@ class _WriterLock(Forkable):
             os.close(file)
 
     def after_fork_in_child(self) -> None:
-        """Close the inherited file. Otherwise the lock would outlive the parent process."""
+        """Close the inherited file, which would otherwise keep the lock after the parent process ends."""
         self.release()
 
 

@@ -1,4 +1,4 @@
-"""Reader of a row store in LMDB, and the keys shared with the sink; requires the extra ``lmdb``.
+"""Reader of a row store in LMDB, and the format of its keys; requires the extra ``lmdb``.
 
 Notation: ``N`` is the number of ids in a call.
 """
@@ -33,10 +33,10 @@ class LmdbRows:
     A lookup is one read transaction, so its result is consistent. Thread-safe; lookups run one at a time.
 
     Args:
-        directory: directory that was passed to the sink.
+        directory: directory of the row store, as passed to the sink.
 
     Raises:
-        InvalidArgumentError: if ``directory`` is empty, a URL or has a leading ~.
+        InvalidArgumentError: if ``directory`` is empty, is a URL or begins with ``~``.
         MissingExtraError: if the package ``lmdb`` is not installed.
         SinkError: if the directory cannot be read, or is already open in this process.
 
@@ -67,8 +67,8 @@ class LmdbRows:
             ids: ``[N]`` int64 on the CPU: global row ids, or raw ids for a table with raw ids.
 
         Raises:
-            InvalidArgumentError: if the table is unknown, ``ids`` has another shape or dtype, or a global row id is
-                outside the table.
+            InvalidArgumentError: if the table is unknown, ``ids`` is not ``[N]`` int64 on the CPU, or a global row id
+                is outside the table.
             SinkError: if the files cannot be read, no version is complete yet, or this process was forked.
             MalformedSinkError: if stored data is invalid, or a row is missing.
         """
@@ -87,7 +87,7 @@ class LmdbRows:
                 self._env.close()
 
     def _begin(self) -> Any:  # noqa: ANN401  the package is optional
-        """Begin a read transaction. If the file grew, map the new size first. Callers must hold the lock."""
+        """Begin a read transaction. If the sink enlarged the file, adopt the new size. Callers must hold the lock."""
         try:
             return self._env.begin()
         except self._store.package.MapResizedError:
@@ -109,7 +109,7 @@ class LmdbStore:
     """Directory and error handling shared by the sink and the reader of a row store in LMDB.
 
     Raises:
-        InvalidArgumentError: if the directory is empty, a URL, or has a leading ~ or a null character.
+        InvalidArgumentError: if the directory is empty, is a URL, begins with ``~`` or contains a null character.
         MissingExtraError: if the package ``lmdb`` is not installed.
 
     Attributes:
@@ -125,7 +125,7 @@ class LmdbStore:
         self.name = f"lmdb://{self.path}"
 
     def environment(self, **options: Any) -> Any:  # noqa: ANN401  the package is optional
-        """Open the directory with additional options of ``lmdb.open``. Raise SinkError on failure."""
+        """Open the directory, and return its LMDB environment. ``options`` are further arguments of ``lmdb.open``."""
         with self.errors():
             try:
                 return self.package.open(str(self.path), max_readers=MAX_READERS, readahead=False, **options)
@@ -155,7 +155,7 @@ class LmdbStore:
 
 
 def state_key(stream: str) -> bytes:
-    """Return the key of the state of a stream."""
+    """Return the key that stores the state of a stream."""
     return STATES + stream.encode()
 
 
@@ -165,13 +165,13 @@ def stream_prefix(stream: str) -> bytes:
 
 
 def keys_of(stream: str, kind: bytes, table: str, ids: Tensor) -> list[bytes]:
-    r"""Return one key per id: ``k``, the stream id, the kind, the table's FQN in UTF-8, and the id in 8 bytes.
+    r"""Return a key for each id: ``k``, the stream id, the kind, the FQN in UTF-8 and the id in 8 bytes, concatenated.
 
     Args:
         stream: id of the stream.
-        kind: ``r`` for rows, ``d`` for default rows, ``o`` for owners, ``l`` for the log of owners.
+        kind: ``r`` for rows, ``d`` for default rows, ``o`` for the map of owners, ``l`` for the log of owners.
         table: FQN of the table.
-        ids: ``[N]`` int64: raw ids, global row ids, part numbers of the map of owners, or entry numbers of the log.
+        ids: ``[N]`` int64: raw ids, global row ids, numbers of parts of the map, or numbers of entries of the log.
 
     Example:
         >>> import torch

@@ -9,10 +9,10 @@ Keys, which all begin with a prefix:
 ``PREFIX:streams``               set of the ids of all streams
 ``PREFIX:writer``                JSON that identifies the writer
 ``PREFIX:STREAM:state``          JSON of the state, see :class:`~delta_tracker.sinks.row_sink.SinkState`
-``PREFIX:STREAM:r:TABLE:ID``     row, by global row id or raw id
-``PREFIX:STREAM:d:TABLE:SLOT``   default row, by global row id
+``PREFIX:STREAM:r:TABLE:ID``     row; ``ID`` is its global row id or raw id
+``PREFIX:STREAM:d:TABLE:SLOT``   default row; ``SLOT`` is its global row id
 ``PREFIX:STREAM:o:TABLE:N``      owners of rows ``65,536 N`` to ``65,536 N + 65,535``, 8 bytes each
-``PREFIX:STREAM:l:TABLE``        list of log entries with new owners
+``PREFIX:STREAM:l:TABLE``        log of owners, a list of entries
 ===============================  =======================================================================================
 
 See :mod:`delta_tracker.sinks.stored_rows` for the encoding of rows and owners.
@@ -84,9 +84,9 @@ class RedisSink(RowSink):
     Rows are written in batches of at most 1,000 rows and about 1 MiB. Each batch is atomic. The server can handle
     requests of other clients between batches.
 
-    The sink is the only writer of its prefix, and verifies this in each batch. Another sink can become the writer only
-    after the connection of the former writer has ended. The next write of the former one raises a SinkError and changes
-    nothing.
+    A prefix has only one writer, and each batch verifies that this sink is the writer. Another sink can become the
+    writer only after the connection of this sink has ended. The next write of this sink then raises SinkError and
+    changes nothing.
 
     Depending on ``appendfsync``, Redis acknowledges a batch before the batch is durable. If the server crashes or fails
     over to a replica, the newest batches may be lost. The store is then in an earlier consistent state, from which the
@@ -264,7 +264,7 @@ class RedisSink(RowSink):
             raise SinkError(self._server.name, reason, "Set maxmemory-policy noeviction, or one of volatile-*")
 
     def _check_writer(self, held: bytes) -> None:
-        """Raise SinkError if the writer that ``held`` identifies is still connected."""
+        """Raise SinkError if the writer is still connected. ``held`` is the stored JSON that identifies the writer."""
         try:
             writer = msgspec.json.decode(held, type=_Writer)
         except msgspec.DecodeError as error:
@@ -329,12 +329,12 @@ class RedisSink(RowSink):
             self._run(("UNLINK", *keys[begin : begin + MAX_BATCH_ROWS]))
 
     def _owners_at(self, stream: str, table: str, slot: int) -> tuple[str, int]:
-        """Return the key that contains the owner of a row, and the offset of the owner in bytes."""
+        """Return the key of the value that contains the owner of row ``slot``, and the byte offset in the value."""
         number, place = divmod(slot, _SLOTS_PER_KEY)
         return self._key(stream, "o", table, number), place * OWNER_BYTES
 
     def _held_keys(self, state: SinkState, table: str) -> Iterator[list[int]]:
-        """Yield lists of the ids of all rows of a table that may be stored. A list has at most 65,536 ids."""
+        """Yield the ids of all rows of a table that may be stored, in lists of at most 65,536 ids."""
         num_rows = state.tables[table].num_rows
         for begin in range(0, num_rows, _SLOTS_PER_KEY):
             slots = torch.arange(begin, min(begin + _SLOTS_PER_KEY, num_rows))
@@ -349,7 +349,7 @@ class RedisSink(RowSink):
 
 
 def _runs(slots: Tensor, max_gap: int) -> list[tuple[int, int]]:
-    """Split ascending slots into runs inside one key, with gaps of at most ``max_gap`` rows; return their bounds."""
+    """Split ascending slots into runs within one key and with gaps of at most ``max_gap`` rows. Return index ranges."""
     if not len(slots):
         return []
     parts = slots // _SLOTS_PER_KEY

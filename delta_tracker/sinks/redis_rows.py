@@ -1,4 +1,4 @@
-"""Reader of a row store in Redis, and the connections and keys shared with the sink; requires the extra ``redis``.
+"""Reader of a row store in Redis, and connections and keys that the sink also uses; requires the extra ``redis``.
 
 Notation: ``N`` is the number of ids in a call.
 """
@@ -24,7 +24,8 @@ _MAX_ATTEMPTS = 20
 class RedisRows:
     """Reader of the rows that a :class:`~delta_tracker.sinks.redis.RedisSink` wrote. Thread-safe.
 
-    One ``MGET`` reads a batch of at most 1,000 rows, the default rows and the state, so each batch is consistent.
+    Rows are read in batches of at most 1,000. One ``MGET`` reads a batch with its default rows and the state, so each
+    batch is consistent.
 
     Args:
         url: ``redis://host:port/db``, ``rediss://...`` or ``unix://...``.
@@ -72,8 +73,8 @@ class RedisRows:
             ids: ``[N]`` int64 on the CPU: global row ids, or raw ids for a table with raw ids.
 
         Raises:
-            InvalidArgumentError: if the table is unknown, ``ids`` has another shape or dtype, or a global row id is
-                outside the table.
+            InvalidArgumentError: if the table is unknown, ``ids`` is not ``[N]`` int64 on the CPU, or a global row id
+                is outside the table.
             SinkError: if the server cannot be used, or no version is complete yet.
             MalformedSinkError: if stored data is invalid, or a row is missing.
         """
@@ -90,7 +91,7 @@ class RedisRows:
         self._redis.close()
 
     def _rows(self, table: str, ids: Tensor) -> LookedUp | None:
-        """Return the result of :meth:`rows`; None if the stream or its buckets changed during the lookup."""
+        """Return the result of :meth:`rows`; None if the current stream, its tables or buckets changed meanwhile."""
         state = self._known or self.state()
         Lookup(state, table, ids)  # checks all ids before the first batch
         count = max(1, min(MAX_BATCH_ROWS, MAX_BATCH_BYTES // num_value_bytes(state.tables[table])))
@@ -153,7 +154,7 @@ class RedisServer:
     def client(self, *, is_single: bool = False) -> Any:  # noqa: ANN401  the package is optional
         """Return a new client that connects at its first command and does not retry commands.
 
-        With ``is_single``, the client has only one connection and is not thread-safe.
+        If ``is_single`` is True, the client uses a single connection and is not thread-safe.
         """
         try:
             return self._redis.Redis.from_url(

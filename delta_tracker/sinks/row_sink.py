@@ -24,11 +24,11 @@ _DTYPES = {dtype_name(dtype) for dtype in TENSOR_DTYPES.values() if dtype.is_flo
 class SinkState(Written):
     """State of one stream in a row store. The predictor stores it with the rows, and readers need it to look up rows.
 
-    The other fields are described in :class:`~delta_tracker.stream.reading.position.Written`.
+    Inherited fields are described in :class:`~delta_tracker.stream.reading.position.Written`.
 
     Args:
-        is_settling: True if ``version`` is complete, but :meth:`RowSink.settle` still has to be called. The stored map
-            may then lack logged owners, and default rows of former buckets may still be stored.
+        is_settling: True if ``version`` is complete, but :meth:`RowSink.settle` still has to be called. Owners
+            may then be in the log but not in the stored map, and default rows of previous buckets may still be stored.
         tables: size and dtype of each table by FQN.
         identities: buckets of raw ids as of ``version``, by FQN of each table with raw ids.
         default_slots: global ids of the default rows that may be stored, by FQN of each table with default rows.
@@ -101,8 +101,8 @@ class RowSink(Protocol):
     """Interface for writing rows to a store such as Redis, LMDB, a feature store or an embedding cache.
 
     Only one process writes to a store at a time, and its calls do not overlap. Processes may read rows at any time.
-    Each row is written atomically, together with the version that wrote it. A row may be newer than the version in the
-    stored state, but not older. A lookup never returns the row of another id.
+    Each row is written atomically, together with the number of the version that contains it. A stored row may be newer
+    than the version in the stored state, but not older. A lookup never returns the row of a different id.
 
     The library calls the methods in this order:
 
@@ -117,12 +117,13 @@ class RowSink(Protocol):
     :meth:`begin` and :meth:`finish` store the state atomically. All calls may be repeated. A store with transactions
     may commit all calls from :meth:`begin` to :meth:`finish` together.
 
-    Rows are stored by global row id; rows of tables with raw ids are stored by the raw id of their owner. Unknown raw
-    ids read default rows, which are stored separately, by global row id. All keys contain the stream id.
+    The key of a row contains its global row id or, for a table with raw ids, its raw id. A lookup of an unknown raw id
+    returns a default row. Default rows are stored under separate keys, which contain global row ids. All keys contain
+    the stream id.
 
     Every method raises :class:`~delta_tracker.errors.SinkError` if the store cannot be used, and
-    :class:`~delta_tracker.errors.MalformedSinkError` if stored data is invalid. The SinkError has a ``writer`` if
-    another process became the writer. Every method raises an error in a forked process, which must build its own sink.
+    :class:`~delta_tracker.errors.MalformedSinkError` if stored data is invalid. ``SinkError.writer`` is not
+    None if another process became the writer. In a forked process, every method raises an error; create a new sink.
 
     Example:
         >>> from delta_tracker.sinks.lmdb import LmdbSink
@@ -130,7 +131,7 @@ class RowSink(Protocol):
     """
 
     def open(self) -> None:
-        """Connect and become the only writer. No-op if this object is the writer and the connection works.
+        """Connect and become the only writer. No-op if this object is already the writer and its connection works.
 
         May be called again after :meth:`close` or an error. Discards any uncommitted transaction.
 
@@ -139,13 +140,13 @@ class RowSink(Protocol):
         """
 
     def states(self) -> list[SinkState]:
-        """Return the state of each stored stream. There are several while a change of stream is incomplete."""
+        """Return the state of each stored stream. Several streams are stored during a change of stream."""
 
     def current(self) -> str | None:
-        """Return the id of the stream that readers read; None before the first :meth:`finish`."""
+        """Return the id of the current stream, which readers read; None before the first :meth:`finish`."""
 
     def begin(self, state: SinkState) -> None:
-        """Store the state before the first row of version ``state.applying``. Readers stay on their current stream."""
+        """Store the state before the first row of version ``state.applying``. Does not change the current stream."""
 
     def write(self, stream: str, table: str, keys: Tensor, values: Tensor, version: int) -> None:
         """Write rows. Implementations may split the rows into batches, but must write each row atomically.
@@ -168,7 +169,7 @@ class RowSink(Protocol):
         """Delete the default rows with the given global row ids (``[N]`` int64). Ignore rows that are not stored."""
 
     def owners(self, stream: str, table: str, slots: Tensor) -> Tensor:
-        """Return the owner of each row from the stored map of global row ids to raw ids.
+        """Return the owner of each row, from the stored map of owners, which maps global row ids to raw ids.
 
         Args:
             stream: id of the stream.
@@ -183,7 +184,7 @@ class RowSink(Protocol):
         """Set the owner of each row in the stored map. The arguments are the same as in :meth:`log_owners`."""
 
     def log_owners(self, stream: str, table: str, slots: Tensor, owners: Tensor) -> None:
-        """Append new owners of rows to the table's log. The stored map does not change.
+        """Append new owners of rows to the table's log of owners. Does not change the stored map.
 
         Args:
             stream: id of the stream.
@@ -193,26 +194,27 @@ class RowSink(Protocol):
         """
 
     def logged_owners(self, stream: str, table: str) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the ``slots`` and ``owners`` of each logged call of :meth:`log_owners`, oldest first."""
+        """Yield the ``slots`` and ``owners`` of each entry of the table's log of owners, oldest first."""
 
     def finish(self, state: SinkState) -> None:
-        """Store the state after the last row of a version, and switch readers to its stream, in one atomic step.
+        """Store the state after the last row of a version and make its stream the current one, in one atomic step.
 
         When the call returns, the version is as durable as the settings of the store permit.
         """
 
     def settle(self, state: SinkState) -> None:
-        """Clear the logs of owners of all tables of the stream, then store the state. Readers stay on their stream."""
+        """Clear the logs of owners of the stream's tables, then store the state. Does not change the current stream."""
 
     def remove(self, stream: str) -> None:
-        """Delete all keys of a stream that is not current, in batches of limited size; delete the state last.
+        """Delete all keys of a stream that is not current, in batches of limited size. Delete its state last.
 
-        Do not scan the store: take global row ids from the tables and ``default_slots`` of the state, and raw ids from
-        the stored maps and logs. No-op for an unknown stream. Lookups in the stream may still be running.
+        Implementations must not scan the keys of other streams. The state contains the numbers of rows and the global
+        ids of default rows; the stored maps and logs contain the raw ids. No-op for an unknown stream. Lookups that
+        started earlier may still read the stream.
 
         Raises:
             InvalidArgumentError: if the stream is the current one.
         """
 
     def close(self) -> None:
-        """Discard any uncommitted transaction, let another writer open the store, and disconnect. No-op if closed."""
+        """Discard any uncommitted transaction, allow other writers, and disconnect. No-op if already closed."""

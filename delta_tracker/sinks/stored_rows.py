@@ -2,9 +2,9 @@
 
 Notation: ``N`` is the number of rows or ids in a call, ``D`` the number of columns of the table.
 
-A stored row consists of 8 bytes for the version that wrote the row, and the values in the table's dtype. All numbers
+A stored row consists of the version that wrote the row, in 8 bytes, and the values in the table's dtype. All numbers
 are little-endian. A stored owner is the 8-byte raw id XOR :data:`~delta_tracker.raw_ids.NO_OWNER`. "No owner" is
-therefore 8 zero bytes, the same bytes that Redis uses to pad a value.
+therefore 8 zero bytes, which are also the padding that Redis adds when it extends a value.
 """
 
 from collections.abc import Sequence
@@ -112,10 +112,10 @@ class LookedUp:
     Args:
         values: ``[N, D]`` in the table's dtype. A raw id that owns no row has the values of its default row, or zeros
             in a table without default rows.
-        versions: ``[N]`` int64, version that wrote each row; -1 for an id without any row.
+        versions: ``[N]`` int64, version that wrote each row; -1 for an id with neither an own row nor a default row.
         is_own: ``[N]`` bool, False for raw ids that own no row.
         stream: id of the stream.
-        version: minimum version of the rows.
+        version: newest complete version at the time of the lookup; the lowest one if it changed during the lookup.
         is_mixed: True if rows may have values of unrelated versions.
     """
 
@@ -133,7 +133,7 @@ def _parsed(data: bytes) -> SinkState:
 
 
 def current_state(data: bytes | None) -> SinkState:
-    """Parse the stored state of the current stream. The results for the last few inputs are cached.
+    """Parse the stored state of the current stream. Results are cached for the last few values of ``data``.
 
     Raises MalformedSinkError if ``data`` is None or invalid.
     """
@@ -145,7 +145,8 @@ def current_state(data: bytes | None) -> SinkState:
 class Lookup:
     """One lookup of ids in a table, for use by readers of row stores.
 
-    A reader reads the rows of ``ids`` and of :attr:`defaults` from the store, and passes the bytes to :meth:`decode`.
+    The reader gets the stored bytes of the rows ``ids`` and of the default rows :attr:`defaults`, and passes them to
+    :meth:`decode`.
 
     Args:
         state: state of the current stream.
@@ -153,12 +154,12 @@ class Lookup:
         ids: ``[N]`` int64 on the CPU: global row ids, or raw ids for a table with raw ids.
 
     Raises:
-        InvalidArgumentError: if the table is unknown, ``ids`` has another shape or dtype, or a global row id is outside
-            the table.
+        InvalidArgumentError: if the table is unknown, ``ids`` is not ``[N]`` int64 on the CPU, or a global row id is
+            outside the table.
         MalformedSinkError: if the state has no version.
 
     Attributes:
-        defaults: global row ids of the default rows for those ``ids`` that may own no row.
+        defaults: global row ids of the default rows that are required if some ``ids`` own no row.
     """
 
     def __init__(self, state: SinkState, table: str, ids: Tensor) -> None:
@@ -217,7 +218,7 @@ class Lookup:
 
 
 def joined(parts: Sequence[LookedUp]) -> LookedUp:
-    """Concatenate the results of several lookups in the same stream and table. ``parts`` must not be empty."""
+    """Concatenate the results of several lookups of the same stream and table. ``parts`` must not be empty."""
     if len(parts) == 1:
         return parts[0]
     return LookedUp(
