@@ -1,4 +1,4 @@
-"""Accuracy, precision, recall and F1 of a classifier, from counts accumulated on the device.
+"""Accuracy, precision, recall and F1 of a classifier, computed from counts that accumulate on the device.
 
 Notation: ``B`` is the number of predictions in one call, ``C`` the number of classes.
 """
@@ -22,13 +22,13 @@ class DeviceClassification(DeviceState):
     """Accuracy, precision, recall and F1 of single-label classification over an epoch, counted on the device.
 
     Each collection records the gauges ``<name>.accuracy``, ``<name>.precision``, ``<name>.recall`` and ``<name>.f1``.
-    Their values equal the Multiclass metrics of torchmetrics. With ``macro``, they are means over the classes that
-    occur in predictions or targets, and the accuracy equals the recall. With ``micro``, all four values are the
-    fraction of correct predictions. The counter ``<name>.rejected`` counts predictions that were rejected because of an
-    invalid predicted or target class index.
+    Their values equal those of the multiclass metrics of torchmetrics. With ``average="macro"``, they are means over
+    the classes that occur in predictions or targets, and the accuracy equals the recall. With ``"micro"``, all four are
+    the fraction of correct predictions. The counter ``<name>.rejected`` counts pairs of a prediction and a target that
+    were rejected because a class index is invalid.
 
     Args:
-        name: prefix of the gauges; dots separate namespaces.
+        name: prefix of the names of the gauges and the counter; dots separate namespaces.
         num_classes: number of classes ``C``, at least 2.
         average: ``"macro"`` to average over classes, ``"micro"`` to average over predictions.
         monitor: monitor that records the gauges and the counter.
@@ -59,7 +59,7 @@ class DeviceClassification(DeviceState):
             targets: ``[B]`` class indices.
 
         Raises:
-            InvalidArgumentError: for tensors of other shapes.
+            InvalidArgumentError: if a tensor does not have one of these shapes.
         """
         if predictions.dim() == 2:  # noqa: PLR2004
             predictions = predictions.detach().argmax(dim=1)
@@ -75,7 +75,7 @@ class DeviceClassification(DeviceState):
         self._add(indices.device, torch.ones_like(indices, dtype=sum_dtype(indices.device)), indices)
 
     def absorb(self, growth: list[float], epoch_end: EpochEnd | None) -> None:
-        """Add new counts to the epoch's counts and set the gauges. Then reset the counts if an epoch ended."""
+        """Add new counts to the counts of the epoch, and set the gauges. If the epoch ended, then reset the counts."""
         self._sums = [old + new for old, new in zip(self._sums, growth, strict=True)]
         if growth[-1]:
             self._rejected.add(round(growth[-1]) // 3)
@@ -87,7 +87,7 @@ class DeviceClassification(DeviceState):
                 gauge.cell().end_epoch(epoch_end)
 
     def figures(self) -> dict[str, float]:
-        """Return the accuracy, precision, recall and F1 of the epoch by name; empty without predictions."""
+        """Return the accuracy, precision, recall and F1 of the epoch by name. Empty if nothing was counted."""
         size = self._num_classes
         right, predicted, actual = (self._sums[index * size : (index + 1) * size] for index in range(3))
         num_seen = sum(actual)

@@ -1,9 +1,9 @@
-"""Sums on a device, copied to the host asynchronously.
+"""Sums that accumulate on a device and are copied to the host asynchronously.
 
 Notation: ``K`` is the number of sums of a state.
 
-Each value is added to sums on the value's own device. A reading is an asynchronous copy of the sums to the host,
-ordered with other work on the device. The difference between two readings, called the growth, covers the values added
+Each value is added to sums on its own device. A reading is an asynchronous copy of the sums to the host, in order
+with other work on the device. The difference between two readings, called the growth, covers the values added
 between them. The sums are never reset, and no value is lost or counted twice.
 """
 
@@ -53,7 +53,7 @@ class DeviceState(ABC):
         reader.add(self)
 
     def __del__(self) -> None:
-        """Pass the state to the reader, which records the growth since the last reading."""
+        """Pass the state to the reader, which reads it once more to record the growth since the last reading."""
         if getattr(self, "_vectors", None):  # missing if a constructor raised
             self.is_deleted = True
             self._reader.deleted.append(self)
@@ -73,7 +73,8 @@ class DeviceState(ABC):
     def _add(self, device: torch.device, growth: Tensor, indices: Tensor | None = None) -> None:
         """Add numbers to the sums on ``device``. Does not wait for the device.
 
-        ``growth`` contains ``K`` numbers, one for each sum; or ``[N]`` numbers for the sums at the ``[N]`` ``indices``.
+        ``growth`` contains ``K`` numbers, one for each sum. If ``indices`` is given, both are ``[N]``, and ``growth``
+        contains a number for the sum at each index.
         """
         with self._reader.lock:
             vector = self._vector(device)
@@ -102,7 +103,7 @@ def sum_dtype(device: torch.device) -> torch.dtype:
 
 @dataclass(slots=True)
 class _Copy:
-    """Copy of the sums of the states ``parts`` on one device. ``epoch_end`` is None unless an epoch ended."""
+    """Copy of the sums of the states ``parts`` from one device. ``epoch_end`` is set if an epoch has ended."""
 
     numbers: HostCopy
     device: torch.device
@@ -117,7 +118,7 @@ class DeviceReader(MetricSource):
     Args:
         progress: step and epoch of the monitor.
         lock: lock that protects the states and the list of copies.
-        deleted: deleted states to read once more. Destructors append to it without the lock.
+        deleted: deleted states, which are read once more. Destructors append to this queue without the lock.
     """
 
     progress: Progress
@@ -134,9 +135,9 @@ class DeviceReader(MetricSource):
             self._states.append(weakref.ref(state))
 
     def read(self, *, is_last: bool) -> None:
-        """Start to copy the sums of all states, and record the copies that complete.
+        """Start to copy the sums of all states, and record the copies that are complete within about 50 ms.
 
-        Waits for at most about 50 ms, or until all copies are complete if ``is_last`` is True.
+        If ``is_last`` is True, wait until all copies are complete.
         """
         self.begin()
         for _ in range(_NUM_POLLS):
@@ -151,8 +152,8 @@ class DeviceReader(MetricSource):
     def begin(self, epoch_end: EpochEnd | None = None) -> None:
         """Start to copy the sums of all states, each on the CUDA stream that last updated the state.
 
-        Deleted states are removed once their copies are started. If a copy cannot be started, they are kept for the
-        next call. ``epoch_end`` is the step and epoch number at the end of an epoch; None otherwise.
+        Deleted states are removed after all copies were started. If a copy cannot be started, deleted states are kept
+        for the next call. ``epoch_end`` is the step and epoch number at the end of an epoch; None otherwise.
         """
         with self.lock:
             deleted = [self.deleted[index] for index in range(len(self.deleted))]  # a destructor may append meanwhile
@@ -169,7 +170,7 @@ class DeviceReader(MetricSource):
     def finish(self, *, wait: bool) -> bool:
         """Record completed copies, oldest first, up to the first pending copy. Return True if no copy is pending.
 
-        With ``wait``, wait until all copies are complete.
+        If ``wait`` is True, wait until all copies are complete.
         """
         with self._finishing:
             while self._copies:
@@ -188,7 +189,7 @@ class DeviceReader(MetricSource):
             state.forget()
 
     def _alive(self) -> list[DeviceState]:
-        """Return the states that were not deleted, and remove the others."""
+        """Return the states that were not deleted, and remove the deleted ones from the list of states."""
         found = [each for reference in self._states if (each := reference()) is not None and not each.is_deleted]
         self._states = [weakref.ref(state) for state in found]
         return found
@@ -205,9 +206,9 @@ class DeviceReader(MetricSource):
 
 
 def _start_copy(vectors: Sequence[Tensor], stream: Any) -> HostCopy:  # noqa: ANN401  torch's stubs lack it
-    """Concatenate vectors and start to copy the result to the host, on a CUDA stream (None for other devices).
+    """Concatenate ``vectors`` and start to copy the result to the host on the CUDA stream ``stream``.
 
-    On other devices, a copy may block, so the thread that reads the copy makes it.
+    For devices other than CUDA, ``stream`` is None. There, a copy may block, so the thread that reads it also makes it.
     """
     with torch.cuda.stream(stream):
         return HostCopy(torch.cat([*vectors, vectors[0][:0]]))  # never one of the vectors themselves

@@ -1,8 +1,8 @@
 """Stats that accumulate values on a device without waiting for the device.
 
 A value may be a Python number or a tensor of any shape on any device. Values that are not finite are ignored and
-counted as rejected; the check runs on the device. Values are recorded when a copy of the sums to the host completes.
-With ``Window(count=...)``, a window may therefore have more than ``count`` records.
+counted as rejected. The device checks the values. They are recorded when a copy of the sums to the host completes, so
+a window with ``Window(count=...)`` may contain more than ``count`` records.
 """
 
 import math
@@ -22,7 +22,7 @@ _HOST = torch.device("cpu")
 
 
 def reader_of(monitor: Monitor) -> DeviceReader:
-    """Return the source that reads the device states of ``monitor``. Create the source if it is missing."""
+    """Return the source that reads the device states of ``monitor``. Create it if the monitor does not have one yet."""
     for source in monitor.registry.sources:
         if isinstance(source, DeviceReader):
             return source
@@ -32,7 +32,7 @@ def reader_of(monitor: Monitor) -> DeviceReader:
 
 
 class _DeviceStat(DeviceState):
-    """Base class of stats on a device. Values are recorded in one cell, for one set of labels."""
+    """Base class of stats on a device. An object has one set of label values, and records in one cell."""
 
     definer: ClassVar[Callable[..., Stat]] = Monitor.stat
     is_signed: ClassVar[bool] = True  # False to reject negative values
@@ -58,7 +58,7 @@ class _DeviceStat(DeviceState):
 
     @property
     def enabled(self) -> bool:
-        """True if values are accepted."""
+        """True if values are recorded."""
         return self._cell.enabled
 
     def _refuse_labels(self, labels: Mapping[str, object]) -> None:
@@ -102,7 +102,7 @@ class _DeviceStat(DeviceState):
         self._add(value.device, torch.stack(sums))
 
     def figures(self, sums: list[float]) -> Aggregate:
-        """Convert the sums (total, weight, number of accepted values, number of values) to an aggregate."""
+        """Convert ``sums`` (total, weight, number of accepted values, number of values) to an aggregate."""
         total, weight, count, num_values = sums
         result = Aggregate()
         result.total, result.weight, result.count = total, weight, round(count)
@@ -124,7 +124,7 @@ class DeviceMean(_DeviceStat):
         help: description of the stat in one sentence.
         monitor: monitor that records the stat.
         labels: label values by name; None for no labels.
-        options: options of :meth:`~delta_tracker.monitor.monitor.Monitor.stat`. The default aggregations are ``mean``
+        options: same as in :meth:`~delta_tracker.monitor.monitor.Monitor.stat`. The default aggregations are ``mean``
             and ``count``.
 
     Raises:
@@ -145,14 +145,14 @@ class DeviceMean(_DeviceStat):
 
         Args:
             value: tensor of any shape and real dtype, or a number.
-            weight: number, or tensor that broadcasts to ``value``. If ``value`` is a number, it is added once for each
-                element of ``weight``.
+            weight: number, or tensor that can be broadcast to ``value``. A ``value`` that is a number is added once for
+                each element of ``weight``.
             labels: not supported; pass ``labels`` to the constructor.
 
         Raises:
-            InvalidArgumentError: for labels, for complex values, if the shape of ``weight`` does not broadcast to
-                ``value``, or if ``value`` and ``weight`` are on different devices. A zero-dimensional ``weight`` may
-                always be on the CPU.
+            InvalidArgumentError: for labels or complex values, if ``weight`` cannot be broadcast to ``value``, or if
+                ``value`` and ``weight`` are on different devices. A zero-dimensional ``weight`` may always be on the
+                CPU.
         """
         self._refuse_labels(labels)
         self._record(value, weight)
@@ -186,13 +186,13 @@ class DeviceCounter(_DeviceStat):
             labels: not supported; pass ``labels`` to the constructor.
 
         Raises:
-            InvalidArgumentError: for complex values or labels.
+            InvalidArgumentError: if ``labels`` or complex values are passed.
         """
         self._refuse_labels(labels)
         self._record(value)
 
     def figures(self, sums: list[float]) -> Aggregate:
-        """Convert the sums to an aggregate. The total is an int if it has no fractional part."""
+        """Convert ``sums`` to an aggregate. The total is an int if it has no fractional part."""
         result = super().figures(sums)
         result.total = int(sums[0]) if sums[0].is_integer() else sums[0]
         return result

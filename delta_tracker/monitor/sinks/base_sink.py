@@ -13,7 +13,7 @@ from delta_tracker.monitor.collection_report import CollectionReport
 
 
 class Sink(ABC):
-    """Base class of destinations of metrics and events.
+    """Base class of sinks, the destinations of metrics and events.
 
     The collector calls :meth:`deliver` with each collection, in order, one call at a time, in threads of the library.
     After the last collection, it calls :meth:`close`, even if no collection was delivered. In a forked child, only
@@ -21,12 +21,12 @@ class Sink(ABC):
 
     If a call raises, the error is counted, and the sink is not called for at least 10 seconds. Only the first error of
     a sink is logged. The next collection contains the undelivered windows and events again, so a sink should write a
-    collection completely or not at all. For each sink, at most 8192 windows and the monitor's ``capacity`` of events
-    are queued. The oldest ones beyond these limits are dropped and counted.
+    collection completely or not at all. The queue of a sink contains at most 8192 windows and ``capacity`` events
+    (see :class:`~delta_tracker.monitor.monitor.Monitor`). The oldest ones beyond these limits are dropped and counted.
 
-    A call that exceeds the monitor's deadline counts as an error, and the sink is not called again until that call has
-    returned. If the late call does not raise, the collection counts as delivered. If the call never returns, the sink
-    is not closed.
+    A call that exceeds the monitor's deadline counts as an error, and the sink is not called again until that call
+    returns. If that call then returns without an error, the collection counts as delivered. If it never returns, the
+    sink is not closed.
     """
 
     @property
@@ -36,7 +36,7 @@ class Sink(ABC):
 
     @abstractmethod
     def deliver(self, collection: CollectionReport) -> None:
-        """Export a collection. Must not modify the collection, whose contents all sinks share."""
+        """Export a collection. Must not modify the collection, because all sinks share its contents."""
 
     def close(self) -> None:  # noqa: B027  many sinks have nothing to close
         """Flush pending data and release resources. Called once."""
@@ -48,15 +48,15 @@ class Sink(ABC):
 class FileSink(Sink):
     """Base class of sinks that append to a file. Writes are unbuffered.
 
-    The class uses neither a lock nor a buffer, so it is safe to fork at any time: a child process cannot inherit a held
-    lock, or write buffered text a second time.
+    The class uses neither a lock nor a buffer, so forking is safe at any time. A child process cannot inherit a held
+    lock or write buffered text a second time.
 
     Args:
         path: path of the file, which must have no other writer. The folder is created if it is missing.
         replace: True to truncate the file when it is opened.
 
     Raises:
-        InvalidArgumentError: if the path has a scheme or a leading ~.
+        InvalidArgumentError: if ``path`` has a scheme or begins with ``~``.
         OSError: if the file cannot be opened.
     """
 
@@ -69,7 +69,7 @@ class FileSink(Sink):
         self.write("".join(json.dumps(each, allow_nan=False) + end for each in objects))
 
     def write(self, text: str) -> None:
-        """Append ``text``. If this raises OSError, truncate the file to its previous length."""
+        """Append ``text``. If a write fails, truncate the file to its previous length and raise OSError."""
         data = memoryview(text.encode())
         length = os.fstat(self._file.fileno()).st_size
         try:
@@ -81,7 +81,7 @@ class FileSink(Sink):
             raise
 
     def close(self) -> None:
-        """Close the file without writing. A second call is a no-op. Safe in a forked child."""
+        """Close the file without writing. No-op if already closed. Safe in a forked child."""
         self._file.close()
 
     def forget(self) -> None:

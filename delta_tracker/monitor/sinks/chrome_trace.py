@@ -1,14 +1,14 @@
 """Export to a trace file for chrome://tracing and Perfetto.
 
-Spans are displayed as bars, events as marks, and values of windows as curves.
+Viewers display spans as bars, events as marks, and values of windows as curves.
 
-The format is the JSON array of the Trace Event Format. The closing bracket is optional, so the file is readable even if
+The file is a JSON array in the Trace Event Format. The closing bracket is optional, so the file is readable even if
 the program was killed. No package is needed.
 
 Timestamps are compatible with PyTorch's profiler, so both files can be displayed in one timeline. A timestamp is the
-wall-clock time in microseconds since a base time, which the profiler writes as ``baseTimeNanoseconds`` and the sink as
+wall-clock time in microseconds since a base time, which the profiler stores in ``baseTimeNanoseconds`` and the sink in
 a label of the process. The base time changes every quarter of a year. If the base times of two files differ, shift one
-of the traces by the difference.
+trace by the difference.
 """
 
 import os
@@ -42,7 +42,7 @@ class ChromeTraceSink(FileSink):
         self.append([{"name": "process_labels", "ph": "M", "pid": self._pid, "args": labels}], ",\n")
 
     def deliver(self, collection: CollectionReport) -> None:
-        """Append the events and windows of the collection. If the write fails, the file is unchanged."""
+        """Append the events and windows of the collection. If a write fails, the file is not changed."""
         lines = [self._event(event) for event in collection.events]
         lines += [self._curve(report) for report in collection.windows if report.values]
         self.append(lines, ",\n")

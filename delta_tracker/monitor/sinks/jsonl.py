@@ -9,9 +9,9 @@ from delta_tracker.monitor.sinks.base_sink import FileSink
 
 
 class JsonlSink(FileSink):
-    """Sink that appends windows and events to a file. If a write fails, no part of the collection is written.
+    """Sink that appends windows and events to a file. Each collection is appended completely or not at all.
 
-    Each line is an object with ``kind`` ("window" or "event"), ``time`` in seconds since the epoch, and further fields.
+    Each line is an object with ``kind`` ("window" or "event"), ``time`` in seconds since the epoch, and other fields.
     Undefined values are omitted. NaN and infinity are written as strings.
 
     Args:
@@ -19,14 +19,14 @@ class JsonlSink(FileSink):
     """
 
     def deliver(self, collection: CollectionReport) -> None:
-        """Append the lines of the collection. If the write fails, the file is unchanged."""
+        """Append the lines of the collection. If a write fails, the file is not changed."""
         lines = [window_line(report, collection.attributes) for report in collection.windows]
         lines += [event_line(event, collection.attributes) for event in collection.events]
         self.append(lines, "\n")
 
 
 def window_line(report: WindowReport, attributes: Mapping[str, str]) -> dict[str, object]:
-    """Return a window and the attributes of the process as a JSON object."""
+    """Return a JSON object with a window and the attributes of the process."""
     window = report.window
     line: dict[str, object] = {
         "kind": "window",
@@ -50,7 +50,7 @@ def window_line(report: WindowReport, attributes: Mapping[str, str]) -> dict[str
 
 
 def event_line(event: Event, attributes: Mapping[str, str]) -> dict[str, object]:
-    """Return an event and the attributes of the process as a JSON object. Ids are hexadecimal strings."""
+    """Return a JSON object with an event and the attributes of the process. Ids are hexadecimal strings."""
     return {
         "kind": "event",
         "time": event.time_ns * NS,

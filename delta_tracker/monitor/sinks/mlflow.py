@@ -28,11 +28,11 @@ class MlflowSink(Sink):
 
     The data of the event ``training.start`` is logged as parameters, and the data of ``training.end`` as tags. The
     newest published version is also logged as a tag. The values of each window are logged as metrics at the window's
-    step. Closing the sink ends the run, with status FAILED if ``training.end`` had severity ERROR or CRITICAL, and
+    step. Closing the sink ends the run. The status is FAILED if ``training.end`` had severity ERROR or CRITICAL, and
     FINISHED otherwise.
 
-    If MLflow rejects an item, such as a parameter whose value changed, only this item is lost, and a warning is logged
-    once. Keys of more than 250 characters are truncated and end with a hash.
+    If MLflow rejects an item, for example because a parameter's value changed, only this item is lost. A warning is
+    logged once per item. Keys of more than 250 characters are truncated and end with a hash.
 
     Args:
         experiment: name of the experiment; created if it is missing.
@@ -107,7 +107,7 @@ class MlflowSink(Sink):
             self._log_request(kind, items[begin : begin + _MAX_ITEMS[kind]])
 
     def _log_request(self, kind: str, items: Sequence[Any]) -> None:
-        """Log items of one kind in one request. If MLflow rejects the request, log each half of the items."""
+        """Log ``items`` in one request. If MLflow rejects the request, split the items into two requests."""
         if len(items) == 1:
             self._log_single(kind, items[0])
             return
@@ -136,17 +136,17 @@ class MlflowSink(Sink):
                 _logger.warning("monitor: MLflow refused an item: %s=%r error=%s", kind, item.key, error)
 
     def _is_active(self) -> bool:
-        """Return False if the run was deleted. MLflow then rejects all items."""
+        """Return False if the run was deleted. MLflow rejects all items of a deleted run."""
         return str(self._client.get_run(self.run_id).info.lifecycle_stage) == "active"
 
 
 def _series(report: WindowReport | TotalReport) -> str:
-    """Return the stat's name followed by one ``<label>_<value>`` per label, joined by dots."""
+    """Return the stat's name and ``<label>_<value>`` for each label, joined by dots."""
     return ".".join([report.definition.name, *(f"{key}_{value}" for key, value in report.labels)])
 
 
 def _key(name: str) -> str:
-    """Convert ``name`` to a key of MLflow. Replace invalid characters by underscores; shorten long names by a hash."""
+    """Convert ``name`` to a key of MLflow: replace invalid characters by ``_`` and the end of a long name by a hash."""
     key = "".join(each if each.isalnum() or each in "_-. /" else "_" for each in name)
     if len(key) <= _MAX_KEY_LENGTH:
         return key

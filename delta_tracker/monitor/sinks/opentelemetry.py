@@ -4,9 +4,9 @@ The sink uses the data model and exporters of the OpenTelemetry SDK. It does not
 are many times slower.
 
 Histograms are exported as exponential histograms with the buckets of :mod:`delta_tracker.monitor.buckets`. The
-specification requires that the buckets add up to the count, so a stat whose records are not all counted in buckets is
-exported as a histogram with a single bucket. If the records have weights, the count is the sum of the weights, rounded
-to an integer of at least 1, and the sum is the mean times the count.
+specification requires that the counts of the buckets add up to the total count. If this is not true
+for a stat, it is exported as a histogram with a single bucket. If the records have weights, the count is the sum of the
+weights, rounded to an integer of at least 1, and the sum is the mean times the count.
 """
 
 import math
@@ -41,14 +41,14 @@ _SEVERITIES = {
 class OpenTelemetrySink(Sink):
     """Sink that sends each collection to an OpenTelemetry collector.
 
-    Totals are sent as metrics, ended spans as spans, and instant events as log records.
+    Totals are sent as metrics, spans that have ended as spans, and events with ``Phase.INSTANT`` as log records.
 
     Args:
         endpoint: URL of the OpenTelemetry collector. The paths ``/v1/metrics``, ``/v1/traces`` and ``/v1/logs`` are
             appended.
-        service: attribute ``service.name`` of the resource. The attributes of the process are also added.
-        headers: headers of each request.
-        timeout_seconds: time limit for a request including retries. Should be less than the monitor's deadline.
+        service: value of the resource attribute ``service.name``. The attributes of the process are also added.
+        headers: HTTP headers of each request.
+        timeout_seconds: time limit for a request including its retries. It should be less than the monitor's deadline.
 
     Raises:
         MissingExtraError: if the SDK or the OTLP exporter is not installed.
@@ -97,7 +97,7 @@ class OpenTelemetrySink(Sink):
 
 
 def metrics_data(collection: CollectionReport, resource: Any) -> Any:  # noqa: ANN401  the SDK's classes
-    """Convert the totals of a collection to ``MetricsData`` of the SDK. ``resource`` is a ``Resource`` of the SDK."""
+    """Convert the totals of a collection to the SDK's ``MetricsData``. ``resource`` is a ``Resource`` of the SDK."""
     from opentelemetry.sdk.metrics import export as sdk  # noqa: PLC0415
     from opentelemetry.sdk.util.instrumentation import InstrumentationScope  # noqa: PLC0415
 
@@ -136,7 +136,7 @@ def _number(sdk: Any, report: TotalReport, value: float, collection: CollectionR
 
 
 def _exponential(sdk: Any, report: TotalReport, collection: CollectionReport) -> Any:  # noqa: ANN401
-    """Return the data point of a cell whose records are all counted in buckets.
+    """Return the data point of a cell whose buckets count all its records.
 
     The bucket at :data:`LOWEST` also counts smaller magnitudes. Its counts are added to the zero count, which the
     specification defines as the number of values that round to zero.
@@ -164,9 +164,9 @@ def _single_bucket(sdk: Any, report: TotalReport, collection: CollectionReport) 
 
 
 def _common(report: TotalReport, collection: CollectionReport) -> dict[str, Any]:
-    """Return the fields of both kinds of histograms. None omits an optional field.
+    """Return the fields that both kinds of histograms contain. Optional fields that are None are not sent.
 
-    The sum is omitted if a record is negative: receivers interpret a decrease of the sum as a restart.
+    The sum is None if a record is negative, because receivers interpret a decrease of the sum as a restart.
     """
     figures: Aggregate = report.figures
     return {
@@ -228,7 +228,7 @@ def _log_record(event: Event, resource: Any) -> Any:  # noqa: ANN401
 
 
 def _context(event: Event, span: int) -> Any:  # noqa: ANN401
-    """Return the ids of a span in the trace of an event."""
+    """Return the ``SpanContext`` of the span with id ``span`` in the event's trace."""
     from opentelemetry.trace import SpanContext, TraceFlags  # noqa: PLC0415
 
     return SpanContext(event.trace, span, is_remote=False, trace_flags=TraceFlags(TraceFlags.SAMPLED))
@@ -240,7 +240,7 @@ def _time_ns(event: Event) -> int:
 
 
 def _duration_ns(event: Event) -> int:
-    """Return the duration of an ended span; 0 if the event was not emitted by a span and has no valid duration."""
+    """Return the duration of the span that the event ended; 0 if the event does not contain a valid duration."""
     seconds = event.data.get("seconds", 0.0)
     if not isinstance(seconds, float) or not 0 < seconds < math.inf:
         return 0

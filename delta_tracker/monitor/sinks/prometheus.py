@@ -28,7 +28,7 @@ BUCKET_RATIO = 2 ** (1 / _BOUNDS_PER_OCTAVE)
 
 
 class _TotalsSink(Sink):
-    """Sink that stores the newest collection for ``prometheus_client``."""
+    """Sink that stores the newest collection and provides its totals to ``prometheus_client``."""
 
     def __init__(self) -> None:
         self._client = import_optional("prometheus_client", "prometheus_client", "prometheus")
@@ -52,15 +52,15 @@ class PrometheusSink(_TotalsSink):
     """Sink that serves the totals of the newest collection at ``/metrics``.
 
     Collect at least as often as Prometheus scrapes, because a scrape does not trigger a collection. Only gauges with a
-    function (:meth:`~delta_tracker.monitor.stat.Gauge.set_function`) are read at each scrape.
+    function (:meth:`~delta_tracker.monitor.stat.Gauge.set_function`) are also read at each scrape.
 
     Counters, summaries and histograms cover all records since the process started. Gauges are exported as their newest
     reading, and stats of kind ``STAT`` as summaries. The count of a summary is the number of records, or the sum of the
     weights if records have weights. The unit is appended to each name, and ``_total`` to the names of counters.
 
-    A histogram has eight buckets per power of two, between the ``bounds`` of its definition. The error of a PromQL
-    ``histogram_quantile`` between these bounds is at most 9 % (:data:`BUCKET_RATIO`), and less than 5 % if the values
-    near the quantile are evenly distributed. A cell with the default bounds has 196 series. Histograms of several
+    A histogram has eight buckets per power of two between the ``bounds`` of its definition. Between these bounds, the
+    error of a quantile in PromQL is at most 9 % (:data:`BUCKET_RATIO`), and less than 5 % if the values near the
+    quantile are evenly distributed. A cell with the default bounds has 196 series. Histograms of several
     processes have the same bounds and can be summed.
 
     Args:
@@ -109,7 +109,7 @@ class PrometheusFileSink(_TotalsSink):
         path: path of the file, which must end in ``.prom`` for node_exporter.
 
     Raises:
-        InvalidArgumentError: if the path has a scheme or a leading ~.
+        InvalidArgumentError: if ``path`` has a scheme or begins with ``~``.
         MissingExtraError: if the package ``prometheus_client`` is not installed.
     """
 
@@ -125,7 +125,7 @@ class PrometheusFileSink(_TotalsSink):
 
 
 def family(definition: Definition, reports: Sequence[TotalReport], attributes: Sequence[tuple[str, str]]) -> Metric:
-    """Return the metric family of a stat.
+    """Return the metric family of a stat. ``reports`` contains the totals of its cells.
 
     ``attributes`` are added to each sample as labels, unless the stat has a label with the same name.
     """
@@ -157,7 +157,7 @@ def family(definition: Definition, reports: Sequence[TotalReport], attributes: S
 
 
 def _buckets(definition: Definition, report: TotalReport) -> list[tuple[str, float]]:
-    """Return pairs of an upper bound and the number of values up to the bound. The last bound is infinity."""
+    """Return the upper bound of each bucket, and the number of values up to this bound. The last bound is infinity."""
     from prometheus_client.utils import floatToGoString  # noqa: PLC0415  optional
 
     low, high = definition.bounds

@@ -13,10 +13,10 @@ from delta_tracker.monitor.sinks.base_sink import Sink
 
 
 class TensorBoardSink(Sink):
-    """Sink that writes TensorBoard event files: values and histograms of each window, and events as text.
+    """Sink that writes values and histograms of windows, and events as text, to TensorBoard event files.
 
-    The x-axis is the training step at which a window closed. If no step was set, the x-axis is the number of the window
-    in its series, counted from 1.
+    The x-axis is the training step at which a window closed. If no step was set, it is the number of the window in
+    its series, counted from 1.
 
     Args:
         folder: folder in which event files are created.
@@ -72,7 +72,7 @@ class TensorBoardSink(Sink):
 
 
 def limits(buckets: LogBuckets) -> list[tuple[float, int]]:
-    """Convert buckets to the format of TensorBoard: ascending upper limits and counts, without gaps."""
+    """Convert buckets to TensorBoard's format: ascending upper limits and counts of contiguous buckets."""
     found: list[tuple[float, int]] = []
     for lower, upper, count in buckets.ranges():
         if found and found[-1][0] < lower:
@@ -82,7 +82,7 @@ def limits(buckets: LogBuckets) -> list[tuple[float, int]]:
 
 
 def tag(name: str, labels: Labels) -> str:
-    """Return the TensorBoard tag of a series: its name with dots replaced by slashes, and its labels.
+    """Return the TensorBoard tag of a series: the name with slashes instead of dots, followed by the labels.
 
     TensorBoard groups tags by the part before the first slash.
 

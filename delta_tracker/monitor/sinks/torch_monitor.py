@@ -10,7 +10,7 @@ from delta_tracker.monitor.sinks.base_sink import Sink
 
 
 class TorchMonitorSink(Sink):
-    """Sink that logs each event and window as an event of ``torch.monitor``, which passes it to registered handlers.
+    """Sink that logs each event and window as a ``torch.monitor`` event, which torch passes to registered handlers.
 
     Handlers run in a thread of the library, one call at a time. Do not log events to ``torch.monitor`` in other threads
     at the same time: concurrent calls of a handler written in Python can deadlock.
