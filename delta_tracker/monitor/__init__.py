@@ -1,9 +1,9 @@
 """Low-overhead metrics and events.
 
 Open ``monitor.py`` first. The functions of this package are the methods of the program's default :class:`Monitor`.
-Trackers, publishers and predictors record the metrics listed in ``library.py`` with the recorders of ``recorder.py``.
+``library.py`` lists the built-in metrics. Trackers, publishers and predictors record them through ``recorder.py``.
 From the rest of the library, this package imports only ``arguments``, ``errors``, ``live_objects`` and ``buffers``. A
-sink imports its optional dependency when the sink is constructed.
+sink imports its optional dependency in its constructor.
 """
 
 from delta_tracker.monitor.event import Event as Event

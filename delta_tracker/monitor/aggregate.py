@@ -19,7 +19,7 @@ _PLAIN_TYPES = frozenset({int, float})
 
 
 def quantile_of(aggregation: str) -> float | None:
-    """Return the fraction of a quantile, such as 0.95 for the aggregation ``p95``; None for other aggregations.
+    """Return the fraction of a quantile, such as 0.95 for ``"p95"``; None if ``aggregation`` is not a quantile.
 
     Example:
         >>> quantile_of("p99.9"), quantile_of("mean")
@@ -30,7 +30,7 @@ def quantile_of(aggregation: str) -> float | None:
 
 
 def check_aggregations(aggregations: Iterable[str]) -> tuple[str, ...]:
-    """Return aggregations as a tuple without duplicates. Raise InvalidArgumentError for an unknown aggregation."""
+    """Return ``aggregations`` as a tuple without duplicates. Raise InvalidArgumentError for an unknown aggregation."""
     if isinstance(aggregations, str):
         raise InvalidArgumentError("aggregations", aggregations, f"Pass a tuple: ({aggregations!r},)")
     found = tuple(dict.fromkeys(aggregations))
@@ -60,9 +60,9 @@ class Aggregate:
     Attributes:
         total: weighted sum of the accepted numbers, exact for integers.
         weight: sum of the weights, equal to ``count`` for unweighted numbers. The mean is ``total / weight``.
-        min: smallest accepted number; NaN if there is none, or if only sums were recorded, as by ``DeviceMean``.
-        max: largest accepted number; NaN if there is none, or if only sums were recorded, as by ``DeviceMean``.
-        last: newest accepted number; NaN if there is none, or if the numbers were accumulated on a device.
+        min: smallest accepted number; NaN if unknown, as for stats such as ``DeviceMean``, which record only sums.
+        max: largest accepted number; NaN if unknown.
+        last: newest accepted number; NaN if unknown.
         num_rejected: number of rejected values: NaN, infinity, and negative numbers if ``is_counter`` is True.
         buckets: counts of the accepted numbers in buckets; None if ``with_buckets`` is False.
     """
@@ -112,7 +112,7 @@ class Aggregate:
         self._add_extremes(newer.min, newer.max, newer.last)
 
     def value(self, aggregation: str) -> float | None:
-        """Return an aggregate, such as ``mean`` or ``p95``; None if it is undefined, or for ``histogram``."""
+        """Return an aggregate, such as ``mean`` or ``p95``. Returns None for ``histogram`` and undefined aggregates."""
         fraction = quantile_of(aggregation)
         if fraction is not None:
             return self._quantile(fraction)
@@ -172,7 +172,7 @@ class Aggregate:
 
 
 def _sum(numbers: Sequence[float]) -> float:
-    """Return the sum, exact for integers; infinite if it exceeds the range of a float."""
+    """Return the sum of ``numbers``. Sums of integers are exact. A sum beyond the range of a float is infinite."""
     with suppress(OverflowError):
         total = sum(numbers)
         if math.isfinite(total):
@@ -181,7 +181,7 @@ def _sum(numbers: Sequence[float]) -> float:
 
 
 def plain_number(value: Any) -> float:  # noqa: ANN401  users pass anything
-    """Convert ``value`` to an int or float. Return NaN for tensors on a device, and objects that are not numbers.
+    """Convert ``value`` to an int or float. Return NaN for a tensor on a device or an object that is not a number.
 
     Never raises or waits for a device. Integers in arrays and CPU tensors are converted exactly.
     """

@@ -37,7 +37,8 @@ def upper_bound(index: int) -> float:
 def _indices(magnitudes: Iterable[float]) -> Counter[int]:
     """Return the number of ``magnitudes`` in each bucket, by bucket index.
 
-    All magnitudes must be positive. Magnitudes out of range are counted in the first or last bucket.
+    All magnitudes must be positive. Magnitudes outside the range from :data:`MIN` to :data:`MAX` are counted
+    in the first or last bucket.
     """
     counts = Counter(map(math.ceil, map(_scaled, map(math.log2, magnitudes))))
     result: Counter[int] = Counter()
@@ -80,18 +81,18 @@ class LogBuckets:
             self.zero += len(values) - len(above) - len(below)
 
     def merge(self, other: LogBuckets) -> None:
-        """Add the counts of ``other``, which is not changed."""
+        """Add the counts of ``other`` to this object. Does not change ``other``."""
         self.positive.update(other.positive)
         self.negative.update(other.negative)
         self.zero += other.zero
 
     @property
     def count(self) -> int:
-        """Total of all counts."""
+        """Number of counted numbers."""
         return self.positive.total() + self.negative.total() + self.zero
 
     def quantile(self, fraction: float) -> float:
-        """Estimate a quantile by the nearest-rank method. ``fraction`` is in [0, 1], such as 0.5 for the median.
+        """Estimate a quantile by the nearest-rank method. ``fraction`` is in [0, 1], for example 0.5 for the median.
 
         The result is NaN if no numbers were counted. The relative error is at most :data:`RELATIVE_ERROR` for
         magnitudes between :data:`MIN` and :data:`MAX`.
@@ -118,7 +119,7 @@ class LogBuckets:
         ]
 
     def cumulative(self, bounds: Sequence[float]) -> list[int]:
-        """Return the number of counted numbers that are less than or equal to each bound.
+        """Return, for each bound, how many of the counted numbers are less than or equal to it.
 
         ``bounds`` are powers of ``2**(1 / 32)`` in ascending order. The result is exact for numbers whose magnitude is
         above :data:`MIN` and at most :data:`MAX`.

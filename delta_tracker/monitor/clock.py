@@ -1,4 +1,4 @@
-"""Clock and training progress, which provide the times, steps and epochs in reports; and timers."""
+"""Timers, and sources of the times, steps and epochs in reports."""
 
 import functools
 import inspect
@@ -22,15 +22,15 @@ class Clock(Protocol):
     """
 
     def time_ns(self) -> int:
-        """Return the wall-clock time in nanoseconds since the epoch. It may decrease if the system clock is set."""
+        """Return the wall-clock time in nanoseconds since the epoch. It decreases if the system clock is set back."""
 
     def monotonic_ns(self) -> int:
-        """Return the time in nanoseconds since an arbitrary start. It never decreases."""
+        """Return the time in nanoseconds since an arbitrary start. The time never decreases."""
 
 
 @dataclass(slots=True)
 class Progress:
-    """Clock, current step and last epoch. All stats of a registry share one object, which the monitor updates.
+    """Clock, current step and last epoch of a monitor. All stats of its registry share one object.
 
     Args:
         step: current training step; None until the step is set.

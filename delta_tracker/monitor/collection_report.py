@@ -1,4 +1,4 @@
-"""Reports of a collection, which the collector delivers to the sinks."""
+"""Report of a collection, which the collector delivers to the sinks, and the reports that it contains."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class WindowReport:
 
     @property
     def buckets(self) -> LogBuckets | None:
-        """Counts of the window's records in buckets; None if the policy has neither a histogram nor quantiles."""
+        """Histogram of the window's records; None if its aggregations include neither histogram nor quantiles."""
         return self.window.aggregate.buckets
 
     @classmethod
@@ -54,9 +54,9 @@ class TotalReport:
     """Aggregate of all records of a cell since the process started, for sinks that export totals.
 
     Args:
-        figures: the aggregate. The sum of a logical counter includes the total restored from a checkpoint.
-        function: function of ``Gauge.set_function()``, which returns the current value or None for no data; None if
-            no function is set.
+        figures: aggregate of the records. The sum of a logical counter includes the total restored from a checkpoint.
+        function: function passed to ``Gauge.set_function()``. It returns the current value, or None for no data. This
+            argument is None if no function is set.
     """
 
     definition: Definition
@@ -69,7 +69,8 @@ class TotalReport:
 class CollectionReport:
     """Report of one collection.
 
-    A sink also receives the windows and events of earlier collections that it has not accepted yet.
+    The report that a sink receives also contains the windows and events of earlier collections that this sink has not
+    accepted yet.
 
     Args:
         time_ns: time of the collection, in nanoseconds since the epoch.

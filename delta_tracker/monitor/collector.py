@@ -30,10 +30,10 @@ class _Wake(Enum):
 
 
 class Collector:
-    """Background threads of a monitor, which collect stats and events and deliver them to sinks and handlers.
+    """Collector of a monitor's stats and events, which delivers them to sinks and handlers in background threads.
 
-    After :meth:`start`, one thread collects periodically. Sinks, handlers and callbacks run in a second thread. If a
-    call exceeds the deadline, the second thread is replaced.
+    After :meth:`start`, one thread collects periodically. A second thread calls sinks, handlers and callbacks. If a
+    call exceeds the deadline, another thread replaces the second one.
 
     Args:
         deadline_seconds: time limit of each call to a sink, handler or callback.
@@ -50,7 +50,7 @@ class Collector:
         self.reset()
 
     def reset(self) -> None:
-        """Return to the stopped state: discard sinks and undelivered events, and abandon the threads."""
+        """Return to the stopped state. Discards sinks and undelivered events. Does not wait for the threads to end."""
         self._lock = threading.RLock()
         self._runner = Runner(self._registry.progress.clock, self._deadline_seconds, self._metrics)
         self._sinks: list[SinkQueue] = []
@@ -98,7 +98,7 @@ class Collector:
     def stop(self, timeout_seconds: float) -> bool:
         """Collect one last time, close the sinks and end both threads. No-op if the collector is not running.
 
-        Returns False, without waiting for the threads, if this exceeds ``timeout_seconds``.
+        Returns False if this takes longer than ``timeout_seconds``. The threads may then still be running.
         """
         thread, self._thread = self._thread, None
         if thread is None:
@@ -112,7 +112,7 @@ class Collector:
         return is_done
 
     def flush(self, timeout_seconds: float) -> bool:
-        """Collect now, and wait for the delivery to the sinks. Return False if this exceeds ``timeout_seconds``."""
+        """Collect now, and wait for the delivery to the sinks. Return False on timeout."""
         if self._thread is None:
             self.collect()
             return True
@@ -127,12 +127,12 @@ class Collector:
             self._wakeups.put(_Wake.EVENTS)
 
     def collect(self, *, is_last: bool = False, handler_seconds: float | None = None) -> CollectionReport:
-        """Read all sources and stats, call the event handlers, deliver a report to the sinks, and return the report.
+        """Read all sources and stats, call the event handlers, deliver a report to the sinks and return it.
 
         Args:
-            is_last: True to close all windows and to also call muted sinks.
+            is_last: True to close all windows, and to call all sinks, including muted ones.
             handler_seconds: time limit in seconds for all event handlers together; None for half the deadline. Events
-                that are not handled in time stay queued.
+                that are not handled in time remain queued.
         """
         with self._lock, self._metrics.collect_seconds.time():
             sources = self._registry.sources
@@ -191,10 +191,10 @@ class Collector:
         return windows, totals
 
     def _hand_to_handlers(self, seconds: float, *, is_last: bool = False) -> bool:
-        """Call each handler with its queued events. Return True if events remain, except for failed or muted handlers.
+        """Call each handler with its queued events, for about ``seconds`` in total. The remaining events stay queued.
 
-        After ``seconds``, the events that remain stay queued, but each handler that is not muted gets at least one.
-        With ``is_last``, handlers are called in this thread if no other thread can be started.
+        Each handler that is not muted is called with at least one event. If ``is_last`` is True and no thread can be
+        started, handlers are called in this thread. Returns True if a handler that succeeded has more events.
         """
         self._is_woken = False
         events = self._events.take()

@@ -53,11 +53,11 @@ class Phase(StrEnum):
 
 @cache  # not at import, because RANK may be set later
 def _ids() -> Iterator[int]:
-    """Return an iterator of 64-bit ids, never 0. Threads may share it.
+    """Return an iterator over nonzero 64-bit ids. Threads may share the iterator.
 
     The high 16 bits are the rank from the environment variable ``RANK``, or a random number if the variable is not
-    set. The low 48 bits are a counter with a random start. Ids of different ranks below 65536 never collide. Ids of two
-    processes of the same rank collide with a probability of about (number of ids) / 2**48.
+    set. The low 48 bits are a counter with a random start. Ids of different ranks below 65536 never collide. Two
+    processes of the same rank use a common id with a probability of about (number of ids) / 2**48.
     """
     rank = os.environ.get("RANK", "")
     high = int(rank) % 2**_RANK_BITS if rank.isdecimal() else secrets.randbits(_RANK_BITS)
@@ -72,12 +72,12 @@ def new_id() -> int:
 
 
 def new_trace() -> int:
-    """Return a random 128-bit id for a trace, never 0."""
+    """Return a random nonzero 128-bit id for a trace."""
     return secrets.randbits(_TRACE_BITS) or new_trace()
 
 
 def renew_ids() -> None:
-    """Restart the ids of events and spans at a new random number. Called in a forked child."""
+    """Restart the counter of event and span ids at a new random number. Called in a forked child."""
     _ids.cache_clear()
 
 
@@ -89,7 +89,7 @@ CURRENT_SPAN: contextvars.ContextVar[tuple[int, int]] = contextvars.ContextVar("
 class Event:
     """Event with a name, a message, flat data and a time.
 
-    Surrogates in the message and in the data are replaced by escape sequences.
+    Surrogate characters in the message and in the data are replaced by escape sequences.
 
     Args:
         name: type of the event; dots separate namespaces, as in ``training.epoch.end``.
@@ -97,16 +97,16 @@ class Event:
         data: values by name, each a str, int, float or bool.
         severity: severity of the event.
         time_ns: wall-clock time, nanoseconds since the epoch.
-        monotonic_ns: time of the monotonic clock of the host in nanoseconds, for computing durations.
+        monotonic_ns: time of the host's monotonic clock in nanoseconds, from which durations are computed.
         id: 64-bit id, unique across ranks.
-        span: id of the span that contains the event, or that the event begins or ends; 0 outside of spans.
+        span: id of the span that contains the event, or that the event starts or ends; 0 outside a span.
         parent: id of the parent span; 0 if there is none.
-        trace: 128-bit id shared by all related spans and their events; 0 outside of spans.
+        trace: 128-bit id shared by all related spans and their events; 0 outside a span.
         phase: role of the event in ``span``.
 
     Raises:
-        InvalidArgumentError: for an invalid name, an unknown severity, nested data, an id with too many bits, or a
-            begin or end event whose ``span`` or ``trace`` is 0.
+        InvalidArgumentError: for an invalid name, an unknown severity, nested data, an id that is out of range, or an
+            event that starts or ends a span but whose ``span`` or ``trace`` is 0.
     """
 
     name: str
@@ -149,7 +149,7 @@ class Event:
 
 
 def json_value(value: Value) -> Value:
-    """Return ``value`` as a value that JSON can represent: NaN and infinity are converted to strings.
+    """Convert ``value`` to a value that JSON can represent. NaN and infinity become strings.
 
     Example:
         >>> json_value(float("nan")), json_value(1.5)
@@ -159,7 +159,7 @@ def json_value(value: Value) -> Value:
 
 
 def trace_of(run_id: str, number: int) -> int:
-    """Return a 128-bit id for a trace, never 0, computed from a training run and a number.
+    """Return a nonzero 128-bit id for a trace, computed from the id of a training run and a number.
 
     All ranks that pass the same arguments get the same id.
 
@@ -189,13 +189,13 @@ def launched_run_id() -> str:
 class Span:
     """Named range of time that emits one event at its start and another at its end.
 
-    Created by :meth:`~delta_tracker.monitor.monitor.Monitor.span`. Use the span in a ``with`` statement, or call
+    Created by :meth:`~delta_tracker.monitor.monitor.Monitor.span`. Use it in a ``with`` statement, or call
     :meth:`start` and :meth:`stop`. Events emitted inside the span have its id as :attr:`Event.span`. The parent is the
     enclosing span of the same thread or task. If the body of the ``with`` statement raises, the end event has severity
     ERROR and the exception's type as ``data["error"]``.
 
     Args:
-        severity: severity of both events, unless the body raises.
+        severity: severity of both events. If the body raises, the end event has severity ERROR instead.
         trace: 128-bit id of the trace, see :func:`trace_of`. None to use the trace of the parent, or a new random trace
             if there is no parent.
     """
@@ -212,7 +212,7 @@ class Span:
     id: int = field(default=0, init=False)
 
     def start(self) -> Self:
-        """Emit the begin event, make the span the current one, and return the span."""
+        """Emit the begin event, make this span the current one, and return it."""
         self.id = new_id()
         self._parent, trace = CURRENT_SPAN.get()
         if self._trace is None:
@@ -223,7 +223,7 @@ class Span:
         return self
 
     def stop(self, error: BaseException | None = None) -> None:
-        """Emit the end event and make the parent, if any, the current span again. A second call is a no-op.
+        """Emit the end event, and make the parent (if any) the current span again. No-op if already stopped.
 
         Call it in the thread or task that called :meth:`start`. ``error`` is the exception that ended the span, if any.
         """

@@ -1,4 +1,4 @@
-"""Queue of events, with limits and with subscriptions of event handlers."""
+"""Queue of events, limits on events, and subscriptions of event handlers."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _MAX_GATES = 1024
 class EventRule:
     """Limits on the severity and rate of events. Events outside the limits are dropped.
 
-    Emitting an event costs microseconds, and each event is delivered individually. Emit at most a few events per
-    training iteration, and use a stat for more frequent records.
+    Emitting an event takes microseconds, and each event is delivered individually. Emit at most a few events per
+    training iteration. Use a stat for values that are recorded more often.
 
     Args:
         severity: minimum accepted severity.
         per_second: maximum average number of events per second for each event name. Bursts of up to ten times this
             number are accepted.
-        sample: fraction of events that are accepted, at random.
+        sample: fraction of events to accept. The events are chosen at random.
 
     Raises:
         InvalidArgumentError: for a rate of 0 or less, or a fraction outside (0, 1].
@@ -88,7 +88,7 @@ class Subscription:
         handler: function that is called with each matching event.
 
     Attributes:
-        guard: failures of the handler, and the time until which the handler is not called after a failure.
+        guard: record of the handler's failures. After a failure, the handler is not called for some time.
     """
 
     def __init__(self, log: EventLog, pattern: str, severity: Severity, handler: Handler) -> None:
@@ -109,7 +109,7 @@ class Subscription:
         return bool(self._waiting)
 
     def queue(self, events: Sequence[Event]) -> None:
-        """Queue the events that match. If the queue exceeds the capacity of the log, drop the oldest queued events."""
+        """Queue the matching ones of ``events``. If the queue exceeds the log's capacity, drop its oldest events."""
         self._waiting.extend(
             event for event in events if event.severity >= self._severity and fnmatchcase(event.name, self._pattern)
         )
@@ -117,10 +117,10 @@ class Subscription:
             self._log.dropped("unhandled")
 
     def hand(self, until: float) -> None:
-        """Call the handler with the queued events, oldest first, until the time ``until`` of ``time.monotonic()``.
+        """Call the handler with the queued events, oldest first, until ``time.monotonic()`` reaches ``until``.
 
-        The handler is called with at least one event, if any is queued. The remaining events stay queued. If the
-        handler raises, the error propagates, and the event is not delivered again.
+        Delivers at least one event unless the queue is empty. The remaining events stay queued. If the handler raises,
+        the error propagates, and the event is not delivered again.
         """
         event = self._next()
         while event is not None:
@@ -128,7 +128,7 @@ class Subscription:
             event = self._next() if time.monotonic() < until else None
 
     def remove(self) -> None:
-        """Unsubscribe the handler. A second call is a no-op."""
+        """Unsubscribe the handler. No-op if it is already unsubscribed."""
         self._log.subscriptions = tuple(each for each in self._log.subscriptions if each is not self)
 
     def _next(self) -> Event | None:
@@ -138,13 +138,13 @@ class Subscription:
 
 
 class EventLog:
-    """Queue of events from all threads, emptied by the collector. Adding an event never blocks or raises.
+    """Queue of events from all threads, for the collector. Adding an event never blocks or raises.
 
     Args:
         capacity: maximum number of queued events. Adding an event to a full queue drops the oldest event.
         dropped: function called for each dropped event with the reason: ``severity``, ``sample``, ``rate``,
             ``overrun`` or ``unhandled``.
-        wake: function called for each event that is queued.
+        wake: function called after each event that is added to the queue.
 
     Attributes:
         subscriptions: all current subscriptions.
@@ -183,14 +183,14 @@ class EventLog:
         self._wake()
 
     def is_enabled(self, name: str, severity: Severity = Severity.INFO) -> bool:
-        """Return True if the rule for ``name`` accepts ``severity``. Call it before computing data for an event.
+        """Return True if the rule for ``name`` accepts ``severity``. Use this to skip computing an event's data.
 
-        Rate and sampling are not checked.
+        Does not check the limits on the rate or the sampling.
         """
         return severity >= (self._gates.get(name) or self._gate(name)).rule.severity
 
     def rule(self, pattern: str, rule: EventRule) -> None:
-        """Set the rule for event names that match a shell pattern. If several rules match, the last one applies."""
+        """Set the rule for events whose names match a shell pattern. If several rules match, the last one applies."""
         self._rules = {**{key: old for key, old in self._rules.items() if key != pattern}, pattern: rule}
         self._gates = {}
 

@@ -36,7 +36,8 @@ class Monitor(Forkable):
 
     Args:
         clock: source of timestamps.
-        capacity: maximum number of events in each queue. The collector, each sink and each handler have a queue.
+        capacity: maximum number of events in each queue. The collector, each sink and each handler have
+            separate queues.
         deadline: time limit for each call to a sink, handler or callback. After a call exceeds the limit, the sink,
             handler or callback is not called for at least 10 seconds.
 
@@ -164,12 +165,12 @@ class Monitor(Forkable):
             data: values by name, each a str, int, float or bool.
 
         Raises:
-            InvalidArgumentError: for an invalid name, or a value of another type.
+            InvalidArgumentError: for an invalid name, or a value of an unsupported type.
         """
         self.emit(Event(name, message, data, time_ns=self._clock.time_ns(), monotonic_ns=self._clock.monotonic_ns()))
 
     def emit(self, event: Event) -> None:
-        """Queue an event for delivery, or drop it if it exceeds a limit set with :meth:`limit_events`.
+        """Queue an event for delivery, or drop it if a limit set with :meth:`limit_events` rejects it.
 
         Raises InvalidArgumentError if ``event`` is not an Event.
         """
@@ -183,7 +184,7 @@ class Monitor(Forkable):
     ) -> Span:
         """Return a span: a named range of time that emits one event at its start and another at its end.
 
-        Use the span as a context manager, or call its ``start()`` and ``stop()``.
+        Use the span as a context manager, or call its methods ``start()`` and ``stop()``.
 
         Args:
             name: name of both events.
@@ -192,7 +193,7 @@ class Monitor(Forkable):
             trace: number, such as the step, that groups related spans in one trace. Pass the same number on all ranks
                 to group their spans; the ``run_id`` of :meth:`start` must be the same. None to use the trace of the
                 enclosing span, or a new trace if there is no enclosing span.
-            data: values to store in both events, by name.
+            data: values by name to store in both events.
         """
         trace_id = None if trace is None else trace_of(self._run(), trace)
         return Span(self.emit, self._clock, name, data, severity, trace_id)
@@ -216,7 +217,7 @@ class Monitor(Forkable):
     def limit_events(self, pattern: str, **rule: Any) -> None:  # noqa: ANN401  the fields of EventRule
         """Limit the events whose names match a shell pattern by severity, rate or random sampling.
 
-        If several patterns match a name, only the limits that were set last apply.
+        If several patterns match a name, only the limits of the last call apply.
 
         Args:
             pattern: shell pattern of event names.
@@ -231,7 +232,7 @@ class Monitor(Forkable):
     # Progress
 
     def step(self, number: int | None = None) -> None:
-        """Set the current training step; by default, increment it. Reports of windows contain the step.
+        """Set the current training step to ``number``; None to increment it. Reports of windows contain the step.
 
         Raises InvalidArgumentError if ``number`` is not a nonnegative integer.
         """
@@ -242,7 +243,7 @@ class Monitor(Forkable):
     def end_epoch(self, number: int | None = None) -> None:
         """End an epoch: close the windows of all stats whose policy has ``Window(epoch=True)``.
 
-        ``number`` is the number of the epoch, by default the previous number plus 1. Raises InvalidArgumentError if
+        ``number`` is the number of the epoch; None for the previous number plus 1. Raises InvalidArgumentError if
         ``number`` is not a nonnegative integer.
         """
         if number is not None:
@@ -269,7 +270,7 @@ class Monitor(Forkable):
         system: bool = True,
         run_id: str | None = None,
     ) -> None:
-        """Start collecting every ``interval`` in threads of the library, until :meth:`stop` or the end of the program.
+        """Start threads that collect every ``interval`` until :meth:`stop` is called or the program exits.
 
         The last collection is lost if the program is killed or calls ``os._exit``. Child processes of multiprocessing
         end with ``os._exit``, so they must call :meth:`stop`.
@@ -305,7 +306,7 @@ class Monitor(Forkable):
         self._collector.start(sinks, seconds, labels)
 
     def stop(self, timeout: timedelta = timedelta(seconds=15)) -> bool:
-        """Collect one last time, close the sinks and stop the threads. Return False if this exceeds ``timeout``.
+        """Collect one last time, close the sinks and stop the threads. Return False if not done within ``timeout``.
 
         No-op if the monitor is not running. Raises InvalidArgumentError if ``timeout`` is not a timedelta above 0.
         """
@@ -314,14 +315,14 @@ class Monitor(Forkable):
         return self._collector.stop(seconds)
 
     def flush(self, timeout: timedelta = timedelta(seconds=15)) -> bool:
-        """Collect now, and wait for the delivery to the sinks. Return False if this exceeds ``timeout``.
+        """Collect now, and wait for the delivery to the sinks. Return False if this takes longer than ``timeout``.
 
         Raises InvalidArgumentError if ``timeout`` is not a timedelta above 0.
         """
         return self._collector.flush(_seconds("timeout", timeout))
 
     def collect(self) -> CollectionReport:
-        """Collect now and return the report. For tests, and programs that do not call :meth:`start`."""
+        """Collect now and return the report. Use it in tests, and in programs that do not call :meth:`start`."""
         return self._collector.collect()
 
     def after_fork_in_child(self) -> None:

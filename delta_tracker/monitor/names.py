@@ -24,7 +24,7 @@ Labels = tuple[tuple[str, str], ...]
 
 
 def check_name(argument: str, name: object) -> str:
-    """Return ``name`` if it is valid for a stat or an event. The error message refers to it as ``argument``.
+    """Return ``name`` if it is a valid name of a stat or event. Error messages call the parameter ``argument``.
 
     Raises:
         InvalidArgumentError: for an invalid name.
@@ -40,7 +40,7 @@ def check_name(argument: str, name: object) -> str:
 
 
 def check_label_names(names: Iterable[str]) -> tuple[str, ...]:
-    """Return the label names as a tuple if all of them are valid.
+    """Return ``names`` as a tuple if all of them are valid label names.
 
     Raises InvalidArgumentError for an invalid, reserved (``le``, ``quantile``) or duplicate name, or if ``names`` is a
     string.
@@ -64,9 +64,9 @@ def check_text(argument: str, text: object) -> str:
 
 
 def encodable(text: str) -> str:
-    r"""Return ``text`` with each surrogate replaced by an escape sequence. The result can be encoded in UTF-8.
+    r"""Return ``text`` with each surrogate character replaced by an escape sequence, so that UTF-8 can encode it.
 
-    Python uses surrogates for bytes that are not valid UTF-8, for example in file names.
+    Python uses surrogate characters for bytes that are not valid UTF-8, for example in file names.
 
     Example:
         >>> encodable("a\udc80"), encodable("ä")
@@ -104,7 +104,7 @@ def order_labels(stat: str, names: tuple[str, ...], labels: Mapping[str, object]
 
 
 def labelled_call(stat: str, labels: Iterable[str], value: object) -> str:
-    """Return the code of a call that records ``value``. Each of ``labels`` is ``name`` or ``name='value'``."""
+    """Return the Python code of a call that records ``value``. ``labels`` are its keyword arguments."""
     return f"{stat}.cell({', '.join(labels)}).add({value!r})"
 
 
@@ -119,7 +119,7 @@ def shown(labels: Mapping[str, object]) -> list[str]:
 
 
 def refuse_labels(stat: str, value: object, labels: Mapping[str, object]) -> None:
-    """Raise InvalidArgumentError for ``labels`` that were passed with ``value`` to a stat without labels."""
+    """Raise InvalidArgumentError because ``labels`` were passed with ``value`` to a stat without labels."""
     call = labelled_call(stat, shown(labels), value)
     remedy = f"Define {stat!r} with labels={list(labels)}, then call {call}: it has no labels"
     raise InvalidArgumentError("labels", dict(labels), remedy)

@@ -16,9 +16,9 @@ _JOULES_PER_KILOWATT_HOUR = 3_600_000
 
 
 class NvmlMetrics(MetricSource):
-    """Source that records metrics of all NVIDIA devices visible to the driver once per collection.
+    """Source that records metrics of all NVIDIA devices known to the driver, once per collection.
 
-    Energy is the total of all processes on the device since the driver was loaded.
+    The energy is the total that each device has consumed, in all processes, since the driver was loaded.
 
     Args:
         grams_per_kilowatt_hour: carbon dioxide emissions per kilowatt-hour; None to omit the metric of emissions.
@@ -77,7 +77,7 @@ class NvmlMetrics(MetricSource):
         )
 
     def _each(self, read: Any) -> Readings:  # noqa: ANN401
-        """Call ``read`` for each device that supports it, and return the results by device index."""
+        """Call ``read`` for each device. Return the results by device index, without devices that do not support it."""
         found: dict[str | tuple[str, ...], float] = {}
         for index, device in enumerate(self._devices):
             try:

@@ -1,7 +1,7 @@
-"""Calls to outlets: the sinks, event handlers and sources of a monitor.
+"""Calls to outlets, which are the sinks, event handlers and sources of a monitor.
 
-Each call has a deadline, and exceptions are caught. After a failure, the outlet is muted: not called for 10 seconds or
-more. A :class:`SinkQueue` keeps windows and events until a sink has accepted them.
+Each call has a deadline, and exceptions are caught. After a failure, the outlet is muted: it is not called for at least
+10 seconds. A :class:`SinkQueue` keeps windows and events until the sink has accepted them.
 """
 
 import logging
@@ -28,14 +28,14 @@ Call = tuple[Callable[[], None], Future[None]]
 
 @dataclass(slots=True)
 class Guard:
-    """Record of the failures of one sink, handler or source, and of the time until which calls are muted.
+    """Record of the failures of one outlet, and of the time until which it is muted.
 
     Args:
-        name: name of the sink, handler or source in log messages and metrics.
+        name: name of the outlet in log messages and metrics.
         has_failed: True if any call raised an exception or exceeded the deadline.
         num_in_a_row: number of consecutive failures, at most 16.
         muted_until_ns: time until which no calls are made, in nanoseconds of the monotonic clock.
-        call: last call if it has not returned in time; None otherwise. No other call is made until it returns.
+        call: last call if it exceeded the deadline; None otherwise. No other call is made until that call returns.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Guard:
         return self.call is not None and not self.call.done()
 
     def mute(self, reason: BaseException, now_ns: int) -> None:
-        """Mute the outlet for 10 seconds after a failure.
+        """Mute the outlet after a failure: for 10 seconds after the first one.
 
         The duration doubles with each consecutive failure, up to 600 seconds. Only the first failure is logged.
         """
@@ -69,7 +69,7 @@ class Guard:
 
 
 class Runner:
-    """Worker thread that makes calls with a deadline. If a call exceeds the deadline, a new thread makes the next call.
+    """Worker thread that runs functions with a deadline. If a call exceeds it, a new thread makes the next call.
 
     Not thread-safe. The worker is a daemon thread that :meth:`start` or the first :meth:`run` starts.
     """
@@ -100,7 +100,7 @@ class Runner:
         The call is skipped and counted if ``guard`` is muted, or if the previous call with ``guard`` has not returned.
 
         Args:
-            guard: guard of the outlet. Failures are recorded in it.
+            guard: guard of the outlet, which records failures of the call.
             action: function to call.
             even_if_muted: True to call the outlet even if it is muted. If the previous call has not returned, wait for
                 it up to the deadline.
@@ -148,7 +148,7 @@ def _work(calls: queue.SimpleQueue[Call | None]) -> None:
 
 
 def _make(action: Callable[[], None], call: Future[None]) -> None:
-    """Call ``action``, and complete the future ``call`` with its exception, if any."""
+    """Call ``action``. Complete the future ``call`` with None, or with the exception that ``action`` raised."""
     try:
         action()
     except BaseException as error:  # noqa: BLE001  user code must not end the worker thread
@@ -161,7 +161,7 @@ class SinkQueue:
     """Queue of the undelivered windows and events of one sink. Thread-safe.
 
     Attributes:
-        guard: failures of the sink, and the time until which the sink is not called after a failure.
+        guard: record of the sink's failures. After a failure, the sink is not called for some time.
     """
 
     def __init__(self, sink: Sink, max_events: int) -> None:
@@ -173,7 +173,7 @@ class SinkQueue:
         self._events: list[Event] = []
 
     def add(self, windows: Sequence[WindowReport], events: Sequence[Event]) -> tuple[list[WindowReport], int]:
-        """Queue windows and events. Drop the oldest ones beyond the limits of the queue.
+        """Queue windows and events. If the queue exceeds its limits, drop the oldest ones.
 
         Returns the dropped windows, and the number of dropped events.
         """

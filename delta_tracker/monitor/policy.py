@@ -15,12 +15,12 @@ WhenEmpty = Literal["skip", "zero"]
 class Window:
     """Conditions that close a window. A window is a sequence of records of a stat that are aggregated together.
 
-    When any of the conditions is met, the window is closed and the next one is opened. Without conditions, each
+    When one of the conditions is met, the window is closed and a new one is opened. If no condition is set, each
     collection closes the window.
 
     Args:
         count: close the window after this many records.
-        every: close the window at the first collection at which the window is at least this old.
+        every: close the window at the first collection after this time since the window was opened.
         epoch: close the window when :meth:`~delta_tracker.monitor.monitor.Monitor.end_epoch` is called.
 
     Raises:
@@ -38,7 +38,7 @@ class Window:
             raise InvalidArgumentError("every", self.every, "Pass a timedelta above 0, or None")
 
     def is_over(self, age_ns: int) -> bool:
-        """Return whether a collection closes a window that is ``age_ns`` nanoseconds old."""
+        """Return True if a collection must close a window that is ``age_ns`` nanoseconds old."""
         if self.every is not None:
             return age_ns >= self.every // timedelta(microseconds=1) * 1000
         return self.count is None and not self.epoch
@@ -48,7 +48,7 @@ class Window:
 class Policy:
     """Settings of a stat: the windows, aggregates and samples to report.
 
-    Set when the stat is defined, or later with :meth:`~delta_tracker.monitor.monitor.Monitor.configure`.
+    Set the policy when the stat is defined, or later with :meth:`~delta_tracker.monitor.monitor.Monitor.configure`.
 
     Args:
         aggregations: aggregates to report for each window: ``value`` (the newest record), ``count``, ``sum``, ``mean``,
@@ -56,8 +56,8 @@ class Policy:
             records is always reported.
         window: conditions that close a window.
         enabled: False to ignore all records.
-        when_empty: ``"skip"`` to omit windows without records, or ``"zero"`` to report 0 for each aggregate.
-        raw: maximum number of records to report individually per window, as a uniform random sample.
+        when_empty: ``"skip"`` to omit windows without records, or ``"zero"`` to report them with all aggregates 0.
+        raw: maximum number of records of a window to report individually. They are a uniform random sample.
 
     Raises:
         InvalidArgumentError: for an unknown aggregation, an invalid value, or a negative ``raw``.

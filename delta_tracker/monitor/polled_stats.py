@@ -18,7 +18,7 @@ class MetricSource(ABC):
     """Base class of objects that record metrics once per collection.
 
     :meth:`read` is called in a thread of the library. Calls do not overlap. If a call raises, the exception is counted,
-    and the source is not read for at least 10 seconds.
+    and :meth:`read` is not called for at least 10 seconds.
     """
 
     name: str
@@ -44,10 +44,10 @@ class MetricSource(ABC):
         """Release resources before the source is removed."""
 
     def end_epoch(self) -> None:  # noqa: B027  most sources have no windows by epoch
-        """End an epoch: later values belong to the next epoch. Called in the training thread; must not block."""
+        """End an epoch. Later values belong to the next epoch. Called in the training thread, so it must not block."""
 
     def after_fork(self) -> None:  # noqa: B027
-        """Replace locks and discard objects of the parent process. Called in a forked child."""
+        """Replace locks, and discard objects that belong to the parent process. Called in a forked child."""
 
 
 class Passive(MetricSource):

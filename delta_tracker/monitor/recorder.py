@@ -17,7 +17,7 @@ _MAX_LENGTH = 200
 
 
 class Recorder(MetricSource):
-    """Built-in metrics of one object, such as a tracker, with one label set to the name of the object.
+    """Built-in metrics of one object, such as a tracker, in which one label is set to the object's name.
 
     Each metric of :class:`~delta_tracker.monitor.library.LibraryMetrics` that has the label is an attribute of the
     recorder.
@@ -26,8 +26,8 @@ class Recorder(MetricSource):
         role: name of the label: ``"tracker"``, ``"publisher"`` or ``"predictor"``.
         owner: object that the metrics describe. The recorder keeps a weak reference. The first collection after the
             object was garbage-collected removes the gauges.
-        name: name of the object, used as the label's value; None to use ``role``. If the name is in use, ``-2``,
-            ``-3``, ... is appended.
+        name: name of the object, which becomes the label's value; None to use ``role``. If the name is in use,
+            ``-2``, ``-3``, ... is appended.
         monitor: monitor that records the metrics; None for the program's default.
 
     Attributes:
@@ -62,7 +62,7 @@ class Recorder(MetricSource):
         self.label = {role: self.name.removeprefix(f"{role} ")}
 
     def __getattr__(self, metric: str) -> BoundStat:
-        """Return the built-in metric ``metric`` with the recorder's label set."""
+        """Return the built-in metric called ``metric``, bound to the recorder's label."""
         if metric.startswith("_"):
             raise AttributeError(metric)
         bound = BoundStat(getattr(self.monitor.metrics, metric), self.label)
@@ -70,14 +70,15 @@ class Recorder(MetricSource):
         return bound
 
     def watch(self, record: Callable[[Any], None]) -> None:
-        """Register a function to call with the owner once per collection, in a thread of the library."""
+        """Register a function that is called with the owner once per collection, in a thread of the library."""
         self._record = record
 
     def close(self) -> None:
         """Stop recording, remove the gauges and release the name.
 
-        The next collection still reports the gauges and then removes them. Adding another source removes them earlier.
-        Counters and histograms are kept as totals of the process, and later recorders with the same name add to them.
+        The gauges are removed after the next collection, which still reports them, or when another source is added.
+        Counters and histograms remain, because they are totals of the process. Recorders created later with the same
+        name add to them.
         """
         self._is_closed, self._record = True, None
 
@@ -96,7 +97,7 @@ class Recorder(MetricSource):
             record(owner)
 
     def end(self) -> None:
-        """Remove the cells of all gauges that have the recorder's label."""
+        """Remove all gauge cells whose labels include the recorder's label."""
         for stat in self.monitor.find(f"{PREFIX}*", kind=Kind.GAUGE):
             if self.label.keys() <= set(stat.definition.labels):
                 stat.remove(**self.label)
@@ -107,7 +108,7 @@ class Recorder(MetricSource):
 
 
 class BoundStat:
-    """View of a built-in metric with one label set. Provides the recording methods of the metric."""
+    """View of a built-in metric in which the value of one label is fixed. Provides the metric's recording methods."""
 
     def __init__(self, stat: Stat, label: dict[str, str]) -> None:
         self.cell = cache(partial(stat.cell, **label))  # a version of few rows has little else to do

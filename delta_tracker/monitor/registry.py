@@ -36,10 +36,10 @@ class Registry:
         self._sources: dict[str, MetricSource] = {}
 
     def define(self, definition: Definition, **settings: Any) -> Stat:  # noqa: ANN401  the fields of Policy
-        """Register a stat and return it. If the same definition is already registered, return the existing stat.
+        """Register a stat and return it. If an equal definition is already registered, return its stat.
 
-        ``settings`` are fields of :class:`~delta_tracker.monitor.policy.Policy`. Settings of :meth:`configure` take
-        precedence. Names that differ only in dots and underscores are considered equal.
+        ``settings`` are fields of :class:`~delta_tracker.monitor.policy.Policy`. Settings passed to :meth:`configure`
+        take precedence. Names that differ only in dots and underscores are considered equal.
 
         Raises:
             InvalidArgumentError: for an invalid setting, if the name is registered with another definition, or if one
@@ -63,7 +63,7 @@ class Registry:
             return known
 
     def add_source(self, source: MetricSource) -> None:
-        """Add a source to read once per collection. If the name is in use, ``source.if_taken`` selects the behavior.
+        """Add a source, which is read once per collection. ``source.if_taken`` is the action if its name is in use.
 
         Raises InvalidArgumentError if the name is in use and ``source.if_taken`` is ``"refuse"``.
         """
@@ -77,7 +77,7 @@ class Registry:
             self._sources[source.name] = source
 
     def forget_ended(self) -> None:
-        """Remove the sources that have ended, and call the ``end()`` of each."""
+        """Call ``end()`` of each source whose ``is_over`` is True, and remove the source."""
         with self._lock:
             for known in [each for each in self._sources.values() if each.is_over]:
                 known.end()
@@ -106,7 +106,7 @@ class Registry:
             return [stat.name for stat in found]
 
     def find(self, pattern: str = "*", *, kind: Kind | None = None) -> list[Stat]:
-        """Return the stats whose names match a shell pattern, sorted by name; only one kind if ``kind`` is given."""
+        """Return the stats whose names match a shell pattern, sorted by name. ``kind=None`` includes all kinds."""
         with self._lock:
             found = [stat for stat in self._stats.values() if fnmatchcase(stat.name, pattern)]
         return sorted((s for s in found if kind is None or s.definition.kind is kind), key=lambda stat: stat.name)

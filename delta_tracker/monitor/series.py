@@ -1,7 +1,7 @@
 """Cells. A cell contains the records of one stat with the same label values.
 
-Training threads record into cells, so recording must be cheap. A record is an append to a deque, which is atomic in
-CPython and takes no lock. The collector, or the thread that fills the queue, aggregates the queued records under a
+Training threads record into cells, so recording must be cheap. It appends to a deque, which is atomic in CPython and
+takes no lock. The collector, or the thread whose record fills the deque, aggregates the queued records under a
 lock. Totals are exact even if threads, signal handlers and finalizers record concurrently.
 """
 
@@ -50,7 +50,7 @@ class ClosedWindow:
 
     @property
     def axis_position(self) -> int:
-        """Step for plots: the training step, or the number of the window if no step was set."""
+        """Position on the x-axis of a plot: the training step, or the number of the window if no step was set."""
         return self.number if self.step is None else self.step
 
 
@@ -73,14 +73,14 @@ class Collected:
 
 @dataclass(slots=True)
 class _OpenWindow:
-    """Open window: the aggregate of its records, the time at which it opened, and a sample of the records."""
+    """Window that is still open: the aggregate and a sample of its records, and the time at which it opened."""
 
     aggregate: Aggregate
     begin_ns: int
     raw: list[float] = field(default_factory=list)
 
     def draw(self, values: list[float], size: int) -> None:
-        """Update the sample of ``size`` records by reservoir sampling (Vitter, 1985), after ``values`` were added."""
+        """Add ``values`` to the sample of ``size`` records (Vitter, 1985). The aggregate must already include them."""
         for number, value in enumerate(values, start=self.aggregate.count - len(values)):
             if number < size:
                 self.raw.append(value)
@@ -95,7 +95,7 @@ class _Uncollected:
     Args:
         num_lost: number of closed windows dropped because the queue was full.
         num_closed: number of windows closed since the cell was created.
-        num_rejected: number of values rejected before the last collection.
+        num_rejected: number of values that earlier collections reported as rejected.
     """
 
     windows: deque[ClosedWindow] = field(default_factory=lambda: deque(maxlen=_MAX_CLOSED))
@@ -123,10 +123,10 @@ class Cell:
 
     Attributes:
         enabled: False if all records are ignored.
-        is_remote: True if the records arrive from a device with a delay. In this case, the source of the records calls
-            :meth:`end_epoch`; otherwise, the stat does.
-        function: function that returns the current value of a gauge, or None for no data. None if values are recorded
-            with :meth:`add`.
+        is_remote: True if the records arrive from a device with a delay. The source of the records then calls
+            :meth:`end_epoch`. Otherwise, the stat calls it.
+        function: function that returns the current value of a gauge, or None for no data. This attribute is None if
+            values are recorded with :meth:`add`.
     """
 
     def __init__(self, key: CellKey, policy: Policy, progress: Progress) -> None:
@@ -157,7 +157,7 @@ class Cell:
                 self.fold()
 
     def add_unlabelled(self, value: float = 1, **labels: object) -> None:
-        """Record a number like :meth:`add`, in the only cell of a stat without labels.
+        """Record a number like :meth:`add`. Used by stats without labels, which have only one cell.
 
         Raises:
             InvalidArgumentError: if labels are passed.
@@ -212,14 +212,14 @@ class Cell:
                 self._is_folding = False
 
     def merge(self, figures: Aggregate) -> None:
-        """Add records that were aggregated elsewhere, for example on a device. Close the window if it is full."""
+        """Add records that were already aggregated, for example on a device. Close the window if it is then full."""
         with self._lock:
             self.fold()
             self._open.aggregate.merge(figures)
             self._close_if_full()
 
     def collect(self, *, is_last: bool = False) -> Collected:
-        """Close the open window if it is due or ``is_last`` is True. Return the closed windows and the totals."""
+        """Close the open window if it is due or ``is_last`` is True. Return all uncollected windows and the totals."""
         with self._lock:
             self.fold()
             now = self._progress.clock.monotonic_ns()
@@ -231,14 +231,14 @@ class Cell:
             return Collected(list(new.windows), figures, figures.num_rejected - new.num_rejected, new.num_lost)
 
     def end_epoch(self, at: tuple[int | None, int | None] | None = None) -> None:
-        """Close the window if the policy has ``Window(epoch=True)``. ``at``: step and epoch, None for current ones."""
+        """Close the window if the policy has ``Window(epoch=True)``. ``at``: its step and epoch; default: current."""
         if self._policy.window.epoch:
             with self._lock:
                 self.fold()
                 self._close(is_partial=False, at=at)
 
     def lifetime(self) -> Aggregate:
-        """Return the aggregate of all records since the process started, except queued ones."""
+        """Return the aggregate of all records since the process started. Queued records are not included."""
         with self._lock:
             result = self._empty()
             result.merge(self._lifetime)
@@ -258,7 +258,7 @@ class Cell:
             self._lifetime.total += total - self.lifetime().total
 
     def _empty(self) -> Aggregate:
-        """Return an aggregate without records that computes the aggregations of the policy."""
+        """Return an empty aggregate that supports the aggregations of the policy."""
         return Aggregate(
             with_spread="std" in self._policy.aggregations,
             with_buckets=needs_buckets(self._policy.aggregations),

@@ -114,7 +114,7 @@ class Definition:
 
     @property
     def family(self) -> str:
-        """Name of the metric family in Prometheus: the stat's name without ``_total``, and with the unit as suffix."""
+        """Name of the metric family in Prometheus: the stat's name without ``_total``, followed by the unit."""
         name = exposed(self.name)
         if self.kind is Kind.COUNTER:
             name = _TOTALS.sub("", name)
@@ -135,7 +135,7 @@ class Stat:
     set once with :meth:`cell`, keep the cell, and call its ``add()``.
 
     Args:
-        overflowed: function that is called with the stat's name when a cell beyond ``max_cells`` is requested.
+        overflowed: function that is called with the stat's name when a label set would exceed ``max_cells``.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class Stat:
 
     @property
     def enabled(self) -> bool:
-        """True if records are kept. Check it before computing an expensive value."""
+        """True if values are recorded. Check this before computing an expensive value."""
         return self.policy.enabled
 
     @property
@@ -175,9 +175,9 @@ class Stat:
         return list(self._cells.values())
 
     def cell(self, /, **labels: object) -> Cell:
-        """Return the cell of a label set. Create the cell if it is missing.
+        """Return the cell of a label set. Create the cell if it does not exist.
 
-        If there are already ``max_cells`` cells, return the cell whose labels are all ``"other"`` instead of a new one.
+        If the stat already has ``max_cells`` cells, return the cell whose labels are all ``"other"`` instead.
 
         Raises:
             InvalidArgumentError: if the names in ``labels`` differ from the stat's labels, or a value is not a string,
@@ -194,7 +194,7 @@ class Stat:
     def remove(self, /, **labels: object) -> None:
         """Remove the cells whose labels match ``labels``. An omitted label matches any value.
 
-        Raises InvalidArgumentError for a label that the stat does not have.
+        Raises InvalidArgumentError for an unknown label.
         """
         unknown = labels.keys() - set(self.definition.labels)
         if unknown:
@@ -207,7 +207,7 @@ class Stat:
             self._bind()
 
     def time(self, /, **labels: object) -> Timer:
-        """Return a :class:`Timer`, a context manager and decorator that records durations in seconds."""
+        """Return a :class:`Timer` for the cell of ``labels``: a context manager and decorator that records seconds."""
         return self.timer(**labels)()
 
     def timer(self, /, **labels: object) -> Callable[[], Timer]:
@@ -215,7 +215,7 @@ class Stat:
         return partial(Timer, self.cell(**labels).add, self._progress.clock)
 
     def warn_of_rejected(self, number: int) -> None:
-        """Log a warning that ``number`` values, such as NaN, were rejected. Only the first call logs a warning."""
+        """Log a warning that ``number`` values, such as NaN, were rejected. Later calls are no-ops."""
         if not self._has_rejected:
             self._has_rejected = True
             bound = ", 0 or more" if self.definition.kind is Kind.COUNTER else ""
@@ -230,13 +230,13 @@ class Stat:
                 cell.configure(policy)
 
     def end_epoch(self) -> None:
-        """If the policy has ``Window(epoch=True)``, close the windows of all cells except remote ones."""
+        """If the policy has ``Window(epoch=True)``, close the windows of all cells whose ``is_remote`` is False."""
         for cell in self.cells:
             if not cell.is_remote:
                 cell.end_epoch()
 
     def reset(self) -> None:
-        """Discard all records and replace the locks. Called in a forked child."""
+        """Discard all records, and replace the locks in case they were held. Called in a forked child."""
         self._lock = threading.RLock()
         for cell in self._cells.values():
             cell.reset()
@@ -286,9 +286,9 @@ class Gauge(Stat):
         (self.cell(**labels).add if labels else self.add)(value)
 
     def set_function(self, function: Callable[[], float | None], /, **labels: object) -> None:
-        """Get the value from a function, at each collection and at each scrape of a Prometheus endpoint.
+        """Call a function for the value at each collection, and at each scrape of a Prometheus endpoint.
 
-        Scraped values are therefore current even if a collection is delayed. :meth:`remove` also removes the function.
+        Scraped values are therefore current even if a collection is late. :meth:`remove` also removes the function.
 
         Args:
             function: function that returns the current value, or None for no data. It is called in threads of the

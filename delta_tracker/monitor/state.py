@@ -1,7 +1,7 @@
 """Save logical counters in checkpoints, and restore them at any world size. Sums over all ranks are preserved.
 
 A logical counter is defined with ``is_logical=True``. It describes the training run. All other counters describe the
-process: they are not saved, and start at 0.
+process. They are not saved, and each process counts from 0.
 
 Register :class:`LogicalCounters` with a tracker to save them with its state. Without a tracker, use
 :class:`~delta_tracker.tracker.checkpoint.rank_counters.RankCounters`.
@@ -26,16 +26,16 @@ Totals = dict[str, list[tuple[list[str], _Total]]]
 
 
 class LogicalCounters:
-    """Adapter that saves the logical counters of a monitor. Pass it to ``ModelDeltaTracker.register_counter()``.
+    """Adapter to save the logical counters of a monitor. Pass it to ``ModelDeltaTracker.register_counter()``.
 
-    Each rank saves the state of its own counters. Loading restores each saved state on exactly one rank.
+    Each rank saves its own counters. When a checkpoint is loaded, each saved state is restored on exactly one rank.
     """
 
     def __init__(self, monitor: Monitor = MONITOR) -> None:
         self._monitor = monitor
 
     def state_dict(self) -> dict[str, Totals]:
-        """Return the nonzero totals of this rank's counters as JSON-compatible values."""
+        """Return the nonzero totals of this rank's logical counters as JSON-compatible values."""
         found: Totals = {}
         for stat in self._counters():
             cells = [([value for _, value in cell.labels], cell.collect_total()) for cell in stat.cells]
@@ -43,7 +43,7 @@ class LogicalCounters:
         return {_FORMAT: found}
 
     def merge(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Totals]:
-        """Return one state with the sums of the totals in ``states``.
+        """Merge states of several ranks into one state, which contains the sums of their totals.
 
         Raises InvalidArgumentError if a state is malformed, or a counter was saved with a different number of labels.
         """
@@ -53,10 +53,10 @@ class LogicalCounters:
         return {_FORMAT: merged}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Set the logical counters to the totals of a state, discarding earlier counts.
+        """Set the logical counters to the totals in ``state``. Earlier counts are discarded.
 
-        Counters that are missing in the state are set to 0. Define your own counters before the call: undefined
-        counters are ignored, except built-in ones.
+        Counters that the state does not contain are set to 0. Totals of undefined counters are ignored, except those of
+        built-in metrics, so define your own counters before the call.
 
         Raises:
             InvalidArgumentError: if the state is malformed, or a counter was saved with a different number of labels.
@@ -73,7 +73,7 @@ class LogicalCounters:
                 cell.restore(cell.collect_total() + total)  # beyond max_cells, several label sets share a cell
 
     def _summed(self, states: Iterable[Mapping[str, Any]]) -> dict[tuple[str, tuple[str, ...]], float]:
-        """Return the total of each cell of all states, by counter name and label values. Defines built-in counters."""
+        """Return the sum over ``states`` for each cell, by counter name and label values. Defines built-in counters."""
         summed: dict[tuple[str, tuple[str, ...]], float] = {}
         for part in map(_parsed, states):
             for name, cells in part.items():

@@ -1,6 +1,6 @@
 """Built-in metrics of the process: CPU, memory, threads, open files, and memory of CUDA devices.
 
-Most metrics are read from ``/proc`` on Linux, without a third-party package. Unavailable metrics are omitted.
+On Linux, most metrics are read from ``/proc``. No third-party package is needed. Unavailable metrics are omitted.
 """
 
 import os
@@ -56,9 +56,9 @@ def start_time_seconds() -> Readings:
 
 
 def cuda_memory_bytes() -> Readings:
-    """Return the memory of PyTorch's CUDA allocator in bytes, by device index and kind.
+    """Return the memory of PyTorch's CUDA allocator in bytes, by pairs of a device index and a kind.
 
-    Kinds are ``allocated``, ``reserved`` and ``peak``. Returns None until the program has initialized CUDA.
+    The kinds are ``allocated``, ``reserved`` and ``peak``. Returns None until the program has initialized CUDA.
     """
     torch = sys.modules.get("torch")  # this module does not import it
     if torch is None or not torch.cuda.is_initialized():
