@@ -1,5 +1,5 @@
 """Command line ``delta-tracker``.
 
-Read ``commands.py`` first, which defines the command group. Each command is defined in a file with the command's name.
+Read ``commands.py`` first, which defines the command group. Each command is defined in the file of the same name.
 ``main.py`` converts errors to exit codes.
 """

@@ -26,7 +26,7 @@ Examples:
 @click.option("--json", "is_json", is_flag=True, help="Print the name and the text as a JSON object.")
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="File to write, instead of stdout.")
 def command(name: str, out: Path | None, *, is_json: bool) -> int:
-    """Write the alert rules or the dashboard to a file, or print them."""
+    """Write the alert rules or the dashboard to the file ``out``, or print them if ``out`` is None."""
     text = files("delta_tracker.monitor").joinpath(_FILES[name]).read_text(encoding="utf-8")
     Output(is_json=is_json).json({"name": name, "text": text})
     if out is None and not is_json:

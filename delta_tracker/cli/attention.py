@@ -1,4 +1,4 @@
-"""Notices about conditions of a stream that need attention. Shown by ``report`` and ``top``."""
+"""Notices about conditions of a stream that need attention. ``report`` and ``top`` show the notices."""
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -28,8 +28,8 @@ class Notice:
 
     Args:
         level: ``fault`` for a failure, ``warning`` for a condition that may lead to a failure, ``note`` otherwise.
-        what: description of the condition. Untrusted, because it may contain names and errors from the stream.
-        next_step: instruction for the operator. Also untrusted.
+        what: description of the condition. Treat it as untrusted: it may contain names and errors from the stream.
+        next_step: instruction for the operator, which is also untrusted.
     """
 
     level: Level
@@ -43,7 +43,7 @@ def sort_notices(notices: Iterable[Notice]) -> list[Notice]:
 
 
 def of_predictors(predictors: Sequence[SeenPredictor]) -> list[Notice]:
-    """Return notices about predictors, at most one for each state and kind of error."""
+    """Return notices about predictors. Predictors with the same state or kind of error share one notice."""
     faulty = [each for each in predictors if each.beat.error is not None]
     found = _errors([each for each in faulty if each.health == "failing"], "fault")
     found += _errors([each for each in faulty if each.health not in ("failing", "silent", "elsewhere")], "warning")
@@ -93,7 +93,7 @@ _STATES: dict[State, tuple[Level, str, str]] = {
 
 
 def level_of(state: State) -> Level:
-    """Return the level of notices about predictors in a state."""
+    """Return the level of a notice about predictors in ``state``."""
     if state == "failing":
         return "fault"
     return _STATES[state][0] if state in _STATES else "note"
@@ -102,8 +102,8 @@ def level_of(state: State) -> Level:
 def of_publishers(history: History, head: Manifest, now: float, described: Collection[int]) -> list[Notice]:
     """Return notices about the publishers and versions of a stream.
 
-    ``now`` is the Unix time by the store's clock, in seconds. No notices are returned for the missing versions in
-    ``described``, which other notices describe.
+    ``now`` is the Unix time in seconds, according to the store's clock. ``described`` contains missing versions that
+    other notices already describe; this function returns no notice about them.
     """
     if not history.bins:
         step = "Call Publisher.snapshot() on the trainer. Without it, predictors have nothing to start from"
@@ -134,10 +134,10 @@ def of_publishers(history: History, head: Manifest, now: float, described: Colle
 
 
 def of_silence(age: float, num_gaps: int, longest: float) -> list[Notice]:
-    """Return a list with one notice if the publisher seems to have stopped; an empty list otherwise.
+    """Return a list with one notice if the publisher seems to have stopped. Return an empty list otherwise.
 
-    ``age`` is the time since the newest version in seconds. ``num_gaps`` is the number of intervals between successive
-    versions, and ``longest`` the longest of them in seconds.
+    ``age`` is the time since the newest version in seconds. ``num_gaps`` is the number of observed intervals between
+    successive versions, and ``longest`` is the longest interval in seconds.
     """
     if num_gaps < _MIN_GAPS or age <= max(_MIN_QUIET_SECONDS, _QUIET_GAPS * longest):
         return []
@@ -146,7 +146,7 @@ def of_silence(age: float, num_gaps: int, longest: float) -> list[Notice]:
 
 
 def of_clocks(skews: Iterable[str]) -> list[Notice]:
-    """Return a notice for each description of a clock that differs from the store's clock."""
+    """Return a notice for each of ``skews``, which are descriptions of clocks that differ from the store's clock."""
     step = (
         "Synchronize the clock of that host (NTP). Ages here are by the store's clock. Copy streams with their "
         "modification times (cp -a, rsync -t)"
@@ -155,7 +155,7 @@ def of_clocks(skews: Iterable[str]) -> list[Notice]:
 
 
 def _errors(predictors: Sequence[SeenPredictor], level: Level) -> list[Notice]:
-    """Return one notice for each kind of error of the predictors."""
+    """Return one notice for each kind of error that ``predictors`` report."""
     kinds: dict[str, list[SeenPredictor]] = {}
     for each in predictors:
         kinds.setdefault((each.beat.error or "").partition(":")[0], []).append(each)

@@ -35,11 +35,11 @@ _STATE_KEYS = {
 
 
 def entries_of(log: StreamLog, version: int) -> list[Manifest]:
-    """Return the entries that :func:`write_checkpoint` reads, in order.
+    """Return the entries to pass to :func:`write_checkpoint` for exporting ``version``, in order.
 
     Raises:
-        InvalidArgumentError: if the version is not committed yet, a table has raw ids, or the names of an optimizer's
-            states in TorchRec's checkpoints are unknown.
+        InvalidArgumentError: if the version is not committed yet, a table has raw ids, or it is unknown how TorchRec's
+            checkpoints name the states of an optimizer.
         NotRecoverableError: if the version has training states but cannot be restored.
     """
     path = path_to(log, version, of_any=True)
@@ -60,15 +60,15 @@ def entries_of(log: StreamLog, version: int) -> list[Manifest]:
 def write_checkpoint(
     storage: Storage, path: Sequence[Manifest], directory: Path, work: Path, advance: Callable[[int], None]
 ) -> None:
-    """Write the version of the last entry of ``path`` as a DCP checkpoint.
+    """Write the version of the last entry of ``path`` to ``directory`` as a DCP checkpoint.
 
-    The checkpoint has the keys of ``{"model": model.state_dict(), "optimizer": model.fused_optimizer.state_dict()}`` of
-    a ``DistributedModelParallel``. ``optimizer`` is missing if the version has no states of fused optimizers. If the
-    version has training states, ``training_state`` contains the states of rank 0.
+    The keys are those of ``{"model": model.state_dict(), "optimizer": model.fused_optimizer.state_dict()}`` for a
+    ``DistributedModelParallel``. The key ``optimizer`` is omitted if the version contains no states of fused
+    optimizers. If it contains training states, those of rank 0 are stored under ``training_state``.
 
     ``path`` is the result of :func:`entries_of`. ``directory`` must not exist. ``work`` is an existing directory for
-    memory-mapped files, which are as large as the tables and their states. ``advance`` is called with the bytes of each
-    entry.
+    memory-mapped files, which are as large as the tables and their states. ``advance`` is called with the number of
+    bytes of each entry.
     """
     rows = mapped(work / "tables", {fqn: rows_of(spec) for fqn, spec in path[0].tables.items()})
     if path[-1].training:
@@ -87,7 +87,7 @@ def _with_states(
     work: Path,
     advance: Callable[[int], None],
 ) -> dict[str, Any]:
-    """Read versions with training states into memory-mapped files. Return the content of the checkpoint."""
+    """Read versions with training states into memory-mapped files. Return the object to save as the checkpoint."""
     last = path[-1]
     targets: dict[str, RowTarget] = {fqn: TensorTarget.of(room) for fqn, room in rows.items()}
     optimizer: dict[str, dict[str, Tensor]] = {}
@@ -114,14 +114,15 @@ def _with_states(
 def _state_specs(states: TableStates, table: TableSpec) -> dict[str, DenseSpec]:
     """Return the dtype and shape of a table's states in TorchRec's checkpoint, by their names in the stream.
 
-    A state with one number for each row and column range is one-dimensional, with the rows of one range after another.
+    A state with one number for each row and column range is one-dimensional: all rows of the first range, then all rows
+    of the second one, and so on.
     """
     shapes = {"columns": (table.num_rows, table.dim), "range": (table.num_rows * len(states.columns),)}
     return {each.name: DenseSpec(each.dtype_name, shapes[each.width]) for each in states.states}
 
 
 def _target(state: StateSpec, states: TableStates, table: TableSpec, room: Tensor) -> RowTarget:
-    """Return a target that writes a state of a table to ``room``, which has the shape of :func:`_state_specs`."""
+    """Return a target that writes the state to ``room``, a tensor of the shape that :func:`_state_specs` returns."""
     if state.width == "columns":
         return TensorTarget.of(room)
     num_ranges, rows = len(states.columns), (0, table.num_rows)

@@ -78,7 +78,7 @@ def command(stream: Stream, v1: int, v2: int, *, fqn: str | None, limit: int, sh
 
 
 def _table(fqn: str | None, manifest: Manifest) -> TableSpec:
-    """Return the spec of the table ``fqn`` in a snapshot, or of the only table if ``fqn`` is None.
+    """Return the spec of the table ``fqn`` in the snapshot ``manifest``. If ``fqn`` is None, use the only table.
 
     Raises:
         InvalidArgumentError: if the snapshot has no table ``fqn``.
@@ -105,11 +105,11 @@ def _both(
     *,
     with_ids: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return the rows of a table in two versions, or the raw ids of the rows if ``with_ids`` is True.
+    """Return the rows of a table in two versions. If ``with_ids`` is True, return the raw ids of the rows instead.
 
-    ``paths`` contains the entries from a snapshot to each version. If the second path begins with the whole first path,
-    these entries are read only once. The results are memory-mapped files in ``scratch``: ``[rows, columns]`` in the
-    table's dtype, or ``[rows]`` int64 raw ids.
+    ``paths`` contains two lists of entries, each from a snapshot to a version. If the second list starts with
+    all entries of the first one, they are read only once. The results are memory-mapped from files in ``scratch``:
+    ``[rows, columns]`` in the table's dtype, or ``[rows]`` int64 raw ids.
     """
     first, second = paths
     held = DenseSpec("int64", (spec.num_rows,)) if with_ids else rows_of(spec)
@@ -129,7 +129,7 @@ def _both(
 
 
 def _compare_ids(before: Tensor, after: Tensor, limit: int) -> dict[str, Any]:
-    """Return the number of rows whose raw ids differ, and the first ``limit`` of these rows, as a JSON object."""
+    """Return a JSON object with the number of rows whose raw ids differ, and the first ``limit`` of these rows."""
     (ids,) = (before != after).nonzero(as_tuple=True)
     shown = ids[:limit]
     rows = torch.stack([shown, before[shown], after[shown]], 1).tolist()
@@ -138,7 +138,7 @@ def _compare_ids(before: Tensor, after: Tensor, limit: int) -> dict[str, Any]:
 
 
 def _compare_rows(before: Tensor, after: Tensor, limit: int) -> dict[str, Any]:
-    """Return, as a JSON object, the number of different rows, norms of differences, and the most different rows."""
+    """Return a JSON object with the number of rows that differ, statistics of L2 distances, and the farthest rows."""
     pieces = [(torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.float64))]
     num_rows = max(1, _CHUNK_BYTES // (before.shape[1] * before.element_size()))
     for begin in range(0, len(before), num_rows):

@@ -19,7 +19,7 @@ _T = TypeVar("_T")
 
 
 class Amount(Struct, frozen=True, rename={"num_bytes": "bytes"}):
-    """Numbers of rows and bytes of one table in one or more versions. ``num_bytes`` excludes row ids."""
+    """Numbers of rows and bytes of one table in one or more versions. ``num_bytes`` does not include row ids."""
 
     rows: int = 0
     num_bytes: int = 0
@@ -29,7 +29,7 @@ class Amount(Struct, frozen=True, rename={"num_bytes": "bytes"}):
 
 
 class OwnerChanges(Struct, frozen=True):
-    """Numbers of a table's rows that got a new raw id (``admitted``) or lost theirs without a new one (``evicted``)."""
+    """Numbers of a table's rows that were assigned a new raw id (``admitted``) or only lost theirs (``evicted``)."""
 
     admitted: int
     evicted: int
@@ -40,17 +40,17 @@ class Entry(Struct, frozen=True, kw_only=True, rename={"num_rows": "rows", "num_
 
     Args:
         kind: ``claim``, ``snapshot`` or ``delta``.
-        cut: time of the cut.
-        created: time of the commit by the publisher's clock.
-        committed: time of the commit by the store's clock.
+        cut: time at which the publisher read the rows.
+        created: time of the commit, according to the publisher's clock.
+        committed: time of the commit, according to the store's clock.
         batches: half-open range of the trainer's step counts that the version covers.
-        pending_rows: number of changed rows left for later versions.
+        pending_rows: number of changed rows that are left for later versions.
         num_rows: number of rows in all parts.
-        num_bytes: bytes of all objects: the parts and, in format 2, the states.
+        num_bytes: bytes of all objects, which are the parts and, in format 2, the states.
         part_bytes: bytes of the parts, which predictors read. They contain rows, row ids and dense tensors.
         tables: amount of data of each table with rows in this version, by FQN.
-        owners: changes of raw ids of each table with raw ids, by FQN; None if unknown, as in the first version of a
-            publisher that continues a stream.
+        owners: changes of the raw ids of each table with raw ids, by FQN. None for unknown changes, as in the first
+            version of a publisher that continues a stream.
     """
 
     version: int
@@ -70,9 +70,9 @@ class Entry(Struct, frozen=True, kw_only=True, rename={"num_rows": "rows", "num_
 
     @property
     def owner_changes(self) -> str:
-        """Total numbers of admitted and evicted raw ids as text.
+        """Total numbers of admitted and evicted raw ids, formatted as text.
 
-        ``?`` if a number is unknown; empty if no table has raw ids, as in a claim.
+        The text is ``?`` if a number is unknown, and empty if no table has raw ids, as in a claim.
         """
         known = [each for each in self.owners.values() if each is not None]
         if len(known) < len(self.owners):
@@ -82,7 +82,7 @@ class Entry(Struct, frozen=True, kw_only=True, rename={"num_rows": "rows", "num_
 
     @property
     def took(self) -> str:
-        """Time from the cut to the commit as text; empty if unknown, as in a claim."""
+        """Time from the cut to the commit, formatted as text; empty if the time is unknown, as for a claim."""
         return duration(self.created - self.cut) if 0 < self.cut <= self.created else ""
 
     @property
@@ -113,13 +113,13 @@ class Entry(Struct, frozen=True, kw_only=True, rename={"num_rows": "rows", "num_
 
 
 def amounts(manifest: Manifest) -> dict[str, Amount]:
-    """Return the amount of data of each table by FQN. A row is counted once for each column shard."""
+    """Return the amount of data of each table, by FQN. A row is counted once for each of its column shards."""
     blocks = (block for part in manifest.parts for block in part.blocks)
     return total({each.table: Amount(each.num_rows, each.num_rows * each.row_bytes)} for each in blocks)
 
 
 def total(amounts: Iterable[Mapping[str, Amount]]) -> defaultdict[str, Amount]:
-    """Sum amounts of data by FQN."""
+    """Return the sum of the amounts of data of each table, by FQN."""
     found = defaultdict[str, Amount](Amount)
     for each in amounts:
         for fqn, amount in each.items():
@@ -130,7 +130,7 @@ def total(amounts: Iterable[Mapping[str, Amount]]) -> defaultdict[str, Amount]:
 def contiguous(versions: Sequence[int]) -> int:
     """Return the index at which the last contiguous range of ``versions`` starts; 0 if ``versions`` is empty.
 
-    New readers read only versions in this range. ``versions`` must be ascending.
+    New readers read only the versions in this range. ``versions`` must be ascending.
 
     Example:
         >>> contiguous([0, 1, 5, 6, 7])
@@ -152,7 +152,7 @@ def read_all(
         read: function that returns an entry, or None for a missing entry.
 
     Yields:
-        Pairs of a name and the result: the entry, the error of a malformed entry, or None for a missing entry.
+        Pairs of a name and a result: the entry, the error if the entry is malformed, or None if it is missing.
     """
 
     def one(name: _T) -> Manifest | MalformedError | None:

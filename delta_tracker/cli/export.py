@@ -49,7 +49,7 @@ Examples:
 @click.option("--out", type=click.Path(path_type=Path), help="New directory of safetensors files; must not exist.")
 @click.option("--dcp", type=click.Path(path_type=Path), help="New directory of a DCP checkpoint; must not exist.")
 def command(stream: Stream, version: int | None, out: Path | None, dcp: Path | None) -> int:
-    """Write the version to a temporary directory, then rename the directory."""
+    """Write the version to a temporary directory, then rename this directory to its final name."""
     option, out, form = _destination(out, dcp)
     stream.check_exists()
     version = stream.head().version if version is None else version
@@ -79,7 +79,7 @@ def command(stream: Stream, version: int | None, out: Path | None, dcp: Path | N
 
 
 def _destination(out: Path | None, dcp: Path | None) -> tuple[str, Path, str]:
-    """Return the option that was passed, its path, and the format to write."""
+    """Return the option that was passed, its path, and the format that it selects."""
     if dcp is not None and out is not None:
         raise InvalidArgumentError("--out", str(out), "Omit it: --dcp has its own path and format")
     if dcp is not None:
@@ -95,7 +95,7 @@ def _refuse_existing(option: str, out: Path) -> None:
 
 
 def _write(stream: Stream, version: int, form: str, made: Path, work: Path) -> str:
-    """Write a version to the new directory ``made``, with temporary files in ``work``. Return the stream id."""
+    """Write a version to the new directory ``made``. Temporary files are written to ``work``. Return the stream id."""
     if form == "dcp":
         from delta_tracker.cli.dcp_checkpoint import entries_of, write_checkpoint  # noqa: PLC0415  slow to import
 

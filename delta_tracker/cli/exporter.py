@@ -1,4 +1,4 @@
-"""``exporter``: serve the ages of a stream and the lags of its predictors to Prometheus."""
+"""``exporter``: serve metrics of a stream and the lags of its predictors to Prometheus."""
 
 import threading
 from datetime import timedelta

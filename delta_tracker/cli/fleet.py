@@ -33,7 +33,7 @@ Examples:
 @stream_command
 @click.option("--limit", type=click.IntRange(1), default=4096, help="Heartbeats to read, newest first.")
 def command(stream: Stream, limit: int) -> int:
-    """Show the predictors with a heartbeat in the last hour. Return 1 if any needs attention, or all are silent."""
+    """Show the predictors. Return 1 if one of them is failing, stuck or unpinned, or if all are silent, otherwise 0."""
     before = sum(stream.storage.requests.values())
     head, clock, pin = stream.head(), StoreClock(), newest_pin(stream.storage)
     predictors, num_unread = read_predictors(stream.storage, head, clock, order=pin, limit=limit)
@@ -88,7 +88,7 @@ def _described(pin: Pin, now: float) -> str:
 
 
 def _remark(predictor: SeenPredictor, now: float) -> str:
-    """Return the remark about a predictor to print below the table; empty for no remark."""
+    """Return the remark about a predictor that is printed below the table; empty if there is none."""
     if predictor.beat.error is not None:
         return f" has an error: {predictor.beat.error}"
     if predictor.is_silent:

@@ -17,15 +17,15 @@ class Bin:
     """Statistics of consecutive versions (snapshots and deltas). Times are Unix seconds.
 
     Args:
-        begin: commit time of the first version, see :class:`History`.
+        begin: commit time of the first version. :class:`History` describes how commit times are computed.
         end: commit time of the last version, at least ``begin``.
-        restarts: number of claims directly before versions of the bin.
+        restarts: number of claims that directly precede versions of the bin.
         delta_bytes: bytes of the parts of deltas.
         snapshot_bytes: bytes of the parts of snapshots.
-        full_bytes: bytes that the versions would have if each were a full snapshot.
+        full_bytes: bytes that the versions would contain if each version were a full snapshot.
         gaps: number of intervals between a version of the bin and the previous version.
         gap_seconds: sum of these intervals in seconds.
-        max_gap: longest of these intervals in seconds.
+        max_gap: longest one of these intervals in seconds.
         tables: amount of data of each table in the deltas, by FQN.
     """
 
@@ -45,7 +45,7 @@ class Bin:
     tables: dict[str, Amount] = field(default_factory=dict)
 
     def add(self, manifest: Manifest) -> None:
-        """Add the next version to the counts, bytes and tables of the bin."""
+        """Add the next version to the counts, bytes and tables of the bin. :class:`History` sets the other fields."""
         self.last = manifest.version
         if manifest.kind == "delta":
             self.deltas += 1
@@ -59,22 +59,22 @@ class Bin:
 class History:
     """Statistics of a stream's versions (snapshots and deltas) in at most 480 bins.
 
-    The commit time of the first entry is by the store's clock. Later times are computed with
-    :meth:`Manifest.seconds_since`. Memory: one :class:`Amount` per table and bin.
+    The commit time of the first entry is taken from the store's clock. Later times are computed with
+    :meth:`Manifest.seconds_since`. Memory usage is one :class:`Amount` per table and bin.
 
     Args:
         num_entries: maximum number of entries that will be added.
 
     Attributes:
         bins: bins in ascending order of versions.
-        tables: spec of each table, by FQN, in the newest version that contains the table.
+        tables: spec of each table by FQN, from the newest version that contains the table.
         sizes: distribution of the sizes of deltas, in bytes.
-        gaps: distribution of the seconds between the commits of successive versions.
-        delays: distribution of the seconds from a version's cut to its commit.
+        gaps: distribution of the times between the commits of successive versions, in seconds.
+        delays: distribution of the times from the cut of a version to its commit, in seconds.
         newest: newest entry that was added; None if there is none.
         missing: ranges of missing versions between existing versions. Versions that are missing directly after a claim
             are omitted, because retention deletes them but keeps the claim.
-        claims: version and commit time of each claim after the first version, that is, of each change of publisher.
+        claims: version and commit time of each claim after the first version. Each claim is a change of publisher.
     """
 
     def __init__(self, num_entries: int) -> None:
@@ -93,7 +93,7 @@ class History:
         self._is_measured = False  # True if this is the size of a snapshot in the log
 
     def add(self, manifest: Manifest) -> None:
-        """Add an entry of the log. Entries must be added in ascending order."""
+        """Add an entry of the log. Entries must be added in ascending order of versions."""
         before, self.newest = self.newest, manifest
         if before is None:
             self._time = manifest.committed
@@ -143,10 +143,10 @@ class History:
         own.end = self._time
 
     def _learn_full_bytes(self, manifest: Manifest) -> None:
-        """Update the size of a full snapshot, which contains all rows and dense tensors.
+        """Update the estimated size of a full snapshot, which contains all rows and dense tensors.
 
-        The size of rows depends on the encodings of the newest snapshot or, before the first snapshot, on the dtypes
-        of the tables.
+        The size of the rows depends on the encodings of the newest snapshot. Before the first snapshot, it depends on
+        the dtypes of the tables.
         """
         dense = sum(spec.num_bytes for spec in manifest.dense.values())
         if manifest.kind == "snapshot":

@@ -75,11 +75,11 @@ def _print(out: Output, found: dict[str, Any], newest: Sequence[Entry], predicto
 
 
 def _survey(stream: Stream) -> tuple[dict[str, Any], list[Entry], list[SeenPredictor]]:
-    """Read all entries of the log and all heartbeats, and list merged entries and parts.
+    """Read all entries of the log and all heartbeats. List, but do not read, merged entries and parts.
 
     Returns:
-        A summary as a JSON object, with times in Unix seconds; the well-formed entries of the contiguous range of
-        versions that ends at the head; and the predictors with a heartbeat in the last hour.
+        A tuple of a summary as a JSON object, with times in Unix seconds; the well-formed entries of the contiguous
+        range of versions that ends at the head; and the predictors with a heartbeat in the last hour.
     """
     head = stream.head()
     storage, log = stream.storage, stream.log
@@ -131,9 +131,9 @@ def _survey(stream: Stream) -> tuple[dict[str, Any], list[Entry], list[SeenPredi
 def _start(stream: Stream, head: Manifest, held: Mapping[int, Entry]) -> tuple[Manifest | None, list[Entry], list[str]]:
     """Return the snapshot and the entries that a new predictor reads, and a list of problems.
 
-    The entries are the snapshot and the versions after it. They end before a missing or malformed version that no
-    merged entry replaces. The list then describes the problem; otherwise it is empty. Without a readable snapshot, the
-    snapshot is None, and there are no entries. ``held`` contains the readable entries by version.
+    The entries are the snapshot and the entries after it, up to ``head``. If a version is missing or malformed and no
+    merged entry replaces it, the entries end before this version, and the list describes the problem. If there is no
+    readable snapshot, the snapshot is None and there are no entries. ``held`` contains the readable entries by version.
     """
     try:
         snapshot = next(snapshots(stream.log), None)
@@ -151,7 +151,7 @@ def _start(stream: Stream, head: Manifest, held: Mapping[int, Entry]) -> tuple[M
 
 
 def _merged_from(stream: Stream, version: int) -> Entry | None:
-    """Return the merged entry that a predictor applies if ``version`` is missing or malformed; None if none exists."""
+    """Return the merged entry that a predictor applies if it cannot read ``version``; None if there is none."""
     try:
         merged = stream.log.longest_merged(version - 1)
     except MalformedError:
@@ -184,7 +184,7 @@ def _counts(entries: Sequence[Entry]) -> dict[str, object]:
 
 
 def _of_tables(newest: Manifest, start: Sequence[Entry], entries: Sequence[Entry]) -> dict[str, dict[str, object]]:
-    """Return the shape, bytes in the snapshot ``start[0]``, and rows and bytes in all deltas of each table by FQN."""
+    """Return each table's shape, bytes in the snapshot ``start[0]``, and rows and bytes in all deltas, by FQN."""
     in_snapshot = start[0].tables if start else {}
     in_deltas = total(entry.tables for entry in entries if entry.kind == "delta")
     return {

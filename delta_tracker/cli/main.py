@@ -76,12 +76,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _discard_output() -> None:
-    """Discard buffered output. Otherwise the interpreter reports an error when it exits."""
+    """Discard buffered output, because the interpreter would otherwise report an error at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class _Plain(logging.Formatter):
-    """Log formatter that escapes control characters. Warnings may contain untrusted names and errors."""
+    """Log formatter that escapes control characters, because warnings may contain untrusted names and errors."""
 
     def format(self, record: logging.LogRecord) -> str:
         return plain(super().format(record))

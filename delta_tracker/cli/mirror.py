@@ -112,13 +112,14 @@ def command(  # noqa: PLR0913  the options of the command
 
 
 def _refuse_live_source(stream: Stream, mirror: Storage, silence: float) -> None:
-    """Check that the publisher of a mirror's source is silent. If the source cannot be read, log a warning instead.
+    """Check that the publisher of the source of ``mirror`` is silent. Log a warning if the source cannot be read.
 
     Raises:
-        LivePublisherError: if the publisher may be alive.
+        LivePublisherError: if the publisher may still be running.
         InvalidArgumentError: if ``mirror`` is not a mirror of the source, the source is read over HTTP, or ``silence``
             is too short.
-        StorageError: if the source can be read, but the object that determines the store's time cannot be written.
+        StorageError: if the source can be read, but the object from which the store's time is determined cannot be
+            written.
     """
     if stream.storage.is_read_only:
         raise InvalidArgumentError("URL", stream.storage.url, "Pass the url of the bucket or directory, or --force")

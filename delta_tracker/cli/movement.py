@@ -24,13 +24,13 @@ NUM_COUNTED = 1 << 20
 class RowCounts:
     """Counter of the most frequent row ids.
 
-    Counts are exact for up to ``capacity`` different ids. Beyond that, this is a mergeable Misra-Gries sketch as in
-    Agarwal et al., "Mergeable Summaries" (PODS 2012): a count may be too low by up to :attr:`error`, and every id that
-    occurs more than :attr:`error` times is kept.
+    Counts are exact for up to ``capacity`` different ids. With more ids, the object is a mergeable Misra-Gries sketch
+    as in Agarwal et al., "Mergeable Summaries" (PODS 2012). A count may then be too low by up to :attr:`error`, and
+    every id that occurs more than :attr:`error` times is kept.
 
     Args:
-        capacity: maximum number of ids to keep. Added ids are buffered and counted in batches, so up to four times as
-            many ids are in memory.
+        capacity: maximum number of ids to keep. Added ids are buffered and counted in batches, so memory may contain up
+            to four times as many ids.
 
     Attributes:
         error: maximum difference between a count and the exact count.
@@ -54,7 +54,7 @@ class RowCounts:
                 self._settle()
 
     def top(self, count: int) -> list[tuple[int, int]]:
-        """Return up to ``count`` pairs of an id and its count, most frequent first. Ties are sorted by id."""
+        """Return up to ``count`` pairs of an id and its count, most frequent ids first. Ties are sorted by id."""
         self._settle()
         order = np.lexsort((self._ids, -self._counts))[:count]
         return list(zip(self._ids[order].tolist(), self._counts[order].tolist(), strict=True))
@@ -78,14 +78,14 @@ class TableMovement:
         spec: spec of the table.
         sample_bytes: maximum size in bytes of the sample, which stores the previous values of rows in float32. If the
             whole table does not fit, only every ``stride``-th row is sampled.
-        num_counted: maximum number of different updated rows for which ``counts`` is exact.
+        num_counted: maximum number of different updated rows for which ``counts`` remains exact.
 
     Attributes:
         stride: every ``stride``-th row is sampled; 0 if a single row exceeds ``sample_bytes``.
         counts: number of deltas that contain each row.
         moves: distribution of the nonzero L2 distances between successive values of sampled rows.
         num_deltas: number of deltas that list rows of the table by id.
-        unmoved: number of occurrences of a sampled row with an unchanged value in a delta.
+        unmoved: number of times that a delta contains a sampled row with an unchanged value.
     """
 
     def __init__(self, spec: TableSpec, sample_bytes: int, num_counted: int) -> None:
@@ -103,7 +103,7 @@ class TableMovement:
     def add(self, blocks: Sequence[BlockRows], *, is_delta: bool) -> None:
         """Add the table's rows in the next version to the statistics.
 
-        In ``blocks``, blocks with all rows of a range must precede blocks that list row ids.
+        Pass the blocks with all rows of a range before the blocks that list row ids.
         """
         # Two blocks contain the same row only if they are column shards.
         is_split = any(rows.block.num_columns < self.spec.dim for rows in blocks)
@@ -150,7 +150,7 @@ class TableMovement:
 class Movement:
     """Statistics of the updates of several tables in successive versions.
 
-    Memory: ``sample_bytes`` of values, 64 bytes for each of ``num_counted`` rows, and the memory to read a version.
+    Memory usage is ``sample_bytes``, 64 bytes for each of ``num_counted`` rows, and the memory for reading a version.
 
     Args:
         specs: spec of each table by FQN. Other tables, and versions in which a table has another shape, are skipped.

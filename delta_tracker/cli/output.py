@@ -20,7 +20,7 @@ _WIDTH_OF_FILES = 160
 
 
 class _Console(Console):
-    """Console that raises BrokenPipeError for a closed pipe. The base class exits with code 1."""
+    """Console that raises BrokenPipeError for a closed pipe. Its base class would exit with code 1."""
 
     def on_broken_pipe(self) -> NoReturn:
         """Raise ``BrokenPipeError``, which :func:`~delta_tracker.cli.main.main` handles."""
@@ -33,7 +33,7 @@ class Output:
     Text is not interpreted as markup, and control characters are escaped.
 
     Args:
-        is_json: True if the command has the option ``--json``. Only JSON is then printed, otherwise only text.
+        is_json: True if the option ``--json`` was passed. Results are then printed only as JSON, else only as text.
     """
 
     def __init__(self, *, is_json: bool) -> None:
@@ -44,7 +44,7 @@ class Output:
         self._errors = _Console(highlight=False, markup=False, emoji=False, stderr=True)
 
     def answer(self, value: object, text: str, style: str = "") -> None:
-        """Print a result: ``value`` as JSON with ``--json``, otherwise ``text``."""
+        """Print a result. With ``--json``, print ``value`` as JSON, otherwise print ``text``."""
         self.json(value)
         self.line(text, style)
 
@@ -91,7 +91,7 @@ def cell(value: object, style: str = "") -> Text:
 
 
 def one_line(text: object, style: str = "") -> Text:
-    """Like :func:`cell`, but truncate the text instead of wrapping it if it is too wide for the terminal."""
+    """Like :func:`cell`, but text that is too wide for the terminal is truncated instead of wrapped."""
     made = cell(text, style)
     made.no_wrap, made.overflow = True, "ellipsis"
     return made
@@ -102,7 +102,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, is_cut: b
 
     Args:
         columns: column names. A leading ``>`` is removed and makes the column right-aligned.
-        rows: cells of each row: values, or results of :func:`cell`, which keep their style.
+        rows: cells of each row. A cell is a value, or a result of :func:`cell`, whose style is kept.
         is_cut: False to wrap the first column if the table is too wide for the terminal. True to truncate columns
             instead, beginning with the last one. Each row then takes one line.
     """

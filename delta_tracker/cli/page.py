@@ -1,4 +1,4 @@
-"""HTML page of a report: one self-contained file that loads nothing from the network.
+"""HTML page of a report: one self-contained file that needs no network access.
 
 Positions in charts are percentages. Shapes are SVG paths in a view box of 1000 by 100 units, which the page stretches
 to its width. Text is not part of the SVG, because stretching would distort it.
@@ -40,7 +40,7 @@ _in_utc = partial(moment, zone=UTC)
 
 
 def render(figures: Figures) -> str:
-    """Return the HTML page for ``figures``, the data that :func:`~delta_tracker.cli.report.read_figures` returns."""
+    """Return the HTML page for ``figures``, which :func:`~delta_tracker.cli.report.read_figures` returns."""
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, finalize=_harmless
     )
@@ -90,12 +90,12 @@ def _harmless(value: object) -> object:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Tick of a chart's axis, with its label.
+    """Tick of a chart's axis, and the label of the tick.
 
     Args:
         position: distance from the left or bottom end of the axis, in percent of its length.
         label: text of the label.
-        more: second line of the label, in smaller type; empty for a label with one line.
+        more: second line of the label, in a smaller font; empty for no second line.
     """
 
     position: float
@@ -130,8 +130,8 @@ def round_values(highest: float) -> list[float]:
 def bars(slots: Sequence[Slot], heights: Sequence[float], below: Sequence[float], gap: float) -> str:
     """Return the path data of an SVG path that draws the bars of a chart.
 
-    ``heights`` are the heights of the bars, and ``below`` the distances of their lower edges from the bottom of the
-    chart, in percent of its height. ``gap`` is the fraction of each slot that is left empty.
+    ``heights`` are the heights of the bars, and ``below`` are the distances of their lower edges from the bottom of the
+    chart. Both are in percent of the chart's height. ``gap`` is the fraction of each slot that is left empty.
     """
     width = WIDTH / 100
     steps = []
@@ -145,8 +145,8 @@ def bars(slots: Sequence[Slot], heights: Sequence[float], below: Sequence[float]
 def slots_of(spans: Sequence[tuple[float, float]], usual: float) -> list[Slot]:
     """Return the slot of each span on an axis, such as a time axis. Spans are ascending pairs of begin and end.
 
-    A slot ends at the end of its span. It begins at the end of the previous slot, but at most ``usual`` before its own
-    span, so longer intervals without spans remain empty. Each slot has a width of at least 0.2 %.
+    A slot ends at the end of its span. It begins where the previous slot ends, but not more than ``usual`` before its
+    span begins, so long intervals without spans remain empty. The width of a slot is at least 0.2 %.
 
     Example:
         >>> [(slot.left, slot.width) for slot in slots_of([(10.0, 10.0), (20.0, 20.0), (50.0, 50.0)], 10.0)]
@@ -171,8 +171,8 @@ def _svg(value: float) -> str:
 def _over_time(bins: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the slots, marks and ticks of a chart over time. ``bins`` must not be empty.
 
-    Marks are positions of snapshots and publisher restarts in percent from the left, by CSS class. Ticks show the time
-    and the newest version at that time.
+    Marks are the positions of snapshots and publisher restarts, in percent from the left, by CSS class. The label of a
+    tick is a time and the newest version at this time.
     """
     pauses = sorted(each["gap_seconds"] / each["gaps"] for each in bins if each["gaps"])
     usual = pauses[len(pauses) // 2] if pauses else _MINUTE
@@ -198,9 +198,9 @@ def _over_time(bins: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def _sizes(figures: Figures) -> dict[str, Any] | None:
     """Return a stacked bar chart of the mean delta size in each bin, by table; None for a stream without versions.
 
-    ``legend`` contains the label of each series by CSS class. ``shapes`` are pairs of a CSS class and SVG path data,
-    from back to front. ``tips`` contains the title and the values of each slot's tooltip. The values are empty for a
-    bin without deltas.
+    ``legend`` contains the label of each series by CSS class. ``shapes`` contains pairs of a CSS class and SVG path
+    data, from back to front. ``tips`` contains the title and the values of the tooltip of each slot. The values are
+    empty for a bin without deltas.
     """
     if not figures["bins"]:
         return None

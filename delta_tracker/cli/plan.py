@@ -1,4 +1,4 @@
-"""``plan``: forecast memory, bytes, requests, disk and start-up time of a stream before it is deployed."""
+"""``plan``: forecast the memory, bytes, requests, disk space and start-up time of a stream before deployment."""
 
 import re
 from collections.abc import Sequence

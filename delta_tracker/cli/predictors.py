@@ -1,4 +1,4 @@
-"""States of the predictors of a stream, read from their heartbeats; and differences between clocks."""
+"""States of the predictors of a stream, read from their heartbeats, and differences between clocks."""
 
 import statistics
 from collections.abc import Iterable, Sequence
@@ -28,11 +28,11 @@ class SeenPredictor:
 
     Args:
         beat: last heartbeat of the predictor.
-        health: state according to the last heartbeats, see :func:`~delta_tracker.stream.heartbeat.evaluate`.
-        seconds_ago: age of the last heartbeat in seconds, by the store's clock.
-        skew: clock of the predictor minus the store's clock, in seconds.
-        lag_versions: number of versions in the log after the version in the heartbeat; None if the predictor has no
-            version or a version of another stream.
+        health: state of the predictor as returned by :func:`~delta_tracker.stream.heartbeat.evaluate`.
+        seconds_ago: age of the last heartbeat in seconds, according to the store's clock.
+        skew: time of the predictor's clock minus time of the store's clock, in seconds.
+        lag_versions: number of versions in the log after the version in the heartbeat. None if the predictor has
+            no version of this stream.
     """
 
     beat: Heartbeat
@@ -43,15 +43,15 @@ class SeenPredictor:
 
     @property
     def is_silent(self) -> bool:
-        """True if :attr:`health` is ``"silent"``: the predictor has not written a heartbeat recently."""
+        """True if the predictor has not written a heartbeat recently: :attr:`health` is ``"silent"``."""
         return self.health == "silent"
 
     @property
     def behind(self) -> int | None:
         """Number of versions not yet applied; None if unknown.
 
-        For a live predictor, this is the number in its heartbeat, if any. Otherwise, it is :attr:`lag_versions`, which
-        also counts versions that were committed after the heartbeat.
+        If the predictor is live and its heartbeat contains this number, it is returned. Otherwise, the result is
+        :attr:`lag_versions`, which also counts versions that were committed after the heartbeat.
         """
         if self.lag_versions is None or self.is_silent or self.beat.lag_versions is None:
             return self.lag_versions
@@ -75,8 +75,8 @@ def read_predictors(
 ) -> tuple[list[SeenPredictor], int]:
     """Return the predictors with a heartbeat in the last hour, and the number of heartbeats that were not read.
 
-    Predictors with errors come first, then the worst states. At most the ``limit`` newest heartbeats are read; None for
-    no limit. Updates ``clock`` with their modification times. ``order`` is the newest pin or release of the stream.
+    Predictors with errors come first, then those in the worst states. At most the ``limit`` newest heartbeats are read;
+    None for no limit. Their modification times update ``clock``. ``order`` is the newest pin or release of the stream.
     """
     seen, num_unread = see_heartbeats(storage, clock, max_age=GONE_SECONDS, limit=limit)
     found = [_seen_predictor(each, head, max(0.0, clock.now() - each.modified), order) for each in seen]
@@ -84,10 +84,10 @@ def read_predictors(
 
 
 def hosts_of(predictors: Sequence[SeenPredictor]) -> dict[str, dict[str, int | None]]:
-    """Return, by host, the numbers of predictors and silent predictors, and statistics of the others.
+    """Return the numbers of predictors and silent predictors of each host, and statistics of the other predictors.
 
-    The statistics are the lowest, median and highest version, and the largest lag in versions; None if unknown, as for
-    a host with only silent predictors. Predictors with a version of another stream are excluded.
+    The statistics are the lowest, median and highest version, and the largest lag in versions. They do not
+    include predictors of other streams. They are None if unknown, for example if all predictors of a host are silent.
     """
     found: dict[str, dict[str, int | None]] = {}
     for host in sorted({each.beat.host for each in predictors}):
@@ -109,7 +109,8 @@ def hosts_of(predictors: Sequence[SeenPredictor]) -> dict[str, dict[str, int | N
 class Skews:
     """Differences between the clocks of a stream's publishers and the store's clock.
 
-    Slow commits make a clock appear to be behind, so the skew of a publisher is the smallest skew of its entries.
+    A slow commit makes the publisher's clock appear to be behind. The skew of a publisher is therefore the skew of the
+    entry with the smallest absolute skew.
     """
 
     def __init__(self, entries: Iterable[Manifest | Entry] = ()) -> None:
@@ -118,7 +119,7 @@ class Skews:
             self.add(entry)
 
     def add(self, entry: Manifest | Entry) -> None:
-        """Update the skew of the publisher that committed ``entry``."""
+        """Update the skew of the publisher that committed ``entry``, which is identified by its generation."""
         skew = entry.skew
         self._found[entry.generation] = min(self._found.get(entry.generation, skew), skew, key=abs)
 

@@ -1,4 +1,4 @@
-"""``release``: let the predictors of a rolled back stream continue."""
+"""``release``: allow the predictors of a stream that was rolled back to continue."""
 
 import click
 

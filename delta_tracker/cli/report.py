@@ -95,11 +95,11 @@ def _write(page: Path, text: str) -> None:
 def read_figures(stream: Stream, max_versions: int, max_bytes: int) -> Figures:
     """Read a stream and return the data of its report as a JSON object.
 
-    Times are Unix seconds by the store's clock.
+    Times are Unix seconds according to the store's clock.
 
     Args:
         stream: stream to read.
-        max_versions: number of the newest log entries to read.
+        max_versions: maximum number of log entries to read, beginning with the newest one.
         max_bytes: maximum total size in bytes of the parts to read, beginning with the newest version.
     """
     head = stream.head()
@@ -169,7 +169,7 @@ def read_figures(stream: Stream, max_versions: int, max_bytes: int) -> Figures:
 
 
 def _newest(sizes: Sequence[tuple[int, int]], max_bytes: int) -> list[tuple[int, int]]:
-    """Return the newest versions with their bytes, up to ``max_bytes`` in total. Versions without bytes are skipped."""
+    """Return the newest of ``sizes``, up to ``max_bytes`` in total. Versions without bytes are omitted."""
     left, found = max_bytes, []
     for version, num_bytes in reversed(sizes):
         left -= num_bytes
@@ -188,10 +188,10 @@ def _pinned(pin: Pin, now: float) -> Notice:
 
 
 def _gap(stream: Stream, listed: list[int]) -> list[StreamError]:
-    """Return a list with one error if an entry after the newest snapshot is missing; an empty list otherwise.
+    """Return a list with one error if an entry after the newest snapshot is missing, otherwise an empty list.
 
-    A new predictor then cannot reach the newest version. Entries before the snapshot may be missing, because retention
-    deletes them. ``listed`` contains the versions in the log in ascending order.
+    Without this entry, a new predictor cannot reach the newest version. Missing entries before the snapshot are not
+    reported, because retention deletes such entries. ``listed`` contains the versions in the log in ascending order.
     """
     try:
         snapshot = stream.log.newest_snapshot()
@@ -206,7 +206,7 @@ def _gap(stream: Stream, listed: list[int]) -> list[StreamError]:
 def _read_rows(
     stream: Stream, movement: Movement, sizes: Sequence[tuple[int, int]], faults: list[StreamError]
 ) -> list[tuple[int, int]]:
-    """Add the rows of versions to ``movement``, and the errors of damaged versions to ``faults``.
+    """Add the rows of versions to ``movement``, and errors of damaged versions to ``faults``.
 
     Returns:
         The versions that were read, each with its bytes as in ``sizes``.
@@ -272,7 +272,7 @@ def _table(bins: Sequence[Bin], sent: Amount, moved: TableMovement) -> dict[str,
 def _quantiles(buckets: LogBuckets) -> dict[str, Any]:
     """Return the number of values (``count``), the quantiles ``p50``, ``p90`` and ``p99``, and the maximum (``max``).
 
-    The relative error of quantiles and maximum is at most 1.1 %. They are None if there are no values.
+    The relative error of the quantiles and the maximum is at most 1.1 %. If there are no values, all of them are None.
     """
     names = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
     found = {name: buckets.quantile(fraction) if buckets.count else None for name, fraction in names.items()}

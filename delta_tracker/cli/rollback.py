@@ -1,4 +1,4 @@
-"""``rollback``: pin a stream to a version, to which all predictors with ``follows_pins`` then return."""
+"""``rollback``: pin a stream to a version. All predictors with ``follows_pins`` then return to this version."""
 
 import click
 

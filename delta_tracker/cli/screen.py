@@ -22,8 +22,7 @@ _WIDE = 110  # characters, from which hosts are shown
 def screen(view: View, width: int, height: int | None = None) -> RenderableType:
     """Return the screen as a renderable of ``rich``.
 
-    ``width`` is the width of the terminal in characters. ``height`` is its height in lines, which the three tables
-    share; None for no limit.
+    ``width`` is the width of the terminal in characters. ``height`` is its height in lines; None for no limit.
     """
     notices, newest = _notices(view, height), view.watch.newest(height or _UNLIMITED)
     wanted = [max(1, len(view.predictors)), len(view.watch.amounts(view.read)), len(newest)]
@@ -48,7 +47,7 @@ def _silence(view: View) -> list[Notice]:
 
 
 def _notices(view: View, height: int | None) -> list[Text]:
-    """Return lines with the problem and the next step of each notice. A small terminal shows fewer notices."""
+    """Return the lines that show the last problem and the notices with their next steps; fewer on a small terminal."""
     found = sort_notices([*_silence(view), *of_predictors(view.predictors), *of_clocks(view.skews)])
     made = [] if view.problem is None else [one_line(f"✕ {view.problem}", "bold red")]
     most = _UNLIMITED if height is None else 1 if height < 20 else 4 if height < 30 else 8  # noqa: PLR2004
@@ -64,9 +63,10 @@ def _notices(view: View, height: int | None) -> list[Text]:
 
 
 def _shares(room: int, wanted: Sequence[int]) -> list[int]:
-    """Distribute ``room`` lines evenly among tables that need ``wanted`` lines, and return the lines of each table.
+    """Distribute ``room`` lines evenly among tables, and return the number of lines of each table.
 
-    Each table gets at least one line, even if ``room`` is smaller.
+    ``wanted`` contains the number of lines that each table needs. A table that needs lines gets at least one, even if
+    ``room`` is less than the number of tables.
     """
     given = [min(1, want) for want in wanted]
     while sum(given) < room and given != list(wanted):
@@ -116,7 +116,7 @@ def _error(predictor: SeenPredictor, now: float) -> str:
 
 
 def _tables(view: View, lines: int, width: int) -> Table:
-    """Return a table with the rates of the stream's tables, sorted by bytes in descending order."""
+    """Return a table of the update rates of the embedding tables, sorted by bytes in descending order."""
     watch, seconds = view.watch, view.watch.seconds(view.read)
     amounts = sorted(watch.amounts(view.read).items(), key=lambda each: (-each[1].num_bytes, each[0]))
     rows = []
@@ -136,7 +136,7 @@ def _tables(view: View, lines: int, width: int) -> Table:
 
 
 def _rest(num_left: int, num_gone: int = 0) -> str:
-    """Return the end of a heading: the number of hidden rows or, if there are none, of predictors that are gone."""
+    """Return the end of a heading: the number of hidden rows or, if no row is hidden, of predictors that are gone."""
     if num_left > 0:
         return f" (and {count(num_left)} more)"
     return f" (and {count(num_gone)} gone)" if num_gone else ""

@@ -12,7 +12,7 @@ SILENCE_SECONDS = 30.0
 
 
 def check_silence(storage: Storage, silence: float) -> Signs | None:
-    """Check that a stream's publisher is silent, and return its last activity; None if there is no stream.
+    """Check that the publisher of a stream is silent. Return its last activity, or None if there is no stream.
 
     Raises:
         LivePublisherError: if the publisher wrote an entry or a heartbeat in the last ``silence`` seconds.

@@ -60,7 +60,7 @@ def command(
     *,
     once: bool,
 ) -> int:
-    """Write the stream until SIGTERM or Ctrl-C, or up to its newest version with ``once``. Print stored versions."""
+    """Write the stream until SIGTERM or Ctrl-C, or up to its newest version if ``once`` is True. Print each version."""
     if once and poll is not None:
         raise InvalidArgumentError("--poll", poll, "Pass it without --once, which does not poll")
     sink = _opened(target)
@@ -83,11 +83,11 @@ def command(
 
 
 def _opened(target: str) -> RowSink:
-    """Create the sink of a target. Does not open the sink.
+    """Create the sink for a target, without opening it.
 
     Args:
-        target: ``redis://host:port/db?prefix=...``, ``rediss://...`` with TLS, ``lmdb:///directory``, or
-            ``module:function``, the name of a function without arguments that returns a
+        target: ``redis://host:port/db?prefix=...``, ``rediss://...`` for TLS, ``lmdb:///directory``, or
+            ``module:function``, which names a function without arguments that returns a
             :class:`~delta_tracker.sinks.row_sink.RowSink`.
 
     Raises:

@@ -32,14 +32,14 @@ _JSON = click.Option(["--json", "is_json"], is_flag=True, help="Print JSON on st
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """Stream and output of a command. :func:`stream_command` passes it to the decorated function."""
+    """Stream and output of a command. :func:`stream_command` passes this object to the decorated function."""
 
     storage: Storage
     log: StreamLog
     out: Output
 
     def entries(self, versions: Sequence[int]) -> Iterator[tuple[int, Manifest | MalformedError]]:
-        """Yield each of ``versions`` with its entry, or with the error if it is malformed. Show a progress bar.
+        """Yield each of ``versions`` with its entry, or with the error of a malformed entry. Show a progress bar.
 
         Missing entries are omitted, because retention may delete entries at any time.
         """
@@ -63,7 +63,7 @@ class Stream:
         return head
 
     def wait_for_head(self, every: float) -> Manifest:
-        """Return the newest entry. If there is no stream yet, wait for it by polling every ``every`` seconds."""
+        """Return the newest entry. If there is no stream yet, poll every ``every`` seconds until there is one."""
         if (head := self.log.head()) is None:
             self.out.note(f"there is no stream at {self.storage.url} yet: waiting for its first version")
         while head is None:
@@ -96,7 +96,7 @@ def stream_command(function: Callable[..., int]) -> Callable[..., int]:
 
 
 def store_options(options: Sequence[str], option: str = "--option") -> dict[str, str] | None:
-    """Parse the ``name=value`` arguments of an option into a dict. Return None if there are no arguments.
+    """Convert the ``name=value`` arguments of an option to a dict. Return None if there are no arguments.
 
     Raises:
         click.UsageError: if an argument has no name or no ``=``. The message omits the argument, which may be secret.
@@ -111,14 +111,14 @@ def store_options(options: Sequence[str], option: str = "--option") -> dict[str,
 class Number(click.FloatRange):
     """Parameter type of ``click`` for numbers from ``least`` to ``most``. NaN is rejected.
 
-    The maximum is 1e9 if ``most`` is None. With ``above``, the number must be greater than ``least``.
+    If ``most`` is None, the maximum is 1e9. If ``above`` is True, the number must be greater than ``least``.
     """
 
     def __init__(self, least: float, most: float | None = None, *, above: bool = False) -> None:
         super().__init__(least, most, min_open=above)
 
     def convert(self, value: float, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Convert the text of an option to a number. Fail if the number is out of range."""
+        """Convert the text of an option to a number. Call ``fail()`` if the number is out of range."""
         number = super().convert(value, param, ctx)
         if not number <= _MAX:  # NaN passes the comparisons of a range
             self.fail(f"{value} is not a number up to {_MAX:g}.", param, ctx)
@@ -138,7 +138,7 @@ def os_errors_of(option: str, value: object, remedy: str = "Choose another path"
 
 @contextmanager
 def terminated() -> Iterator[None]:
-    """Context manager that makes SIGTERM raise SystemExit with code 143. ``finally`` blocks then run."""
+    """Context manager that makes SIGTERM raise SystemExit with code 143, so that ``finally`` blocks run."""
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(_ANSWER_TO_TERMINATE))
     try:
         yield

@@ -44,7 +44,7 @@ Examples:
 @click.option("--wait", default=0.0, metavar="SECONDS", type=Number(0), help="Time to wait for the claim of a standby.")
 @click.option("--cancel", "cancels", is_flag=True, help="Delete the request instead. Excludes the other options.")
 def command(stream: Stream, silence: float, wait: float, *, is_forced: bool, cancels: bool) -> int:
-    """Request a takeover. Return 1 if ``wait`` is not 0 and no publisher claims the stream in time, otherwise 0."""
+    """Request a takeover. Return 0 if a publisher claims the stream in ``wait`` seconds or ``wait`` is 0, else 1."""
     if cancels:
         source = click.get_current_context().get_parameter_source
         if any(source(name) is not ParameterSource.DEFAULT for name in ("is_forced", "wait", "silence")):
@@ -78,7 +78,7 @@ def command(stream: Stream, silence: float, wait: float, *, is_forced: bool, can
 
 
 def _successor(stream: Stream, generation: int, seconds: float) -> int | None:
-    """Wait for a generation after ``generation`` and return it; None if there is none within ``seconds``."""
+    """Wait up to ``seconds`` for a generation after ``generation``, and return its number; None if there is none."""
     end = time.monotonic() + seconds
     while (found := stream.head().generation) <= generation:
         if time.monotonic() >= end:

@@ -40,7 +40,7 @@ def count(number: int) -> str:
 
 
 def several(number: int, one: str, many: str = "") -> str:
-    """Format a number with a noun in singular or plural. The plural ``many`` defaults to ``one`` followed by ``s``.
+    """Format a number and its noun, in singular or plural. The plural ``many`` defaults to ``one`` followed by ``s``.
 
     Example:
         >>> several(1, "entry", "entries"), several(2000, "part")

@@ -38,7 +38,7 @@ Examples:
 @click.option("--once", is_flag=True, help="Show the screen once and exit.")
 @stream_command
 def command(stream: Stream, *, every: float, window: float, once: bool) -> int:
-    """Show the screen and refresh it until Ctrl-C. With ``--json``, print one line per refresh."""
+    """Show the screen and refresh it until Ctrl-C. With ``--json``, print one JSON object per refresh instead."""
     if not once:
         with terminated():
             stream.wait_for_head(every)
@@ -63,7 +63,7 @@ def _views(stream: Stream, window: float) -> Iterator[View]:
     """Yield one view per refresh, indefinitely.
 
     If the first read fails, the error is raised. If a later read fails, the error is stored in the view, and the next
-    refresh retries.
+    refresh reads again.
     """
     watch, clock = Watch(stream.log, window), StoreClock()
     order: Pin | None = None
@@ -87,7 +87,7 @@ def _views(stream: Stream, window: float) -> Iterator[View]:
 
 
 class _Notes(logging.Handler):
-    """Log handler that stores the last message for the screen. Messages on the terminal would corrupt the screen."""
+    """Log handler that stores the last message for the screen, because messages on stderr would corrupt the screen."""
 
     last: str | None = None
 

@@ -81,7 +81,7 @@ def command(stream: Stream, *, quick: bool) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Damaged entry or object. ``is_in_the_way`` is True if a new predictor would read it."""
+    """Damaged or missing entry or object. ``is_in_the_way`` is True if a new predictor would have to read it."""
 
     where: str
     problem: str
@@ -89,9 +89,9 @@ class Finding:
 
 
 class _Owners:
-    """Check that no raw id owns two rows of a table after any version.
+    """Check that after each version, no raw id owns two rows of a table.
 
-    Memory: 8 bytes for each row of tables with raw ids, and 16 bytes for each row of the current version.
+    Memory usage is 8 bytes for each row of tables with raw ids, and 16 bytes for each row of the current version.
     """
 
     def __init__(self) -> None:
@@ -105,11 +105,11 @@ class _Owners:
             self._new.append((rows.block.table, ids, rows.owners(0, rows.block.num_rows)[:, 0].clone()))
 
     def forget(self) -> None:
-        """Discard all raw ids. The check continues at the next snapshot. Call it if a version is missing or damaged."""
+        """Discard all raw ids. The check resumes at the next snapshot. Call this for a missing or damaged version."""
         self._held, self._new = {}, []
 
     def problems(self, manifest: Manifest, *, is_whole: bool) -> Iterator[str]:
-        """Yield a description of each problem after a version. Call :meth:`add` first, for all rows of the version.
+        """Yield a description of each problem after the version ``manifest``. First call :meth:`add` for all its rows.
 
         ``is_whole`` is False if some rows of the version could not be added.
         """
@@ -143,7 +143,7 @@ class _Owners:
 
 @dataclass
 class _Check:
-    """Check of all entries and objects of one stream, and its result.
+    """Check of all entries and objects of one stream, and the result of the check.
 
     Args:
         stream: stream to check.
@@ -152,8 +152,8 @@ class _Check:
     Attributes:
         findings: damage that was found.
         skews: differences between the clocks of the publishers and the clock of the store.
-        counts: numbers of well-formed ``entries`` and ``merged`` entries, of checked objects (``parts``), including
-            damaged ones, and of their ``bytes``.
+        counts: numbers of well-formed log entries (``entries``), well-formed merged entries (``merged``), checked
+            objects, including damaged ones (``parts``), and bytes of these objects (``bytes``).
     """
 
     stream: Stream
@@ -231,7 +231,7 @@ class _Check:
             self._find(entry_name(version), problem, version)
 
     def _check_strays(self, versions: Sequence[int], newest: int) -> None:
-        """Report versions above ``newest``, unless they were committed during the check."""
+        """Report ``versions``, which are above ``newest``, unless they were committed during the check."""
         if versions and self.stream.log.storage.size(entry_name(newest + 1)) is None:
             problem = f"it is above version {newest + 1}, which is missing: delete it"
             for version in versions:
@@ -249,7 +249,7 @@ class _Check:
                 self._check_parts(manifest, partial(log.read_merged, merged))
 
     def _newest_snapshot(self, head: Manifest | None) -> tuple[int, bool]:
-        """Return the version of the newest snapshot (-1 for none), and True if the newest entry names a missing one."""
+        """Return the version of the newest snapshot (-1 for none), and True if ``head`` names a missing snapshot."""
         named = -1 if head is None or head.snapshot is None else head.snapshot
         try:
             snapshot = self.stream.log.newest_snapshot()
@@ -258,7 +258,7 @@ class _Check:
         return (named, named >= 0) if snapshot is None else (snapshot.version, False)
 
     def _check_parts(self, manifest: Manifest, again: Callable[[], Manifest | None]) -> bool:
-        """Check an entry's objects. Return True if all are intact. ``again`` reads the entry again."""
+        """Check an entry's objects. Return True if all are intact. ``again`` is a function that rereads the entry."""
         is_whole = True
         for each, check in self._checks(manifest):
             try:
@@ -276,9 +276,9 @@ class _Check:
         return is_whole
 
     def _is_without_parts(self, manifest: Manifest, stored: Part | Stored) -> bool:
-        """Return True if an object is missing because retention deleted it.
+        """Return True if the object ``stored`` is missing because retention deleted it.
 
-        Retention keeps an entry before a claim, but deletes the objects of the entry.
+        Retention keeps the entry before a claim, but deletes the objects of this entry.
         """
         log = self.stream.log
         has_newer = manifest.version < self._start or manifest.stream != self._stream
@@ -310,7 +310,7 @@ class _Check:
                 self._owners.add(rows)
 
     def _check_states(self, states: Stored, readers: Sequence[PartReader]) -> None:
-        """Check every byte of the states of a part. Without a reader of the part, check only the hash."""
+        """Check every byte of the states of a part. If ``readers`` is empty, check only the hash."""
         if readers:
             readers[0].with_states()
         else:
@@ -342,14 +342,14 @@ def _check_training(storage: Storage, stored: Stored) -> None:
 
 
 def _starts(manifest: Manifest, before: Manifest | None, stream: str, newest: str) -> bool:
-    """Return True if an entry may start another stream in the log. Same arguments as :func:`_chain_problems`."""
+    """Return True if an entry may start a new stream in the log. Takes the arguments of :func:`_chain_problems`."""
     if manifest.forked_from is not None:
         return before is None or manifest.forked_from.stream == stream
     return before is None and manifest.stream == newest  # the promotion itself is missing or malformed
 
 
 def _chain_problems(manifest: Manifest, before: Manifest | None, stream: str, newest: str) -> Iterator[str]:
-    """Compare an entry with the previous entries, and yield a description of each contradiction.
+    """Compare an entry with the previous entries. Yield a description of each contradiction.
 
     Args:
         manifest: entry to check.

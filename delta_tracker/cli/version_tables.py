@@ -1,4 +1,4 @@
-"""Tables of a version, built in memory-mapped files. The tables may be larger than memory."""
+"""Tables of a version in memory-mapped files, which may be larger than memory."""
 
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -32,15 +32,15 @@ def write_versions(
     table: str | None = None,
     advance: Callable[[int], None],
 ) -> dict[str, Tensor]:
-    """Write the rows and raw ids of versions to tensors, in order. Return the dense tensors by name.
+    """Write the rows and raw ids of ``manifests`` to tensors, in order. Return the dense tensors by name.
 
-    ``rows`` contains a tensor ``[rows, columns]`` for each table by FQN, and ``owners`` a tensor ``[rows]`` int64 for
-    raw ids. Both are written in place, and other tables are skipped. If ``table`` is given, only parts with this table
-    are read. ``advance`` is called with the bytes of each version.
+    ``rows`` contains a tensor ``[rows, columns]`` for each table by FQN. ``owners`` contains an int64 tensor ``[rows]``
+    for the raw ids of each table by FQN. The tensors are written in place. Tables without a tensor are skipped. If
+    ``table`` is given, only parts that contain it are read. ``advance`` is called with the bytes of each version.
 
     Raises:
-        MalformedError: if a table of a version is missing in the manifest ``like``, or its spec or its buckets of raw
-            ids differ from ``like``.
+        MalformedError: if a table of a version is missing in ``like``, or if its spec or its buckets of raw ids differ
+            from those in ``like``.
     """
     targets = {fqn: TensorTarget.of(each) for fqn, each in rows.items()}
     dense: dict[str, Tensor] = {}
@@ -63,7 +63,7 @@ def write_versions(
 
 
 def mapped(path: Path, specs: Mapping[str, DenseSpec], header: bytes = b"") -> dict[str, Tensor]:
-    """Create a file and return the memory-mapped tensors in it by name. Allocates the disk space immediately.
+    """Create a file and return tensors that are memory-mapped from it, by name. The disk space is allocated at once.
 
     The file contains the bytes ``header``, followed by the tensors in the order of ``specs``.
     """
@@ -85,7 +85,7 @@ def mapped(path: Path, specs: Mapping[str, DenseSpec], header: bytes = b"") -> d
 
 
 def rows_of(table: TableSpec) -> DenseSpec:
-    """Return the dtype and shape of a tensor with all rows of a table."""
+    """Return the dtype and shape of a tensor that contains all rows of a table."""
     return DenseSpec(table.dtype_name, (table.num_rows, table.dim))
 
 

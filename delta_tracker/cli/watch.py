@@ -1,4 +1,4 @@
-"""Incremental reader of a stream's newest entries, and the data of one refresh of a screen."""
+"""Incremental reader of the newest entries of a stream, and the data for one refresh of the screen of ``top``."""
 
 import time
 from collections import deque
@@ -25,19 +25,20 @@ _NUM_LISTED = 20
 
 
 class Watch:
-    """Incremental reader of the newest entries of a stream, which computes rates over a time window.
+    """Incremental reader of the newest entries of a stream, for computing rates over a time window.
 
-    Call :meth:`refresh` periodically. The reader keeps the entries in the window that ends now, and some older entries.
+    Call :meth:`refresh` periodically. The reader keeps the entries in the window before the last refresh, and some
+    older entries.
 
     Attributes:
         head: newest entry that was read; None before the first entry.
         entries: newest entries in ascending order, at most 5,000.
         tables: spec of each table by FQN, from the newest entry with tables.
-        changed: newest delta with rows of each table, by FQN.
+        changed: for each table by FQN, the newest delta that contains rows of the table.
         is_complete: True if the last :meth:`refresh` reached the newest entry of the log.
         skews: differences between the clocks of the publishers and the store's clock.
-        fault: problem of the malformed entry that ended the last read backwards from the head; None without one.
-        starts: number of times that :meth:`refresh` read the log backwards from the head.
+        fault: description of the malformed entry at which the last backward read stopped; None if there was none.
+        starts: number of times that :meth:`refresh` has read the log backwards from the head.
     """
 
     def __init__(self, log: StreamLog, window_seconds: float) -> None:
@@ -56,11 +57,11 @@ class Watch:
     def refresh(self, now: float) -> None:
         """Read the entries committed since the last call, at most 500.
 
-        In the first call, and if the stream was replaced or the next entry is missing, read the newest entries
-        backwards from the head instead.
+        The first call reads the newest entries backwards from the head instead. A later call does so if the stream was
+        replaced or the next entry is missing.
 
         Args:
-            now: Unix time in seconds, by the store's clock.
+            now: Unix time in seconds, according to the store's clock.
         """
         try:
             if self.head is None:
@@ -83,9 +84,9 @@ class Watch:
         return list(islice(reversed(self.entries), count))
 
     def seconds(self, now: float) -> float:
-        """Return the length in seconds of the part of the time window that the entries cover, at least 1.
+        """Return the number of seconds of the time window that the entries cover, at least 1.
 
-        If the oldest entry was committed before the window began, this is the length of the window.
+        If the oldest entry was committed before the window began, the entries cover the whole window.
         """
         oldest = self.entries[0].committed if self.entries else now
         return min(self._window_seconds, max(1.0, now - oldest))
@@ -98,7 +99,7 @@ class Watch:
     def _go_on(self, head: Manifest) -> None:
         """Read the entries after ``head``, at most 500.
 
-        At most every 10 seconds, also check for a replaced stream and missing entries. The check may list the log.
+        Also check, at most every 10 seconds, for a replaced stream and missing entries. This check may list the log.
         """
         self.is_complete = False
         is_due = time.monotonic() >= self._next_check
@@ -152,12 +153,12 @@ class View:
 
     Args:
         url: URL of the stream.
-        now: time of the refresh, in Unix seconds by the store's clock.
+        now: time of the refresh in Unix seconds, according to the store's clock.
         watch: reader of the newest entries.
         predictors: predictors with a heartbeat in the last hour.
         num_gone: number of predictors whose last heartbeat is older than an hour.
         skews: descriptions of clocks that differ from the store's clock by more than a minute.
-        problem: error of the last read, or another message to show; None if there is no problem.
+        problem: error of the last read, or a different message to show; None if there is no message.
         read: time of the last successful read, in Unix seconds. Rates are computed for the window that ends at this
             time.
     """
@@ -178,7 +179,7 @@ class View:
         return self.watch.head
 
     def rates(self) -> tuple[float, float, float]:
-        """Return the average numbers of versions, rows and bytes per second in the time window."""
+        """Return the average numbers of versions, rows and bytes per second, in this order, over the time window."""
         recent, seconds = self.watch.recent(self.read), self.watch.seconds(self.read)
         sums = len(recent), sum(entry.num_rows for entry in recent), sum(entry.num_bytes for entry in recent)
         versions, rows, num_bytes = (each / seconds for each in sums)
