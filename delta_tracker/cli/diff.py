@@ -81,8 +81,8 @@ def _table(fqn: str | None, manifest: Manifest) -> TableSpec:
     """Return the spec of the table ``fqn`` in the snapshot ``manifest``. If ``fqn`` is None, use the only table.
 
     Raises:
-        InvalidArgumentError: if the snapshot has no table ``fqn``.
-        click.UsageError: if ``fqn`` is None and the snapshot does not have exactly one table.
+        InvalidArgumentError: if the snapshot does not contain the table ``fqn``.
+        click.UsageError: if ``fqn`` is None and the snapshot does not contain exactly one table.
     """
     if fqn is None and len(manifest.tables) == 1:
         return next(iter(manifest.tables.values()))

@@ -153,7 +153,7 @@ class Movement:
     Memory usage is ``sample_bytes``, 64 bytes for each of ``num_counted`` rows, and the memory for reading a version.
 
     Args:
-        specs: spec of each table by FQN. Other tables, and versions in which a table has another shape, are skipped.
+        specs: spec of each table by FQN. Other tables, and versions in which the shape of a table differs, are skipped.
         sample_bytes: maximum size of the samples of all tables, in bytes; see :class:`TableMovement`.
         num_counted: maximum number of updated rows of all tables that are counted exactly.
 

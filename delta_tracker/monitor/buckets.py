@@ -88,7 +88,7 @@ class LogBuckets:
 
     @property
     def count(self) -> int:
-        """Number of counted numbers."""
+        """Number of values in the histogram."""
         return self.positive.total() + self.negative.total() + self.zero
 
     def quantile(self, fraction: float) -> float:

@@ -189,7 +189,7 @@ def launched_run_id() -> str:
 class Span:
     """Named range of time that emits one event at its start and another at its end.
 
-    Created by :meth:`~delta_tracker.monitor.monitor.Monitor.span`. Use it in a ``with`` statement, or call
+    Created by :meth:`~delta_tracker.monitor.monitor.Monitor.span`. Use the span in a ``with`` statement, or call
     :meth:`start` and :meth:`stop`. Events emitted inside the span have its id as :attr:`Event.span`. The parent is the
     enclosing span of the same thread or task. If the body of the ``with`` statement raises, the end event has severity
     ERROR and the exception's type as ``data["error"]``.

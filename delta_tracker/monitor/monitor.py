@@ -97,7 +97,7 @@ class Monitor(Forkable):
                 :class:`~delta_tracker.monitor.policy.Policy`, for example ``aggregations`` and ``window``.
 
         Raises:
-            InvalidArgumentError: for an invalid name or option, or if ``name`` has another definition.
+            InvalidArgumentError: for an invalid name or option, or if ``name`` has a different definition.
         """
         return self._define(Kind.STAT, name, help, options)
 
@@ -123,8 +123,8 @@ class Monitor(Forkable):
             options: the same options as in :meth:`stat`.
 
         Raises:
-            InvalidArgumentError: for an invalid name or option, or if ``name`` has another definition or already has a
-                callback.
+            InvalidArgumentError: for an invalid name or option, or if ``name`` has a different definition or already
+                has a callback.
         """
         check_function("callback", callback, "queue.qsize")
         stat = self._define(kind, name, help, options)

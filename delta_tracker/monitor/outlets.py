@@ -95,7 +95,7 @@ class Runner:
     def run(
         self, guard: Guard, action: Callable[[], None], *, even_if_muted: bool = False, here_if_refused: bool = False
     ) -> bool:
-        """Call ``action`` in the worker thread, and return whether the call succeeded.
+        """Call ``action`` in the worker thread. Return True if the call succeeded.
 
         The call is skipped and counted if ``guard`` is muted, or if the previous call with ``guard`` has not returned.
 

@@ -19,7 +19,7 @@ _MAX_LENGTH = 200
 class Recorder(MetricSource):
     """Built-in metrics of one object, such as a tracker, in which one label is set to the object's name.
 
-    Each metric of :class:`~delta_tracker.monitor.library.LibraryMetrics` that has the label is an attribute of the
+    Each metric of :class:`~delta_tracker.monitor.library.LibraryMetrics` with this label is an attribute of the
     recorder.
 
     Args:

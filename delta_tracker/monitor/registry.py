@@ -42,8 +42,8 @@ class Registry:
         take precedence. Names that differ only in dots and underscores are considered equal.
 
         Raises:
-            InvalidArgumentError: for an invalid setting, if the name is registered with another definition, or if one
-                of the :attr:`~delta_tracker.monitor.stat.Definition.exposed_names` is in use by another stat.
+            InvalidArgumentError: for an invalid setting, if the name is registered with a different definition, or if
+                one of the :attr:`~delta_tracker.monitor.stat.Definition.exposed_names` is in use by another stat.
         """
         default = DEFAULT_POLICIES[definition.kind]
         if settings:

@@ -110,9 +110,9 @@ class LookedUp:
     to another branch is in progress or was interrupted, and rows may have the value of any version applied before.
 
     Args:
-        values: ``[N, D]`` in the table's dtype. A raw id that owns no row has the values of its default row, or zeros
+        values: ``[N, D]`` in the table's dtype. For a raw id that owns no row, the result is its default row, or zeros
             in a table without default rows.
-        versions: ``[N]`` int64, version that wrote each row; -1 for an id with neither an own row nor a default row.
+        versions: ``[N]`` int64, version that wrote each row; -1 for an id without a row of its own or a default row.
         is_own: ``[N]`` bool, False for raw ids that own no row.
         stream: id of the stream.
         version: newest complete version at the time of the lookup; the lowest one if it changed during the lookup.
@@ -156,7 +156,7 @@ class Lookup:
     Raises:
         InvalidArgumentError: if the table is unknown, ``ids`` is not ``[N]`` int64 on the CPU, or a global row id is
             outside the table.
-        MalformedSinkError: if the state has no version.
+        MalformedSinkError: if the state does not contain a complete version.
 
     Attributes:
         defaults: global row ids of the default rows that are required if some ``ids`` own no row.

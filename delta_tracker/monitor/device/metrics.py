@@ -1,4 +1,4 @@
-"""Stats that accumulate values on a device without waiting for the device.
+"""Stats that accumulate values on a device. Recording does not wait for the device.
 
 A value may be a Python number or a tensor of any shape on any device. Values that are not finite are ignored and
 counted as rejected. The device checks the values. They are recorded when a copy of the sums to the host completes, so
@@ -32,7 +32,7 @@ def reader_of(monitor: Monitor) -> DeviceReader:
 
 
 class _DeviceStat(DeviceState):
-    """Base class of stats on a device. An object has one set of label values, and records in one cell."""
+    """Base class of stats on a device. An object records values in one cell, with fixed label values."""
 
     definer: ClassVar[Callable[..., Stat]] = Monitor.stat
     is_signed: ClassVar[bool] = True  # False to reject negative values
@@ -128,7 +128,7 @@ class DeviceMean(_DeviceStat):
             and ``count``.
 
     Raises:
-        InvalidArgumentError: for an invalid name, a name registered with another definition, or an unknown option.
+        InvalidArgumentError: for an invalid name, a name registered with a different definition, or an unknown option.
 
     Example:
         >>> monitor = Monitor()
