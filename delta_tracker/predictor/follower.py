@@ -60,7 +60,7 @@ class _Run:
         self.poll(storage)
 
     def poll(self, storage: Storage) -> None:
-        """Set the poll schedule for a store. Stores of different kinds have different default intervals."""
+        """Set the poll schedule for ``storage``. The default intervals depend on the kind of store."""
         poll_seconds = self._poll_seconds
         default = REMOTE_POLL_SECONDS if storage.is_remote else LOCAL_POLL_SECONDS
         longest, longest_hinted = _LONGEST_SECONDS["remote" if storage.is_remote else "directory"]
@@ -78,10 +78,11 @@ class _Run:
 class Follower(Forkable):
     """Background thread of a predictor that applies new versions by calling :meth:`Reader.advance` repeatedly.
 
-    It retries after any ``Exception`` or panic of Rust code. Only :meth:`stop` and other exceptions end the thread.
+    It retries after any ``Exception`` or panic of Rust code. It ends only after a call of :meth:`stop` or after another
+    exception, such as ``SystemExit``.
 
     Attributes:
-        error: error of the last attempt, or error that ended the thread, without a traceback; None if there is none.
+        error: error of the last attempt, or the error that ended the thread, without traceback; None without an error.
         lock: lock that any thread must hold while it applies a version.
     """
 
@@ -106,7 +107,7 @@ class Follower(Forkable):
 
     @property
     def current_error(self) -> Exception | None:
-        """Value of :attr:`error` or, if that is None, error of the held version; None if there is neither."""
+        """Value of :attr:`error`; if it is None, the error of the held version, if a version is held."""
         gate = self._reader.writer.gate
         return self.error or (None if gate is None else gate.held)
 
@@ -117,10 +118,10 @@ class Follower(Forkable):
         return None if run is None or run.over.is_set() else run.schedule.seconds
 
     def start(self, poll_seconds: float | None, notifier: Notifier | None) -> None:
-        """Start the thread. Before it polls, it checks that the newest version fits the model.
+        """Start the thread, which first checks that the newest version fits the model, and then polls.
 
-        This call waits at most two seconds for the check and raises its error. See :meth:`Predictor.follow` for the
-        arguments.
+        This call waits at most two seconds for the check. If the check fails in that time, this call raises the error.
+        The arguments are the same as for :meth:`Predictor.follow`.
         """
         check_seconds("poll_seconds", poll_seconds)
         with self._control:
@@ -161,7 +162,7 @@ class Follower(Forkable):
             _logger.warning("predictor stopped with an error: %s", self.error)
 
     def wait(self, is_there: Callable[[], bool], seconds: float | None) -> bool:
-        """Wait until ``is_there()``, called after each version, returns True. Return False after ``seconds``."""
+        """Wait until ``is_there()`` is True, checking after each version. Return False after ``seconds``, if given."""
         if self._is_own_thread:
             raise InvalidArgumentError("wait()", "called in the thread of follow()", "Call it in another thread")
         waiter, end = SimpleQueue[None](), None if seconds is None else self._runtime.monotonic() + seconds
@@ -189,7 +190,7 @@ class Follower(Forkable):
             waiter.put(None)
 
     def synced(self) -> None:
-        """Clear the error of a thread that has ended. Call this after the tables were updated without the thread."""
+        """If the thread has ended, clear its error. Write a heartbeat if one is due. Call this after a ``sync()``."""
         if self.error is not None and not self.is_running:
             self.error = None
         self._beat()
@@ -212,7 +213,7 @@ class Follower(Forkable):
             self._heartbeats.write(self.current_error, self.poll_seconds, is_last=is_last)
 
     def _end(self, run: _Run) -> None:
-        """Stop the thread, wait until it has ended, and drop it. If the wait is interrupted, keep it."""
+        """Stop the thread of ``run`` and wait until it has ended. The run stays active if the wait is interrupted."""
         assert run.thread is not None, "set before the run is active"
         run.stop.set()
         run.over.wait()  # join() alone is not enough: Python 3.11 considers the thread ended if join() is interrupted

@@ -20,7 +20,7 @@ Measure = dict[tuple[str, str], float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gate:
-    """Bounds on the values of a version. A predictor holds a version that violates them, see :class:`Rollout`.
+    """Bounds on the values of a version. A predictor holds a version that violates them; see :class:`Rollout`.
 
     The RMS row norm of a table is the root mean square of the L2 norms of its rows in the version. Error messages call
     it the size of the rows.
@@ -51,11 +51,11 @@ class Gate:
 
 
 class GateKeeper:
-    """Checker of versions against the bounds of a :class:`Gate`. It holds a version that violates them.
+    """Checker of versions against the bounds of a gate. Versions that it rejects are held.
 
     Attributes:
-        held: error of the held version, without a traceback; None if no version is held. It is reset when a version is
-            applied.
+        held: error of the last held version, without its traceback; None if no version was held since the last applied
+            version.
     """
 
     def __init__(self, gate: Gate) -> None:
@@ -66,12 +66,12 @@ class GateKeeper:
         self.held: HeldVersionError | None = None
 
     def accept(self, version: int) -> None:
-        """Accept the version with the number ``version`` even if it violates a bound, until it has been applied."""
+        """Accept ``version`` even if it violates a bound, until it has been applied once."""
         check_count("version", version, 0)
         self._accepted.add(version)
 
     def recall(self, manifest: Manifest) -> None:
-        """Raise HeldVersionError if the version was held before and not accepted since. Does not read its rows."""
+        """Raise HeldVersionError if the version, or one merged into it, was held and not accepted. Reads no rows."""
         if manifest.version in self._accepted:
             return
         reason = self._refused.get((manifest.stream, manifest.link))
@@ -86,7 +86,7 @@ class GateKeeper:
                 self._hold(manifest, f"it has the rows of version {link.version}: {why}")
 
     def check(self, manifest: Manifest, contents: Contents) -> Measure:
-        """Return the RMS row norms for :meth:`passed`. Raise HeldVersionError if the version violates a bound."""
+        """Return RMS row norms to pass to :meth:`passed`. Raise HeldVersionError if the version violates a bound."""
         measure, reason = self.measure(manifest, contents)
         reason = reason or self._drift(measure)
         if reason and manifest.version not in self._accepted:
@@ -96,7 +96,7 @@ class GateKeeper:
         return measure
 
     def passed(self, manifest: Manifest, measure: Measure) -> None:
-        """Record that a version was applied. ``measure``, its result of :meth:`check`, becomes the baseline."""
+        """Record that a version was applied, and use ``measure``, the result of :meth:`check`, as the new baseline."""
         # Skip norms that are not finite: no norm can be compared with them.
         self._sizes |= {key: size for key, size in measure.items() if math.isfinite(size)}
         self._accepted.discard(manifest.version)
@@ -112,7 +112,7 @@ class GateKeeper:
         raise unraised(self.held)  # the traceback of a raised error keeps the rows of the version alive
 
     def measure(self, manifest: Manifest, contents: Contents) -> tuple[Measure, str]:
-        """Return the RMS row norms by kind and table, and an error message for non-finite values (or ``''``)."""
+        """Return the RMS norms of tables with ``min_rows`` rows or more, and an error text about non-finite values."""
         sums: dict[str, tuple[float, float]] = {}
         reason = ""
         for fqn, values in contents.chunks():

@@ -1,14 +1,14 @@
-"""Change the owners of rows. Meanwhile, no raw id reads the row of another raw id.
+"""Change the owners of rows, without letting a lookup of a raw id read the row of another raw id at any time.
 
 The owner of a row is the raw id that a managed-collision module maps to it. The steps for each version are:
 
-1. Find the rows whose owner changes: compare the owners in the version with the owners in the live mapping. An
-   interrupted attempt may have removed some of the latter. Nothing is changed.
+1. Find the rows whose owner changes: compare the owners in the version with the owners in the live mapping, some of
+   which an interrupted attempt may have removed. This step changes nothing.
 2. Unmap the owners of these rows. Lookups of these raw ids then read the default rows of their buckets.
 3. Write the rows in chunks.
 4. Replace the mapping.
 
-At the end of each step, each raw id reads its own row as of the previous version or this one, or its default row.
+After each step, a lookup of a raw id reads its own row, as of the previous or the new version, or its default row.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def version_owners(contents: Contents) -> VersionOwners:
 
 
 def identities_after(manifest: Manifest, held: Mapping[str, Identity]) -> Mapping[str, Identity]:
-    """Return the buckets of raw ids after a version, by table FQN. ``held`` has the buckets before the version."""
+    """Return the buckets of raw ids after a version, by table FQN. ``held`` are the buckets before the version."""
     if manifest.kind == "snapshot":  # a table that it lacks keeps its rows and its mapping
         kept = {fqn: identity for fqn, identity in held.items() if fqn not in manifest.tables}
         return {**kept, **manifest.identities}
@@ -82,7 +82,7 @@ class OwnerChange:
 
     @property
     def default_rows(self) -> tuple[int, ...]:
-        """Global ids of the default rows to write before :meth:`RawIdMap.adopt`; empty if the buckets stay the same."""
+        """Global ids of the default rows to write before :meth:`RawIdMap.adopt`; empty if the buckets do not change."""
         return () if self.raw_ids.routes_by(self.identity) else self.identity.defaults
 
     def num_admitted(self) -> int:
@@ -100,7 +100,7 @@ class OwnerChange:
 def owner_changes(
     version: VersionOwners, identities: Mapping[str, Identity], maps: Mapping[str, tuple[RawIdMap, ...]]
 ) -> list[OwnerChange]:
-    """Return the changes that a version requires in the live mappings ``maps``, without making them."""
+    """Return the changes to the live mappings ``maps`` for a version with the buckets ``identities``. Applies none."""
     return [
         _change(fqn, raw_ids, identity, *version[fqn]) for fqn, identity in identities.items() for raw_ids in maps[fqn]
     ]
@@ -134,7 +134,7 @@ def _change(fqn: str, raw_ids: RawIdMap, identity: Identity, slots: Tensor, owne
 
 
 def default_chunks(contents: Contents, changes: Iterable[OwnerChange], targets: Mapping[str, RowTarget]) -> list[Chunk]:
-    """Return chunks that write the :attr:`OwnerChange.default_rows` of ``changes``, with the values of a version."""
+    """Return chunks that write the :attr:`OwnerChange.default_rows` of ``changes``, with the values in ``contents``."""
     chunks: list[Chunk] = []
     for change in changes:
         for slot in change.default_rows:
@@ -172,7 +172,7 @@ def adopt_saved(identities: Mapping[str, Identity], maps: Mapping[str, tuple[Raw
 
 
 def find_maps(model: object, names: Mapping[str, str]) -> dict[str, tuple[RawIdMap, ...]]:
-    """Return a model's mappings of raw ids by table FQN in the stream. ``names`` has different FQNs in the model."""
+    """Return a model's raw id mappings by table FQN in the stream. ``names`` maps these FQNs to FQNs in the model."""
     if not isinstance(model, nn.Module) or not has_collisions(model):
         return {}
     from delta_tracker.sharding.raw_id_maps import raw_id_maps  # noqa: PLC0415  it needs torchrec
@@ -183,7 +183,10 @@ def find_maps(model: object, names: Mapping[str, str]) -> dict[str, tuple[RawIdM
 
 
 def check_hidden(manifest: Manifest, hidden: Collection[str], names: Mapping[str, str]) -> None:
-    """Raise ModelMismatchError if a version has raw ids and scripted or traced modules have the mappings ``hidden``."""
+    """Raise ModelMismatchError if a version has raw ids and a scripted or traced module of the model maps raw ids.
+
+    ``hidden`` is the result of :func:`traced_collisions`. Tensors that are dense tensors of the version are ignored.
+    """
     left = sorted(set(hidden) - {names.get(name, name) for name in manifest.dense})
     if left and manifest.identities:
         fqn = next(iter(manifest.identities))
@@ -193,7 +196,7 @@ def check_hidden(manifest: Manifest, hidden: Collection[str], names: Mapping[str
 
 
 def check_indexes(indexes: Mapping[str, RawIdIndex], tables: Mapping[str, RowTarget]) -> dict[str, RawIdIndex]:
-    """Return ``indexes`` by table FQN, without ``.weight``. Raise InvalidArgumentError for names not in ``tables``."""
+    """Return ``indexes`` without ``.weight`` in their keys. Raise InvalidArgumentError for names not in ``tables``."""
     found = {str(name).removesuffix(".weight"): index for name, index in indexes.items()}
     for fqn in found:
         if fqn not in tables:
@@ -202,9 +205,10 @@ def check_indexes(indexes: Mapping[str, RawIdIndex], tables: Mapping[str, RowTar
 
 
 def check_maps(manifest: Manifest, maps: Mapping[str, tuple[RawIdMap, ...]]) -> None:
-    """Raise ModelMismatchError if the live mappings ``maps`` cannot map the raw ids of a version like the trainer.
+    """Raise ModelMismatchError if the live mappings ``maps`` cannot map the raw ids of a version as the trainer does.
 
-    A table with raw ids needs mappings of its own that accept its buckets. Any other table must have no mapping.
+    A table with raw ids needs mappings that accept its buckets and that no other table uses. A table without raw ids
+    must have no mapping.
     """
     owners: dict[int, str] = {}  # address of a mapping to the first table
     for fqn, table in manifest.tables.items():

@@ -124,7 +124,7 @@ class TableLock(Forkable):
                 self._may_write.notify()
 
     def after_fork_in_child(self) -> None:
-        """Release the lock for threads that exist only in the parent. Set :attr:`is_torn` if one was writing."""
+        """Release locks of threads that exist only in the parent. Set :attr:`is_torn` if one of them was writing."""
         thread = threading.get_ident()
         if self._writer not in (None, thread):
             self._writer, self.is_torn = None, True
@@ -152,12 +152,12 @@ class TableLock(Forkable):
 class TableFence:
     """Fence that orders lookups and writes on CUDA devices, like :class:`TableLock` on the host.
 
-    Each lookup waits for the last write. Each write waits for the last write and for all lookups after it. The devices
-    wait; threads do not.
+    Each lookup waits for the last write. Each write waits for the last write and for all lookups since then. The
+    devices wait; threads do not.
 
     Attributes:
         devices: CUDA devices of the tables; empty if all tables are on the CPU. Changes only while no thread reads.
-        writing: function that returns a context manager for launching one write, with the lock held for writing.
+        writing: function that returns a context manager for launching one write. Requires the lock for writing.
     """
 
     def __init__(self) -> None:
@@ -179,7 +179,7 @@ class TableFence:
                 self.devices, self.writing = (*self.devices, device), self._writing
 
     def enter_reading(self) -> list[Any]:
-        """Make the current streams wait for the last write, and return them for :meth:`leave_reading`."""
+        """Make the current streams wait for the last write. Return these streams, to pass to :meth:`leave_reading`."""
         streams = [torch.cuda.current_stream(device) for device in self.devices]
         for device, stream in zip(self.devices, streams, strict=True):
             if device in self._written:

@@ -1,7 +1,8 @@
-"""Comparison of a version with a model that differs from the trainer's model: :func:`fit`.
+"""Compare the tables of a version with the tables of a model, which may differ from the trainer's: :func:`fit`.
 
-If the tables of a stream change, the next version is a snapshot. A table that fits again is therefore written whole,
-unless the model's table was replaced; see :meth:`~delta_tracker.predictor.model_writer.ModelWriter.keeps_rows`.
+If the tables of a stream change, the next version is a snapshot. A table that fits again has therefore been written
+completely, unless the model's table was replaced; see
+:meth:`~delta_tracker.predictor.model_writer.ModelWriter.keeps_rows`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ MISSING = "missing"
 
 
 def specs_of(tables: Mapping[str, TableSpec], targets: Mapping[str, RowTarget]) -> dict[str, TableSpec]:
-    """Return a spec with the model's size and dtype for each of ``tables`` that is in ``targets``, by name."""
+    """Return the size and dtype in the model of each of ``tables`` that the model has, by name in the stream."""
     return {
         fqn: TableSpec(fqn, target.num_rows, target.dim, target.dtype or table.dtype)
         for fqn, table in tables.items()
@@ -34,12 +35,12 @@ def stated(specs: Mapping[str, TableSpec | DenseSpec], with_raw_ids: Collection[
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Part of a version that is applied to a model. Result of :func:`fit`.
+    """Part of a version that fits a model and is applied.
 
     Args:
-        tables: tables that are applied, by name in the stream, with their number of rows in the model.
-        dense: names of the dense tensors that are applied.
-        differences: message for each table and dense tensor that is not applied or only applied in part, by name.
+        tables: specs of the applied tables, by name. They state the number of rows in the model.
+        dense: names of the applied dense tensors.
+        differences: name of each table and dense tensor that is not applied completely to a sentence about the reason.
     """
 
     tables: Mapping[str, TableSpec]
@@ -47,7 +48,7 @@ class Fit:
     differences: Mapping[str, str]
 
     def narrowed(self, entry: Manifest) -> Manifest:
-        """Return a copy of ``entry`` with only the part that is applied; ``entry`` itself without differences."""
+        """Return ``entry`` with only the applied tables and dense tensors; ``entry`` itself if all of it is applied."""
         if entry.kind == "claim" or not self.differences:
             return entry
         narrowed = entry.having({*self.tables, *self.dense}.__contains__)
@@ -57,13 +58,14 @@ class Fit:
 def fit(
     entry: Manifest, tables: Mapping[str, TableSpec], dense: Mapping[str, DenseSpec] | None, mapped: Collection[str]
 ) -> Fit:
-    """Return the part of a version that fits a model.
+    """Return the part of the version ``entry`` that fits a model.
 
-    ``tables`` has the size and dtype of the model's tables by name in the stream. ``dense`` has the dtype and shape of
-    its dense tensors; None if they are not applied. ``mapped`` has the names of its tables with a mapping of raw ids.
+    ``tables`` maps names in the stream to the size and dtype of the model's tables. ``dense`` maps names to the dtype
+    and shape of its dense tensors; None to apply no dense tensors. ``mapped`` are its tables with a raw id mapping.
 
-    If a table has a different number of rows, the rows that both have fit. A table with a different width or dtype does
-    not fit, nor does a table with raw ids that differs in any way.
+    If only the number of rows of a table differs, the rows that exist in both are applied. A table of another width or
+    dtype is left out. A table with raw ids is left out if it differs in any way, because the number of rows determines
+    how unknown raw ids are routed.
     """
     taken: dict[str, TableSpec] = {}
     differences: dict[str, str] = {}

@@ -54,12 +54,12 @@ class ModelWriter:
     Attributes:
         manifest: manifest of the last applied snapshot or delta; None before the first.
         identities: table FQN to the buckets that currently route unknown raw ids.
-        written: versions that were written. During a change to another stream, these are the versions of the former
-            stream, and ``is_mixed`` is True.
+        written: versions that were written. While the predictor changes to another stream, these are the versions of
+            the former stream, and ``is_mixed`` is True.
         position: stream position of the tables; None before the first version.
-        specs: size and dtype that each table and dense tensor of the versions has in the model, by name in the stream;
-            None if unknown.
-        differences: messages about differences between the model and the last version; see :class:`Status`.
+        specs: size in the model of each table and dense tensor of the applied versions, by name in the stream; None if
+            these sizes are unknown.
+        differences: sentences about differences between the model and the last version; see :class:`Status`.
         resolve: the method :meth:`ServedModel.resolve` of the model.
     """
 
@@ -106,10 +106,10 @@ class ModelWriter:
         """Do nothing: the position in memory is always valid, even after an interrupted write."""
 
     def keeps_rows(self, manifest: Manifest, receiver: Receiver | None = None) -> bool:
-        """Return False if a table or dense tensor of the model was replaced by one with another size or dtype.
+        """Return False if a tensor of the model was replaced by a tensor of another size, or if this is unknown.
 
-        Its rows then do not belong to the position, and only a snapshot can be applied next. ``manifest`` is the entry
-        at the position or a delta after it. ``receiver`` is the result of :attr:`resolve` for it, if available.
+        The model then lacks rows of the position, and only a snapshot can be applied next. ``manifest`` is the delta
+        after the position or the entry at the position. ``receiver`` is its result of :meth:`resolve`, if known.
         """
         own, held = self.model.specs(manifest) if receiver is None else receiver.specs, self.specs
         if held is None and not self.model.continues:  # saved without sizes: all that the stream has fitted
@@ -128,7 +128,7 @@ class ModelWriter:
         return False
 
     def write(self, receiver: Receiver, contents: Contents, *, is_elsewhere: bool) -> None:
-        """Write a version to ``receiver`` after checks, and advance the position once the version is complete.
+        """Check a version, write it to ``receiver``, and advance the position once the version is complete.
 
         Pass ``is_elsewhere=True`` unless the version is known to descend from the version that the tables hold. If such
         a write is interrupted, only the same version or a snapshot can be applied next.

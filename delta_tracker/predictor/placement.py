@@ -30,7 +30,7 @@ class Placement:
     rows: tuple[BlockRows, ...]
 
     def chunks(self, num_rows: int) -> Iterator[Chunk]:
-        """Read the rows and yield them, prepared for writing, in chunks of at most ``num_rows`` rows."""
+        """Yield the rows in chunks of at most ``num_rows``, prepared for writing. Lookups may run meanwhile."""
         first, count = self.rows[0], self.rows[0].block.num_rows
         ids = slice(*first.block.rows) if first.ids is None else first.ids
         for begin in range(0, count, num_rows):
@@ -112,7 +112,7 @@ def _cells(parts: Sequence[BlockRows]) -> list[list[BlockRows]]:
 
 
 def _aligned(rows: Sequence[BlockRows]) -> list[tuple[BlockRows, ...]]:
-    """Split the blocks of one row range into groups with the same row ids, one per set of stored column ranges."""
+    """Group the rows of one row range by the column ranges that they have. The blocks of a group have the same ids."""
     if len(rows) == 1 or all(each.ids is None for each in rows):
         return [tuple(rows)]
     every = [torch.arange(*each.block.rows) if each.ids is None else each.ids for each in rows]

@@ -24,9 +24,9 @@ class PollSchedule:
     """Schedule of polls. The wait before the next poll depends on the results of the last polls and hints.
 
     If ``is_fixed`` is True, the wait is always ``seconds``. Otherwise, it doubles up to ``longest`` while polls find no
-    version, and a version resets it. After three consecutive hints that led to a version, it is ``longest_hinted``
-    until a version arrives without a hint or the notifier fails. ``is_delayed`` is True if a cache in front of the
-    store may delay a version by some seconds after its hint. Not thread-safe.
+    version, and a version resets it. After three consecutive hints that were each followed by a version, the wait is
+    ``longest_hinted`` until a version arrives without a hint or the notifier fails. ``is_delayed`` is True if a cache
+    in front of the store may delay a version by some seconds after its hint. Not thread-safe.
 
     Attributes:
         retry_seconds: seconds to wait after a failed poll, without jitter.
@@ -114,12 +114,12 @@ class PollSchedule:
         self.retry_seconds = doubled if seconds is None else seconds
 
     def found_no_stream(self) -> None:
-        """Record that there is no stream yet. Sets :attr:`retry_seconds` to 1 s or less."""
+        """Record that there is no stream yet. Sets :attr:`retry_seconds` to at most 1 s: hints need a stream id."""
         self.retry_seconds = min(self._longest, _NO_STREAM_SECONDS if self._is_fixed else _MAX_NO_STREAM_SECONDS)
 
 
 class GapChecks:
-    """Schedule of gap checks. A gap check finds out whether a missing next version was deleted."""
+    """Schedule of gap checks, which determine whether the missing next version was deleted."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
@@ -132,7 +132,7 @@ class GapChecks:
         return self._runtime.monotonic() >= self._due
 
     def done(self, *, found_none: bool) -> None:
-        """Schedule the next check. ``found_none`` is True if the last one listed the log and found no gap."""
+        """Schedule the next check. If ``found_none`` (the check listed the log without a gap), extend the interval."""
         longer = min(2 * self._seconds, _MAX_GAP_CHECKS * GAP_CHECK_SECONDS)
         self._seconds = longer if found_none else GAP_CHECK_SECONDS
         self._due = self._runtime.monotonic() + jittered(self._seconds, self._runtime)

@@ -40,12 +40,12 @@ from delta_tracker.stream.storage.storage import Location, Storage
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """Rules for which versions a predictor applies, and when.
+    """Rules that determine which versions a predictor applies, and when.
 
     Args:
         gate: bounds on the values of a version; a version that violates them is held. None disables the check.
         canary: distance to keep from the newest version; None to apply each version as soon as it is found.
-        follows_pins: True to follow ``delta-tracker rollback`` and ``delta-tracker release``.
+        follows_pins: True to follow the pins and releases that ``delta-tracker rollback`` and ``release`` write.
 
     Raises:
         InvalidArgumentError: if an argument is invalid.
@@ -86,13 +86,13 @@ class Predictor(Uncopied, remedy="Save or copy its state_dict()"):
             all tables, without dense tensors, to a row store for lookups in other processes.
         url: url of the stream, such as ``file:///directory``, ``s3://bucket/prefix`` or ``https://cache/prefix``, or an
             opened :class:`~delta_tracker.stream.storage.storage.Storage`; or a sequence of copies of one stream in
-            order of preference. Objects missing in one copy are read from another.
-        rollout: rules for which versions are applied, and when; None for ``Rollout()``, which applies all versions.
+            order of preference. Objects that one copy lacks are read from another.
+        rollout: rules that determine which versions are applied, and when; None to apply all versions.
         tables: names or patterns, such as ``"user.*"``, of the tables and dense tensors of the stream to read and
             apply; None for all. See ``guide/serve.md``.
         name: name of the heartbeat that is written to the stream every few seconds, which requires write permission;
-            None disables it. It is also the label ``predictor`` of the metrics, by default ``"predictor"``. If another
-            predictor of this process has the same name, ``-2``, ``-3``, ... is appended to the label.
+            None to disable heartbeats. It is also the value of the metric label ``predictor``, by default
+            ``"predictor"``, with a suffix ``-2``, ``-3``, ... if another predictor of this process has the same name.
         monitor: monitor for the metrics; None for ``delta_tracker.monitor.MONITOR``.
         cache: directory, or :class:`~delta_tracker.stream.host_cache.HostCache`, that the predictors of a host share to
             fetch each part only once; None to disable the cache.
@@ -270,20 +270,20 @@ class Predictor(Uncopied, remedy="Save or copy its state_dict()"):
 
         Args:
             poll_seconds: seconds between two polls, more than 0; None for the intervals in ``guide/fleet.md``.
-            notifier: source of hints of new versions; None to find versions by polling only.
+            notifier: source of hints about new versions; None to find versions only by polling.
 
         Raises:
             InvalidArgumentError: if an argument is invalid, or if the thread is already running.
-            ModelMismatchError: if no version was applied yet, and the newest version can be read within two seconds and
-                does not fit the model. Once a version was applied, the thread reports this error instead.
+            ModelMismatchError: if no version was applied yet, and the thread finds within two seconds that the newest
+                version does not fit the model. A predictor with rows continues to serve them and reports the error.
         """
         self._follower.start(poll_seconds, notifier)
 
     def wait(self, version: int | None = None, timeout: float | None = None) -> int:
-        """Wait until the thread of :meth:`follow` has applied a version.
+        """Wait until the thread of :meth:`follow` has applied a version. Does not poll the store.
 
         Args:
-            version: minimum number of the version to wait for; None to wait until any version is applied.
+            version: version to wait for, or any newer version; None to wait for the first version.
             timeout: maximum number of seconds to wait; None for no limit.
 
         Returns:
@@ -293,7 +293,8 @@ class Predictor(Uncopied, remedy="Save or copy its state_dict()"):
             WaitTimeoutError: if the version was not applied in time. The message includes the error of :meth:`follow`,
                 if there is one.
             FollowEndedError: if the thread ended with an error, or exists only in the parent process.
-            InvalidArgumentError: if the thread is not running and the version was not applied, or if called in it.
+            InvalidArgumentError: if the thread is not running and the version is not applied, or if called by the
+                thread itself.
         """
         if version is not None and (type(version) is not int or version < 0):
             raise InvalidArgumentError("version", version, "Pass the number of a version, 0 or more, or None")
@@ -328,7 +329,7 @@ class Predictor(Uncopied, remedy="Save or copy its state_dict()"):
     # Gate and rollback
 
     def accept(self, version: int) -> None:
-        """Apply a version once even if the gate rejects it. The version may be held already, or committed later."""
+        """Let the gate accept ``version`` once. The version may already be held, or may not be committed yet."""
         if self._gate is None:
             text = "Build the Predictor with a gate: without one, no version is held"
             raise InvalidArgumentError("accept()", version, text)
@@ -373,9 +374,9 @@ class Predictor(Uncopied, remedy="Save or copy its state_dict()"):
           the state of each ``RawIdIndex``) in one ``with predictor.reading()``. No other order is correct.
 
         Returns:
-            Dict of plain values, such as ``stream`` and ``version``. It has no position before the first version, or if
-            an interrupted call left rows of unrelated versions in the tables. Once such a dict is loaded, only a
-            snapshot can be applied.
+            Dict of plain values, such as ``stream`` and ``version``. It contains no position before the first version,
+            or if an interrupted call left rows of unrelated versions in the tables. After a dict without a position was
+            loaded, only a snapshot can be applied.
         """
         return self._destination.state_dict() | self._choice.saved()
 

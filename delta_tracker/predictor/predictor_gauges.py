@@ -21,7 +21,7 @@ _PATIENCE_SECONDS = 10.0
 
 
 def applied_entry(log: StreamLog, version: int) -> Manifest | None:
-    """Return the entry of a version or, if it is a claim, of the last snapshot or delta before it; None if missing."""
+    """Return the last entry up to ``version`` that is not a claim; None if an entry is missing."""
     entry = log.read(version)
     while entry is not None and entry.kind == "claim" and entry.parent is not None:
         entry = log.read(entry.parent.version)
@@ -31,8 +31,8 @@ def applied_entry(log: StreamLog, version: int) -> Manifest | None:
 class PredictorGauges:
     """Metrics of one predictor.
 
-    The attributes ``num_*`` are the counts in :class:`Status`. Writers increment ``num_rows`` for each chunk, also in
-    versions that are interrupted.
+    The attributes ``num_*`` are the counts in :class:`Status`. Writers increment ``num_rows`` for each chunk, including
+    chunks of interrupted versions.
     """
 
     def __init__(self, recorder: Recorder, runtime: Runtime) -> None:
@@ -105,7 +105,7 @@ class PredictorGauges:
             self.recorder.refused_parts.cell(reason="corrupt").add(1)
 
     def rests(self, log: StreamLog, position: Position | None) -> None:
-        """Read the manifest of a loaded position, to report the age of its rows. Ignores stream errors."""
+        """Read the manifest of a loaded position, to report the age of the rows. Ignores stream errors."""
         if position is None:
             return
         with suppress(StreamError):
@@ -135,7 +135,7 @@ class PredictorGauges:
             self.recorder.poll_seconds.set(status.poll_seconds)
 
     def _added(self, name: str, total: int) -> int:
-        """Return the growth of a count since the last call."""
+        """Return the increase of the count ``name`` to ``total`` since the last call."""
         added = max(0, total - self._counted[name])
         self._counted[name] += added
         return added
@@ -149,9 +149,9 @@ class PredictorGauges:
 
 
 class ServedAge:
-    """Estimate of the age of a served version, by the store's clock.
+    """Estimate of the age of a served version, based on an estimate of the store's clock.
 
-    A poll that finds no entry shows that the next entry is committed later, see
+    A poll that finds no entry shows that the next entry is committed later; see
     :class:`~delta_tracker.stream.store_clock.StoreClock`.
 
     Attributes:
@@ -178,7 +178,7 @@ class ServedAge:
         self._clock.compare(modified, looked_at=looked_at)
 
     def seconds(self, manifest: Manifest) -> float:
-        """Return the seconds since a version was committed to this store; for a merged version, since its cut."""
+        """Return the seconds since a version was committed to this store, or since the cut of a merged version."""
         since = manifest.committed if manifest.merges is None else min(manifest.cut, manifest.committed)
         return max(0.0, self._clock.now() - since)
 

@@ -10,7 +10,7 @@ from delta_tracker.stream.storage.storage import Location, open_storage
 
 
 class Heartbeats:
-    """Writer of a predictor's heartbeats to ``given``, or to the first writable store of its reader if that is None."""
+    """Writer of heartbeats of a predictor, to ``given`` or, if that is None, the first writable store of ``reader``."""
 
     def __init__(self, reader: Reader, name: str, given: Location | None) -> None:
         stores = [each.storage for each in reader.sources.all] if given is None else [open_storage(given)]
@@ -53,7 +53,7 @@ def lag(reader: Reader, poll_seconds: float | None = None) -> tuple[int, float] 
     """Return the number of committed versions that are not applied, and the age in seconds of the oldest of them.
 
     Returns None if the store cannot be read, or if its log ends before the last applied version. ``poll_seconds`` is
-    the interval of a thread that polls: no request is sent if one of its last two polls found no version.
+    the interval of a polling thread: if one of its last two polls found no version, this function sends no request.
     """
     version, source = reader.version, reader.source
     rested = source.lag.rested

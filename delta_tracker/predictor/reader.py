@@ -1,4 +1,4 @@
-"""Reader of a stream: decides which version to apply next and applies it. See :class:`Reader`."""
+"""Reader of a stream, which decides which version to apply next and applies it: :class:`Reader`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _SURVEY_SECONDS = 60.0  # between two looks at the other sources while the curre
 
 
 class Reader:
-    """Reader of one stream of a predictor. It decides which version to apply next and applies it.
+    """Reader of a stream for one predictor. It decides which version to apply next and applies it.
 
     Each call of :meth:`advance` is a round. Not thread-safe, except :meth:`release` and the attributes.
 
@@ -100,7 +100,7 @@ class Reader:
         return None if position is None else position.link.version
 
     def advance(self, *, looks_for_gap: bool) -> bool:
-        """Apply the next version, or several at once. Return False if there is nothing to apply.
+        """Apply the next version, or all versions that lead to a pin. Return False if there is nothing to apply.
 
         If ``looks_for_gap`` is True and the next version is missing, check whether it was deleted or is not committed
         yet. Raises StreamError if a fault prevents the reader from applying a version.
@@ -146,7 +146,7 @@ class Reader:
         _logger.warning("rolled back to version %d of %s", version, self.storage.url)
 
     def release(self) -> None:
-        """End a rollback; without one, stop following the current pin. Thread-safe; effective from the next round."""
+        """End a rollback, or without one, stop following the current pin, from the next round on. Thread-safe."""
         self.orders.release()
         self.pinned, self.why = None, ""
 
@@ -174,7 +174,7 @@ class Reader:
         return [each for each in found if self.source.allows(each)]
 
     def _path_back(self, version: int) -> tuple[Source, list[Manifest]]:
-        """Return the first source that has a version of the reader's stream, and the entries to apply to reach it."""
+        """Return the first source that has ``version`` of the reader's stream, and the entries that lead to it."""
         sources, errors = self.sources.due(), list[Exception]()
         for source in sources:
             with suppress(StorageError):
@@ -415,7 +415,7 @@ class Resyncs:
         _logger.warning("resync of %s from version %s to %s: %s", url, before, after, str(fault))
 
     def log_once(self, level: int, text: str, error: StreamError, *what: object) -> None:
-        """Log a fault unless it was logged since the last version. ``text`` is a format for ``what`` and ``error``."""
+        """Log a fault unless it was logged since the last version. ``text`` formats ``what`` and ``error``."""
         key = text, *what, *kind_of(error)
         if key not in self.logged:
             self.logged.add(key)
@@ -423,7 +423,7 @@ class Resyncs:
 
 
 class IgnoredPins:
-    """Checker for pins that a reader ignores. ``notice`` is a message about the newest pin, empty without a pin."""
+    """Check for a pin that the reader ignores. ``notice`` is a message about the pin; empty without a pin."""
 
     def __init__(self, monotonic: Callable[[], float]) -> None:
         self.notice = ""

@@ -45,14 +45,14 @@ class ModelTarget:
 
     Args:
         model: module, or mapping of FQN to tensor or :class:`~delta_tracker.row_target.RowTarget`.
-        names: name in the stream to name in the model, for tables and dense tensors whose names differ. A key that ends
-            with a dot, or is empty, is a prefix: ``{"module.": ""}``. A function from name to name is also accepted.
+        names: mapping of name in the stream to name in the model, for tables and dense tensors whose names differ. A
+            key that ends with a dot or is empty is a prefix: ``{"module.": ""}``. A function is also accepted.
         dense: True to apply the dense parameters and buffers of the stream too; the model must have all of them.
-        raw_ids: table name in the stream to :class:`~delta_tracker.raw_ids.index.RawIdIndex`, for tables with raw ids
-            that no collision module of the model maps. The predictor updates the indexes.
-        on_model_change: "stop" to stay at the last version that fits the model; "continue" to apply the part of a
-            version that fits, and report the rest in the status. See ``guide/serve.md`` for the rules.
-        chunk_rows: maximum number of rows that are written while lookups wait.
+        raw_ids: mapping of table name in the stream to :class:`~delta_tracker.raw_ids.index.RawIdIndex`, for tables
+            with raw ids that no collision module of the model maps. The predictor updates the indexes.
+        on_model_change: "stop" to keep the last version that fits the model; "continue" to apply the part of a version
+            that fits and to report the differences in the status. ``guide/serve.md`` describes the rules.
+        chunk_rows: maximum number of rows in one write. Lookups wait during a write.
 
     Raises:
         InvalidArgumentError: if an argument is invalid. A predictor also raises it for names that the model lacks.
@@ -96,8 +96,8 @@ class Names:
     """Mapping from names in the stream to names in the model, built from the ``names`` of a :class:`ModelTarget`.
 
     A whole name takes precedence over a prefix, and a longer prefix over a shorter one. All other names are unchanged.
-    ``known`` has the names of the tables and tensors of the model. ``depends_on_stream`` is False if :meth:`of` returns
-    the same result for every stream.
+    ``known`` lists the tables and dense tensors of the model. ``depends_on_stream`` is False if :meth:`of` returns the
+    same result for every stream.
     """
 
     def __init__(self, choice: NameChoice, known: Collection[str]) -> None:
@@ -133,8 +133,9 @@ def _is_prefix(name: str) -> bool:
 class ServedModel:
     """Access to the tables, dense tensors and mappings of raw ids of the model in a :class:`ModelTarget`.
 
-    ``continues`` is True if ``on_model_change`` is "continue". ``first_devices`` has the initial devices of the model.
-    The tensors for the last version are referenced until the next version, even if the model replaces them.
+    ``continues`` is True if the part of a version that fits is applied. ``first_devices`` are the devices of the model
+    when this object was created. This object references the tensors of the last version until the next version, even if
+    the model replaces them.
     """
 
     def __init__(self, target: ModelTarget, choice: TableChoice) -> None:
@@ -152,7 +153,7 @@ class ServedModel:
         self._found: tuple[object, Receiver] | None = None  # what the last receiver depends on, and it
 
     def resolve(self, manifest: Manifest) -> Receiver:
-        """Return the tensors and mappings to write a version to. Raise ModelMismatchError if it does not fit them."""
+        """Return the model's current tensors for a version. Raise ModelMismatchError if the version does not fit."""
         memory = None if manifest.identities or self._has_raw_ids else _memory(self._model)
         # A tracker may be newer than the last receiver.
         asked = None if memory is None else (memory, manifest.tables, manifest.dense, num_announced())
@@ -189,7 +190,7 @@ class ServedModel:
         return {name: DenseSpec(each.dtype, tuple(each.shape)) for name, each in found.items()}
 
     def specs(self, manifest: Manifest, targets: Mapping[str, RowTarget] | None = None) -> dict[str, str]:
-        """Return the model's size and dtype of each table and dense tensor of a version, or "missing", by name."""
+        """Return the size in the model of each table and dense tensor of a version, or ``missing`` if there is none."""
         tables = specs_of(manifest.tables, self._targets(manifest) if targets is None else targets)
         maps = self.raw_ids() if self._has_raw_ids else {}
         found = dict.fromkeys(manifest.tables, MISSING) | stated(tables, {fqn for fqn in maps if maps[fqn]})
@@ -255,8 +256,9 @@ class ServedModel:
 class Receiver:
     """Tables, dense tensors and mappings of raw ids that one version is written to, by name in the stream.
 
-    ``fit`` is the part of the version that is applied; None for all of it. ``specs`` is the result of
-    :meth:`ServedModel.specs`. ``devices`` has the devices of the tensors and of targets with an attribute ``devices``.
+    ``fit`` is the part of the version to apply; None for the whole version. ``specs`` is the result of
+    :meth:`ServedModel.specs`. ``devices`` are the devices of the tables, dense tensors and mappings. The devices of a
+    custom :class:`RowTarget` are those in its attribute ``devices``, if it has one.
     """
 
     targets: Mapping[str, RowTarget]
@@ -283,7 +285,7 @@ class Receiver:
 
 
 def _memory(model: Model) -> list[tuple[object, ...]] | None:
-    """Return the names of all tensors of a model, and their addresses; None if some tables are not plain tensors."""
+    """Return the name, address and layout of each tensor of a model; None if some tables are not plain tensors."""
     if isinstance(model, nn.Module) and has_fbgemm_tables(model):
         return None
     named = _named_tensors(model) if isinstance(model, nn.Module) else model.items()

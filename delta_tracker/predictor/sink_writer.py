@@ -1,12 +1,12 @@
-"""Writer of versions to a row store, in an order that is correct after a crash at any point.
+"""Writer of versions to a row store, in an order that allows recovery from a crash at any point.
 
 The steps for each version are:
 
-1. Store the state: the version is being applied.
-2. Log the owners that change. The log is read only after a crash, and in step 6.
-3. Write the rows. In a table with raw ids, write each row under the raw id of its owner.
+1. Store a state in which the version is being applied.
+2. Log the changed owners of rows. The log is read only after a crash and in step 6.
+3. Write the rows. In a table with raw ids, the key of a row is the raw id that owns it.
 4. Delete the rows of raw ids that own no row after the version.
-5. Store the state: the version is complete. Readers now read it.
+5. Store a state in which the version is complete. From then on, readers read this version.
 6. Copy the log to the stored map of owners, and clear the log.
 
 The stored map therefore always belongs to the last complete version. After a crash before step 5, raw ids that are only
@@ -231,7 +231,7 @@ class SinkWriter(Forkable):
         return torch.cat(left), num_admitted
 
     def _recovered(self, state: SinkState) -> SinkState:
-        """Complete the map of owners of a complete version, or undo the owners of an incomplete one."""
+        """Repeat step 6 for a complete version, or delete the rows of raw ids that only an incomplete version maps."""
         if state.is_settling:
             return self._settled(state)
         has_log = False
@@ -289,8 +289,8 @@ def _begun(
 ) -> SinkState:
     """Return the state to store before the first row of a version is written.
 
-    If the version is older than the version that readers currently get, it is already the ``version`` of the state,
-    since some rows may soon be as old.
+    If the version is older than the version that readers currently read, the state already contains its number as
+    ``version``, because no row may be older than ``version``.
     """
     begun = state.begun(manifest, is_elsewhere=is_elsewhere)
     if state.version is not None and manifest.version < state.version:

@@ -22,17 +22,17 @@ class Served(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Counts of rows, raw ids and requests of a predictor since its start.
+    """Counts of rows, bytes, raw ids and requests of a predictor since its start.
 
     Args:
         rows: number of rows written.
         num_bytes: size in bytes of the parts applied.
-        admitted: number of raw ids mapped to rows, including raw ids that move to another row. If a table has several
-            mappings, each of them counts.
+        admitted: number of raw ids mapped to rows, including raw ids that move to another row. A raw id of a table with
+            several mappings is counted once for each mapping.
         evicted: number of raw ids removed from their rows, counted in the same way.
         requests: number of requests by operation, including requests of other users of the same ``Storage`` objects.
-        cache: number of parts that the host cache had (``hits``), fetched (``misses``) or did not serve (``bypasses``),
-            including parts for other predictors with the same ``HostCache`` object; empty without a cache.
+        cache: number of parts read from the host cache (``hits``), fetched into it (``misses``) or read without it
+            (``bypasses``), including parts for other users of the same ``HostCache`` object; empty without a cache.
     """
 
     rows: int
@@ -51,21 +51,21 @@ class Status:
         stream: id of the stream, None before the first version.
         version: last applied version, claims included; None before the first.
         lag_versions: number of committed versions that are not applied; None if the store cannot be read.
-        lag_seconds: age in seconds of the oldest of these versions; 0 without any; None if the store cannot be read.
+        lag_seconds: age in seconds of the oldest version that is not applied; 0 if all are applied; None if unknown.
         resyncs: number of resyncs since the start of the predictor.
         last_resync: description of the last resync; empty before the first.
         error: type and message of :attr:`Predictor.error`; None without an error.
         pinned: version of the pin or rollback that the predictor follows; None without one.
-        poll_seconds: current interval in seconds between two polls of :meth:`Predictor.follow`; None if not running.
+        poll_seconds: current interval between two polls of :meth:`Predictor.follow`; None if its thread is not running.
         notice: a condition that is not an error, such as a pin that is not followed; empty without one.
         why: last decision and its reason, such as ``version 7 is the newest``; empty before the first; see
             ``guide/fleet.md``.
-        left_out: names of the tables and dense tensors of the stream that are not applied: the predictor's ``tables``
-            does not include them, or they do not fit the model. Empty before the first :meth:`Predictor.sync`, and in a
-            row store until a version is applied.
-        differences: messages about tables and dense tensors that differ between the model and the stream: not applied,
-            applied in part, or no longer in the stream. Empty until this predictor has applied a version.
-        counts: counts of rows, raw ids and requests since the start of the predictor.
+        left_out: names of the tables and dense tensors of the stream that are not applied, because the argument
+            ``tables`` of the predictor leaves them out, or because they do not fit the model. Empty before the
+            first :meth:`Predictor.sync`, and in a row store until a version is applied.
+        differences: sentences about tables and dense tensors that are not applied or applied in part, and about tables
+            that were removed from the stream after the predictor started; empty before the first version with rows.
+        counts: numbers of rows, bytes, raw ids and requests.
     """
 
     stream: str | None
@@ -85,5 +85,5 @@ class Status:
 
 
 def error_text(error: Exception | None) -> str | None:
-    """Return the type and message of an error; None without one."""
+    """Return the type and message of ``error``; None if ``error`` is None."""
     return None if error is None else f"{type(error).__name__}: {error}"

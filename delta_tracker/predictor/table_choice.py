@@ -21,7 +21,7 @@ class TableChoice:
             or a sequence of strings. None chooses all.
 
     Attributes:
-        patterns: the names and patterns, sorted; empty for all.
+        patterns: the names and patterns, sorted; empty if all tables are chosen.
 
     Raises:
         InvalidArgumentError: if ``tables`` is empty or has an item that is not a nonempty string.
@@ -65,7 +65,7 @@ class TableChoice:
         return {"tables": json.dumps(self.patterns)} if self.patterns else {}
 
     def position_in(self, state: Mapping[str, T]) -> Mapping[str, T]:
-        """Return a saved state without its choice. Raise InvalidArgumentError if its choice differs from this one."""
+        """Return a saved state without its choice of tables. Raise InvalidArgumentError if that choice is different."""
         given: object = state
         saved = given.get("tables") if isinstance(given, Mapping) else None
         if saved != self.saved().get("tables"):

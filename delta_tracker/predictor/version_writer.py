@@ -23,8 +23,8 @@ Destination = ModelWriter | SinkWriter
 class VersionWriter:
     """Writer that reads and validates a whole version, checks it with ``gate``, and then writes it to ``destination``.
 
-    It reads and writes only the tables and dense tensors that are in ``choice`` and fit the model, through ``cache``
-    unless that is None. ``left_out`` has the names of the other tables and dense tensors of the last version.
+    It reads and writes only the tables and dense tensors that are in ``choice`` and fit the model. If ``cache`` is not
+    None, it reads them through the cache. ``left_out`` lists the other tables and dense tensors of the last version.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class VersionWriter:
         self._buffer = PartBuffer()
 
     def restart(self) -> None:
-        """Drop buffered data. Call this before an object is read again, or read from another store."""
+        """Discard buffered data. Call this before reading an object again or from another store."""
         self._buffer = PartBuffer()
 
     def check_fits(self, entry: Manifest) -> None:
@@ -89,7 +89,7 @@ class VersionWriter:
             version_owners(contents)
 
     def write_path(self, entries: Sequence[Manifest], storage: Storage) -> None:
-        """Write versions that :meth:`check_path` has validated. The gate does not check them."""
+        """Write a path that :meth:`check_path` has checked. Bypasses the gate and replaces its baseline."""
         resolved = [self._resolve(entry) for entry in entries]
         if self.gate is not None:
             self.gate.restart()
@@ -101,7 +101,7 @@ class VersionWriter:
                 self.gate.passed(entry, self.gate.measure(entry, contents)[0])
 
     def _resolve(self, entry: Manifest) -> tuple[Receiver, Manifest]:
-        """Return the receiver of a version, and the version with only the part that is applied."""
+        """Return the receiver of a version, and the entry with only the tables and dense tensors to apply."""
         chosen = self._choice.narrowed(entry)
         try:
             receiver = self.destination.resolve(chosen)
