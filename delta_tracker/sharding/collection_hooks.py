@@ -2,7 +2,7 @@
 
 The hook on an output distribution runs while the communication that the distribution has launched is in progress.
 
-The hook on a collection's ``load_state_dict`` also runs if ``load_state_dict`` is called on a module above it or by
+The hook on a collection's ``load_state_dict`` also runs if ``load_state_dict`` is called on a parent module or by
 ``torch.distributed.checkpoint``. In-place writes that bypass ``load_state_dict`` are detected by
 :class:`~delta_tracker.sharding.weights.WriteWatch`.
 
@@ -25,10 +25,10 @@ _Evicted = Mapping[str, Tensor | None]
 
 
 class LaunchHook(Watcher):
-    """Hook that reports each launch of an output distribution of a collection.
+    """Hook that reports each launch of an output distribution. A collection has one distribution per sharding type.
 
-    It is registered as a forward hook of the distributions, one per sharding type. TorchRec has its own slot for a
-    post-odist function, but the slot holds one function only and is not used inside a managed-collision module.
+    It is registered as a forward hook of the distributions. TorchRec has its own slot for a post-odist function, but
+    the slot can hold only one function and is not used for a collection inside a managed-collision module.
 
     Args:
         module: sharded collection.

@@ -1,8 +1,8 @@
 """Save and restore the training state of managed-collision modules of the class ``MCHManagedCollisionModule``.
 
 The ``state_dict`` of such a module lacks the ids seen since the last eviction and the counters that determine when the
-next eviction happens. This module also saves these, so that training continues bit for bit. It was tested with torchrec
-1.8 on the CPU.
+next eviction happens. This module also saves these ids and counters, so that training continues bit-identically. It was
+tested with torchrec 1.8 on the CPU.
 
 Notation: ``Z`` is the number of slots of a module, ``H`` the number of ids that it has seen since the last eviction.
 """
@@ -37,7 +37,7 @@ _ATTRIBUTES = {
 
 
 def collision_obstacle(module: Any) -> str:  # noqa: ANN401  a class of torchrec's
-    """Return the reason why the state of a managed-collision module cannot be saved; an empty string if it can.
+    """Return the reason if the state of a managed-collision module cannot be saved, otherwise an empty string.
 
     Subclasses and custom eviction policies are rejected, since they may have additional state.
     """
@@ -101,9 +101,9 @@ def check_collision_states(
 ) -> None:
     """Raise RestoreMismatchError if :func:`load_collision_states` cannot restore the states. Writes nothing.
 
-    ``states`` has one state for each rank that published the version, in any order. :func:`collision_fault` must have
-    accepted all of them. They must cover the slots of the module and have the same settings. Each saved raw id must
-    belong to the bucket of ``identity`` that contains its slot.
+    ``states`` contains one state for each rank that published the version, in any order. :func:`collision_fault` must
+    have found no fault in any state. The states must cover the slots of the module and have the same settings. Each
+    saved raw id must belong to the bucket of ``identity`` that contains its slot.
     """
     own = collision_state(module)
     what = f"the collision module of {fqn!r}"
@@ -131,7 +131,7 @@ def _policy_text(policy: Any) -> str:  # noqa: ANN401  a class of torchrec's
 
 
 def load_collision_states(module: Any, states: Sequence[Mapping[str, Any]]) -> int:  # noqa: ANN401
-    """Restore a module and return the number of states that were used. Call :func:`check_collision_states` first."""
+    """Restore a module, and return the number of ``states`` used. Call :func:`check_collision_states` before."""
     parts = _parts(module, states)
     device = module._mch_sorted_raw_ids.device  # noqa: SLF001
     with torch.no_grad():
@@ -196,7 +196,7 @@ def _history_names(module: Any) -> list[str]:  # noqa: ANN401  a class of torchr
 
 
 def _check_routes(what: str, parts: Sequence[Mapping[str, Any]], identity: Identity) -> None:
-    """Raise RestoreMismatchError if the buckets of ``identity`` route a saved id to a rank that does not have it."""
+    """Raise RestoreMismatchError if the buckets of ``identity`` route an id to a rank that did not save this id."""
     ends = torch.tensor([bucket.rows[1] for bucket in identity.buckets])
     for state in parts:
         is_owned = state["sorted"] != NO_OWNER

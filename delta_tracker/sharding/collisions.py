@@ -1,11 +1,11 @@
 """Read the raw ids that own the rows of tables with managed collisions, on this rank.
 
 A managed-collision module maps raw ids to slots, the rows of its table, admits new ids and evicts old ones. The *owner*
-of a slot is the raw id that the module maps to the slot. A raw id is an id after the module's ``input_hash_func``.
+of a slot is the raw id that the module maps to the slot. Raw ids are the output of the module's ``input_hash_func``.
 
 The modules are TorchRec's ``MCHManagedCollisionModule`` and ``HashZchManagedCollisionModule``, and subclasses of them.
-The former keeps the owners in ascending order, with the slot of each. The latter keeps one owner per slot. It does not
-train on the CPU, and its owners were only tested with written mappings.
+The MCH module stores the owners in ascending order, each with its slot. The hash module stores one owner per slot. It
+does not train on the CPU, so it was tested only with mappings that a test had written.
 
 Notation: ``R`` is the number of rows of the shard.
 """
@@ -29,7 +29,7 @@ _HASH_EMPTY = -1  # value of an empty slot in hash-ZCH
 
 
 class Versions:
-    """Token of the state of some tensors. Tokens stay equal until a tensor is replaced or written in place."""
+    """Token of the state of ``tensors``. Tokens are equal until a tensor is replaced or written in place."""
 
     __slots__ = ("_tensors", "_versions")
     __hash__ = None  # type: ignore[assignment]
@@ -72,15 +72,15 @@ class LocalOwners(ABC):
 
     @abstractmethod
     def token(self) -> object | None:
-        """Return a token that stays equal until an owner changes; None if unknown. Does not wait for the device."""
+        """Return a token that equals later tokens until an owner changes, or None. Does not wait for the device."""
 
     @abstractmethod
     def read(self) -> Tensor:
-        """Return the owner of each slot, ``[R]`` int64; ``NO_OWNER`` if it is empty. Does not wait for the device."""
+        """Return the owner of each slot, ``[R]`` int64; ``NO_OWNER`` for empty slots. Does not wait for the device."""
 
     @abstractmethod
     def refusal(self) -> str:
-        """Return the reason why the owners cannot be published; empty if they can. Waits for the device."""
+        """Return the reason if the owners cannot be published, otherwise an empty string. Waits for the device."""
 
 
 class MchOwners(LocalOwners):
@@ -129,7 +129,7 @@ class HashOwners(LocalOwners):
         return raw_ids.masked_fill(is_empty, NO_OWNER).masked_fill_(is_reserved, _HASH_EMPTY).to(self.device)
 
     def refusal(self) -> str:
-        """Return an error message if the raw id ``NO_OWNER`` owns a slot, or if a raw id owns two; otherwise empty."""
+        """Return an error message if ``NO_OWNER`` owns a slot or a raw id owns two slots; otherwise an empty string."""
         raw_ids = self._raw_ids()
         if bool((raw_ids == NO_OWNER).any()):
             return f"the raw id {NO_OWNER}, which marks empty slots in the format, owns a slot"

@@ -37,8 +37,8 @@ class Discovery:
 
     Args:
         modules: FQN to sharded embedding module.
-        features: table FQN to its feature names.
-        tables: table FQN to the whole table; the same on every rank.
+        features: table FQN to the feature names of the table.
+        tables: table FQN to the spec of the whole table; the same on every rank.
         shards: table FQN to this rank's shard. A shard may have no rows.
         kernels: kernels of this rank that hold at least one tracked shard.
         skipped: FQNs of the tables, and of the unsupported sharded modules and tensors, that ``fqns_to_skip`` excludes.
@@ -63,7 +63,7 @@ def discover(model: nn.Module, fqns_to_skip: Sequence[str] = ()) -> Discovery:
     """Find the tables of every sharded EmbeddingCollection and EmbeddingBagCollection in ``model``.
 
     Subclasses of these collections are included. If there is no sharded collection, find the tables of every
-    ``nn.Embedding`` and ``nn.EmbeddingBag``, see :func:`~delta_tracker.sharding.plain_tables.plain_shards`.
+    ``nn.Embedding`` and ``nn.EmbeddingBag``; see :func:`~delta_tracker.sharding.plain_tables.plain_shards`.
 
     Args:
         model: a ``DistributedModelParallel``, or any module that contains tables.
@@ -256,9 +256,9 @@ def _merge(
     is_fused: bool,
     replica: tuple[int, int],
 ) -> LocalShard:
-    """Merge the blocks of a table on this rank into one shard. They must have the same rows and different columns.
+    """Merge ``blocks`` of a table on this rank, which have the same rows and different columns, into one shard.
 
-    ``blocks`` is empty if the rank has no rows of the table. ``planned`` has the blocks in the sharding plan; None if
+    ``blocks`` is empty if the rank has no rows of the table. ``planned`` are the blocks in the sharding plan; None if
     the plan lists none. ``is_fused`` is used only if ``blocks`` is empty. ``replica`` is the result of
     :func:`~delta_tracker.sharding.torchrec_api.replica_of` for the table's collection.
     """

@@ -25,7 +25,7 @@ class TorchrecPatch:
 
     Raises:
         MissingExtraError: if torchrec is not installed.
-        InvalidArgumentError: if ``DistributedModelParallel`` lacks these methods, as in torchrec 1.3 and 1.4.
+        InvalidArgumentError: if ``DistributedModelParallel`` has no methods for trackers, as in torchrec 1.3 and 1.4.
     """
 
     def __init__(self, create: Callable[[nn.Module, Any], object]) -> None:

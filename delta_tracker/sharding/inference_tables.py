@@ -27,7 +27,7 @@ from delta_tracker.sharding.row_cache import cached_table
 from delta_tracker.sharding.torchrec_api import Torchrec, holder_of, tbe_of
 
 QUANTIZED: dict[type[nn.Module], str] = {EmbeddingCollection: "embeddings", EmbeddingBagCollection: "embedding_bags"}
-"""Class of a quantized collection to the name of the attribute that holds its tables."""
+"""Mapping of the class of a quantized collection to the name of the attribute that holds its tables."""
 QUANTIZED_SHARDS: dict[type[nn.Module], str] = {
     ShardedQuantEmbeddingCollection: "embeddings",
     ShardedQuantEmbeddingBagCollection: "embedding_bags",
@@ -130,7 +130,7 @@ def _quantized(module: Any, holder: str, blocks: Iterable[_Block]) -> Iterator[t
 
 
 def _obstacle(block: _Block) -> str:
-    """Return the reason why the rows of a block cannot be written; an empty string if they can."""
+    """Return the reason if the rows of a block cannot be written, otherwise an empty string."""
     kernel = block.kernel
     if type(kernel) not in _KERNELS:
         return f"in a {type(kernel).__name__}, which does not store rows contiguously"
@@ -155,7 +155,7 @@ class Packed:
     """Rectangle of a quantized table, and the layout of its rows in memory.
 
     Args:
-        region: the rectangle; its ``memory`` is ``[rows, bytes]`` uint8, including padding.
+        region: the rectangle; its ``memory`` is ``[rows, bytes]`` uint8, including the padding of the rows.
         kind: data type of the table: ``fp32``, ``fp16``, ``int8``, ``int4`` or ``int2``.
         row_bytes: size of a row in bytes, without padding.
         is_scale_last: True if scale and bias follow the codes, False if they precede the codes.
@@ -179,14 +179,14 @@ def _packed(block: _Block) -> Packed:
 class QuantizedTarget(TensorTarget):
     """Target that quantizes rows of the trainer's dtype and writes them to a quantized table.
 
-    Rows are quantized on the CPU. The result has the same bytes as torchrec's. The trainer's table may be float32,
+    Rows are quantized on the CPU. The bytes are identical to torchrec's result. The trainer's table may be float32,
     float16 or bfloat16. torchrec cannot quantize bfloat16, so bfloat16 rows are converted to float32 first.
 
     Args:
         num_rows: number of rows of the whole table.
         dim: number of columns of the whole table.
         packed: blocks of the table in this process.
-        obstacle: reason why rows cannot be written; empty if they can.
+        obstacle: reason why rows cannot be written; empty if there is none.
     """
 
     remedy = (

@@ -1,4 +1,4 @@
-"""Mark a model while a restore writes it or while it follows a stream. Forward passes of a marked model raise."""
+"""Mark a model while a restore writes to it or it follows a stream, so that its forward passes raise an error."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ class _Incomplete:
     """Forward pre-hook of a model that is being written.
 
     Args:
-        version: version that is being restored or followed.
+        version: version that is being restored, or that the model has reached in the stream.
         is_following: True if the model follows a stream, False if a restore writes to it.
     """
 
@@ -26,8 +26,8 @@ class _Incomplete:
 def mark(model: nn.Module, version: int, *, is_following: bool = False) -> None:
     """Make every forward pass of ``model`` raise IncompleteModelError until :func:`unmark` is called.
 
-    Direct calls of its submodules do not raise. ``version`` is the version that is being restored. If ``is_following``
-    is True, it is the version of the stream that the model follows.
+    Direct calls of its submodules do not raise. ``version`` is the version that is being restored or, if
+    ``is_following`` is True, the version that the model has reached in the stream.
     """
     held = _mark_of(model)
     if held is None:

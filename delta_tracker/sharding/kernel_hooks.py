@@ -6,10 +6,10 @@ the node of a discarded output never runs, and a second backward pass runs both 
 between the two hooks, the end of the pass is detected when the autograd engine deletes the callbacks queued for it.
 
 The capture of a CUDA graph runs the hooks once, and replays of the graph run none. Once a lookup or a backward pass of
-a table was captured, all rows of the table count as changed at every cut. The same holds for lookups that are compiled
+a table was captured, every read of changes returns all rows of the table. The same holds for lookups that are compiled
 with ``fullgraph=True``.
 
-A deep copy of a model also calls the hooks, which ignore it, since its rows are in other memory. TorchRec's
+A deep copy of a model also calls the hooks. They ignore its lookups, since its rows are in other memory. TorchRec's
 ``DistributedModelParallel.copy()`` to the same device does not copy the rows. Lookups of such a copy are reported.
 Backward passes of other copies are counted, to warn of a job that trains a copy by mistake.
 """
@@ -209,15 +209,15 @@ class PostLookupHook(Watcher):
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class _Update:
-    """Write to the rows of one lookup. Only the hooks of its autograd node reference it.
+    """Write to the rows of one lookup. Only the hooks of its autograd node reference this object.
 
     Args:
         ids: table FQN to ``[N]`` local ids; None for all rows.
         is_proven: True if the write is complete when the node ends. False if the lookup was compiled or its node is
             unknown: the write then ends with the backward pass.
-        keys: thread to key of the write. Several threads may run a backward pass of one graph.
+        keys: thread id to key of the write. Several threads may run a backward pass of one graph.
         is_missed: True if a hook failed before it reported the start of the write.
-        token: token that reports the end of the write when it is deleted, if the autograd engine could not store it.
+        token: set if the autograd engine could not store the token, whose deletion reports the end of the write.
     """
 
     ids: Mapping[str, Tensor | None]

@@ -1,4 +1,4 @@
-"""Kernels: split a kernel's memory into tables, and flush the kernel's caches at most once per cut.
+"""Kernels: split the memory of a kernel into tables, and flush the caches of a kernel when its rows are read.
 
 A kernel is one of TorchRec's modules ``BatchedFusedEmbedding``, ``BatchedDenseEmbedding`` and their ``...Bag``
 variants: a table-batched embedding (TBE) with one autograd node for a group of tables. Within a kernel, a table is
@@ -154,7 +154,7 @@ _ENDED = ref(_Statement())
 class _Thread(threading.local):
     """State of the ``with`` statements of this module that are active in this thread.
 
-    Only their frames reference the statements, so that an interrupted statement does not stay active.
+    Only the frame that runs a statement holds a strong reference to it, so that an interruption ends the statement.
 
     Attributes:
         cut: the active ``with one_cut()``.

@@ -35,7 +35,7 @@ class ShardHolder(Protocol):
         """Return a copy of the rows ``ids`` (``[N]`` int64 local ids) of a slot, ``[N, columns]``."""
 
     def optimizer_states(self, slot: int) -> list[Tensor]:
-        """Return views of the states of a fused optimizer for the rows of a slot; an empty list without states."""
+        """Return a view of each state that a fused optimizer keeps for the rows of a slot; empty without states."""
 
     def weight_slots(self) -> list[tuple[Mapping[str, Tensor | None], str]]:
         """Return a ``(mapping, key)`` pair for each weight tensor; ``mapping[key]`` is the tensor."""
@@ -65,7 +65,7 @@ class LocalShard:
 
     @property
     def is_compared(self) -> bool:
-        """True if changed rows are found by comparison with a copy instead of reported by hooks."""
+        """True if changed rows are found by comparison with a copy instead of being reported by hooks."""
         return not (self.is_fused or self.is_stepped)
 
     @property

@@ -4,8 +4,8 @@ Notation: ``R`` is the number of rows of a shard.
 
 The scalars of a kernel are the numbers that training or the user changes: the iteration counters, the learning rate and
 the other hyperparameters. ``iter`` is saved in checkpoints. The kernel computes with ``iter_cpu``, which also counts
-evaluations and is set from ``iter`` only while it is 0. The learning rate exists twice: the optimizer object of a
-kernel overwrites the kernel's learning rate with its own at each ``zero_grad`` and ``step``.
+evaluations and is set from ``iter`` only while ``iter_cpu`` is 0. The learning rate exists twice: the optimizer object
+of a kernel overwrites the kernel's learning rate with its own at each ``zero_grad`` and ``step``.
 
 Adam, LAMB, LARS and partial row-wise Adam exist on CUDA only, where this module has not been tested.
 """
@@ -33,8 +33,8 @@ def table_states(shard: LocalShard) -> TableStates | None:
     """Return a description of the states that a fused optimizer keeps for the rows of a shard.
 
     Returns:
-        Description with the name (``momentum1`` or ``momentum2``), dtype and shape of each state; without states for
-        SGD. None if the optimizer is not fused or the rank has no rows of the table.
+        Name, dtype and shape of each state: ``momentum1`` and ``momentum2``, or no state for SGD. The result is None if
+        the optimizer is not fused or the rank has no rows of the table.
 
     Raises:
         UnsupportedModelError: if the dtype of a state is not float32, float16 or bfloat16, or if the column ranges of
@@ -57,7 +57,8 @@ class StateWatch:
     """Detector of in-place writes to optimizer states, based on the version counters of their tensors.
 
     In-place operators of torch increment the counter, for example when an optimizer's state is loaded. The fused
-    backward pass does not. The tables of a kernel share one counter: a write to one table is reported for all of them.
+    backward pass does not increment it. The tables of a kernel share one counter: a write to one table is reported for
+    all of them.
 
     Args:
         shards: function that returns the current shards by table FQN. Resharding a table changes its result.
@@ -179,7 +180,7 @@ def _write(kernel: ShardHolder, scalars: Scalars) -> None:
 
 
 def _group(kernel: ShardHolder) -> dict[str, Any]:
-    """Return the settings in the optimizer object of a kernel. The object copies them to the kernel."""
+    """Return the settings of the optimizer object of a kernel. The object copies them to the kernel."""
     groups: list[dict[str, Any]] = kernel.module.fused_optimizer.param_groups
     return groups[0]
 

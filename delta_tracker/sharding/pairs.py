@@ -1,7 +1,7 @@
 """Compatibility of FBGEMM releases with torch releases.
 
-FBGEMM's libraries are compiled for one minor release of torch, but its wheels do not declare which. With another
-release, its import fails with an ``OSError`` or an undefined symbol. The message names neither package.
+FBGEMM's libraries are compiled for one minor release of torch, which its wheels do not declare. With another release of
+torch, importing FBGEMM fails with an ``OSError`` or an undefined symbol. The message names neither package.
 """
 
 import re
@@ -21,7 +21,7 @@ FBGEMM_OF_TORCH: Mapping[str, str] = {
     "2.13": "1.8",
     "2.14": "1.9",
 }
-"""Minor release of torch to the minor release of FBGEMM that was built for it. All of them work with torchrec."""
+"""Mapping of minor release of torch to the FBGEMM release that was built for it. All pairs work with torchrec."""
 
 _CUDA, _CPU = "fbgemm-gpu", "fbgemm-gpu-cpu"  # both install the import name fbgemm_gpu
 _MINOR = re.compile(r"(\d+\.\d+)\b")

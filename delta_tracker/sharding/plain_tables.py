@@ -139,10 +139,10 @@ def _kind(weight: Tensor) -> str:
 
 
 def _obstacle(module: PlainModule, weight: Tensor | None, fsdp: set[int], replicated: set[int] | None) -> str | None:
-    """Return the reason why a table cannot be tracked; None if it can.
+    """Return the reason if a table cannot be tracked, otherwise None.
 
-    ``fsdp`` has the ``id()`` of each parameter that FSDP manages. ``replicated`` has the ``id()`` of each parameter
-    that is the same on every rank; None if there is only one rank.
+    ``fsdp`` contains the ``id()`` of each parameter that FSDP manages. ``replicated`` contains the ``id()`` of each
+    parameter that is the same on every rank; None if there is only one rank.
     """
     shape = (module.num_embeddings, module.embedding_dim)
     if type(weight) is not nn.Parameter or weight.is_inference():

@@ -21,7 +21,7 @@ def has_fbgemm_tables(model: nn.Module) -> bool:
 
 
 def has_collisions(model: nn.Module) -> bool:
-    """Return True if a managed-collision module of TorchRec in the model maps raw ids to rows of a table."""
+    """Return True if the model contains a managed-collision module of TorchRec, which maps raw ids to table rows."""
     return _has(model, _COLLISIONS)
 
 

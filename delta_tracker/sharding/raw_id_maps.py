@@ -2,13 +2,13 @@
 
 TorchRec's modules map raw ids to rows in two ways. ``MCHManagedCollisionModule`` keeps the raw ids sorted, and maps an
 unknown id to the last row of its range. ``HashZchManagedCollisionModule`` probes the rows that start at the hash of an
-id. With ``disable_fallback=True``, it has no row for an unknown id. Otherwise, an unknown id reads the row of another
-id, and rows and mapping cannot be changed one after the other.
+id. With ``disable_fallback=True``, lookups of an unknown id find no row. Otherwise, they read the row of another id, so
+that modules without ``disable_fallback=True`` are rejected.
 
 A trainer on several ranks has a default row on each rank. In a module that holds the rows of several ranks, ``remap``
 is replaced by a function that finds the default row by the trainer's buckets.
 
-Lookups in an unsharded hash module must have exactly one id per sample: TorchRec masks the lengths by id.
+Lookups in an unsharded hash module must have exactly one id per sample: TorchRec applies a mask of ids to the lengths.
 
 Hash modules train on CUDA only. Their mapping was tested with raw ids that a test wrote, in evaluation mode on the CPU.
 This module has not been tested on a GPU.
@@ -130,7 +130,7 @@ class _ModuleMap(RawIdMap):
         self.rows = rows
 
     def refusal(self, identity: Identity) -> str:
-        """Return the reason why the module cannot serve the buckets of a stream; the empty string if it can."""
+        """Return the reason if the module cannot serve the buckets of a stream, otherwise an empty string."""
         kind = type(self._module).__name__
         if self._module.training:
             return f"mapped by a {kind} in training mode, which admits raw ids itself: call model.eval()"
@@ -194,7 +194,7 @@ class MchMap(_ModuleMap, SortedMap):
         return self._module.__dict__.get("remap")
 
     def _is_own_default(self, identity: Identity) -> bool:
-        """Return True if all raw ids that reach the module have its own default row."""
+        """Return True if the module's own default row is the default row of all raw ids that the module receives."""
         first, end = self.rows
         return [bucket.default for bucket in identity.buckets if first < bucket.rows[1] and bucket.rows[0] < end] == [
             end - 1
@@ -255,7 +255,7 @@ class HashMap(_ModuleMap):
         return slots[indices]
 
     def conflict(self, slots: Tensor, owners: Tensor) -> str:
-        """Return the reason why lookups of ``owners`` would not find the rows ``slots``, or an empty string."""
+        """Return the reason if lookups of the raw ids ``owners`` would not find the rows ``slots``; otherwise empty."""
         if bool((owners == _EMPTY).any()):
             return f"mapped by a {type(self._module).__name__}, which reserves the raw id {_EMPTY} of a row"
         hash_size, num_buckets = self._module._input_hash_size, len(self._module._output_segments) - 1  # noqa: SLF001

@@ -5,11 +5,11 @@ replicas of each shard in place, without autograd. TorchRec provides no hook for
 ``DMPCollection`` is wrapped, once for all trackers.
 
 A row that no replica changed since the last ``sync`` is equal on all replicas. The average of equal values has the same
-bits for 2 and 4 replicas, in every order of additions. For 3 and for 5 or more replicas, roundings of the partial sums
-change it: 47 % of random values for 8 replicas that are added one after the other. Therefore, the ranks that hold the
-replicas of a shard exchange the rows that changed, if there are 2 or 4 of them; otherwise, all rows count as changed.
-They also count as changed at the first ``sync``, before which the replicas may differ, and if a user's function or a
-relay replaces the averaging.
+bits for 2 and 4 replicas, in every order of additions. For 3 and for 5 or more replicas, rounding of the partial sums
+may change the average: for 8 replicas that are added one after the other, it changes 47 % of random values. Therefore,
+if a shard has 2 or 4 replicas, their ranks exchange masks of the changed rows; otherwise, all rows count as changed.
+All rows also count as changed at the first ``sync``, before which the replicas may differ, and if a user's function or
+a relay replaces the averaging.
 
 The ranks exchange one byte for each row of a shard in an all-reduce, whatever the number of changed rows. For 64
 float32 columns, this is 0.4 % of the weights that ``sync`` averages.
@@ -35,7 +35,7 @@ _CHUNK_ROWS = 1 << 15
 
 
 class ReplicaGroup:
-    """Group of tables that ``sync`` averages over one process group. Its ranks exchange their changed rows.
+    """Tables that ``sync`` averages over one process group, whose ranks exchange masks of the changed rows.
 
     The buffer of the exchange has one byte for each row. It is allocated once, so that a rank that has run out of
     memory can still take part in the exchange.
@@ -45,8 +45,8 @@ class ReplicaGroup:
         shards: FQN to shard, in the same order on all ranks of the group; at least one, and all on the same device.
 
     Attributes:
-        is_exchanged: True if the ranks exchange their changed rows; False if there is one replica, or if averaging may
-            change every row.
+        is_exchanged: True if the ranks exchange masks of changed rows; False if there is one replica, or if averaging
+            may change every row.
     """
 
     def __init__(self, ranks: dist.ProcessGroup, shards: Mapping[str, LocalShard]) -> None:

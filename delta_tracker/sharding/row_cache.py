@@ -6,7 +6,7 @@ must be written to the cache too.
 
 With ``PrefetchTrainPipelineSparseDist``, FBGEMM loads the rows of later batches into the cache on a separate stream,
 while other streams run. A flush first reads which row is in a slot of the cache, then copies the slot to this row. If a
-prefetch loads another row into the slot in between, the flush overwrites the first row with the second one.
+prefetch loads another row into the slot in between, the flush overwrites the first row with values of the second row.
 
 Attributes of FBGEMM's module that are used here: ``lxu_cache_weights`` (``[slots, columns]``), ``lxu_cache_state``
 (``[sets, ways]``, the linear index of the row in each slot), ``total_cache_hash_size``, ``embedding_specs`` and

@@ -4,7 +4,7 @@ An optimizer writes in its ``step``. Hooks that torch calls before and after the
 report all writes. The sparse gradient and the optimizer determine which rows a step writes:
 
 - ``SGD`` without momentum, ``Adagrad`` and ``SparseAdam`` write the rows of the gradient and no other rows.
-- ``SGD`` with momentum also writes the rows of its momentum buffer, which has the rows of all earlier gradients.
+- ``SGD`` with momentum also writes the rows of its momentum buffer, which contains the rows of all earlier gradients.
 - Any other optimizer may write any row: all rows count as changed, and a warning is logged once. The same holds for a
   gradient that is not sparse.
 
@@ -46,12 +46,12 @@ class _Step:
 
     Args:
         key: key of the write.
-        optimizer: the optimizer. If it is deleted, the step ends.
+        optimizer: weak reference to the optimizer. Its deletion ends the step.
         is_computed_inside: True if a closure computes the gradients inside the step.
         rows: FQN to the ids ``[N]`` of the rows that were reported before the step; None for all rows.
         gradients: FQN, parameter, gradient and version counter of the gradient when ``rows`` was computed.
         versions: FQN to the version counter of the table's weight before the step.
-        may_load: True if another hook may load another momentum before the step.
+        may_load: True if another hook may replace the momentum before the step.
         is_counted: True if the step is in :attr:`StepHook.num_updates`.
     """
 
@@ -76,7 +76,7 @@ class StepHook(Watcher):
 
     Attributes:
         num_updates: number of optimizer steps with a gradient for at least one table.
-        others: counter of steps that update no table, but a tensor of the same shape and dtype, such as a copy.
+        others: counter of steps that update no table, but a tensor with the shape and dtype of one, such as a copy.
     """
 
     def __init__(self, shards: Mapping[str, LocalShard], reports: Reports) -> None:

@@ -21,7 +21,7 @@ from delta_tracker.errors import MissingExtraError
 
 
 def _classes(module: str, *names: str) -> Any:  # noqa: ANN401  the field has its own type
-    """Return a dataclass field for classes of a module. It is empty if the module is not imported yet."""
+    """Return a dataclass field for classes of a module. Its default is empty if the module is not imported yet."""
     return field(default_factory=partial(_imported, module, *names))
 
 
@@ -232,7 +232,7 @@ def sync_groups(wrapper: Any) -> list[tuple[dist.ProcessGroup, list[nn.Module]]]
     The groups are in the order of ``sync``. The ranks of a group hold replicas of the same modules.
 
     In torchrec 1.3, attributes of the wrapper describe the only group. Later versions have a list of contexts. Since
-    1.5, a context has pairs of a module and its parent.
+    1.5, a context lists pairs of a module and its parent.
     """
     contexts = getattr(wrapper, "_ctxs", None)
     found = (

@@ -27,7 +27,7 @@ UNSEEN = -1
 
 
 class HookListener(Protocol):
-    """Interface that receives the reports of hooks.
+    """Interface that receives the reports of hooks. A cut is the position up to which a read returns changes.
 
     Hooks call the methods in the thread of the lookup or write. Only the last three methods, which concern ``sync`` in
     2D parallelism, may wait for the device. Calls of :meth:`begin_write`, :meth:`end_write` and :meth:`end_write_later`
@@ -105,8 +105,8 @@ class Watcher:
 
     Hooks never raise. After an error, the next read returns all rows of the hook's tables, with unknown old states. If
     a hook fails before a write, all reads until the end of the write or of its backward pass return all rows too, and
-    so does the first read afterwards. This requires no memory, lock or device operation and works after any error.
-    Errors are counted, and the first one is logged. While a CUDA graph is captured, hooks launch no operation.
+    so does the first read afterwards. This needs no memory, lock or device operation and therefore works after any
+    error. Errors are counted, and the first one is logged. While a CUDA graph is captured, hooks launch no operation.
 
     Args:
         tables: FQNs of the tables to report.
@@ -251,7 +251,7 @@ class WrappedMethod:
 
     Attributes:
         hooks: functions to call before the method, with its arguments. Each of them returns a function to call after
-            the method. Its argument is True if the method did not raise.
+            the method, with True as the argument if the method did not raise, otherwise False.
     """
 
     def __init__(self, method: Callable[..., None]) -> None:
@@ -317,7 +317,7 @@ def untraced(hook: Callable[..., None], omitted: Callable[[], object]) -> Callab
 
 
 def forget_compiled_code() -> None:
-    """Discard all compiled code of this process. Call this after adding hooks: existing code does not call them."""
+    """Discard all compiled code of this process. Call this after adding hooks: compiled code does not call them."""
     compiler = sys.modules.get("torch._dynamo")
     if compiler is not None:
         compiler.reset_code_caches()  # unlike torch.compiler.reset(), keeps CUDA graphs

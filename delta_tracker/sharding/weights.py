@@ -20,7 +20,7 @@ def column_views(shard: LocalShard) -> list[Tensor]:
     """Return a view ``[R, columns]`` of the weights for each column range of a shard, in order. Flushes caches first.
 
     Training overwrites the views. The list is empty if the rank has no rows of the table. To read several shards, make
-    all calls inside one ``with one_cut()``; see :func:`~delta_tracker.sharding.kernel_memory.one_cut`.
+    all calls inside one ``with`` statement of :func:`~delta_tracker.sharding.kernel_memory.one_cut`.
     """
     with one_cut():
         return [kernel.weight(slot) for kernel, slot in shard.holders]
@@ -50,7 +50,7 @@ class WriteWatch:
     In-place operators of torch increment the counter, for example when values are copied into the tensors of a state
     dict. The following do not increment it: the fused backward pass, the reads of this module, collectives that write
     to a tensor (``broadcast``, ``all_reduce``, ``recv``), and writes through ``.data``, ``untyped_storage()``, DLPack,
-    numpy or a raw pointer. Nor do the fused optimizers of ``torch.optim``, whose steps are reported by hooks. The
+    numpy or a raw pointer. The fused optimizers of ``torch.optim`` do not either; hooks report their steps. The
     tables of a kernel share one counter: a write to one table is reported for all of them. A call of a function in
     :data:`delta_tracker.sharding.named_writers.NAMED_WRITERS` is reported for every table.
 
