@@ -65,11 +65,11 @@ def compile_package(
     change or neither. The check needs memory for a copy of the largest tensor, and two runs for each tensor. A tensor
     that does not affect the results is reported in the log.
 
-    The package does not contain the parameters, unless the model has constants that are not in its ``state_dict``.
+    The package contains the tables only if the model has constants that are not in its ``state_dict``.
 
     Args:
         exported: result of ``torch.export.export`` for a model in evaluation mode. Its tensors must have the names in
-            the stream, or names that ``ModelTarget(names=...)`` maps. They are changed only during the call.
+            the stream, or names that ``ModelTarget(names=...)`` maps. The call changes the tensors temporarily.
         path: file to write, with the suffix ``.pt2``. An existing file is replaced.
         options: settings of ``torch._inductor.config``; None for the defaults.
 
@@ -77,8 +77,8 @@ def compile_package(
         ``path``.
 
     Raises:
-        InvalidArgumentError: if ``path`` has another suffix; if ``options`` has an option that this function sets; if
-            the exported program has no example inputs, changes buffers, has tensors that share memory or are not
+        InvalidArgumentError: if ``path`` has another suffix; if ``options`` contains an option that this function sets;
+            if the exported program has no example inputs, changes buffers, has tensors that share memory or are not
             contiguous, or is not deterministic; or if torch is older than 2.8.
         UnsupportedModelError: if a tensor was folded into the compiled code. No package is written.
 
@@ -150,7 +150,7 @@ class CompiledModel:
         _manage(self._compiled, self.tensors)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  those of the exported model
-        """Run the compiled model with the same inputs as the exported model."""
+        """Run the compiled model. It takes the same inputs as the exported model."""
         return self._compiled(*args, **kwargs)
 
 
@@ -177,9 +177,9 @@ def _tensors(exported: ExportedProgram) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _check(exported: ExportedProgram, tensors: Mapping[str, Tensor], path: str) -> None:
-    """Raise UnsupportedModelError if changing a tensor affects only one of the program and the package.
+    """Raise UnsupportedModelError if changing a tensor affects the exported program but not the package, or vice versa.
 
-    Raises InvalidArgumentError if one of them is not deterministic.
+    Raises InvalidArgumentError if the exported program or the package is not deterministic.
     """
     args, kwargs = exported.example_inputs or ((), {})
     compiled, module = _loaded(path, 1), exported.module()

@@ -4,7 +4,7 @@ To save, pass the tracker or the :class:`~delta_tracker.RankCounters` itself: ``
 tracker}, checkpoint_id=path)``, or ``dcp.async_save``. The states can be loaded at any world size. To load tensors, DCP
 needs their keys and sizes, which depend on the changed rows and the world size of the save. :class:`SavedTracker` and
 :class:`SavedCounters` therefore read the keys and sizes from the checkpoint first. Afterwards they check that DCP has
-loaded each tensor, since a planner may skip some, as ``DefaultLoadPlanner(allow_partial_load=True)`` does.
+loaded each tensor, since some planners skip tensors, such as ``DefaultLoadPlanner(allow_partial_load=True)``.
 """
 
 import os
@@ -47,8 +47,8 @@ class _Wanted(dict[str, Tensor]):
 class SavedTracker:
     """``Stateful`` object for ``dcp.load`` that loads a tracker's state from a checkpoint.
 
-    A saved state has one part for each rank that saved it. When loading, each rank reads the headers of all parts, then
-    the parts with rows of its shards. ``dcp.load`` calls :meth:`state_dict`, fills the tensors, and calls
+    A saved state has one part for each rank that saved it. When loading, each rank reads the headers of all parts, and
+    the contents of parts with rows of its shards. ``dcp.load`` calls :meth:`state_dict`, fills the tensors, and calls
     :meth:`load_state_dict`. The model must be restored first. DCP restores in alphabetical order of the keys, so use a
     key after the model's, such as ``"tracker"`` after ``"model"``. The other order is rejected. If a header is
     incompatible or a tensor is missing, every rank raises an error before any state, including the model's, is loaded.
@@ -129,7 +129,7 @@ def _modules_with_tables(tracker: ModelDeltaTracker) -> Iterable[nn.Module]:
 def _loads_any(state: object, modules: set[int]) -> bool:
     """Return True if an object, or an attribute of it, is a module that contains one of ``modules``, by ``id()``.
 
-    A dict of tensors is False: DCP fills the tensors in place before it calls any ``load_state_dict``.
+    Return False for a dict of tensors: DCP fills the tensors in place before it calls any ``load_state_dict``.
     """
     held = [state, *getattr(state, "__dict__", {}).values()] if isinstance(state, Stateful) else []
     return any(id(inner) in modules for each in held if isinstance(each, nn.Module) for inner in each.modules())
@@ -207,7 +207,7 @@ class _SavedParts:
     def parts(self) -> list[RankHeader]:
         """Return the headers of all parts, without a collective; an empty list if there are none.
 
-        Raises InvalidArgumentError if the checkpoint has such states but none under ``key``, or several.
+        Raises InvalidArgumentError if the checkpoint has such states but none under ``key``, or several without a key.
         """
         self._metadata = self._reader.read_metadata()
         found: dict[str, list[str]] = {}
@@ -231,7 +231,7 @@ class _SavedParts:
     def wanted(self, parts: list[RankHeader], needs: Mapping[str, Layout]) -> dict[str, Tensor]:
         """Return the tensors that this rank needs, uninitialized, and a header of zeros, by name.
 
-        All ranks load the same header, which shows whether DCP has loaded this state.
+        All ranks load the same header. :meth:`loaded` checks it to find out whether DCP has loaded this state.
         """
         # Check the parts of all ranks: if only one rank raised, the others would wait for it.
         layouts = {part.prefix + name: layout for part in parts for name, layout in part.all_layouts().items()}

@@ -32,7 +32,8 @@ _PACKAGES = ("pytorch_lightning", "lightning.pytorch")
 def _lightning_package() -> ModuleType:
     """Return the Lightning package that is already imported, otherwise the first one that is installed.
 
-    The two packages have different classes. ``Trainer(callbacks=callback)`` without a list accepts only its own class.
+    The packages define different classes. Without a list, ``Trainer(callbacks=callback)`` accepts only a callback of
+    its own package.
     """
     for name in sorted(_PACKAGES, key=lambda name: sys.modules.get(name) is None):
         try:
@@ -67,7 +68,7 @@ class _Saved:
     Args:
         state: the state; empty for a checkpoint without a state.
         weights: each parameter that the state belongs to, and its version counter, which in-place writes increment;
-            None if rows were written that are missing in the state.
+            None if the state does not cover all writes to the rows.
         is_restored: True if the current ``fit`` has loaded the state with its model.
     """
 
@@ -152,7 +153,7 @@ class TrackerCallback(Callback):
 
         Use this after ``load_from_checkpoint``, which calls no callbacks: build the tracker for the module that it
         returns, register the counters, and call this method on each rank. Every row counts as changed if the checkpoint
-        has no tracker state, or if its weights do not belong to the state, such as the average of ``WeightAveraging``.
+        has no tracker state, or contains other weights than this state, such as the average of ``WeightAveraging``.
         Raises the errors of :meth:`~delta_tracker.ModelDeltaTracker.load_state_dict`.
         """
         tracker.load_state_dict(checkpoint.get(_KEY, {}))
@@ -234,9 +235,10 @@ class TrackerCallback(Callback):
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Add the tracker state to ``checkpoint``: on rank 0 the parts of all ranks, on other ranks this rank's part.
 
-        Lightning calls this on every rank. After ``fit``, the state at its end is saved, or the state of a checkpoint
-        that was loaded later, together with a flag if weights were written afterwards. Before the first ``fit``, and in
-        calls of ``trainer`` after a ``fit`` that raised, the state is empty: loading it marks every row as changed.
+        Lightning calls this on every rank. After ``fit``, this method saves the state at the end of ``fit`` or of a
+        checkpoint that was loaded since then, and whether weights were written afterwards. Before the first ``fit``,
+        and in the calls of ``trainer`` after a ``fit`` that raised, it saves an empty state, which marks every row when
+        it is loaded.
         """
         if self._tracker is not None:
             checkpoint[_KEY] = self._state()
@@ -250,7 +252,7 @@ class TrackerCallback(Callback):
 
         Raises:
             DeltaTrackerError: the errors of :meth:`~delta_tracker.publisher.publisher.Publisher.publish`. The rows then
-                stay pending in the checkpoints that were saved.
+                stay pending in the checkpoints that were saved before.
         """
         if (publisher := self._open_publisher()) is not None:
             publisher.publish()
@@ -260,7 +262,7 @@ class TrackerCallback(Callback):
         """Close the publisher and detach the tracker.
 
         Lightning does not call this method if ``fit`` raised an error. Callbacks can then still save a checkpoint, and
-        :meth:`setup` closes and detaches in the next call of ``trainer``.
+        :meth:`setup` closes and detaches them in the next call of ``trainer``.
         """
         self._release()
 
@@ -305,10 +307,10 @@ class TrackerCallback(Callback):
 class CountersCallback(Callback):
     """Callback that saves counters and metrics of each rank with every checkpoint, and restores them.
 
-    The checkpoint of rank 0 has the states of all ranks, and the checkpoint of any other rank has its own states. The
-    strategy may therefore save on rank 0 or on every rank. A checkpoint of rank 0 can be restored at any world size.
-    The sum over all ranks stays the same, even if the metrics are persistent states of the module: Lightning restores
-    these first, and the callback then replaces them.
+    The checkpoint of rank 0 contains the states of all ranks. The checkpoint of any other rank contains only the states
+    of that rank. The strategy may therefore save on rank 0 or on every rank. A checkpoint of rank 0 can be restored at
+    any world size. The sum over all ranks stays the same, even if the metrics are persistent states of the module:
+    Lightning restores these first, and the callback then replaces them.
 
     The counters are restored whenever the trainer loads a checkpoint: in ``fit``, ``validate``, ``test`` and
     ``predict``. This is a collective. If a rank fails, all ranks raise an error, and no counter is changed.
@@ -346,7 +348,7 @@ class CountersCallback(Callback):
         counters.load_state_dict(checkpoint.get(_COUNTERS_KEY, {}))
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Add the states to ``checkpoint``: on rank 0 the states of all ranks, on other ranks only its own."""
+        """Add the states to ``checkpoint``: on rank 0 the states of all ranks, on others those of this rank."""
         checkpoint[_COUNTERS_KEY] = self._counters.state_dict(strategy="gather_or_local")
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -391,11 +393,11 @@ def _mark_everything(tracker: ModelDeltaTracker) -> None:
 
 
 def _has_other_weights(checkpoint: Mapping[str, Any]) -> bool:
-    """Return True if the weights of a checkpoint may differ from the weights that its tracker state belongs to."""
+    """Return True if the weights of a checkpoint are not the weights that its tracker state belongs to."""
     return bool(checkpoint.get(_WRITTEN, False)) or _AVERAGED in checkpoint
 
 
 def _restores_weights(trainer: Trainer, checkpoint: Mapping[str, Any]) -> bool:
-    """Return True if a callback of ``trainer`` averages weights, and restores the weights of the tracker state."""
+    """Return True if an averaging callback of ``trainer`` restores the weights that the tracker state belongs to."""
     kinds = {kind.__name__ for each in trainer.callbacks for kind in type(each).__mro__}
     return trainer.state.fn == "fit" and "WeightAveraging" in kinds and not checkpoint.get(_WRITTEN, False)
