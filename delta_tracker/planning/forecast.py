@@ -47,11 +47,11 @@ class Requests:
     bill deletions.
 
     Args:
-        puts: requests that write.
-        lists: requests that list, one for each page.
-        gets: requests that read, including reads of objects that do not exist yet.
+        puts: requests that write objects, including all requests of multipart uploads.
+        lists: requests that list objects, one for each page.
+        gets: requests that read an object, including objects that do not exist yet.
         heads: requests for the size of an object.
-        deletes: requests that delete.
+        deletes: requests that delete an object.
     """
 
     puts: float = 0.0
@@ -81,7 +81,7 @@ class Requests:
 
 @dataclass(frozen=True, slots=True)
 class VersionSize:
-    """Sizes of the objects of one version.
+    """Sizes of the objects that store one version.
 
     Args:
         entry_bytes: size of the entry in the log.
@@ -152,7 +152,7 @@ class Forecast:
     def tracker_bytes(self) -> int:
         """Maximum size in bytes of the sets of changed rows in the tracker of rank 0 (the rank with the most rows).
 
-        There is at most one set for each consumer, one for new changes, and one for an uncommitted read.
+        There is at most one set for each consumer, one for newly changed rows, and one for an uncommitted read.
         In a mode with old states, a set also has an id and an old state for each changed row.
         """
         load = self.workload
@@ -169,7 +169,7 @@ class Forecast:
     def publisher_bytes(self) -> int:
         """Host memory in bytes on one rank for a copy of the rows of a delta, their ids, and the dense tensors.
 
-        On a GPU, the copy takes the same amount of device memory, at most 512 MiB. Torch rounds pinned memory up.
+        On a GPU, the copy takes the same amount of device memory, at most 512 MiB. Torch may round it up.
         """
         num_bytes = {each.fqn: each.dim * each.dtype.itemsize + _ID_BYTES for each in self.workload.tables}
         rows = sum(self._rows_of_delta(each) * num_bytes[each.fqn] for each in self.workload.tables)
@@ -267,7 +267,7 @@ class Forecast:
 
     @property
     def longest_start_bytes(self) -> int | None:
-        """Maximum of :attr:`start_bytes`: a snapshot, and all deltas until the next one; None without a next one."""
+        """Maximum number of bytes that a new predictor reads; see :attr:`start_bytes`. None if that is None."""
         if self.workload.snapshot_every is None:
             return None
         return self.snapshot.read_bytes + (self.workload.snapshot_every - 1) * self.delta.read_bytes

@@ -1,4 +1,4 @@
-"""Description of a stream to forecast: its tables, rates and readers, specified by the caller or observed."""
+"""Description of a stream to forecast, specified by the caller or estimated from an existing stream."""
 
 import math
 import statistics
@@ -32,7 +32,7 @@ class Workload:
     Args:
         tables: tables of the model, such as ``tuple(tracker.tables.values())``.
         changed: fraction of rows that change per minute, 0 or more; one number for all tables, or a mapping by FQN. A
-            version has the fraction ``changed * seconds / 60`` of the rows, at most 1.
+            version contains the fraction ``changed * seconds / 60`` of the rows, at most 1.
         seconds: seconds between two versions.
         encoding: encoding of the rows; None for each table's own dtype.
         ranks: number of ranks of the trainer.
@@ -136,8 +136,8 @@ def observe(log: StreamLog) -> Workload:
     The time between versions is the median, and the number of ranks is the largest number of parts in a delta.
 
     Raises:
-        InvalidArgumentError: if there is no stream, if these entries have fewer than two deltas, or if the stream has
-            training states, raw ids, or more than one encoding besides the dtypes of the tables.
+        InvalidArgumentError: if there is no stream, if these entries contain fewer than two deltas, or if the stream
+            has training states, raw ids, or tables whose encodings differ by more than their dtypes.
     """
     url = log.storage.url
     entries = [entry for entry in map(log.read, log.versions()[-_NUM_ENTRIES:]) if entry is not None]
