@@ -240,7 +240,7 @@ class Forecast:
     def entries(self) -> int | None:
         """Maximum number of entries in the log; None if no entries are deleted.
 
-        Retention deletes in passes, and only versions before a snapshot.
+        Retention runs in passes, and deletes only versions before a snapshot.
         """
         load = self.workload
         if load.retained_versions is None or load.snapshot_every is None:

@@ -162,7 +162,7 @@ class Follower(Forkable):
             _logger.warning("predictor stopped with an error: %s", self.error)
 
     def wait(self, is_there: Callable[[], bool], seconds: float | None) -> bool:
-        """Wait until ``is_there()`` is True, checking after each version. Return False after ``seconds``, if given."""
+        """Return True once ``is_there()``, called after each version, is True; False after ``seconds``, if given."""
         if self._is_own_thread:
             raise InvalidArgumentError("wait()", "called in the thread of follow()", "Call it in another thread")
         waiter, end = SimpleQueue[None](), None if seconds is None else self._runtime.monotonic() + seconds

@@ -23,7 +23,7 @@ class Gate:
     """Bounds on the values of a version. A predictor holds a version that violates them; see :class:`Rollout`.
 
     The RMS row norm of a table is the root mean square of the L2 norms of its rows in the version. Error messages call
-    it the size of the rows.
+    this norm the size of the rows.
 
     Args:
         non_finite: True to reject NaN and infinite values.

@@ -40,7 +40,7 @@ class Fit:
     Args:
         tables: specs of the applied tables, by name. They state the number of rows in the model.
         dense: names of the applied dense tensors.
-        differences: name of each table and dense tensor that is not applied completely to a sentence about the reason.
+        differences: for each table and dense tensor that is not applied completely, its name and a sentence about why.
     """
 
     tables: Mapping[str, TableSpec]

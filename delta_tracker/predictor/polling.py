@@ -139,5 +139,5 @@ class GapChecks:
 
 
 def jittered(seconds: float, runtime: Runtime) -> float:
-    """Return ``seconds`` with random jitter of up to 25 %, to spread the requests of readers; no jitter below 0.1 s."""
+    """Return ``seconds`` with 25 % random jitter, to spread the requests of many readers. No jitter below 0.1 s."""
     return seconds * runtime.uniform(0.75, 1.25) if seconds >= _LEAST_JITTERED_SECONDS else seconds

@@ -214,7 +214,7 @@ class SinkWriter(Forkable):
             self._sink.write_defaults(manifest.stream, fqn, ids[is_default], values[is_default], manifest.version)
 
     def _log(self, stream: str, fqn: str, slots: Tensor, owners: Tensor) -> tuple[Tensor, int]:
-        """Log the ``[M]`` owners of the rows ``slots``, ascending, that differ from the stored map.
+        """Log each of the ``[M]`` ``owners`` that differs from the stored owner of its row. ``slots`` are ascending.
 
         Returns the int64 raw ids that lose a row (and may get another row), and the number of rows that get a raw id.
         """

@@ -53,7 +53,7 @@ class VersionWriter:
         return self.destination.keeps_rows(narrowed)
 
     def apply(self, entry: Manifest, storage: Storage, *, is_elsewhere: bool) -> bool:
-        """Read, validate and write a version, see :meth:`ModelWriter.write`. Return False if it needs a snapshot."""
+        """Read, validate and write a version. Return False, without writing, if a snapshot must be applied first."""
         if self.destination.written.leaves_rows(entry):
             raise StreamReplacedError(storage.url, entry.version)
         gate = self.gate if entry.kind != "claim" else None

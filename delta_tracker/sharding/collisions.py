@@ -29,7 +29,7 @@ _HASH_EMPTY = -1  # value of an empty slot in hash-ZCH
 
 
 class Versions:
-    """Token of the state of ``tensors``. Tokens are equal until a tensor is replaced or written in place."""
+    """Token of the state of ``tensors``. Two tokens differ if a tensor was replaced or written in place in between."""
 
     __slots__ = ("_tensors", "_versions")
     __hash__ = None  # type: ignore[assignment]
@@ -72,7 +72,7 @@ class LocalOwners(ABC):
 
     @abstractmethod
     def token(self) -> object | None:
-        """Return a token that equals later tokens until an owner changes, or None. Does not wait for the device."""
+        """Return a token that changes when an owner changes; None if unsupported. Does not wait for the device."""
 
     @abstractmethod
     def read(self) -> Tensor:

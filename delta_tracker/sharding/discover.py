@@ -122,7 +122,7 @@ def discover(model: nn.Module, fqns_to_skip: Sequence[str] = ()) -> Discovery:
 
 
 def _warn_of_skips(skips: Sequence[str], found: Discovery) -> None:
-    """Warn if all tables are skipped, and of each name in ``skips`` that matches nothing."""
+    """Warn if all tables are skipped, and warn about each name in ``skips`` that matches nothing."""
     known = [*found.tables, *found.skipped]
     if not found.tables:
         warnings.warn(f"fqns_to_skip={list(skips)} leaves no table to track; it skips {sorted(known)}", stacklevel=4)

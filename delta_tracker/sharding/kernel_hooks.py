@@ -11,7 +11,7 @@ with ``fullgraph=True``.
 
 A deep copy of a model also calls the hooks. They ignore its lookups, since its rows are in other memory. TorchRec's
 ``DistributedModelParallel.copy()`` to the same device does not copy the rows. Lookups of such a copy are reported.
-Backward passes of other copies are counted, to warn of a job that trains a copy by mistake.
+Backward passes of other copies are counted, to warn if a job trains a copy by mistake.
 """
 
 from __future__ import annotations

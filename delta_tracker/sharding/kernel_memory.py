@@ -2,7 +2,7 @@
 
 A kernel is one of TorchRec's modules ``BatchedFusedEmbedding``, ``BatchedDenseEmbedding`` and their ``...Bag``
 variants: a table-batched embedding (TBE) with one autograd node for a group of tables. Within a kernel, a table is
-identified by its slot, its index in the group, since names of features and tables are not unique.
+identified by its slot (its index in the group), since names of features and tables are not unique.
 
 FBGEMM's split functions create views of all tables of a kernel. Calling them for each table takes time quadratic in the
 number of tables, and calling them in each batch slows training down. The views are therefore cached until the tensors

@@ -61,11 +61,11 @@ class ReplicaGroup:
         self._marks = torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
 
     def every_row(self) -> dict[str, Tensor | None]:
-        """Return a mapping of the FQN of each table to None (all rows)."""
+        """Return None, which means all rows, for each table, by FQN."""
         return dict.fromkeys(self.shards)
 
     def no_row(self) -> dict[str, Tensor | None]:
-        """Return a mapping of the FQN of each table to an empty tensor of ids."""
+        """Return an empty tensor of ids for each table, by FQN."""
         return {fqn: torch.empty(0, dtype=torch.int64, device=self._device) for fqn in self.shards}
 
     def pack(self, changed: Mapping[str, Tensor | None]) -> None:

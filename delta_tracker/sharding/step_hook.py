@@ -206,7 +206,7 @@ class StepHook(Watcher):
         return rows
 
     def _count_others(self, optimizer: torch.optim.Optimizer, step: _Step) -> None:
-        """Count a step without a gradient of a table if it updated tensors of the size and dtype of tables."""
+        """Count a step that updated no table if it updated a tensor with the shape and dtype of a table."""
         if step.is_counted:
             self.others.clear()
             return
