@@ -1,6 +1,6 @@
 """Memory management: reusable host buffers, host copies of device tensors, and synchronization of CUDA streams.
 
-Open ``pool.py`` first: it has the pool of buffers. ``host_copy.py`` copies a device tensor to pinned memory.
+Open ``pool.py`` first: it contains the pool of buffers. ``host_copy.py`` copies a device tensor to pinned memory.
 ``cuda_fence.py`` orders the work of several CUDA streams.
 """
 

@@ -1,4 +1,4 @@
-"""Order the work that several CUDA streams queue on shared memory.
+"""Order the work of several CUDA streams on the same memory.
 
 Work on one stream runs in the order in which it was queued. Work on different streams may run in any order, unless one
 stream waits for the other.
@@ -19,7 +19,7 @@ class StreamFence:
     devices other than CUDA, the fence does nothing. Callers must serialize the calls.
 
     The fence also calls ``Tensor.record_stream`` for each new stream. The caching allocator then reuses freed memory
-    only after the work of this stream.
+    only after the queued work of that stream has completed.
 
     Args:
         tensors: function that returns the tensors in this memory that may be freed. Called only if the stream changes.
@@ -65,5 +65,5 @@ class StreamFence:
         return next(iter(self._used.get(device, ())), None)
 
     def leave(self, key: int) -> bool:
-        """End the use with this key. Return False if no use has it, as on devices other than CUDA."""
+        """End the use with ``key``. Return False if there is no such use. There is none on devices other than CUDA."""
         return self._open.pop(key, None) is not None

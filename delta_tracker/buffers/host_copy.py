@@ -1,4 +1,4 @@
-"""Copies of device tensors to pinned host memory that do not block the thread that starts them."""
+"""Asynchronous copies of device tensors to pinned host memory."""
 
 from typing import Any
 

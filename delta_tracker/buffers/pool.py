@@ -29,11 +29,11 @@ class BufferPool:
     without. Copying 256 MB of rows takes 15 ms.
 
     All free buffers together take at most ``max_bytes``. A buffer in use may be up to 1.5 times as large as requested.
-    If the pool has n buffers, it releases a buffer that stays free during 4 n requests, and a request takes O(log n).
+    With n buffers, a request takes O(log n) time, and a buffer that stays free during 4 n requests is released.
 
     Args:
         max_bytes: maximum total size of the free buffers, in bytes.
-        min_bytes: size in bytes of the smallest array that comes from the pool. Smaller arrays are always new.
+        min_bytes: size in bytes of the smallest array that the pool provides. Smaller arrays are always new.
 
     Example:
         >>> memory = BufferPool()
@@ -108,8 +108,8 @@ class BufferPool:
     def _returned(self, loan: object = None) -> None:
         """Record that an array was garbage-collected, and mark the memory of all recorded arrays as free.
 
-        If another thread uses the pool, a later request marks the memory. The garbage collector may call this method in
-        any thread at any time.
+        If another thread is using the pool, the memory is marked by a later request. The garbage collector may call
+        this method in any thread at any time.
         """
         if loan is not None:
             self._ended.append(id(loan))
@@ -120,7 +120,7 @@ class BufferPool:
                 self._lock.release()
 
     def _settle(self) -> None:
-        """Mark the memory of collected arrays as free, and release buffers beyond the limits. The lock must be held."""
+        """Mark memory of collected arrays as free, and release buffers that exceed the limits. Requires the lock."""
         while self._ended:
             _, memory = self._loans.pop(self._ended.popleft())
             self._num_returns += 1
@@ -137,7 +137,7 @@ class BufferPool:
             self._free_bytes -= memory.nbytes
 
     def _take(self, num_bytes: int) -> NDArray[np.uint8] | None:
-        """Remove and return the smallest free buffer of 1 to 1.5 times ``num_bytes``; None if the pool has none."""
+        """Remove and return the smallest free buffer of 1 to 1.5 times ``num_bytes``; None if none fits."""
         index = bisect_left(self._sizes, (num_bytes, 0))
         if index == len(self._sizes) or self._sizes[index][0] > num_bytes * 3 // 2:
             return None
