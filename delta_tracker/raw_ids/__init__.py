@@ -1,10 +1,10 @@
 """Mappings from raw ids to the rows of tables with managed collisions, without torchrec.
 
-Open ``raw_id_map.py`` first: it assigns raw ids to buckets, checks the owners of rows, and has :class:`RawIdMap`, the
-interface of a live mapping. ``index.py`` has the mapping of serving code. Elsewhere, ``sharding/raw_id_maps.py`` and
-``sharding/collisions.py`` change and read the mappings of TorchRec's modules, ``sharding/collision_states.py`` saves
-and restores their training states, ``tracker/store/owner_store.py`` finds the rows whose owner changed, and
-``predictor/identities.py`` applies the owners of a version.
+Open ``raw_id_map.py`` first: it assigns raw ids to buckets, checks the owners of rows, and defines :class:`RawIdMap`,
+the interface of a live mapping. ``index.py`` contains the mapping for serving code. In other packages,
+``sharding/raw_id_maps.py`` and ``sharding/collisions.py`` change and read the mappings of TorchRec's modules,
+``sharding/collision_states.py`` saves and restores their training states, ``tracker/store/owner_store.py`` finds the
+rows whose owner changed, and ``predictor/identities.py`` applies the owners of a version.
 """
 
 from delta_tracker.raw_ids.raw_id_map import NO_OWNER as NO_OWNER

@@ -1,4 +1,4 @@
-"""Index from raw ids to rows, for serving code without torchrec, and the sorted mapping that implements it.
+"""Index from raw ids to rows, for serving code without torchrec, and the sorted mapping that it is based on.
 
 Notation: ``R`` is the number of rows of a mapping, ``N`` the number of ids of a call.
 """
@@ -23,8 +23,8 @@ _NUM_DIMS = {"owners": 1, "hash_size": 1, "buckets": 2}  # number of dimensions 
 class SortedMap(RawIdMap):
     """Base class of mappings with two tensors: the raw ids in ascending order, and the row of each raw id.
 
-    Rows without an owner come last and have the id :data:`~delta_tracker.raw_ids.raw_id_map.NO_OWNER`. :meth:`unmap`
-    keeps an id and sets its row to the default row of its bucket. The tensors are changed in place.
+    Rows without an owner come last, with the id :data:`~delta_tracker.raw_ids.raw_id_map.NO_OWNER`. :meth:`unmap` does
+    not remove a raw id, but maps it to the default row of its bucket. The tensors are modified in place.
     """
 
     @property
@@ -36,7 +36,7 @@ class SortedMap(RawIdMap):
     def tensors(self) -> tuple[Tensor, Tensor]:
         """Return the raw ids, ``[R]`` int64, ascending, and the global id of each row, ``[R]`` int64.
 
-        An unmapped id has the default row of its bucket, or -1 if the bucket has no default row.
+        The row of an unmapped id is the default row of its bucket, or -1 if the bucket has no default row.
         """
 
     @property
@@ -45,7 +45,7 @@ class SortedMap(RawIdMap):
         return self.tensors()[1]
 
     def owners(self) -> Tensor:
-        """Return the raw id of each row, ``[R]`` int64 on the CPU. Default rows have :data:`NO_OWNER`."""
+        """Return the raw id of each row, ``[R]`` int64 on the CPU. :data:`NO_OWNER` for default rows."""
         first, end = self.rows
         raw_ids, slots = (each.cpu() for each in self.tensors())
         if len(slots) and not first <= int(slots.min()) <= int(slots.max()) < end:
@@ -82,7 +82,7 @@ class SortedMap(RawIdMap):
     def reroute(self, identity: Identity) -> None:
         """Map all unmapped raw ids to the default rows of their buckets in a new ``identity``.
 
-        Takes O(R) time.
+        Takes O(``R``) time.
         """
         first, end = self.rows
         raw_ids, slots = self.tensors()
@@ -106,13 +106,13 @@ class SortedMap(RawIdMap):
         copy_from_host(known_ids, raw_ids)
 
     def _local_defaults(self, identity: Identity, raw_ids: Tensor) -> Tensor:
-        """Return the default rows of raw ids; the last row of :attr:`rows` for default rows outside of it."""
+        """Return the default row of each raw id. Default rows outside :attr:`rows` are replaced by its last row."""
         first, end = self.rows
         found = defaults_of(identity, raw_ids)
         return torch.where((found == _NO_ROW) | ((found >= first) & (found < end)), found, end - 1)
 
     def _defaults(self) -> tuple[int, ...]:
-        """Return the default rows of the current :attr:`identity`. Some may be outside of :attr:`rows`."""
+        """Return the default rows of the current :attr:`identity`. A default row may be outside :attr:`rows`."""
         return () if self.identity is None else self.identity.defaults
 
 
@@ -120,9 +120,9 @@ class RawIdIndex(SortedMap):
     """Index from the raw ids of a table to its rows, on the CPU, for serving code without torchrec.
 
     Pass it as ``raw_ids`` to a :class:`~delta_tracker.predictor.predictor.Predictor`, which keeps it up to date. Look
-    up ids and rows in one ``with predictor.reading()`` block. The index takes 16 bytes per row, and up to 60 more while
-    a version that changes the owners of all rows is applied. Serving code calls :meth:`rows_of`, :meth:`state_dict` and
-    :meth:`load_state_dict`. The predictor calls the other methods.
+    up ids and rows in one ``with predictor.reading()`` block. The index takes 16 bytes per row, and up to 60 more bytes
+    per row while a version that changes the owners of all rows is applied. Serving code calls :meth:`rows_of`,
+    :meth:`state_dict` and :meth:`load_state_dict`. The predictor calls the other methods.
 
     Args:
         num_rows: number of rows of the table.
@@ -157,8 +157,8 @@ class RawIdIndex(SortedMap):
 
         Returns:
             int64 rows in the shape of ``raw_ids``. The row of an unknown id is the default row of its bucket, or -1 if
-            the trainer's module has no default rows. Before the first version, all rows are -1. Filter these ids out:
-            as an index of a tensor, -1 selects the last row.
+            the trainer's collision module has no default rows. Before the first version, all rows are -1. Filter these
+            ids out: as an index of a tensor, -1 selects the last row.
 
         Raises:
             InvalidArgumentError: if ``raw_ids`` is not an int64 tensor on the CPU.
@@ -178,9 +178,9 @@ class RawIdIndex(SortedMap):
         Save it together with the table and the predictor's position, in one ``with predictor.reading()`` block.
 
         Returns:
-            ``owners``, ``[num_rows]``: raw id of each row, 2**63 - 1 if it has none. ``hash_size``, ``[1]``: size of
-            the range of raw ids. ``buckets``, ``[B, 3]``: first row, end and default row (or -1) of each bucket.
-            ``hash_size`` and ``buckets`` are empty before the first version.
+            ``owners``, ``[num_rows]``: raw id of each row, 2**63 - 1 for a row without a raw id. ``hash_size``,
+            ``[1]``: size of the range of raw ids. ``buckets``, ``[B, 3]``: first row, end and default row (or -1) of
+            each bucket. ``hash_size`` and ``buckets`` are empty before the first version.
         """
         identity = self._identity
         buckets = () if identity is None else identity.buckets
@@ -226,7 +226,7 @@ class RawIdIndex(SortedMap):
         return self._raw_ids, self._slots
 
     def refusal(self, identity: Identity) -> str:
-        """Return the reason why the index cannot use a stream's ``identity``; an empty string if it can."""
+        """Check whether the index can use a stream's ``identity``. Return the reason if not, else an empty string."""
         if identity.num_rows != self.rows[1]:
             return f"with a RawIdIndex of {self.rows[1]} rows"
         return ""
@@ -236,14 +236,14 @@ class RawIdIndex(SortedMap):
         return identity == self._identity
 
     def adopt(self, identity: Identity) -> None:
-        """Use ``identity`` for unknown raw ids. They then read the default rows of its buckets."""
+        """Use ``identity`` for unknown raw ids: map them to the default rows of its buckets."""
         if identity != self._identity:
             self.reroute(identity)
             self._route_by(identity)
 
 
 def _loaded(state: Mapping[str, Tensor], num_rows: int) -> tuple[Identity | None, Tensor]:
-    """Return the buckets and the owners of a saved index. Raise ValueError or RuntimeError for any other state."""
+    """Return the buckets and owners in a saved state. Raise ValueError or RuntimeError if the state is invalid."""
     owners, hash_size, records = (state[name].to("cpu", copy=True) for name in ("owners", "hash_size", "buckets"))
     if owners.shape != (num_rows,):
         raise ValueError(f"owners of shape {tuple(owners.shape)}")

@@ -1,7 +1,7 @@
 """Raw ids of tables with managed collisions: the bucket of an id, and the interface of a live mapping.
 
-A managed-collision module maps raw 64-bit ids to the rows of a table, admits new ids and evicts old ones. The raw id
-that a row is mapped to is its owner. A raw id is the id that the collision module receives, after its
+A managed-collision module maps raw 64-bit ids to the rows of a table, admits new ids and evicts old ones. The *owner*
+of a row is the raw id that is mapped to it. Raw ids are the ids that the collision module receives, after its
 ``input_hash_func``.
 """
 
@@ -24,9 +24,9 @@ _LOW = (1 << 63) - 1  # bits of an int64 without the sign
 def bucket_of(identity: Identity, raw_ids: Tensor) -> Tensor:
     """Return the index of each raw id's bucket. TorchRec routes ids to ranks by the same rule.
 
-    With ``B`` buckets, bucket ``b`` has the ids from ``b * size`` to ``(b + 1) * size - 1``, where ``size`` is
-    ``hash_size / B``, rounded up. An id outside of these ranges belongs to the bucket ``id % B``. Negative ids count as
-    unsigned 64-bit integers.
+    With ``B`` buckets, bucket ``b`` contains the ids from ``b * size`` to ``(b + 1) * size - 1``, where ``size`` is
+    ``hash_size / B``, rounded up. An id outside these ranges belongs to the bucket ``id % B``. Negative ids are
+    interpreted as unsigned 64-bit integers.
 
     Args:
         identity: the table's number of buckets ``B`` and ``hash_size``.
@@ -81,13 +81,13 @@ def check_owners(identity: Identity, slots: Tensor, owners: Tensor, *, is_unique
     Args:
         identity: buckets and default rows of the table.
         slots: ``[N]`` int64 global row ids, inside the table.
-        owners: ``[N]`` int64 raw ids of these rows, :data:`NO_OWNER` if none.
-        is_unique: also check that no raw id owns two rows. Pass False for rows that were copied at different times: an
-            id may have moved in between.
+        owners: ``[N]`` int64 raw ids of these rows, :data:`NO_OWNER` for a row without a raw id.
+        is_unique: also check that no raw id owns two rows. Pass False for rows that were copied at different times,
+            because a raw id may have moved to another row in between.
 
     Raises:
-        ValueError: if a default row has an owner, a raw id owns a row of another bucket, or with ``is_unique`` a raw id
-            owns two rows.
+        ValueError: if a default row has an owner, if a raw id owns a row of another bucket, or if ``is_unique`` is True
+            and a raw id owns two rows.
     """
     is_owned = owners != NO_OWNER
     slots, owners = slots[is_owned], owners[is_owned]
@@ -118,18 +118,18 @@ def check_unique(owners: Tensor) -> None:
 
 
 def _sorted(raw_ids: Tensor) -> Tensor:
-    """Return the raw ids in ascending order. On the CPU, numpy takes a sixth of the time of torch."""
+    """Return the raw ids in ascending order. On the CPU, uses numpy, which sorts six times as fast as torch."""
     return raw_ids.sort().values if raw_ids.device.type != "cpu" else torch.from_numpy(np.sort(raw_ids.numpy()))
 
 
 class RawIdMap(ABC):
     """Live mapping from raw ids to a range of a table's rows. A predictor updates it while lookups read it.
 
-    Methods that change the mapping must be called while holding the lock that lookups acquire. Notation: ``R`` is the
-    number of rows of the range.
+    Callers of methods that change the mapping must hold the lock that lookups acquire. Notation: ``R`` is the number of
+    rows of the range.
 
     Attributes:
-        rows: half-open range of the global row ids that this mapping holds.
+        rows: half-open range of the global row ids that this mapping covers.
     """
 
     rows: tuple[int, int]
@@ -146,7 +146,7 @@ class RawIdMap(ABC):
 
     @abstractmethod
     def refusal(self, identity: Identity) -> str:
-        """Return the reason why the mapping cannot use a stream's ``identity``; an empty string if it can."""
+        """Check whether the mapping can use a stream's ``identity``. Return the reason if not, else an empty string."""
 
     @abstractmethod
     def routes_by(self, identity: Identity) -> bool:
@@ -154,11 +154,11 @@ class RawIdMap(ABC):
 
     @abstractmethod
     def adopt(self, identity: Identity) -> None:
-        """Use ``identity`` for unknown raw ids. They then read the default rows of its buckets. Requires the lock."""
+        """Use ``identity`` for unknown raw ids: map them to the default rows of its buckets. Requires the lock."""
 
     @abstractmethod
     def owners(self) -> Tensor:
-        """Return the raw id of each row, ``[R]`` int64 on the CPU; :data:`NO_OWNER` for a row without one."""
+        """Return the raw id of each row, ``[R]`` int64 on the CPU; :data:`NO_OWNER` for a row without a raw id."""
 
     @abstractmethod
     def slots_of(self, raw_ids: Tensor) -> Tensor:
@@ -168,9 +168,10 @@ class RawIdMap(ABC):
         """
 
     def conflict(self, slots: Tensor, owners: Tensor) -> str:  # noqa: ARG002  a default
-        """Return the reason why lookups could not find new owners of some rows; an empty string if they could.
+        """Check whether lookups would find the rows of newly assigned raw ids.
 
-        The arguments are ``[N]`` int64: global row ids inside :attr:`rows`, and their raw ids.
+        Returns the reason if they would not, or an empty string if they would. The arguments are ``[N]`` int64: global
+        row ids inside :attr:`rows`, and their raw ids.
         """
         return ""
 
@@ -186,7 +187,7 @@ class RawIdMap(ABC):
         """Return the argument of :meth:`map` for new owners. Does not change the mapping.
 
         Args:
-            owners: ``[R]`` int64 raw id of each row, :data:`NO_OWNER` if none, checked with :func:`check_owners`.
+            owners: ``[R]`` int64 raw id of each row (or :data:`NO_OWNER`), already checked with :func:`check_owners`.
         """
 
     @abstractmethod
