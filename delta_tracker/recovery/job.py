@@ -1,7 +1,8 @@
-"""Job on this rank that a restore loads, and its comparison with the version: :class:`LocalJob`, :func:`check_fit`.
+"""Objects of a job that a restore loads on this rank, and their comparison with a version.
 
-``torch.optim.Optimizer.load_state_dict`` compares only the numbers of groups and of parameters, and the same method of
-a scheduler compares nothing. They would load the state of another class, and the next step would fail or be wrong.
+:func:`check_fit` is needed because ``torch.optim.Optimizer.load_state_dict`` compares only the number of groups and of
+parameters, and the ``load_state_dict`` of a scheduler compares nothing. Both would load the state of another class, and
+the next step would raise an error or give wrong results.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class LocalJob:
     on_model_change: OnModelChange = "stop"
 
     def check(self) -> None:
-        """Raise InvalidArgumentError if an argument of the restore is invalid."""
+        """Raise InvalidArgumentError if an argument of the restore call is invalid."""
         if not isinstance(self.model, nn.Module):
             raise InvalidArgumentError("model", type(self.model), "Pass a module")
         if isinstance(self.ignore, str) or not isinstance(self.ignore, Collection):
@@ -88,7 +89,7 @@ class LocalJob:
             raise InvalidArgumentError("batches ahead", data.num_ahead, remedy)
 
     def check_tracker(self, shards: Mapping[str, LocalShard]) -> None:
-        """Check that the tracker has the shards ``shards``, no reserved consumer, and no update in progress."""
+        """Check that the tracker's shards are ``shards``, no consumer is reserved, and no update is in progress."""
         if self.tracker is None:
             return
         for fqn, spec in self.tracker.shards.items():
@@ -130,7 +131,7 @@ class LocalJob:
             raise RankFailedError(self.rank, reason, "restore") from error
 
     def described(self, shards: Mapping[str, LocalShard], dense: Mapping[str, Tensor]) -> Job:
-        """Return a description of the job. ``shards`` has its shards by FQN, ``dense`` its dense tensors by name."""
+        """Return a description of the job. ``shards`` are its shards by FQN, ``dense`` its dense tensors by name."""
         objects = self.recovery.rank_state.items()
         rank = {name: callable(getattr(each, "load_rank_states", None)) for name, each in objects}
         return Job(
@@ -147,8 +148,8 @@ class LocalJob:
 def check_warm(model: nn.Module) -> None:
     """Raise InvalidArgumentError if a ``DistributedDataParallel`` in the model may still reorder its buckets.
 
-    The order changes after the first backward pass, or with ``static_graph`` after the second. With three ranks or
-    more, another order changes the sums of gradients.
+    The buckets are reordered after the first backward pass, or after the second with ``static_graph``. With three or
+    more ranks, a different order changes the summed gradients.
     """
     for name, module in model.named_modules():
         if isinstance(module, DistributedDataParallel) and _may_reorder(module):
@@ -174,9 +175,9 @@ class Saved:
 
     Args:
         states: optimizer states of each table with a fused optimizer.
-        unfused: this rank's saved shard of each other table, or any rank's shard if the world size differs.
+        unfused: this rank's saved shard of each non-fused table, or any rank's shard if the world size differs.
         training: names of the training states that all ranks share.
-        rank: names of the states that differ by rank, with :data:`DATA` if there is a position in the data.
+        rank: names of the states that differ by rank, including :data:`DATA` if a position in the data was saved.
     """
 
     tables: Mapping[str, TableSpec]
@@ -210,11 +211,10 @@ class Job:
 
 
 def check_fit(saved: Saved, job: Job, ignore: Collection[str] = (), stateless: Collection[str] = ()) -> None:
-    """Check that a version and a job have the same contents, except for the names in ``ignore``.
+    """Check that a version and a job have the same tables, tensors and states, except for the names in ``ignore``.
 
-    The optimizer's states of the tables in ``stateless`` are not compared.
-    Raises RestoreMismatchError if they differ. Raises InvalidArgumentError if a name in ``ignore`` is in neither of
-    them.
+    The optimizer states of the tables in ``stateless`` are not compared. Raises RestoreMismatchError if the version and
+    the job differ, and InvalidArgumentError if neither of them contains a name in ``ignore``.
     """
     found = (saved.tables, saved.dense, saved.training, saved.rank, job.shards, job.dense, job.training, job.rank)
     known = {name for names in found for name in names}
@@ -246,7 +246,7 @@ def check_fit(saved: Saved, job: Job, ignore: Collection[str] = (), stateless: C
 
 
 def check_optimizer(fqn: str, saved: Saved, job: Job) -> None:
-    """Check that the states of a table in a version are those of its optimizer in a job."""
+    """Check that the optimizer states of the table ``fqn`` in the version fit the table's optimizer in the job."""
     expected, shard = saved.states.get(fqn), job.shards[fqn]
     optimizer = f"the optimizer of {fqn!r}"
     is_fused = fqn in job.fused
@@ -275,7 +275,7 @@ def _names(saved: Iterable[str], found: Iterable[str], ignore: Collection[str]) 
 
 
 def check_same(what: str, saved: object, found: object) -> None:
-    """Raise RestoreMismatchError if two values differ. None means missing. ``what`` is their name in the message."""
+    """Raise RestoreMismatchError if two values differ. ``what`` names them in the message. None is a missing value."""
     if saved != found:
         missing = "missing"
         raise RestoreMismatchError(what, missing if saved is None else saved, missing if found is None else found)
@@ -360,7 +360,7 @@ def _parameters(groups: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
 
 
 def _by_parameters(groups: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the groups with sorted parameters, ordered by these parameters."""
+    """Return copies of the groups with sorted ``params``, in ascending order of ``params``."""
     ordered = [{**group, "params": sorted(map(str, group.get("params", ())))} for group in groups]
     return sorted(ordered, key=lambda group: group["params"])
 

@@ -1,4 +1,4 @@
-"""Comparison of a version with a job whose model or optimizers were changed since: :func:`change_of`."""
+"""Differences between a version and a job whose model or optimizers changed since then: :func:`change_of`."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from delta_tracker.types import TableSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """What a restore leaves out.
+    """Parts of the version and of the job that a restore leaves out.
 
     Args:
-        tables: tables of the version, by FQN; those that are restored with the number of rows in the job.
-        stateless: FQNs of the tables that are restored without the states of an optimizer.
+        tables: spec of each table of the version, by FQN. The specs of restored tables have the job's number of rows.
+        stateless: FQNs of the tables whose rows are restored without their optimizer states.
         ignore: names of everything that is not restored.
-        differences: sentences on what is not restored, or only in part.
-        unloaded: names of ignored states of ranks that the user may load with another number of ranks.
+        differences: messages, one for each item that is not restored or only partly restored.
+        unloaded: names of ignored states that differ by rank, for the user to load; empty if the number of ranks is the
+            same.
     """
 
     tables: Mapping[str, TableSpec]
@@ -35,10 +36,10 @@ class Change:
 def change_of(
     last: Manifest, saved: Saved, own: Job, job: LocalJob, states: TrainingStates, with_raw_ids: Collection[str]
 ) -> Change:
-    """Return what a restore of ``last`` leaves out, because the job lacks it or has it in another form.
+    """Return what a restore of ``last`` leaves out because it is missing or different in the version or the job.
 
-    ``with_raw_ids`` has the FQNs of the job's tables with managed collisions.
-    The optimizers that torch steps are left out as a whole if a parameter changed, because their states have no names.
+    ``with_raw_ids`` contains the FQNs of the job's tables with managed collisions. If a parameter changed, the states
+    of all non-fused optimizers are left out, because these states do not name their parameters.
     """
     ignore, rank = set(job.ignore), job.rank if states.world_size == job.world_size else None
     entry = replace(last, dense=saved.dense).having(lambda name: name not in ignore)

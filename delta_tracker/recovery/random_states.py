@@ -27,8 +27,8 @@ class RandomStates:
         rank_state = {"random": RandomStates()}
 
     Creating an iterator of a torch data loader draws a number from torch's CPU generator. A resumed job creates one
-    more iterator than the original job. Therefore give the loader its own ``generator``. The states of CUDA devices
-    were not tested on a GPU.
+    more iterator than the original job. Therefore pass the loader its own ``generator``. Saving and restoring the
+    states of CUDA devices has not been tested on a GPU.
 
     Example:
         >>> import random

@@ -36,15 +36,15 @@ def recovery_path(
 ) -> list[Manifest]:
     """Return the entries to apply in order to restore a version: a snapshot and the deltas after it.
 
-    The last entry has the training states. It is the newest entry up to ``version`` (by default up to the head) that is
-    not a claim. All entries have the same tables and states. Merged entries replace several versions where possible.
-    The path never contains ``avoid``, an entry that cannot be applied. Unreadable merged entries are logged and
-    skipped.
+    The last entry contains the training states. It is the newest entry up to ``version`` (by default, the newest in the
+    log) that is not a claim. All entries have the same tables and states. Merged entries replace several versions where
+    possible. The path never contains ``avoid``, an entry that cannot be applied. Unreadable merged entries are logged
+    and skipped.
 
-    ``applied`` is an entry of the log or a merged entry, up to which the rows of the model are already written. If
-    deltas lead from it to the version, the path starts with ``applied`` instead of a snapshot.
+    ``applied`` is the last entry or merged entry whose rows are already written to the model. If the version can be
+    reached from ``applied`` by deltas, the path starts with ``applied`` instead of a snapshot.
 
-    Raises NotRecoverableError if there is no path. Its ``version`` is None if the stream has no version.
+    Raises NotRecoverableError if there is no path. The ``version`` of the error is None if the stream has no version.
     """
     head = log.head()
     if head is None:
@@ -107,9 +107,9 @@ def pending_rows(
     Only the tables in ``shards`` are restored. All rows of other tables are pending.
 
     Returns:
-        Pending rows by consumer and FQN: ``[N]`` int64 local ids, ascending and unique, or None for all rows. And, by
-        consumer, the position of its publisher's stream, which can then continue with a delta. A position is omitted if
-        it differs between ranks or if the pending rows are unknown.
+        Two mappings by consumer name: the pending rows by FQN, ``[N]`` int64 local ids, ascending and unique, or None
+        for all rows; and the stream position of the consumer's publisher, from which the publisher can continue with a
+        delta. A position is omitted if it differs between ranks or if the pending rows are unknown.
     """
     publisher = states.publisher()
     if tracker is None:

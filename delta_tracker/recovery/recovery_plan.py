@@ -40,18 +40,18 @@ class Plan:
     """Plan of all writes of a restore on this rank, returned by :func:`prepare`.
 
     Args:
-        path: entries to apply, in order. The last entry has the training states.
+        path: entries to apply, in order. The last entry contains the training states.
         continues: True if the rows of the first entry are already written.
         shards: shard of each table to restore, by FQN.
         targets: memory of each table and state table, by name.
         scalars: iteration counters and hyperparameters of each table's kernel, by FQN.
         collisions: managed-collision module of each table and its saved states, by FQN.
-        held: dense tensors of the model, by name.
+        held: the model's dense tensors to write to, by name.
         names: names of the dense tensors to read from the parts of the last entry.
         dense: values of the other dense tensors, by name: dense tensors of rank 0, then buffers of this rank.
         consumers: result of :func:`pending_rows`.
-        rerouted: FQNs of the tables whose unknown raw ids read other rows than in the version.
-        change: what is not restored.
+        rerouted: FQNs of the tables in which lookups of unknown raw ids read other rows than in the version.
+        change: parts of the version and of the job that are not restored.
     """
 
     storage: Storage
@@ -80,7 +80,7 @@ class Plan:
         return {fqn: shard.spec for fqn, shard in self.shards.items()}
 
     def check_objects(self, others: Iterable[Stored]) -> None:
-        """Check that the objects that :meth:`write` reads, and ``others``, are in the store with the right sizes."""
+        """Check that the objects that :meth:`write` reads, and ``others``, exist in the store with the right sizes."""
         objects = [*self._objects(), *others]
         sizes: dict[str, int] = {}
         # In a local directory, a listing would also read the status of the files of all later versions.
@@ -135,7 +135,10 @@ def check_model(job: LocalJob) -> tuple[Discovery, dict[str, LocalOwners]]:
 
 
 def prepare(log: StreamLog, path: Sequence[Manifest], job: LocalJob, applied: Manifest | None = None) -> Plan:
-    """Compare a version with the job, and plan its restore. ``path`` is a :func:`recovery_path` from ``applied``."""
+    """Check that the last entry of ``path`` fits the job, and return a plan for restoring it.
+
+    ``path`` is the result of :func:`recovery_path` with the same ``applied``.
+    """
     last = path[-1]
     found, every_owner = check_model(job)
     states = TrainingStates(log.storage, last)
@@ -198,7 +201,7 @@ def prepare(log: StreamLog, path: Sequence[Manifest], job: LocalJob, applied: Ma
 
 
 def names_of_all_ranks(states: TrainingStates, ignore: Collection[str], url: str) -> list[str]:
-    """Return the names of the states that differ by rank. Raise NotRecoverableError if a rank lacks a needed state."""
+    """Return the names of the states that differ by rank. Raise NotRecoverableError if a rank lacks a needed one."""
     names = [set(states.names_of(rank)) for rank in range(states.world_size)]
     every = set().union(*names)
     for rank, each in enumerate(names):
@@ -209,10 +212,10 @@ def names_of_all_ranks(states: TrainingStates, ignore: Collection[str], url: str
 
 
 def _kernels(states: TrainingStates, shards: Mapping[str, LocalShard], own: int | None) -> dict[str, Scalars]:
-    """Return the scalars of the kernels of this rank's fused tables, by FQN.
+    """Return the counters and hyperparameters of the kernels of this rank's fused tables, by FQN.
 
-    Uses the scalars that rank ``own`` saved. For other tables, or if ``own`` is None, all ranks must have saved the
-    same scalars.
+    Uses the values that rank ``own`` saved. For a table that rank ``own`` did not save, or if ``own`` is None, all
+    ranks that saved the table must have the same values.
     """
     needed = {fqn for fqn, shard in shards.items() if any(kernel.is_fused for kernel, _ in shard.holders)}
     numbers = {} if own is None else states.kernels(own)
@@ -231,7 +234,7 @@ def load_collisions(
 ) -> dict[str, tuple[object, list[dict[str, Any]]]]:
     """Return the managed-collision module of each table in ``owners``, and the saved states of its slots, by FQN.
 
-    Reads only the states of the ``ranks`` that had these slots.
+    Of the ``ranks``, reads only the states of those that had these slots.
     """
     saved = {rank: states.collision_slots(rank) for rank in ranks} if owners else {}
     found = {}

@@ -31,17 +31,19 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restored:
-    """Restored version, returned by :func:`restore`.
+    """Description of a restored version, returned by :func:`restore`.
 
     Args:
         stream: id of the stream, 32 hexadecimal digits.
-        num_batches: number of batches that the job had trained.
-        event_time: minimum over the ranks of the event time of the last trained batch, in seconds; None if unknown.
+        num_batches: number of batches that the published job had been trained on.
+        event_time: minimum over the ranks of the event time in seconds of the last batch that was trained on; None if
+            unknown.
         world_size: number of ranks of the job that published the version.
-        rank_states: ignored states that differ by rank, if the number of ranks differs: by name, the states of all
-            ranks of the published job, in rank order; None for a rank without this state. The position in the data is
-            ``"data"``.
-        differences: with ``on_model_change="continue"``, sentences on what was not restored, or only in part.
+        rank_states: ignored states that differ by rank; empty if the number of ranks is the same. Each value is a list
+            of the states of all ranks of the published job, in rank order, with None for a rank without this state. The
+            key of the position in the data is ``"data"``.
+        differences: with ``on_model_change="continue"``, one message for each item that was not restored or only partly
+            restored.
     """
 
     version: int
@@ -81,17 +83,17 @@ def restore(  # noqa: PLR0913  all but two have a default
         url: url of the stream, or its :class:`~delta_tracker.stream.storage.storage.Storage`.
         version: version to restore, the same on all ranks; None for the newest version.
         tracker: tracker of the model.
-        recovery: objects of this job to load, under the publisher's names; None for ``Recovery()``.
+        recovery: objects of this job to load, under the names that the publisher used; None for ``Recovery()``.
         data: position in the training data. The call also attaches it to the tracker.
-        ignore: names not to restore, the same on all ranks: tables, dense tensors, training states and states of ranks
-            (``"data"`` for ``data``) of the version or of this job.
-        on_model_change: "stop" to raise an error if the version does not fit the job; "continue" to restore what both
-            have, see ``guide/recover.md``; the same on all ranks.
+        ignore: names not to restore, the same on all ranks: names of tables, dense tensors, training states and states
+            that differ by rank, in the version or in this job. The name of the position in the data is ``"data"``.
+        on_model_change: "stop" to raise an error if the version does not fit the job; "continue" to restore the parts
+            that both contain, see ``guide/recover.md``. Pass the same value on all ranks.
         timeout: maximum time to wait for the slowest rank, in each of four steps. One step reads and writes all rows.
 
     Raises:
-        NotRecoverableError: if the stream has no such version with states, or if an object in the store is missing. If
-            the stream has no version yet, all ranks raise it with ``version`` None.
+        NotRecoverableError: if the version does not exist or contains no states, or if an object in the store is
+            missing. If the stream has no version yet, all ranks raise the error with ``version`` None.
         RestoreMismatchError, ModelMismatchError: if the version does not match the job.
         InvalidArgumentError: if an argument is invalid, if ``DistributedDataParallel`` was not trained as described, or
             if an update is in progress.
@@ -119,7 +121,7 @@ class Restoration:
 
     Args:
         applied: entry up to which all rows of the model are already written. Ranks may pass different entries.
-        keeps_mark: True if the caller marks the model as incomplete and removes the mark.
+        keeps_mark: True if the caller itself marks the model as incomplete and removes this mark.
     """
 
     exchange: Exchange

@@ -1,4 +1,4 @@
-"""Follow a stream of versions with states on one rank: :class:`ShardFollower`. Makes no collective call."""
+"""Follow a stream of versions with states on one rank: :class:`ShardFollower`. Calls no collectives."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class ShardFollower:
     :class:`~delta_tracker.predictor.reader.Reader`, it may resume from an older snapshot after an error.
 
     Attributes:
-        error: error of the last attempt, to be retried; None if the attempt succeeded.
-        newest: last entry up to which all rows are written; None while the model may have older rows.
+        error: error of the last attempt, which :meth:`advance` will retry; None if the attempt succeeded.
+        newest: entry up to which all rows are written; None at first, and while the model may contain older rows.
     """
 
     def __init__(self, log: StreamLog, job: LocalJob, runtime: Runtime = REAL) -> None:
@@ -68,13 +68,13 @@ class ShardFollower:
 
     @property
     def version(self) -> int | None:
-        """Version of :attr:`newest`, or None."""
+        """Version of :attr:`newest`; None if :attr:`newest` is None."""
         return None if self.newest is None else self.newest.version
 
     def applied(self) -> Manifest | None:
         """Return the argument ``applied`` for :func:`~delta_tracker.recovery.recovery_path.recovery_path`.
 
-        This is :attr:`newest`, or None if a later entry is partly written and the log no longer has this entry.
+        This is :attr:`newest`, or None if a later entry was partly written and is no longer in the log.
         """
         self._begin_again_if_restored()
         partial = self._partial
@@ -83,11 +83,11 @@ class ShardFollower:
         return self.newest if Position.after(partial).names(self._log.read(partial.version)) else None
 
     def advance(self, until: float) -> bool:
-        """Apply entries until the monotonic time ``until`` or the end of the log. Return True if one was applied.
+        """Apply entries until the monotonic time ``until`` or the end of the log. Return True if any was applied.
 
-        The method completes the entry in progress at ``until``. It logs an error of the store or of the stream, sets
-        :attr:`error`, and retries in a call up to five seconds later. Raises an error if the stream does not match the
-        job or has no training states.
+        An entry that is in progress at ``until`` is completed. After an error of the store or of the stream, the method
+        logs it, sets :attr:`error` and returns. Calls do nothing for up to five seconds, and then retry. Raises an
+        error if the stream does not match the job or contains no training states.
         """
         self._begin_again_if_restored()
         has_moved = False
@@ -164,7 +164,7 @@ class ShardFollower:
         return True
 
     def _next(self) -> Manifest | None:
-        """Return the next entry, or None. At intervals, check whether a missing entry was deleted."""
+        """Return the next entry; None if there is none yet. At intervals, check whether a missing entry was deleted."""
         assert self._position is not None, "an entry was applied"
         looks_for_gap = self.error is not None or self._monotonic() >= self._gap_check
         entry = next_entry(self._log, self._position, self._source.next(self._position, looks_for_gap=looks_for_gap))
@@ -193,7 +193,7 @@ class ShardFollower:
             self._partial = None
 
     def _finds_other_path(self, faulty: Manifest | None) -> bool:
-        """Look for a path to the newest version, without the entry ``faulty`` if given. Return True if there is one."""
+        """Find a path to the newest version that avoids the entry ``faulty``, if given. Return True if it exists."""
         applied = self.newest if faulty is None and self._partial is None else None
         try:
             path = recovery_path(self._log, applied=applied, avoid=faulty)

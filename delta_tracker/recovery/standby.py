@@ -75,10 +75,10 @@ class Takeover:
 class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
     """Second job that follows the recovery stream of a trainer, and replaces the trainer when it fails.
 
-    Build it on all ranks after the model, the optimizers and the tracker, and before a publisher. Then call
-    :meth:`follow`. It returns when this job has taken over.
+    Create it on all ranks after the model, the optimizers and the tracker, and before a publisher. Then call
+    :meth:`follow`, which returns when this job has taken over.
 
-    Until then, each rank writes the published rows and optimizer states of its shards, and the model raises
+    Until the takeover, each rank writes the published rows and optimizer states of its shards, and the model raises
     :class:`~delta_tracker.errors.IncompleteModelError` when it is called. A takeover first claims the recovery stream
     and thereby fences the former trainer. It then restores the newest version before the claim, see
     :func:`~delta_tracker.recovery.restore.restore`, and claims the serving streams. The section "Warm standby" of
@@ -92,10 +92,10 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
         serving: urls or storages of all serving streams that the trainer publishes.
         name: name of this job's heartbeat in the store, and label ``standby`` of the metrics. It must differ from the
             names of predictors and of other standbys.
-        look_seconds: time in seconds between two polls of the stream. A rank that applies versions responds to the
-            other ranks after this time plus the version in progress.
-        timeout: maximum time to wait for the slowest rank, which may read and write a whole snapshot in this time.
-        runtime: clock and sleep function, for simulations.
+        look_seconds: time in seconds between two polls of the stream. A rank that is applying versions responds to the
+            other ranks after this time, once the version in progress is applied.
+        timeout: maximum time to wait for the slowest rank. It must suffice to read and write a whole snapshot.
+        runtime: clock and sleep function to use instead of the real ones, for simulations.
 
     Example:
         >>> standby = Standby(model, url, tracker=tracker, data=data, serving=[serving_url])  # doctest: +SKIP
@@ -145,7 +145,7 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
 
     @property
     def error(self) -> StreamError | None:
-        """Error that currently delays this rank; None if there is none. Later polls retry."""
+        """Error that currently delays this rank; None if no error delays it. Later polls retry."""
         return self._follower.error
 
     def follow(self, silence: float | None = None) -> Takeover:
@@ -153,14 +153,16 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
 
         Args:
             silence: take over after this number of seconds without a version or heartbeat of the trainer's publisher,
-                by the store's clock. None to take over only after ``delta-tracker takeover``. The same on all ranks.
-                The stream is claimed only while no rank has an :attr:`error`.
+                measured with the store's clock. None to take over only when the command ``delta-tracker takeover``
+                requests it. Pass the same value on all ranks. The stream is claimed only while no rank has an
+                :attr:`error`.
 
         Raises:
-            NotRecoverableError: on all ranks, if the versions have no states. With ``version`` None, if there is no
-                stream, or if its publisher is silent and no version was published: start a job without a restore.
-            StreamReplacedError: on all ranks, if the publisher is silent, and the stream had versions but now has only
-                a claim.
+            NotRecoverableError: on all ranks, if the versions contain no states. The error has ``version`` None if
+                there is no stream, or if its publisher is silent and no version was published. In this case, start a
+                job without a restore.
+            StreamReplacedError: on all ranks, if the publisher is silent, and the stream had versions but now contains
+                only a claim.
             TakeoverFailedError: if the takeover failed after the claim. Call :meth:`take_over` or this method again.
             InvalidArgumentError: if ``silence`` is invalid or below the time between two heartbeats of the publisher,
                 if a serving stream is missing or does not belong to the trainer, or if this job has already taken over.
@@ -201,7 +203,7 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
         Raises:
             StorageError: if the store cannot be read.
             MalformedError, CorruptPartError, MissingVersionError, StreamReplacedError: if a version cannot be applied.
-            OlderCopyError: if the store has an older copy of the stream.
+            OlderCopyError: if the store contains an older copy of the stream.
         """
         with self._meeting("Standby.sync()") as exchange:
             return _lowest(self._catch_up(exchange, "sync()", raises=True))
@@ -213,14 +215,14 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
 
         Args:
             force: True to fence a publisher that may be alive, even if this standby cannot apply its last version.
-            silence: without ``force``, the publisher counts as dead after this number of seconds without a version or
-                heartbeat, by the store's clock.
+            silence: without ``force``, the publisher is considered dead after this number of seconds without a version
+                or heartbeat, measured with the store's clock.
 
         Raises:
             LivePublisherError: on all ranks, if the publisher is alive, or if another job has claimed the stream.
-            TakeoverFailedError: on all ranks, without ``force``, if a version cannot be applied. Nothing was claimed in
-                this case. Also if the takeover failed after the claim: call this method again.
-            StreamReplacedError: on all ranks, if the stream had versions, but is now missing or has only a claim.
+            TakeoverFailedError: on all ranks, if the takeover failed after the claim: call this method again. Without
+                ``force``, also if a version cannot be applied: nothing is claimed in this case.
+            StreamReplacedError: on all ranks, if the stream had versions, but is now missing or contains only a claim.
             StorageError: if the store fails. If the claim was committed anyway, the next call uses it.
         """
         began = self._runtime.monotonic()
@@ -243,7 +245,7 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
             return self._complete(exchange, claimed, began)
 
     def close(self) -> None:
-        """Close the standby. Without a takeover, the model still raises when it is called. Not a collective."""
+        """Close the standby. If it did not take over, the model still raises when it is called. Not a collective."""
         self._ended = self._ended or "closed"
         self._recorder.close()
 
@@ -273,14 +275,14 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
         return turn
 
     def _advanced(self, call: str) -> dict[str, Any]:
-        """Apply versions for about ``look_seconds``. Return this rank's message, with any error that delays it."""
+        """Apply versions for about ``look_seconds``. Return this rank's message, which includes any current error."""
         self._check_open()
         has_moved = self._follower.advance(self._runtime.monotonic() + self._look_seconds)
         obstacle = "" if self.error is None else _text(self.error)
         return {"call": call, "has_moved": has_moved, "version": self.version, "obstacle": obstacle}
 
     def _catch_up(self, exchange: Exchange, call: str, *, raises: bool) -> list[dict[str, Any]]:
-        """Apply all versions on all ranks. Return the last messages. Raise only StorageError unless ``raises``."""
+        """Apply all versions on all ranks. Return the last messages. If not ``raises``, raise only StorageError."""
 
         def act() -> dict[str, Any]:
             turn = self._advanced(call)
@@ -297,7 +299,7 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
                 return messages
 
     def _check_serving(self) -> dict[str, Any]:
-        """Check the serving streams against the last applied version, or else against the newest version."""
+        """Check the serving streams against the last applied version, or the newest version if none was applied."""
         version = self._follower.newest
         if version is None:
             try:
@@ -308,7 +310,7 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
         return {}
 
     def _serving_obstacle(self) -> str:
-        """Check the serving streams. Return an error of the store as text. Raise if a stream is not the trainer's."""
+        """Return the text of a stream error, or an empty string. Raise if a serving stream is not the trainer's."""
         try:
             self._check_serving()
         except (CorruptPartError, MalformedError, StorageError) as error:
@@ -334,7 +336,7 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
             raise InvalidArgumentError("standby", self._ended, "Build a new Standby")
 
     def _claim(self, exchange: Exchange, storage: Storage, claim: Callable[[], Claim]) -> ClaimedStream | StreamError:
-        """Claim a stream on rank 0. Return the error if there is a newer entry, or if the store fails."""
+        """Claim a stream on rank 0. Return it, or the error if there is a newer entry or the store fails."""
         failure: StreamError | None = None
         own: Claim | None = None
 

@@ -32,10 +32,11 @@ _MIN_HEARTBEATS = 3  # a silence below this number of heartbeats is logged
 
 
 class RecoveryStream:
-    """Recovery stream of a standby. On rank 0, it decides about takeovers and claims the stream.
+    """Recovery stream of a standby. On rank 0, it decides when to take over, and claims the stream.
 
-    A decision is a dict that rank 0 sends to all ranks. An empty dict means to continue following. A dict with
-    ``is_due`` means to take over. The keys ``nothing``, ``gone`` and ``live`` have the arguments of an error to raise.
+    A decision is a dict that rank 0 sends to all ranks. If it is empty, the ranks continue to follow the stream. If it
+    contains the key ``is_due``, they take over. If it contains ``nothing``, ``gone`` or ``live``, they raise an error
+    with the value of this key as argument.
     """
 
     def __init__(self, log: StreamLog, name: str, look_seconds: float, recorder: Recorder, runtime: Runtime) -> None:
@@ -94,7 +95,7 @@ class RecoveryStream:
         return self._due(head, known, is_forced=force, last=None if signs is None else signs.last)
 
     def claim(self, decision: Mapping[str, Any]) -> Claim:
-        """Claim the stream after the entry in ``decision``, or after the newest entry in a forced takeover.
+        """Claim the stream after the entry in ``decision``, or in a forced takeover after the newest entry.
 
         Raises LivePublisherError if the publisher is alive or another job has already taken over.
         """
@@ -116,19 +117,22 @@ class RecoveryStream:
         return claim
 
     def log_once(self, reason: str) -> None:
-        """Log why there is no takeover. Does nothing if the last call had the same reason."""
+        """Log the reason why there is no takeover. Does nothing if the previous call had the same reason."""
         if reason != self._reason:
             _logger.warning("%s", reason)
         self._reason = reason
 
     def _known(self, head: Manifest | None, version: int | None) -> int | None:
-        """Record the newest snapshot. Return the applied version, or else the newest recorded snapshot."""
+        """Record the snapshot of ``head``. Return ``version``, or the newest recorded snapshot if it is None."""
         if head is not None and head.snapshot is not None:
             self._seen = head.snapshot
         return self._seen if version is None else version
 
     def _due(self, head: Manifest, known: int | None, *, is_forced: bool, last: float | None) -> dict[str, Any]:
-        """Return the decision to take over, or an error without a version. ``last`` is the last sign of life's time."""
+        """Return the decision to take over, or to raise an error if the stream has no version.
+
+        ``last`` is the time of the publisher's last version or heartbeat.
+        """
         if head.snapshot is None:
             return {"nothing": "the stream has only a claim"} if known is None else {"gone": known}
         return {
@@ -182,9 +186,9 @@ class ServingStreams:
     def check(self, version: Manifest | None) -> None:
         """Check that the streams exist, and that they are exactly the serving streams of the trainer.
 
-        ``version`` is a version of the recovery stream, or None. It has the stream of each other consumer of the
-        trainer's tracker, if known. Raises InvalidArgumentError if one of these streams is missing in :attr:`storages`,
-        or if there are more other streams than consumers without a known stream.
+        ``version`` is a version of the recovery stream, or None. It lists the other consumers of the trainer's tracker,
+        with the stream of each if known. Raises InvalidArgumentError if a listed stream is missing in :attr:`storages`,
+        or if :attr:`storages` contains more unlisted streams than there are consumers with an unknown stream.
         """
         storages = [open_storage(each) for each in self._urls]  # the directory may have been mounted meanwhile
         streams = [_stream_of(each) for each in storages]

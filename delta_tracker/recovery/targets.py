@@ -1,8 +1,8 @@
 """Write the rows of a version and their optimizer states to the memory of a model: :class:`RowWriter`.
 
-Each optimizer state of a table is treated as a separate table, a *state table*. The same code writes rows and states.
-The columns of a state table are the columns of the table, or the indices of its column ranges if the state has one
-number for each range.
+Each optimizer state of a table is treated as a separate table, a *state table*, so that the same code writes rows and
+states. The columns of a state table are the columns of the table, or the indices of its column ranges if the state has
+one number for each range.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def state_targets(
 ) -> dict[str, RowTarget]:
     """Return row targets that write the model's optimizer states, by name of the state table.
 
-    The arguments are by table FQN. ``views`` has the model's states for each column range of the shard, in order:
-    ``[R, columns]`` or ``[R, 1]`` each. ``states`` describes the states in the stream.
+    All arguments are mappings by table FQN. ``views`` contains the model's states for each column range of the shard,
+    in order: ``[R, columns]`` or ``[R, 1]`` each. ``states`` describes the states in the stream.
     """
     found: dict[str, RowTarget] = {}
     for fqn, table in states.items():

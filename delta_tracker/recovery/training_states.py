@@ -1,4 +1,4 @@
-"""Read the training states of all ranks in one version, including values that the library saved."""
+"""Read the training states of all ranks in one version, including the values that the library itself saves."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _T = TypeVar("_T")
 
 
 class _Kernel(TypedDict):
-    """Scalars of the kernel of a table, see :func:`~delta_tracker.sharding.optimizer_rows.kernel_scalars`."""
+    """Scalars of a table's optimizer kernel, see :func:`~delta_tracker.sharding.optimizer_rows.kernel_scalars`."""
 
     iter: Count
     iter_cpu: Count
@@ -41,9 +41,9 @@ class Consumer(Struct, frozen=True):
     """Saved position of a consumer of the tracker that is not the publisher's consumer.
 
     Args:
-        version: newest version of which the consumer had read all rows; None if there was none.
+        version: newest version whose rows the consumer had all read; None if there was no such version.
         left_out: ``[N]`` int64 global ids of rows of earlier versions that are still pending, by table FQN.
-        place: position of the stream of the consumer's own publisher, if it has one.
+        place: stream position of the consumer's own publisher; None if the consumer has no publisher.
     """
 
     version: Count | None
@@ -78,11 +78,11 @@ class TrainingStates:
         return self._found(rank, "dict", path, StateReader.keys)
 
     def fields(self, rank: int, *path: str) -> list[str] | None:
-        """Return the same as :meth:`keys`, or None if the value is not a dict with only string keys."""
+        """Return the result of :meth:`keys`, or None if the value is not a dict whose keys are all strings."""
         return self._found(rank, "value", path, _fields)
 
     def names_of(self, rank: int) -> list[str]:
-        """Return the names of a rank's own states, with :data:`DATA` if it had a position in the data."""
+        """Return the names of a rank's own states, including :data:`DATA` if it saved a position in the data."""
         return [*self.keys(rank, "rank"), *([] if self.load(rank, DATA) is None else [DATA])]
 
     def of_rank(self, rank: int, name: str) -> Any:  # noqa: ANN401
@@ -95,7 +95,7 @@ class TrainingStates:
         return [self.of_rank(rank, name) if name in self.names_of(rank) else None for rank in ranks]
 
     def kernels(self, rank: int) -> dict[str, dict[str, int | float]]:
-        """Return the scalars of a rank's kernels, such as ``iter`` and ``lr``, by table FQN."""
+        """Return the counters and hyperparameters of a rank's kernels, such as ``iter`` and ``lr``, by table FQN."""
         held = self._library(rank, "kernels", dict[str, dict[str, Any]])
         numbers = {fqn: {name: _number(value) for name, value in each.items()} for fqn, each in held.items()}
         return cast("dict[str, dict[str, int | float]]", self._converted(rank, "kernels", numbers, dict[str, _Kernel]))
@@ -115,7 +115,7 @@ class TrainingStates:
         return {fqn: found[fqn] for fqn in tables}
 
     def dense(self) -> dict[str, Tensor]:
-        """Return the dense tensors that are in the training states and not in the parts of the version, by name."""
+        """Return the dense tensors that are in the training states instead of the parts of the version, by name."""
         return self._library(0, "dense", dict[str, Tensor])
 
     def buffers(self, rank: int) -> dict[str, Tensor]:
