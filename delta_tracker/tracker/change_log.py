@@ -1,7 +1,7 @@
 """Change log of one rank: one row store per table, and the consumers that read the stores.
 
 A cut is a boundary in the log, at the same position in all stores. The rows that changed between two cuts are a segment
-of a store. This log is in memory. ``stream/log.py`` has the log of a stream in an object store.
+of a store. This log is kept in memory. ``stream/log.py`` implements another log: that of a stream in an object store.
 """
 
 import threading
@@ -22,8 +22,8 @@ from delta_tracker.types import Delta
 class ChangeLog:
     """Change log of a tracker on one rank. Hooks mark rows through :attr:`writes`, and :attr:`consumers` read them.
 
-    All methods may be called from any thread. They acquire the reentrant :attr:`lock`. Hold the lock around several
-    calls that must see the same state.
+    All methods may be called from any thread. They acquire the reentrant :attr:`lock`. If several calls must see the
+    same state, hold the lock around them.
 
     The old state of a row is the data that the tracking mode saved before the row changed, such as the row's values.
 
@@ -31,17 +31,18 @@ class ChangeLog:
         stores: row store of each table, by FQN.
         consumers: names of the consumers.
         delete_on_read: True to drop rows that every consumer has committed.
-        auto_compact: True to compact the log after an output distribution was launched, False after every read.
+        auto_compact: True to compact the log when an output distribution has been launched, False to compact it after
+            every read.
         max_bytes: maximum size in bytes, see :class:`LogConsumers`; None for no limit.
         received: function that is called with each committed delta, see :class:`LogConsumers`.
-        owners: store of the slots' owners of each table with managed collisions, by FQN.
+        owners: store of the owners of the slots, for each table with managed collisions, by FQN.
 
     Attributes:
         lock: lock of the log.
         cursors: records of the consumers.
         segments: row stores of all tables.
-        writes: listener of the hooks, with the writes in progress.
-        consumers: operations of the consumers, such as reads.
+        writes: listener of the hooks. It also records the writes in progress.
+        consumers: operations on the consumers, such as reads.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class ChangeLog:
 
         Args:
             stores: new store of each table, by FQN.
-            owners: new store of the slots' owners, by FQN, for each of these tables with managed collisions.
+            owners: new store of the slots' owners, by FQN, for those tables in ``stores`` that have managed collisions.
             gone: FQNs of tables to remove from the log, with their pending rows. Unknown FQNs are ignored.
         """
         if not (stores or gone):
@@ -132,7 +133,7 @@ class ChangeLog:
 
         Args:
             state: state with exactly the consumers of this log. If its ``history`` is None, a later rewind makes all
-                rows pending. Rows without :attr:`ChangedRows.former` have unknown former owners.
+                rows pending. If :attr:`ChangedRows.former` is None, the former owners of the rows are unknown.
         """
         segments, cursors = self.segments, self.cursors
         with self.lock, one_cut():

@@ -1,6 +1,6 @@
 """Save, load and reshard the state of a tracker.
 
-The state has the pending rows and the note (a JSON value) of each consumer, and the registered counters.
+The state contains the pending rows and the note (a JSON value) of each consumer, and the registered counters.
 
 Open ``tracker_checkpoint.py`` first: it implements the tracker's ``state_dict`` and ``load_state_dict``. ``part.py``
 defines the format of one rank's saved state, encodes it, and reads its header. ``reshard.py`` finds the rows of a rank

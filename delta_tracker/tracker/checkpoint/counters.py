@@ -1,10 +1,11 @@
 """Per-rank counters that are saved with the tracker: torchmetrics metrics and other mergeable objects.
 
-Exactly one rank loads the state that a rank saved. The total over all ranks is therefore the same at any world size.
-States whose reduction is not sum, max, min or cat cannot be merged, and load only at the world size of the save.
+Each state that a rank saved is loaded by exactly one rank. The total over all ranks is therefore the same at any world
+size. States whose reduction is not sum, max, min or cat cannot be merged. They can be loaded only if the world size is
+the same as at the save.
 
-A part's header has a *kind* for each counter: a JSON object that describes the counter at its registration. Loading
-first compares the saved kind with the kind of the registered counter.
+A part's header contains the *kind* of each counter: a JSON object that describes the counter at its registration.
+Loading first compares the saved kind with the kind of the registered counter.
 """
 
 import copy
@@ -55,7 +56,7 @@ class MetricCounter:
     """Adapter of a torchmetrics metric to :class:`Mergeable`.
 
     Unlike the metric's own ``state_dict``, it also saves states that are not persistent. It does not save buffers that
-    are not states, such as thresholds: :attr:`kind` has a digest of each.
+    are not states, such as thresholds, but :attr:`kind` contains a digest of each.
 
     Args:
         name: name of the counter, for error messages.
@@ -63,7 +64,7 @@ class MetricCounter:
 
     Attributes:
         unmerged: name of the reduction of each state that cannot be merged, by name of the state.
-        kind: class of the metric, reductions and default shapes of its states, and its other buffers at registration.
+        kind: class of the metric, reductions and default shapes of its states, and digests of its other buffers.
     """
 
     def __init__(self, name: str, metric: Any) -> None:  # noqa: ANN401  torchmetrics is not imported here
@@ -81,7 +82,7 @@ class MetricCounter:
 
         A list that can be reduced is returned as one tensor, and omitted if empty. Any other list is returned as its
         length and one field per tensor. Raises InvalidArgumentError if the metric is synchronized (has the states of
-        all ranks), or if a list contains anything but tensors.
+        all ranks), or if a list contains a value that is not a tensor.
         """
         self._check_unsynced()
         found: dict[str, Any] = {}
@@ -125,8 +126,9 @@ class MetricCounter:
     def new_state(self, layouts: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> State:
         """Return the state of a metric without updates, for a rank that loads no part.
 
-        ``layouts`` has the dtype and shape of each saved tensor by name. A list that is concatenated across ranks gets
-        an empty tensor if it has a saved tensor: torchmetrics blocks forever if a list has tensors on some ranks only.
+        ``layouts`` contains the dtype and shape of each saved tensor by name. If a saved tensor belongs to a list that
+        is concatenated across ranks, the returned list contains an empty tensor: torchmetrics blocks forever if a list
+        is empty on some ranks only.
         """
         lists = [field for field, each in self._fields.items() if each == "dim_zero_cat" and field in layouts]
         empty = {field: torch.empty((0, *layouts[field][1][1:]), dtype=layouts[field][0]) for field in lists}
@@ -156,7 +158,7 @@ class MetricCounter:
     def check_fields(self, fields: Mapping[str, object]) -> None:
         """Raise CheckpointError if a field of a saved state is missing, unknown or invalid.
 
-        ``fields`` has the value of each saved field by name, or its shape if it is a tensor.
+        ``fields`` maps the name of each saved field to its value, or to its shape if the value is a tensor.
         """
         lists = {field for field in self._fields if self._default_shape(field) is None}
         expected = {_COUNT, *self._fields} - lists
@@ -206,7 +208,7 @@ class MetricCounter:
 
 
 def _reduction_name(reduction: object) -> str:
-    """Return the name of a state's reduction, with the arguments of a partial. It is the same in every process."""
+    """Return a name of a state's reduction that is the same in every process. Includes the arguments of a partial."""
     if reduction is None:
         return "None"
     if isinstance(reduction, partial):
@@ -227,7 +229,7 @@ def _check_name(name: object, taken: list[str]) -> None:
 
 
 class CounterSet:
-    """Registered counters of this rank, by name. A tracker's checkpoint and :class:`RankCounters` have one each."""
+    """Registered counters of this rank, by name. Used by the tracker's checkpoint and by :class:`RankCounters`."""
 
     def __init__(self) -> None:
         self._counters: dict[str, Mergeable] = {}
@@ -285,7 +287,7 @@ class CounterSet:
         """Return the merged state of each counter, by name. Changes no counter.
 
         Args:
-            counted: headers of the parts to merge. If it is empty, the result has the states of new counters.
+            counted: headers of the parts to merge. If it is empty, the states of new counters are returned.
             parts: headers of all parts that were saved together.
             tensors: tensors of the parts in ``counted``, by key with prefix.
 
@@ -330,7 +332,7 @@ def counted_by(rank: int, world_size: int, parts: Sequence[RankHeader]) -> list[
 
 
 def _as_mergeable(name: str, counter: object) -> Mergeable:
-    """Return ``counter``, or a wrapper of a torchmetrics metric. Raise InvalidArgumentError if it is neither."""
+    """Return a Mergeable or a wrapper of a torchmetrics metric. Raise InvalidArgumentError for other types."""
     torchmetrics = sys.modules.get("torchmetrics")  # already imported if the caller has a metric
     if torchmetrics is not None and isinstance(counter, torch.nn.Module):
         inner = [each for each in counter.modules() if each is not counter and isinstance(each, torchmetrics.Metric)]
@@ -353,7 +355,7 @@ def _kind_of(counter: Mergeable) -> Kind:
 
 
 def _check_saved(name: str, counter: Mergeable, kind: Kind, fields: Mapping[str, object]) -> None:
-    """Raise an error if a part's state of a counter, with its kind, cannot be loaded into ``counter``."""
+    """Raise an error if a saved state with this ``kind`` and these ``fields`` cannot be loaded into ``counter``."""
     mine = _kind_of(counter)
     if "states" in mine or "states" in kind:
         for key in ("class", "states", "buffers"):

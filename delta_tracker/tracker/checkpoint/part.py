@@ -6,22 +6,22 @@ Every key starts with the prefix ``rank{rank}of{world_size}/``. Different ranks 
 ``torch.distributed.checkpoint`` (DCP) silently keeps only one copy if several ranks save the same key. The prefix is
 followed by one of these names:
 
-- ``header``: ``[B]`` uint8, the JSON of :class:`RankHeader`. It has a digest of each other tensor of the part.
-- ``rows/{table}``: ``[B]`` uint8, the table's rows in all row sets. There is one such tensor per table: DCP's plan has
-  an entry for every tensor.
-- ``counters/{name}/{field}``: tensors of the registered counters. The header has the other fields of each counter and
-  its kind, see :mod:`delta_tracker.tracker.checkpoint.counters`.
+- ``header``: ``[B]`` uint8, the JSON of :class:`RankHeader`. It contains a digest of every other tensor of the part.
+- ``rows/{table}``: ``[B]`` uint8, the table's rows in all row sets. There is only one such tensor per table, because
+  DCP's plan contains an entry for every tensor.
+- ``counters/{name}/{field}``: tensors of the registered counters. The header contains the other fields of each counter
+  and its kind, see :mod:`delta_tracker.tracker.checkpoint.counters`.
 
-A *row set* has the pending rows of one consumer. Its name is the index of this consumer in the header. The row set
-``history`` has all rows changed since the tracker was created. In a ``rows/{table}`` tensor, a row set consists of up
-to five *pieces*:
+A *row set* contains the pending rows of one consumer. Its name is the index of this consumer in the header. The row set
+``history`` contains all rows changed since the tracker was created. In a ``rows/{table}`` tensor, a row set consists of
+up to five *pieces*:
 
 - ``ids``: ``[N]`` int32 (int64 for tables of 2^31 rows and more), global, ascending and unique;
 - ``known``: ``[N]`` bool, True where the old state is known; missing if all are known or the mode keeps no old states;
 - ``states``: ``[K, S]``, the known old states, in the modes that keep old states;
 - ``ages``: ``[N]`` int32, the number of reads in which top-k left the row out; missing if all are 0;
-- ``former``: ``[N]`` int64, the raw id of the row at the consumer's last committed read, 2^63 - 1 if it had none or is
-  unknown; missing for tables without managed collisions.
+- ``former``: ``[N]`` int64, the raw id of the row at the consumer's last committed read, 2^63 - 1 if the row had no raw
+  id or its raw id is unknown; missing for tables without managed collisions.
 
 The pieces of all row sets are concatenated in the header's order, each padded to a multiple of 8 bytes.
 
@@ -77,7 +77,7 @@ _Count = Annotated[int, Meta(ge=0)]
 
 
 class SavedConsumer(Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
-    """Consumer in the header of a part, without the consumer's rows.
+    """Description of a consumer in the header of a part. The consumer's rows are not part of the header.
 
     Args:
         name: the consumer's name.
@@ -124,11 +124,11 @@ class Piece(Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
 
 
 class RankHeader(Struct, kw_only=True, frozen=True, eq=False):
-    """Header of one rank's saved state (part), and schema of its JSON object except the field ``version``.
+    """Header of the saved state (part) of one rank. Its JSON object contains these fields and ``version``.
 
     Args:
         rank: rank that saved the part.
-        world_size: number of ranks that saved.
+        world_size: number of ranks that saved parts.
         mode: value of the :class:`~delta_tracker.types.TrackingMode`.
         num_batches: number of ``step()`` calls.
         shards: the rank's block of each table, by table FQN.
@@ -162,7 +162,7 @@ class RankHeader(Struct, kw_only=True, frozen=True, eq=False):
         return f"rank{self.rank}of{self.world_size}/"
 
     def row_layouts(self, fqn: str) -> dict[str, Layout]:
-        """Return the dtype and shape of a table's ``rows/{table}`` tensor by key, without prefix; empty if none."""
+        """Return the dtype and shape of a table's ``rows/{table}`` tensor by key without prefix; empty if missing."""
         num_bytes = sum(piece.room for piece in self.pieces.get(fqn, ()))
         return {f"rows/{fqn}": (torch.uint8, (num_bytes,))} if num_bytes else {}
 
@@ -172,10 +172,10 @@ class RankHeader(Struct, kw_only=True, frozen=True, eq=False):
         return {**rows, **self.layouts}
 
     def rows(self, row_set: str, fqn: str, tensors: Mapping[str, Tensor]) -> ChangedRows | None:
-        """Return the rows of a table in a row set, with global ids; None if the row set has no rows of the table.
+        """Return the rows of a table in a row set, with global ids; None if it contains none.
 
-        ``row_set`` is the index of a consumer or ``history``. ``tensors`` has the part's tensors by key with prefix.
-        Raises CheckpointError if the tensor does not contain valid rows of the rank's block.
+        ``row_set`` is the index of a consumer or ``history``. ``tensors`` contains the part's tensors by key with
+        prefix. Raises CheckpointError if the tensor does not contain valid rows of the rank's block.
         """
         read, begin = {}, 0
         for piece in self.pieces.get(fqn, ()):
@@ -207,7 +207,7 @@ class RankHeader(Struct, kw_only=True, frozen=True, eq=False):
     def counter(self, name: str, tensors: Mapping[str, Tensor]) -> dict[str, Any] | None:
         """Return the fields of a counter by field name; None if the part has no counter with this name.
 
-        ``tensors`` has the part's tensors by key with prefix. The returned tensors are copies.
+        ``tensors`` contains the part's tensors by key with prefix. The returned tensors are copies.
         """
         if name not in self.counters:
             return None
@@ -238,9 +238,9 @@ def pack(
 ) -> dict[str, Tensor]:
     """Encode the state of a rank as a part: the CPU tensors to save, by key.
 
-    ``shards`` has the rank's block of each table, ``state`` has rows with local ids, and ``counters`` and ``kinds``
-    have the fields and the kind of each counter, by name. Raises InvalidArgumentError if a field of a counter is
-    neither a JSON value nor a tensor of a supported dtype.
+    ``shards`` are the rank's blocks by table FQN. The rows in ``state`` have local ids. ``counters`` and ``kinds`` are
+    the fields and the kind of each counter, by name. Raises InvalidArgumentError if a field of a counter is neither a
+    JSON value nor a tensor of a supported dtype.
     """
     sets = {str(index): consumer.rows for index, consumer in enumerate(state.consumers.values())}
     if state.history is not None:
@@ -360,7 +360,8 @@ def parse_all(state: Mapping[str, Tensor]) -> list[RankHeader]:
 def take(state: Mapping[str, Tensor], needed: Mapping[str, Layout], parts: Sequence[RankHeader]) -> dict[str, Tensor]:
     """Return the tensors of ``state`` with the keys in ``needed``, on the CPU.
 
-    Raises CheckpointError if a tensor is missing, or if its dtype, shape or digest differs from the headers ``parts``.
+    Raises CheckpointError if a tensor is missing, or if its dtype, shape or digest differs from that in its header in
+    ``parts``.
     """
     digests = {part.prefix + name: part.digests.get(name) for part in parts for name in part.all_layouts()}
     tensors = {}
@@ -392,7 +393,7 @@ def _decoded(kind: type, value: Any) -> object:  # noqa: ANN401  any JSON value
 
 
 def _named(found: dict[str, Any]) -> dict[str, Any]:
-    """Return a header with the fields of its shards, which a release before 0.1.0 saved as lists."""
+    """Return a header whose shards are dicts. Releases before 0.1.0 saved each shard as a list without field names."""
     shards = dict(found["shards"])
     for fqn, shard in shards.items():
         if isinstance(shard, list):
@@ -417,7 +418,7 @@ def check_alike(parts: Sequence[RankHeader]) -> None:
 
 
 def check_tables(where: str, saved: Mapping[str, ShardSpec], expected: Mapping[str, ShardSpec]) -> None:
-    """Raise StateMismatchError if a state has other tables, table sizes or dtypes than expected.
+    """Raise StateMismatchError if the saved tables differ from the expected tables in name, size or dtype.
 
     ``where`` is the start of the error message, such as ``"on rank 1 "``.
     """

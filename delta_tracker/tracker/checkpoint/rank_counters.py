@@ -19,11 +19,11 @@ MODE = "rank_counters"
 
 
 class RankCounters:
-    """Set of this rank's counters and metrics, to save and to load with the same or another number of ranks.
+    """Counters and metrics of this rank that are saved together, and loaded with any number of ranks.
 
-    Needs no tracker and no embedding module. Exactly one rank loads each saved part: the total over all ranks is
-    preserved. With the same number of ranks, each rank restores its own states. States whose reduction is not sum, max,
-    min or cat can be loaded only with the same number of ranks.
+    Needs no tracker and no embedding module. Each saved part is loaded by exactly one rank, so that the total over all
+    ranks is preserved. With the same number of ranks, each rank restores its own states. States whose reduction is not
+    sum, max, min or cat can be loaded only with the same number of ranks.
 
     Args:
         counters: counters by name, each a ``torchmetrics.Metric`` or a
@@ -124,8 +124,8 @@ class RankCounters:
 
         Args:
             state: tensors of the parts that this rank loads, or of all parts. With the same number of ranks, a rank
-                loads its own part. Otherwise rank ``r`` of ``W`` loads the parts of the ranks ``r``, ``r + W``,
-                ``r + 2W`` and so on. If it has no such part, pass any part.
+                loads its own part. Otherwise rank ``r`` of ``W`` loads the parts of the ranks ``r``, ``r + W``, ``r +
+                2W`` and so on. On a rank without such a part, pass any part.
         """
         self._counters.load(self._merged(state))
 

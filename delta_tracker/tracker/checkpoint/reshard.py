@@ -2,8 +2,8 @@
 
 The saved state of one rank is called a *part*. A shard is a block of a table: a range of rows and some ranges of
 columns. A row is pending in a shard of this rank if it was pending in any saved block that shares columns with the
-shard. If the row was pending in only some of these blocks, the columns of the other blocks are unchanged. Their old
-states are computed from the current rows. Restore the model first.
+shard. If the row was pending in only some of these blocks, the columns of the other blocks are unchanged, and their old
+states are computed from the current rows. Therefore the model must be restored first.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,10 +25,10 @@ from delta_tracker.types import ShardSpec
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _SavedRows:
-    """Saved part with rows of one shard.
+    """Saved part that contains rows of one shard.
 
-    An old state has one value per column or per column range. ``K`` is the number of values that belong to both the
-    part's block and the shard.
+    An old state has one value per column or per column range. ``K`` is the number of values that the part's block and
+    the shard share.
 
     Args:
         part: header of the part.
@@ -55,9 +55,10 @@ class Resharding:
         counted: headers of the parts whose counters this rank loads.
 
     Raises:
-        CheckpointError: if the parts do not contain all rows of this rank's shards, or all counters that it must load.
+        CheckpointError: if the parts do not contain all rows of this rank's shards, or all counters that this rank must
+            load.
         StateMismatchError: if old states have one value per column range, and the current sharding plan splits the
-            columns differently.
+            columns differently from the saved one.
     """
 
     def __init__(
@@ -88,8 +89,8 @@ class Resharding:
     def state(self, tensors: Mapping[str, Tensor]) -> LogState:
         """Return the state to restore in this rank's log, with local ids, on the devices of the shards.
 
-        ``tensors`` has the tensors of :meth:`needs` by key. Raises StateMismatchError if the saved old states have
-        another dtype than the states of the current rows.
+        ``tensors`` contains the tensors that :meth:`needs` lists, by key. Raises StateMismatchError if the dtype of the
+        saved old states differs from that of the current states.
         """
         first = self._parts[0]
         used = {saved.part.rank: saved.part for several in self._saved.values() for saved in several}
@@ -104,7 +105,7 @@ class Resharding:
         return LogState(num_batches, consumers, self._rows(HISTORY, tensors) if first.has_history else None)
 
     def _find(self, spec: ShardSpec, rank: int, missing: Sequence[int]) -> list[_SavedRows]:
-        """Return the parts from which to read a shard's rows. Raise CheckpointError if they do not cover it."""
+        """Return the parts from which to read a shard's rows. Raise CheckpointError if some are missing."""
         fqn = spec.table.fqn
         sharing = [part for part in self._parts if _shared_area(part.shards[fqn], spec)]
         copies = [part for part in sharing if part.shards[fqn].is_replicated]
@@ -184,7 +185,7 @@ def _local(rows: ChangedRows | None, spec: ShardSpec) -> ChangedRows | None:
 def _checked_states(
     part: RankHeader, fqn: str, rows: ChangedRows, held: Tensor, indices: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Check that the old states of some rows fit those in ``held``. Return them, and a mask of the known ones."""
+    """Check that the old states of ``rows`` fit into ``held``. Return the states, and a mask of the known ones."""
     if rows.states is None or rows.known is None:
         raise CheckpointError(part.prefix, f"old states are missing for rows of {fqn!r}")
     if rows.states.dtype != held.dtype:

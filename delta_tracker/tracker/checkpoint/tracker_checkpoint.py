@@ -31,7 +31,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Restored(Enum):
-    """Kind of state that the last load or restore of a tracker found."""
+    """Outcome of a tracker's last load or restore: which state was found."""
 
     STATE = "state"
     """A state was loaded. Every consumer has the pending rows of this state."""
@@ -99,7 +99,7 @@ class TrackerCheckpoint:
         return part if group is None else gather_parts(part, group, strategy)
 
     def _check_free(self) -> None:
-        """Raise ReservedConsumerError if a consumer is reserved: a load replaces the pending rows of all consumers."""
+        """Raise ReservedConsumerError if a consumer is reserved, because a load replaces all pending rows."""
         for name in self._log.consumers.names:
             holder = self._log.consumers.find(name).holder
             if holder is not None:
@@ -158,8 +158,9 @@ class TrackerCheckpoint:
         Args:
             num_batches: new value of the tracker's ``num_batches``.
             pending: ``[N]`` integer local ids of the pending rows, by consumer name and table FQN; None for all rows of
-                a table. Their old states are unknown. Other consumers and tables have no pending rows.
-            notes: note of each consumer, by name. Other consumers have no note.
+                a table. The old states of these rows are unknown. Consumers and tables that are not in the mapping have
+                no pending rows.
+            notes: note of each consumer, by name. The notes of all other consumers are removed.
 
         Raises:
             InvalidArgumentError: if a consumer or table is unknown, or an id is outside the shard.
