@@ -30,7 +30,7 @@ class _Table:
     lookups: list[IndexedLookup] = field(default_factory=list)
 
     def range(self, start_idx: int, end_idx: int | None) -> slice:
-        """Return the slice of :attr:`lookups` in the batches ``[start_idx, end_idx)``; None for no upper bound."""
+        """Return the slice of :attr:`lookups` for the batches ``[start_idx, end_idx)``; None for no upper bound."""
         batches = [lookup.batch_idx for lookup in self.lookups]
         return slice(bisect_left(batches, start_idx), None if end_idx is None else bisect_left(batches, end_idx))
 
@@ -151,7 +151,7 @@ class DeltaStore:
             raise InvalidArgumentError("states", found, f"Pass {expected}, as the update mode {self._mode} needs")
 
     def _merged(self, table: _Table, lookups: list[IndexedLookup]) -> tuple[Tensor, Tensor | None]:
-        """Return the unique ids of ``lookups``, ascending, and the state of each that the update mode selects."""
+        """Return the unique ids of ``lookups``, ascending, and for each id the state that the update mode selects."""
         lookups = lookups or [table.empty]
         ids = torch.cat([lookup.ids for lookup in lookups])
         states = [lookup.states for lookup in lookups if lookup.states is not None]
@@ -167,7 +167,7 @@ class DeltaStore:
 
 
 def _check_same_kind(table: _Table, fqn: str, lookup: IndexedLookup) -> None:
-    """Raise InvalidArgumentError for an older batch, or another device, state shape or state dtype."""
+    """Raise InvalidArgumentError if the batch is older, or the device, state shape or state dtype differs."""
     if lookup.batch_idx < table.newest_batch:
         remedy = f"Pass batches in ascending order: table {fqn!r} is at batch {table.newest_batch}"
         raise InvalidArgumentError("batch_idx", lookup.batch_idx, remedy)

@@ -46,7 +46,7 @@ class Segment:
     states: OldStates | None = None
 
     def merged(self, newer: Segment) -> Segment:
-        """Merge a newer segment into this one and return the result. Rows in both keep the states of this segment.
+        """Merge a newer segment into this one and return the result. Rows in both segments keep the states of this one.
 
         The result may be a new segment. A call that fails or is interrupted can be repeated.
         """
@@ -180,7 +180,7 @@ class MarkedRows:
         self._tend()
 
     def cut(self, position: int) -> None:
-        """Start a segment at ``position``. Each call must pass a higher position than the call before."""
+        """Start a segment at ``position``. Each call must pass a higher position than the previous call."""
         last = self._segments[-1]
         if last.rows is None:
             last.start = position
@@ -227,8 +227,8 @@ class MarkedRows:
             extra: ``[N]`` int64 local ids; None for no ids.
 
         Returns:
-            The set, None if it is empty, and the segments with rows that were marked in ``[start, stop)``. For a single
-            segment and no ``extra``, the set is the segment's own set, not a copy.
+            The set (None if it is empty), and the segments with rows that were marked in ``[start, stop)``. For a
+            single segment and no ``extra``, the set is the segment's own set, not a copy.
         """
         segments = [
             seg
@@ -267,7 +267,7 @@ class MarkedRows:
     ) -> tuple[Tensor, Tensor]:
         """Return the oldest state of each row in some segments, ``[N, S]``, and ``[N]`` bool, True where it is known.
 
-        ``rows`` is the set of the rows with the ids ``ids``, or None without segments.
+        ``rows`` is the set of the rows with the ids ``ids``, or None if there are no segments.
         """
         states = new_rows(len(ids), read(ids[:0]))
         known = torch.zeros_like(ids, dtype=torch.bool)
@@ -295,7 +295,7 @@ class MarkedRows:
 
     @property
     def compact_waits(self) -> bool:
-        """True if :meth:`compact` waits for the device: if old states are kept and the device is not the CPU."""
+        """True if :meth:`compact` waits for the device, because old states are kept and the device is not the CPU."""
         return self.pads and self.keeps_states
 
     def compact(self, pinned: Collection[int]) -> None:
@@ -323,7 +323,7 @@ class MarkedRows:
             self._recycle(segment.rows)
 
     def drop_states(self, before: int | None) -> None:
-        """Drop the old states of segments that start before ``before``. None drops all. The rows stay marked."""
+        """Drop the old states of segments that start before ``before``; of all if None. The rows stay marked."""
         for segment in self._segments:
             if before is None or segment.start < before:
                 segment.states = None
@@ -371,7 +371,7 @@ class MarkedRows:
         return last.states
 
     def _tend(self) -> None:
-        """Poll the old states and move them to host memory above :attr:`max_device_bytes`. Does not wait."""
+        """Poll the old states, and move those that exceed :attr:`max_device_bytes` to host memory. Does not wait."""
         left = self.max_device_bytes
         for states in reversed(self.device_states):
             states.poll()

@@ -161,7 +161,7 @@ class Block:
 
     @property
     def is_pending(self) -> bool:
-        """True if :meth:`poll` must be called again: the block is open, being counted or being spilled."""
+        """True if :meth:`poll` must be called again: the block is open, or is being counted or spilled."""
         return self.is_open or not self.is_known or (self._spilled is not None and self._states is not None)
 
     @property
@@ -194,7 +194,7 @@ class Block:
                 self._resize(lowest)
 
     def close(self) -> None:
-        """Close the block for new rows. Trim it if its number of rows is known. Does not wait for the device."""
+        """Stop accepting new rows. Trim the block if its number of rows is known. Does not wait for the device."""
         if self.is_open:
             self.is_open = False
             self.learn(self.lowest, self.highest)
@@ -329,7 +329,7 @@ class DeviceStates(OldStates):
         self._sort()
 
     def close(self) -> None:
-        """Close the open block. The next :meth:`append` starts another one."""
+        """Close the open block. The next :meth:`append` starts a new block."""
         if self._blocks:
             self._blocks[-1].close()
             self._sort()
@@ -423,7 +423,7 @@ class DeviceStates(OldStates):
         return block
 
     def _sort(self) -> None:
-        """Remove the blocks that need no more polling from the pending blocks, and add them to the totals."""
+        """Remove blocks that no longer need polling from the pending blocks, and add their sizes to the totals."""
         settled = [block for block in self._pending if not block.is_pending]
         if settled:
             resident = [block for block in settled if block.is_resident]

@@ -14,14 +14,14 @@ from delta_tracker.tracker.store.marked_rows import MarkedRows
 
 
 class OwnerStore(MarkedRows):
-    """Row store of the slots (rows) of a table with managed collisions whose owner changed, with their former owners.
+    """Row store for changed owners: the slots (rows) whose owner changed in a table with managed collisions.
 
     :meth:`update` finds these slots by comparing the owners with a copy. The copy takes 8 bytes per slot. The owners of
-    an MCH module are compared only after the module wrote them, the owners of a hash-ZCH module in each call. The old
-    state of a slot is its owner before its first change in a segment.
+    an MCH module are compared only after the module wrote them. The owners of a hash-ZCH module are compared in each
+    call. The old state of a slot is its owner before its first change in a segment.
 
-    An owner that is not valid in a stream does not stop training. :meth:`update` marks its slot and sets
-    :attr:`refusal` until all owners are valid again.
+    An owner that cannot be published does not stop training. :meth:`update` marks its slot and sets :attr:`refusal`
+    until all owners are valid again.
 
     Args:
         source: reader of the module's owners.
@@ -29,7 +29,7 @@ class OwnerStore(MarkedRows):
 
     Attributes:
         source: reader of the module's owners.
-        refusal: reason why the owners of the last :meth:`update` cannot be published; an empty string if they can.
+        refusal: reason why the owners of the last :meth:`update` cannot be published; otherwise an empty string.
     """
 
     def __init__(self, source: LocalOwners, *, engine: str | None) -> None:
@@ -117,7 +117,7 @@ class OwnerStore(MarkedRows):
         self.refusal = self._refusal(self.copy, None)
 
     def _refusal(self, owners: Tensor, slots: Tensor | None) -> str:
-        """Return the reason why the owners ``[R]`` of all slots cannot be published; an empty string if they can.
+        """Check whether the owners ``[R]`` can be published. Return the reason if not, otherwise an empty string.
 
         ``slots`` are the ``[N]`` local slots to check; None for all slots. The source checks all owners.
         """

@@ -1,4 +1,4 @@
-"""Row store of one shard: the rows that writes marked, and the writes in progress.
+"""Row store of one shard that also records the writes in progress.
 
 Notation: ``N`` is the number of ids, ``R`` the number of rows of the shard, ``S`` the number of values in an old state.
 
@@ -71,7 +71,7 @@ class SegmentStore(MarkedRows):
             self._lost.remove(key)
 
     def cut(self, position: int) -> None:
-        """Start a segment at ``position``, see :meth:`MarkedRows.cut`, with the rows of the writes in progress."""
+        """Start a segment at ``position``, see :meth:`MarkedRows.cut`, and mark the rows of the writes in progress."""
         super().cut(position)
         for ids in self.writes.values():
             self.mark(ids)
@@ -120,7 +120,7 @@ class SegmentStore(MarkedRows):
         return self._has_unmarked or bool(self._lost)
 
     def acknowledge_writes(self) -> None:
-        """Ignore earlier unreported writes in :meth:`notice_writes`. Call it if their rows need not be marked."""
+        """Make :meth:`notice_writes` ignore earlier unreported writes. Call it if their rows need not be marked."""
         if self._was_written is not None:
             self._was_written()
 

@@ -1,8 +1,8 @@
-"""Operations on several row stores. The stores of a device are marked, scanned and counted together.
+"""Operations on several row stores. Stores on the same device are marked, scanned and counted together.
 
-On a device, a lookup of one kernel marks the rows of all its tables with a fixed number of launches, unless old states
-are kept. A read waits for the device a fixed number of times for all tables. On the CPU, each store is marked and read
-separately.
+Except on the CPU, a lookup of one kernel marks the rows of all its tables with a fixed number of launches, unless old
+states are kept. A read waits for the device a fixed number of times for all tables. On the CPU, each store is marked
+and read separately.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,8 +30,8 @@ def _replaced(stores: Mapping[str, SegmentStore], error: Exception) -> bool:
 def mark_in_each(stores: Mapping[str, SegmentStore], ids: Mapping[str, Tensor | None], key: int | None = None) -> None:
     """Mark rows in several stores.
 
-    ``ids`` has ``[N]`` integer local ids by name of the store, or None for all rows. If ``key`` is given, the call also
-    records a write in progress with this key, as :meth:`SegmentStore.begin_write` does.
+    ``ids`` maps the name of each store to ``[N]`` integer local ids, or to None for all rows. If ``key`` is given, the
+    call also records a write in progress with this key, as :meth:`SegmentStore.begin_write` does.
     """
     together = {
         name: own for name, own in ids.items() if own is not None and stores[name].pads and stores[name].num_rows
@@ -66,7 +66,7 @@ def changed_in_each(
 def num_changed_in_each(stores: Mapping[str, SegmentStore], start: int, extra: Mapping[str, Tensor]) -> dict[str, int]:
     """Return the number of distinct rows in each store that were marked since position ``start`` or are in ``extra``.
 
-    ``start`` must be pinned. ``extra`` has ``[N]`` int64 local ids by name of the store. Waits for each device once.
+    ``start`` must be pinned. ``extra`` maps store names to ``[N]`` int64 local ids. Waits for each device once.
     """
     marked = {name: store.marked(start, None, extra.get(name)) for name, store in stores.items()}
     counted = _together(marked, lambda engine, sets: engine.count_each(sets))
@@ -92,7 +92,7 @@ def _mark(stores: Mapping[str, SegmentStore], ids: Mapping[str, Tensor]) -> None
 
 
 def _newest_sets(engine: type[RowSet], stores: Sequence[SegmentStore]) -> list[RowSet]:
-    """Return the set of each store for the rows marked since the last cut. Creates the missing ones together."""
+    """Return the set of each store for the rows marked since the last cut. Creates missing sets together."""
     newest = [store.newest for store in stores]
     missing = [index for index, segment in enumerate(newest) if segment.rows is None]
     if missing:
@@ -108,7 +108,7 @@ def _together(
 ) -> dict[str, _Result]:
     """Call a function once for all row sets of each engine on each device. Return the results by name.
 
-    ``marked`` has results of :meth:`SegmentStore.marked` by name. Names without a row set are skipped.
+    ``marked`` contains results of :meth:`SegmentStore.marked` by name. Names without a row set are skipped.
     """
     groups: dict[tuple[type[RowSet], torch.device], dict[str, RowSet]] = {}
     for name, (rows, _) in marked.items():

@@ -1,7 +1,7 @@
 """Row store that finds changed rows by comparing the shard with a copy.
 
-Used for tables whose writes no hook reports (DENSE kernels, DATA_PARALLEL, plain modules with dense gradients). Their
-changes cannot be derived from lookups: momentum, Adam and weight decay change rows that were not looked up, the
+It is used for tables whose writes no hook reports (DENSE kernels, DATA_PARALLEL, plain modules with dense gradients).
+Their changes cannot be derived from lookups: momentum, Adam and weight decay change rows that were not looked up, the
 all-reduce adds gradients of other ranks, and the optimizer writes after the backward pass. Comparison with a copy is
 exact in all these cases, needs no collective, and also finds rows that ``load_state_dict`` changed.
 
@@ -31,7 +31,7 @@ class ShadowStore(SegmentStore):
 
     Args:
         read_rows: function that returns a copy of the shard's current rows ``[N, D]`` for local ids ``[N]``, or of all
-            rows for None.
+            rows if the argument is None.
         num_rows: ``R``, number of rows of the shard.
         device: device of the shard.
         engine: name of the row set implementation, see :func:`~delta_tracker.tracker.row_sets.engines.choose_engine`.
