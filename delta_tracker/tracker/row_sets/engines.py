@@ -49,7 +49,7 @@ def choose_engine(name: str | None, device: torch.device) -> type[RowSet]:
 
 
 def is_engine_fault(error: BaseException) -> bool:
-    """Return True if an engine raised ``error``, except for MemoryError and RuntimeError: memory may have run out."""
+    """Return True if an engine raised ``error``. False for MemoryError and RuntimeError, as memory may be full."""
     if isinstance(error, MemoryError | RuntimeError):  # torch raises RuntimeError if host or device memory runs out
         return False
     frames = (frame for frame, _ in walk_tb(error.__traceback__))

@@ -1,4 +1,4 @@
-"""Engine of row sets for the CPU. Its loops are compiled by numba, which the extra ``numba`` installs.
+"""Engine of row sets for the CPU. Its kernels are compiled by numba, which the extra ``numba`` installs.
 
 Notation: ``R`` is the number of rows of the shard, ``N`` the number of ids in an argument.
 """
@@ -31,9 +31,9 @@ _WORDS_PER_ID = 4  # number of words that can be summarized in the time that is 
 class NumbaRows(RowSet):
     """CPU row set with one bit per row and one bit per block of 128 rows. A scan skips blocks without marked rows.
 
-    It reserves ``R / 8 + R / 1024`` bytes of address space. Only pages that were written take memory. All loops release
-    the GIL. :meth:`mark_new` returns ids in the order of their first occurrence. The first set in a process loads the
-    loops from numba's cache or compiles them. Compiling takes seconds.
+    It reserves ``R / 8 + R / 1024`` bytes of address space. Only pages that were written take memory. All kernels
+    release the GIL. :meth:`mark_new` returns ids in the order of their first occurrence. The first set in a process
+    loads the kernels from numba's cache or compiles them, which takes seconds.
 
     The bits of the blocks are the *summary*. Some calls of :meth:`mark` do not update it. The next call that needs it,
     or that follows an interrupted call, rebuilds it.
@@ -67,7 +67,7 @@ class NumbaRows(RowSet):
 
     @classmethod
     def warm_up(cls, device: torch.device) -> None:
-        """Load the loops. Raise MissingExtraError if numba is missing or does not support the installed numpy."""
+        """Import the compiled kernels. Raise MissingExtraError if numba is missing or does not support numpy."""
         del device
         load_loops()
 
@@ -152,7 +152,7 @@ class NumbaRows(RowSet):
         return torch.from_numpy(ranks)
 
     def _add(self, most: int, loop: Callable[..., int], *args: object) -> int:
-        """Call a loop that sets bits and updates the summary. Return the number of bits set, at most ``most``."""
+        """Call a kernel that sets bits and updates the summary. Return the number of bits set, at most ``most``."""
         count, is_settled = self._count, self._is_settled
         self._count, self._is_settled = count + most, False  # for an interrupt after the loop
         added = loop(*args)
@@ -167,7 +167,7 @@ class NumbaRows(RowSet):
 
 @cache
 def load_loops() -> ModuleType:
-    """Import and return the compiled loops. Raise MissingExtraError if numba is missing or does not support numpy."""
+    """Import and return the compiled kernels. Raise MissingExtraError if numba is missing or does not support numpy."""
     return import_optional("delta_tracker.tracker.row_sets.numba_loops", "numba", "numba")
 
 

@@ -1,19 +1,19 @@
-"""Compiled loops of :mod:`delta_tracker.tracker.row_sets.numba`. No other module imports numba.
+"""Numba kernels of :mod:`delta_tracker.tracker.row_sets.numba`. No other module imports numba.
 
-The first import compiles the loops, which takes seconds; later imports load them from numba's cache.
+The first import compiles the kernels, which takes seconds. Later imports load them from numba's cache.
 
 Notation: ``R`` is the number of rows of the shard, ``N`` the number of ids, ``B`` the number of blocks of 128 rows.
 Ids outside ``[0, R)`` count as row 0. Shapes:
 
 - ``words`` is ``[2 * B]`` int64, with one bit per row. The bit is set if the row is marked.
-- ``octets`` is the same memory as ``[16 * B]`` uint8. ``octets[i]`` has the bits of rows ``8 * i`` to ``8 * i + 7``.
-  This requires a little-endian machine.
+- ``octets`` is the same memory as ``[16 * B]`` uint8. Bit ``j`` of ``octets[i]`` belongs to row ``8 * i + j``. This
+  requires a little-endian machine.
 - ``summary`` is ``[ceil(B / 64)]`` int64, with one bit per block. The bit is set if a row of the block is marked.
 - ``ids`` is ``[N]`` int64.
 
-Nearly all integers are int64, because numba promotes an operation on int64 and uint64 to float. All loops release the
-GIL. No loop passes an array to another function that is compiled by :func:`_loop`, because numba counts references at
-each such call, and this takes longer than the work on one id.
+Nearly all integers are int64, because numba promotes an operation on int64 and uint64 to float. All kernels release the
+GIL. No kernel passes an array to another function that is compiled by :func:`_loop`, because numba counts references at
+each such call, which takes longer than the work on one id.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _prefetch(_typing: Typing, words: types.Type, _at: types.Type) -> _Intrinsic
 def _loop(signature: str | None = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Return a decorator that compiles a function with numba. The compiled code is cached on disk if possible.
 
-    ``signature`` has the types for which the function is compiled immediately. None compiles it at its first call.
+    ``signature`` lists the types for which the function is compiled immediately. None compiles it at its first call.
     """
 
     def compiled(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""Base class of the row sets. An engine is one implementation of it, for example in torch, numba or Triton.
+"""Base class of the row sets. An *engine* is a subclass, implemented for example in torch, numba or Triton.
 
 Notation: ``R`` is the number of rows of the shard, ``N`` the number of ids of a call, ``K`` the number of rows in the
 set, ``M`` the number of rows that a call added.
@@ -113,7 +113,7 @@ class RowSet(ABC):
 
     @abstractmethod
     def count(self) -> int:
-        """Return the number ``K`` of marked rows. Waits for the device. Takes less time than :meth:`scan`."""
+        """Return the number ``K`` of marked rows. Waits for the device. Faster than :meth:`scan`."""
 
     def rank(self, ids: Tensor, scanned: Tensor) -> Tensor:
         """Return the number of marked rows below each id, ``[N]`` int64, each in ``[0, K]``.
@@ -126,16 +126,16 @@ class RowSet(ABC):
     def create_each(cls, nums_rows: Sequence[int], device: torch.device) -> list[Self]:
         """Return an empty set for each number of rows in ``nums_rows``.
 
-        On a device, an engine may store these sets in one tensor. :meth:`mark_each` and :meth:`mark_new_padded_each`
-        then mark them together. The tensor is freed with the last set.
+        Except on the CPU, an engine may store these sets in one tensor. :meth:`mark_each` and
+        :meth:`mark_new_padded_each` then mark them together. The tensor is freed with the last set.
         """
         return [cls(num_rows, device) for num_rows in nums_rows]
 
     @classmethod
     def mark_each(cls, sets: Sequence[Self], ids: Sequence[Tensor]) -> None:
-        """Add rows to each set. ``ids`` has ``[N]`` int64 local ids for each set.
+        """Add rows to each set. ``ids`` contains ``[N]`` int64 local ids for each set.
 
-        On a device, an engine may mark all sets from one :meth:`create_each` in a fixed number of operations.
+        Except on the CPU, an engine may mark all sets from one :meth:`create_each` in a fixed number of operations.
         """
         for each, own in zip(sets, ids, strict=True):
             each.mark(own)

@@ -2,7 +2,7 @@
 
 The engine passes the same contract test as the other engines. The test ran only in Triton's interpreter, which runs the
 engine's Triton kernels on the CPU if ``TRITON_INTERPRET=1`` is set. The kernels compile for compute capabilities 8.0
-and 9.0. They have not been tested on a GPU yet. Therefore the engine is used only if it is selected by name.
+and 9.0. They have not been tested on a GPU yet, and the engine is used only if it is selected by name.
 """
 
 import os
