@@ -31,8 +31,7 @@ class ChangeLog:
         stores: row store of each table, by FQN.
         consumers: names of the consumers.
         delete_on_read: True to drop rows that every consumer has committed.
-        auto_compact: True to compact the log when an output distribution has been launched, False to compact it after
-            every read.
+        auto_compact: True to compact the log when an output distribution is launched, False to compact it after reads.
         max_bytes: maximum size in bytes, see :class:`LogConsumers`; None for no limit.
         received: function that is called with each committed delta, see :class:`LogConsumers`.
         owners: store of the owners of the slots, for each table with managed collisions, by FQN.

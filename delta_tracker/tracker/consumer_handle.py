@@ -41,8 +41,8 @@ class ConsumerHandle(Uncopied, remedy="Save or copy the tracker's state_dict(), 
 
     Call :meth:`release` at the end, or use the handle in a ``with`` statement. After the release, all other methods
     raise :class:`~delta_tracker.errors.InvalidArgumentError`. If the handle is deleted without a release, the next
-    operation of the tracker ends the reservation, discards the uncommitted read and the note, and removes a consumer
-    that :meth:`begin_copy` added.
+    operation of the tracker ends the reservation, discards the uncommitted read and the note, and, if
+    :meth:`begin_copy` added the consumer, removes it.
 
     Args:
         name: name of the consumer. The caller must have reserved the consumer in the log.
@@ -76,9 +76,9 @@ class ConsumerHandle(Uncopied, remedy="Save or copy the tracker's state_dict(), 
     def read(self, *, ranks: AllRanks | None = None, **options: Unpack[ReadOptions]) -> Delta:
         """Return the rows that changed since the consumer's last committed read.
 
-        ``ranks`` are the ranks that share the budget of ``top_k``. If it is None, all ranks share the budget, and the
-        first read with ``top_k`` creates a process group for them. For the other arguments, the result and the errors,
-        see :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.get_delta`.
+        ``ranks`` are the ranks that share the budget of ``top_k``. If ``ranks`` is None, all ranks share the budget,
+        and the first read with ``top_k`` creates a process group for them. For the other arguments, the result and the
+        errors, see :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.get_delta`.
         """
         held = self._held()
         self._hooks.check_read()
@@ -87,7 +87,7 @@ class ConsumerHandle(Uncopied, remedy="Save or copy the tracker's state_dict(), 
     def commit(self, delta: Delta) -> None:
         """Commit the uncommitted read that returned ``delta``: move the consumer's cursor to the end of the read.
 
-        Raises InvalidArgumentError if ``delta`` belongs to another consumer, and StaleDeltaError if the read has ended.
+        Raises InvalidArgumentError if ``delta`` is of another consumer, StaleDeltaError if it is no longer uncommitted.
         """
         self._check_own(delta)
         self._log.consumers.commit(self._log.consumers.uncommitted(delta))
@@ -105,8 +105,8 @@ class ConsumerHandle(Uncopied, remedy="Save or copy the tracker's state_dict(), 
         """Make rows pending for the consumer, with unknown old states, and abort its uncommitted read.
 
         Call this method if the consumer's copy of these rows differs from its last read. For a table with managed
-        collisions, the copy must have the raw ids of that read. ``ids`` are ``[N]`` integer local ids, in any order,
-        duplicates allowed. Raises InvalidArgumentError if the table is not tracked or an id is outside the shard.
+        collisions, the copy must have the raw ids of its last read. ``ids`` are ``[N]`` integer local ids, in any
+        order, duplicates allowed. Raises InvalidArgumentError if the table is not tracked or an id is not in the shard.
         """
         name = self._held()
         self._model.shard(fqn).spec.check_ids(ids)
@@ -120,8 +120,8 @@ class ConsumerHandle(Uncopied, remedy="Save or copy the tracker's state_dict(), 
     def others(self) -> dict[str, tuple[int, dict[str, Tensor]]]:
         """Return the cursor position and the carried rows of each other consumer, by name. Does not read the log.
 
-        All rows that changed after the cursor position are pending, and so are the carried rows: ``[N]`` int64 local
-        ids by table FQN. Dropped consumers and consumers that :meth:`begin_copy` added are omitted.
+        The pending rows of a consumer are the carried rows, ``[N]`` int64 local ids by table FQN, and all rows that
+        changed after the cursor position. Dropped consumers and consumers that :meth:`begin_copy` added are omitted.
         """
         own = self._held()
         with self._log.lock:
@@ -133,7 +133,7 @@ class ConsumerHandle(Uncopied, remedy="Save or copy the tracker's state_dict(), 
         }
 
     def note_of(self, name: str) -> object:
-        """Return the note about any consumer; None if it has no note or its cursor has moved since the note was set."""
+        """Return the note of the consumer ``name``; None if it has none or its cursor moved after the note was set."""
         self._held()
         return self._log.consumers.find(name).current_note
 
@@ -141,7 +141,7 @@ class ConsumerHandle(Uncopied, remedy="Save or copy the tracker's state_dict(), 
         """Wait at most ``seconds`` until no update of rows and optimizer states is in progress.
 
         An update is in progress from the lookup until the backward pass has written the rows. Raises
-        UnfinishedStepError if an update is still in progress after this time.
+        UnfinishedStepError if an update is still in progress after ``seconds``.
         """
         self._held()
         end = time.monotonic() + seconds
@@ -161,7 +161,7 @@ class ConsumerHandle(Uncopied, remedy="Save or copy the tracker's state_dict(), 
     # Top-k
 
     def check_top_k(self, top_k: TopK | None) -> None:
-        """Raise InvalidArgumentError if reads of the consumer do not support ``top_k``. None is valid."""
+        """Raise InvalidArgumentError if reads of the consumer do not support ``top_k``. None is supported."""
         self._held()
         self._reader.check(top_k, with_optimizer=False)
 
@@ -171,7 +171,7 @@ class ConsumerHandle(Uncopied, remedy="Save or copy the tracker's state_dict(), 
         """Add a second consumer at the current position, to track changes while all rows are copied.
 
         Training can continue during the copy. At the end, overwrite the copied rows with the second consumer's delta.
-        The result equals a copy made at the time of that read.
+        The result equals a copy made at the time of the read that returned the delta.
 
         The second consumer is reserved for the same owner and not saved in checkpoints. Its name is this consumer's
         name followed by ``" (snapshot)"``. Its :meth:`release` also removes it from the tracker.
@@ -199,20 +199,20 @@ class ConsumerHandle(Uncopied, remedy="Save or copy the tracker's state_dict(), 
 
     @property
     def note(self) -> object:
-        """Note about the consumer, a JSON value set by :meth:`annotate` or loaded with a state; None if not set."""
+        """Note of the consumer, a JSON value set by :meth:`annotate` or loaded with a state; None if not set."""
         return self._record.note
 
     def annotate(self, note: object) -> None:
-        """Set the note about the consumer, a JSON value. It is saved with the tracker's state.
+        """Set the note of the consumer, a JSON value. It is saved with the tracker's state.
 
-        If the ranks have different notes, loading the state restores the note of the lowest rank. Raises
+        If the notes differ between ranks, loading the state restores the note of the lowest rank. Raises
         InvalidArgumentError if ``note`` is not a JSON value.
         """
         self._log.consumers.annotate(self._held(), note)
 
     @property
     def is_as_restored(self) -> bool:
-        """True if the consumer's cursor has not moved since a state was loaded; False if none was loaded."""
+        """True if the consumer's cursor has not moved since a state was loaded; False if no state was loaded."""
         return self._record.restored_at == self._record.position
 
     def release(self) -> None:

@@ -1,4 +1,4 @@
-"""Consumers of a change log as values: cursors, reads, times of changes, and the state for a checkpoint."""
+"""Records of a change log's consumers: cursors, reads, times of changes, and the state for a checkpoint."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NO_ROWS: Mapping[str, ChangedRows] = MappingProxyType({})
 
 @dataclass(slots=True, eq=False)
 class Read:
-    """Read of a consumer that is not committed or aborted yet. Created by :meth:`LogConsumers.read`.
+    """Consumer's read that has not been committed or aborted. Created by :meth:`LogConsumers.read`.
 
     Compaction does not merge rows marked before the end of the read with later rows. A commit, a rewind, or any other
     change of the consumer's record discards the read.
@@ -32,7 +32,7 @@ class Read:
     Attributes:
         rows: pending rows by table FQN, including carried rows (see :class:`Consumer`) and rows that top-k leaves out.
             Emptied by :meth:`LogConsumers.hold`.
-        delta: result of :meth:`returns`; None before the call.
+        delta: result of :meth:`returns`; None until it is called.
     """
 
     consumer: str
@@ -43,7 +43,7 @@ class Read:
     delta: Delta | None = None
 
     def returns(self, rows: Mapping[str, DeltaRows], left_out: Mapping[str, ChangedRows] | None = None) -> Delta:
-        """Return a delta with ``rows``, and record the rows that top-k left out. Call it before a hold or commit."""
+        """Return a delta with ``rows``, and record the rows ``left_out`` by top-k. Call it before hold or commit."""
         start, stop, batches = self.start, self.stop, self.batches
         self.delta = Delta(rows, consumer=self.consumer, start=start, stop=stop, batches=batches, left_out=left_out)
         return self.delta
@@ -55,7 +55,7 @@ class Consumer(NamedTuple):
     *Carried rows* are pending rows that are not in the log after the cursor: rows that committed reads left out, rows
     that were restored from a checkpoint or by a rewind, and rows that were made pending for this consumer only.
 
-    Callers replace the record in one statement: an interrupted call has either its whole effect or none.
+    Callers replace the record in one statement, so that an interrupted call takes effect completely or not at all.
     """
 
     name: str
@@ -78,7 +78,7 @@ class Consumer(NamedTuple):
         return self.note if self.noted_at == self.position else None
 
     def moved(self, position: int, batch: int, carried: Mapping[str, ChangedRows] = _NO_ROWS) -> Consumer:
-        """Return a copy of the record at another position, with other carried rows and without reads.
+        """Return a copy of the record at ``position``, with the carried rows ``carried`` and without reads.
 
         The age of the carried rows is measured from this call.
         """
@@ -89,9 +89,9 @@ class Consumer(NamedTuple):
         return moved._replace(reads=(), is_behind=False)
 
     def dropped(self, position: int, since: float | None) -> Consumer:
-        """Return a copy of the record as dropped: without pending rows, and marked to need a snapshot.
+        """Return a copy of the record that is marked as dropped: it needs a snapshot and has no pending rows.
 
-        ``since`` is the time of the oldest change of its pending rows; None if it is unknown.
+        ``since`` is the time of the oldest change of the dropped pending rows; None if unknown.
         """
         oldest = self.moved_at if since is None else since
         moved = self.moved(position, self.batch)
@@ -107,7 +107,7 @@ class PendingState:
         rows: pending rows by table FQN, with the old states that the tracking mode keeps. Tables without pending rows
             may be missing.
         is_behind: True if the consumer was dropped and needs a snapshot. ``rows`` is then empty.
-        note: the owner's note, a JSON value; None if there is none.
+        note: the owner's note, a JSON value; None if not set.
     """
 
     batch: int
@@ -143,7 +143,7 @@ class Cursors:
         consumers: records by name, in the order in which the consumers were added.
         origin: rows by table FQN that a rewind makes pending in addition to all rows in the log: rows that changed
             before the log's first position, and rows that were made pending for one consumer only.
-        num_batches: number of ``step()`` calls, including calls before a restored checkpoint.
+        num_batches: number of ``step()`` calls, including the calls counted in a restored checkpoint.
 
     Raises:
         InvalidArgumentError: if ``names`` is empty, repeats a name or is a string, or if a name is not a string.
@@ -164,7 +164,7 @@ class Cursors:
     def pinned(self) -> set[int]:
         """Positions at which segments must not be merged: the cursors, and the ends of uncommitted reads.
 
-        Dropped consumers have no such positions.
+        Dropped consumers add no positions.
         """
         pinned = set()
         for each in self.consumers.values():
@@ -180,7 +180,7 @@ class Cursors:
         return sum(rows.num_bytes for each in self.consumers.values() for rows in each.carried.values())
 
     def rows(self) -> Iterator[ChangedRows]:
-        """Yield the rows of :attr:`origin`, and each consumer's carried rows and rows that its reads left out."""
+        """Yield the rows of :attr:`origin`, then each consumer's carried rows and the rows that its reads left out."""
         yield from self.origin.values()
         for each in self.consumers.values():
             yield from each.carried.values()
@@ -189,7 +189,7 @@ class Cursors:
                     yield from read.delta.kept.values()
 
     def note_change(self, position: int) -> None:
-        """Record the current time as the time of the first change at a position. Later calls for it do nothing."""
+        """Record the current time as the time of the first change at ``position``, unless a time is recorded."""
         if position not in self._times:
             self._times[position] = time.monotonic()
 
@@ -206,7 +206,7 @@ class Cursors:
         return since
 
     def merge_times(self, pinned: Collection[int]) -> None:
-        """Keep one time, the earliest, between neighboring positions in ``pinned``. Drop times below the lowest."""
+        """Keep only the earliest time between neighboring positions in ``pinned``. Drop times before the first one."""
         ordered, times = sorted(pinned), dict[int, float]()
         for position, when in self._times.items():
             index = bisect_right(ordered, position)

@@ -1,4 +1,4 @@
-"""Position of the last trained batch in the training data: :class:`DataPosition`."""
+"""Position in the training data of the last batch that was trained on: :class:`DataPosition`."""
 
 import math
 import threading
@@ -21,19 +21,19 @@ class StatefulLoader(Protocol[_Batch_co]):
     """Data loader whose position can be saved and restored, such as torchdata's ``StatefulDataLoader``."""
 
     def __iter__(self) -> Iterator[_Batch_co]:
-        """Return an iterator over batches that starts at the restored position, or else at the beginning."""
+        """Return an iterator over batches that starts at the restored position, or at the beginning without one."""
 
     def state_dict(self) -> object:
         """Return the position after the last batch that the iterator returned."""
 
     def load_state_dict(self, state: object) -> object:
-        """Restore a position. The next iterator starts there."""
+        """Restore a position. The next iterator starts at this position."""
 
 
 class DataPosition(Uncopied, Generic[T], remedy="Save or copy its state_dict()"):
-    """Wrapper of a data loader that keeps the loader's state after the last trained batch, for checkpoints.
+    """Wrapper of a data loader that keeps the loader's state after the last batch trained on, for checkpoints.
 
-    A pipeline fetches batches before it trains them, so the loader's own state is ahead of training. This class saves
+    A pipeline fetches batches before training on them, so the loader's own state is ahead of training. This class saves
     the state of the loader with each batch. :meth:`ModelDeltaTracker.step` moves the position to the next batch.
 
     Iterate over this object instead of the loader, pass it to :meth:`ModelDeltaTracker.attach_data`, and call
@@ -46,21 +46,22 @@ class DataPosition(Uncopied, Generic[T], remedy="Save or copy its state_dict()")
             tracker.step()
 
     :mod:`delta_tracker.stream.format.state_tree` encodes the state of the loader for each batch. If the loader has
-    workers, its state must include them, as in ``StatefulDataLoader``. Tested on the CPU with torch's ``DataLoader``
+    workers, its state must include theirs, as in ``StatefulDataLoader``. Tested on the CPU with torch's ``DataLoader``
     with 2 workers, and with TorchRec's ``TrainPipelineBase``, ``TrainPipelineSparseDistLite`` and
     ``TrainPipelineSparseDist``.
 
-    To detect every missing step, set ``max_ahead`` to the number of batches that the pipeline fetches ahead.
+    To detect every missing call of ``tracker.step()``, set ``max_ahead`` to the number of batches that the pipeline
+    fetches ahead.
 
-    To train several epochs, iterate again. At the end of an epoch, the position is after its last batch. The loader
-    must accept this state and then return no more batches of this epoch.
+    To train several epochs, iterate again. At the end of an epoch, the position is after the last batch. If this state
+    is loaded, the loader must not return more batches of the epoch.
 
     Args:
         loader: the loader. If it has a method ``load_rank_states(states)``, its position can be restored with another
             number of ranks, see :meth:`load_rank_states`.
         event_time: function that returns the time of a batch in seconds, at least 0 and less than 2**53. It runs in the
             thread that fetches the batch.
-        max_ahead: maximum number of batches that are fetched but not trained, see :meth:`check`.
+        max_ahead: maximum number of batches that were fetched but not yet trained on, see :meth:`check`.
 
     Raises:
         InvalidArgumentError: if an argument is invalid, or if the state of the loader cannot be encoded.
@@ -105,17 +106,17 @@ class DataPosition(Uncopied, Generic[T], remedy="Save or copy its state_dict()")
 
     @property
     def num_batches(self) -> int:
-        """Number of trained batches, including batches before a restored position."""
+        """Number of batches that were trained on, including batches before a restored position."""
         return self._num_batches
 
     @property
     def num_ahead(self) -> int:
-        """Number of batches that are fetched but not trained."""
+        """Number of batches that were fetched but not yet trained on."""
         return len(self._drawn)
 
     @property
     def event_time(self) -> float | None:
-        """Time of the last trained batch in seconds; None before the first batch or without ``event_time``."""
+        """Time in seconds of the last batch trained on; None before the first batch or without ``event_time``."""
         return self._event_time
 
     @property
@@ -129,7 +130,7 @@ class DataPosition(Uncopied, Generic[T], remedy="Save or copy its state_dict()")
         Raises:
             InvalidArgumentError: while iterating, if a newer iterator exists, if the position was restored after the
                 first batch, or if the time of a batch is invalid. At the first batch, if earlier batches were fetched
-                but not trained.
+                but not trained on.
         """
         with self._lock:
             if self._drawn:
@@ -163,7 +164,7 @@ class DataPosition(Uncopied, Generic[T], remedy="Save or copy its state_dict()")
         self._is_attached = True
 
     def advance(self) -> None:
-        """Move the position past the next fetched batch. If no batch was fetched, the next :meth:`check` raises."""
+        """Move the position by one fetched batch. If there is no such batch, the next :meth:`check` raises an error."""
         try:
             self._state, self._event_time = self._drawn.popleft()
         except IndexError:
@@ -174,7 +175,7 @@ class DataPosition(Uncopied, Generic[T], remedy="Save or copy its state_dict()")
     def check(self) -> None:
         """Check that training called ``tracker.step()`` once for each batch. A publisher calls this method.
 
-        Raises InvalidArgumentError if more than ``max_ahead`` batches are fetched but not trained, or if there were
+        Raises InvalidArgumentError if more than ``max_ahead`` batches were fetched but not trained on, or if there were
         more calls of ``tracker.step()`` than fetched batches.
         """
         if self._num_missing:
@@ -191,15 +192,15 @@ class DataPosition(Uncopied, Generic[T], remedy="Save or copy its state_dict()")
             raise InvalidArgumentError("batches ahead", self.num_ahead, remedy)
 
     def state_dict(self) -> dict[str, object]:
-        """Return the position: ``batches``, ``event_time``, and ``loader``, the loader's state after the last batch."""
+        """Return the position: ``batches``, ``event_time``, and ``loader``, the loader's state at the position."""
         return {"batches": self._num_batches, "event_time": self._event_time, "loader": unpack(self._state)}
 
     def load_state_dict(self, state: object) -> None:
         """Restore a position that :meth:`state_dict` returned.
 
         After the call, create new iterators and pipelines: an iterator that has returned a batch raises at its next
-        batch. Raises InvalidArgumentError if ``state`` is not a position, or the error of the loader. The position does
-        not change if the call raises.
+        batch. Raises InvalidArgumentError if ``state`` is not a position, and the errors of the loader. If the call
+        raises, the position does not change.
         """
         num_batches, time, loader = _fields(state)
         packed = pack(loader, "data['loader']")

@@ -68,8 +68,8 @@ class DeltaReader:
 
         The method calls ``result`` before it commits the read. If ``result`` raises or the call is interrupted, the
         rows stay pending. Callers must check first that no other owner has reserved the consumer. ``ranks`` are the
-        ranks that share the budget of ``top_k``. If it is None, the first read with ``top_k`` creates a group of all
-        ranks. For the other arguments and the errors, see
+        ranks that share the budget of ``top_k``. If ``ranks`` is None, the first read with ``top_k`` creates a group of
+        all ranks. For the other arguments and the errors, see
         :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.get_delta`.
         """
         consumers = self._log.consumers
@@ -144,7 +144,7 @@ class DeltaReader:
         )
 
     def _owners(self, fqn: str, changed: ChangedRows) -> Tensor:
-        """Return the raw ids that own rows of a table with managed collisions at the last cut, ``[N]`` int64."""
+        """Return the raw id of each changed row at the last cut, ``[N]`` int64, for a table with managed collisions."""
         return self._log.segments.owners[fqn].owners.index_select(0, changed.ids)
 
     def _choose(
@@ -204,7 +204,7 @@ class DeltaReader:
         return torch.where(scores.isnan(), torch.inf, scores)
 
     def _checked_scores(self, fqn: str, scores: Tensor, rows: ChangedRows) -> Tensor:
-        """Return the scores of a user's function as ``[N]`` float32, infinite where the old state is unknown."""
+        """Check a score function's result, and return it as ``[N]`` float32, infinite for unknown old states."""
         if scores.shape == (len(rows),) and rows.known is not None:
             scores = torch.where(rows.known, scores, torch.inf)
         if scores.shape != (len(rows),) or bool(scores.isnan().any()):

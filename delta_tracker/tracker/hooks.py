@@ -100,7 +100,7 @@ class TrackerHooks:
         return self._num_past_updates + sum(hook.num_updates for hook in self._of_updates())
 
     def check_read(self) -> None:
-        """Warn if other tensors are trained but no table was ever updated. Called before a read."""
+        """Warn if tensors that resemble tables are trained but no table was ever updated. Called before a read."""
         if self._has_warned or self._has_updated:
             return
         self._has_updated = self.num_updates() > 0
@@ -108,10 +108,10 @@ class TrackerHooks:
             self._warn(self._others(), 1, stacklevel=4)
 
     def check_batch(self, num_recorded: Mapping[str, int]) -> None:
-        """Warn if other tensors seem to be trained instead of the tables. Called at the end of a batch.
+        """Warn if the tables do not seem to be trained. Called at the end of a batch.
 
-        Warns after 10 updates of other tensors without an update of a table, and after 100 batches without any update,
-        write or recorded row. ``num_recorded`` is the number of recorded rows by table FQN.
+        Warns after 10 updates of tensors that resemble tables without an update of a table, and after 100 batches
+        without any update, write or recorded row. ``num_recorded`` is the number of recorded rows by table FQN.
         """
         if self._has_warned:
             return
@@ -128,7 +128,7 @@ class TrackerHooks:
         return [hook for hook in self.registered if isinstance(hook, PostLookupHook | StepHook)]
 
     def _others(self) -> Counter[str]:
-        """Return the number of updates of other tensors that resemble tables, by FQN."""
+        """Return the number of updates of each untracked tensor that resembles a table, by FQN."""
         return sum((hook.others.counts() for hook in self._of_updates()), Counter[str]())
 
     def _warn(self, others: Counter[str], least: int, stacklevel: int) -> None:
@@ -143,7 +143,7 @@ class TrackerHooks:
 
 
 class Progress:
-    """Progress of training on this rank. A publisher uses it to decide when to cut a version.
+    """Progress of training on this rank. A publisher uses it to decide when to publish.
 
     Args:
         log: the tracker's log.
@@ -176,7 +176,7 @@ class Progress:
 
     @property
     def num_recorded(self) -> Mapping[str, int]:
-        """Number of rows recorded as changed on this rank, by table FQN. Repeated rows count each time.
+        """Number of rows recorded as changed on this rank, by table FQN. A row counts each time it is recorded.
 
         Does not wait for the device. For a table with a fused optimizer, the increase over a period is an upper bound
         for the number of rows that changed in this period. Rows found by comparison with a copy do not count.

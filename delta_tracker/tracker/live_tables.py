@@ -15,7 +15,7 @@ from delta_tracker.types import Identity, ShardSpec, TableSpec, TableStates
 
 
 class LiveTables:
-    """Read access to the tables of this rank during training: their rows, optimizer states and raw ids.
+    """Read access to this rank's rows, optimizer states and raw ids of the tables during training.
 
     Used by components that copy more than the changed rows, such as a publisher. A view shares memory with the model:
     copy it before the next batch to keep its values. Methods with an ``fqn`` raise InvalidArgumentError if the table is
@@ -122,7 +122,7 @@ class LiveTables:
     def unfused_storages(self) -> dict[str, tuple[set[int], bool]]:
         """Return the storage addresses of the weights of each table without a fused optimizer on this rank, by FQN.
 
-        The second value is True for a DATA_PARALLEL table. Its optimizer state is the same on every rank.
+        The second element of a value is True for a DATA_PARALLEL table, whose optimizer state is equal on all ranks.
         """
         return {
             fqn: (unfused_storages(shard), shard.spec.is_replicated)

@@ -49,8 +49,8 @@ class LogConsumers:
         segments: the log's segments, with the consumers' cursors.
         max_bytes: maximum size in bytes of the log and the carried rows. If it is exceeded, the consumer that lags
             furthest is dropped. None for no limit.
-        received: function that is called with each committed delta while the lock is held, except for consumers that a
-            publisher adds while it copies a snapshot.
+        received: function that is called with each committed delta while the lock is held. Not called for transient
+            consumers, which a publisher adds while it copies a snapshot.
 
     Attributes:
         abandoned: names of reserved consumers whose owner was deleted without :meth:`release`. Destructors append to it
@@ -151,7 +151,7 @@ class LogConsumers:
             self.abandoned.popleft()  # last: an interrupted call is repeated
 
     def annotate(self, consumer: str, note: object) -> None:
-        """Set the note about a consumer, for checkpoints. Raise InvalidArgumentError if it is not a JSON value."""
+        """Set a consumer's note, for checkpoints. Raise InvalidArgumentError if ``note`` is not a JSON value."""
         try:
             held = json.loads(json.dumps(note, allow_nan=False))
         except (TypeError, ValueError) as error:
@@ -163,7 +163,7 @@ class LogConsumers:
     # Cursors
 
     def num_pending(self, consumer: str | None) -> dict[str, int]:
-        """Return the number of a consumer's pending rows by table FQN, see :meth:`find`. Waits for the device."""
+        """Return the number of pending rows by table FQN. :meth:`find` selects the consumer. Waits for the device."""
         with self.lock:
             found = self.find(consumer)
             self._segments.fence.enter()
@@ -171,7 +171,7 @@ class LogConsumers:
             return self._segments.num_changed(found)
 
     def lags(self, *, counts: bool) -> dict[str, Lag]:
-        """Return the lag of each consumer that is not transient, by name. All rows are pending for a dropped consumer.
+        """Return the lag of each consumer that is not transient, by name. A dropped consumer has all rows pending.
 
         If ``counts`` is False, the call does not wait for the device, and :attr:`Lag.pending` is empty except for
         dropped consumers.
@@ -212,13 +212,13 @@ class LogConsumers:
             )
 
     def remove(self, consumer: str) -> None:
-        """Remove a consumer if it exists. With ``delete_on_read``, also drop rows that only it had not committed."""
+        """Remove a consumer if it exists. With ``delete_on_read``, drop rows that were pending only for it."""
         with self.lock:
             self._known.pop(consumer, None)
             maintain(self._segments.compact)
 
     def clear(self, *consumers: str) -> None:
-        """Discard the pending rows of some consumers, and treat these consumers as up to date, even if dropped.
+        """Discard the pending rows of ``consumers``, and treat them as up to date, even those that were dropped.
 
         If the call is interrupted, all rows may become pending.
         """
@@ -234,7 +234,7 @@ class LogConsumers:
                 raise
 
     def rewind(self, consumer: str) -> None:
-        """Move a consumer back to the start of the log. All rows that changed since then are pending again.
+        """Move a consumer back to the start of the log. All rows that changed since the start are pending again.
 
         Aborts its uncommitted read. Raises InvalidArgumentError if the log drops committed rows (``delete_on_read``).
         """
@@ -246,8 +246,8 @@ class LogConsumers:
     def distrust(self, consumer: str, fqn: str, ids: Tensor, *, knows_owners: bool = True) -> None:
         """Make rows pending for one consumer, with unknown old states, and abort its uncommitted read.
 
-        ``ids`` is ``[N]`` int64, local ids in any order, duplicates allowed. Pass ``knows_owners=False`` if the
-        consumer's copy may have other raw ids than its last committed read.
+        ``ids`` is ``[N]`` int64, local ids in any order, duplicates allowed. Pass ``knows_owners=False`` if the raw ids
+        of the consumer's copy may differ from those of its last committed read.
         """
         if not len(ids):
             return
@@ -300,7 +300,7 @@ class LogConsumers:
             return read
 
     def uncommitted(self, delta: Delta) -> Read:
-        """Return the uncommitted read that returned ``delta``. Raise StaleDeltaError if it has ended."""
+        """Return the uncommitted read that returned ``delta``. Raise StaleDeltaError if there is none."""
         for read in self.find(delta.consumer).reads:
             if read.delta is delta:
                 return read
@@ -346,7 +346,7 @@ class LogConsumers:
                 raise
 
     def abort(self, read: Read) -> None:
-        """Discard a read. Its rows stay pending. After :meth:`commit`, they are pending again without old states.
+        """Discard a read. Its rows stay pending. If it was committed, they become pending again, without old states.
 
         An earlier uncommitted read of the consumer stays valid. Does nothing if the read was already discarded.
         """
@@ -382,7 +382,7 @@ class LogConsumers:
             maintain(*tasks, self._shed)
 
     def _due(self, *tasks: Callable[[], None], compacts: bool = True) -> Sequence[Callable[[], None]]:
-        """Return the maintenance tasks: compacting the log, unless a hook does so, and enforcing ``max_bytes``."""
+        """Return the maintenance tasks: compacting the log, if no hook does this, and enforcing ``max_bytes``."""
         # Compact at every sixteenth position also with auto_compact, because an idle model runs no output distribution.
         if compacts and (not self._writes.compacts_after_odist or self._segments.position % 16 == 0):
             tasks += (self._segments.compact,)
@@ -414,5 +414,5 @@ class LogConsumers:
 
 
 def _over(rows: ChangedRows, fqn: str, tables: Mapping[str, ChangedRows]) -> dict[str, ChangedRows]:
-    """Return a copy of ``tables`` with ``rows`` added to the table ``fqn``. They replace rows with the same id."""
+    """Return a copy of ``tables`` with ``rows`` added to the table ``fqn``, replacing rows with the same ids."""
     return {**tables, fqn: merge_first(rows, tables[fqn]) if fqn in tables else rows}

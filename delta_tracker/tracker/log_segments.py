@@ -1,4 +1,4 @@
-"""Segments of all tables of a change log. A segment has the rows that changed between two cuts."""
+"""Segments of all tables of a change log. A segment contains the rows that changed between two cuts."""
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -33,20 +33,20 @@ class LogSegments:
 
     Args:
         stores: row store of each table, by FQN.
-        owners: store of the slots' owners for each table with managed collisions, by FQN. A slot whose owner changed is
-            marked in both stores of the table.
+        owners: store of the owners of the slots, for each table with managed collisions, by FQN. A slot whose owner
+            changed is marked in both stores of the table.
         cursors: the consumers. Their cursors and reads separate segments.
         delete_on_read: True to drop rows that every consumer has committed.
 
     Attributes:
         stores, owners: the current stores. The mappings are replaced, not modified: read them without the lock.
-        cursors, delete_on_read: the arguments.
+        cursors, delete_on_read: the arguments of the same names.
         position: number of cuts.
         fence: orders the uses of the stores by several CUDA streams.
         synced: position of the last sync of replicas, by table FQN. Rows marked since then are kept, even if all
             consumers committed them.
-        num_recorded: number of rows recorded as changed, by table FQN. Repeated rows count each time.
-        num_compacted: number of batches at the last :meth:`compact`; 0 before the first call.
+        num_recorded: number of rows recorded as changed, by table FQN. A row counts each time it is recorded.
+        num_compacted: number of ``step()`` calls at the last :meth:`compact`; 0 before the first :meth:`compact`.
         is_compact: True if :meth:`compact` has nothing to merge or drop.
         reads_shards: True if marking rows may read the shards.
         compact_waits: True if :meth:`compact` waits for the device.
@@ -79,8 +79,8 @@ class LogSegments:
     def record(self, ids: Mapping[str, Tensor | None], key: int | None = None, *, captures: bool = True) -> None:
         """Enter :attr:`fence` and count changed rows. The caller must mark these rows afterwards.
 
-        ``ids`` has local ids by table FQN, or None for all rows. ``key`` is the key of a write in progress, or None.
-        Pass ``captures=True`` if marking the rows captures their current states as old states.
+        ``ids`` maps table FQNs to local ids, or to None for all rows. ``key`` is the key of a write in progress, or
+        None. Pass ``captures=True`` if marking the rows captures their current states as old states.
         """
         self.fence.enter(key)
         if captures and self.reads_shards:  # states that are captured after other writes are not the old ones
@@ -88,7 +88,7 @@ class LogSegments:
         self.count(ids)
 
     def count(self, ids: Mapping[str, Tensor | None]) -> None:
-        """Add changed rows to :attr:`num_recorded`. ``ids`` has local ids by table FQN, or None for all rows."""
+        """Add changed rows to :attr:`num_recorded`. ``ids`` are local ids by table FQN, None for all rows."""
         recorded, num_rows = self.num_recorded, 0
         for fqn, own in ids.items():
             num_own = self.stores[fqn].num_rows if own is None else own.numel()
@@ -108,9 +108,9 @@ class LogSegments:
     # Cuts
 
     def cut(self, fqns: Collection[str] | None = None) -> None:
-        """Start a segment in the stores of the tables ``fqns``. Mark the rows of the writes in progress in it again.
+        """Start a segment in the stores of the tables ``fqns``. Mark the rows of writes in progress in it again.
 
-        None for all tables and the stores of their owners.
+        If ``fqns`` is None, includes the stores of all tables and of the owners of their slots.
         """
         with one_cut():
             if self.owners and fqns is None:
@@ -150,7 +150,7 @@ class LogSegments:
     ) -> dict[str, ChangedRows]:
         """Return the rows in ``carried`` and the rows marked in ``[start, stop)``, by table FQN.
 
-        If ``stop`` is None, there is no upper bound. Rows in both have their old states from ``carried``.
+        If ``stop`` is None, there is no upper bound. A row that is in both has its old state from ``carried``.
         """
         end = self.position + 1 if stop is None else stop
         rows, together = dict[str, ChangedRows](), dict[str, SegmentStore]()
@@ -185,7 +185,7 @@ class LogSegments:
         self.stores[fqn].mark(ids)
 
     def check_owners(self) -> None:
-        """Raise UnsupportedModelError if the owners of a table's slots at the last cut are invalid in a stream."""
+        """Raise UnsupportedModelError if the owners of a table's slots at the last cut cannot be published."""
         for fqn, owners in self.owners.items():
             if owners.refusal:
                 remedy = "Name the table in fqns_to_skip to train it untracked"
@@ -204,7 +204,7 @@ class LogSegments:
         return former
 
     def with_former(self, rows: Mapping[str, ChangedRows]) -> dict[str, ChangedRows]:
-        """Return ``rows`` with former owners for tables with managed collisions only, ``NO_OWNER`` where unknown."""
+        """Return ``rows`` with ``former`` set for tables with managed collisions only, to ``NO_OWNER`` if unknown."""
         found = {}
         for fqn, each in rows.items():
             former = each.former if fqn in self.owners else None

@@ -1,4 +1,4 @@
-"""Listener of the hooks, with the writes in progress of a change log."""
+"""Listener of the hooks of a change log. It records the writes in progress."""
 
 import threading
 from collections import deque
@@ -38,7 +38,7 @@ class LogWrites:
     # Updates
 
     def begin_write(self, key: int, ids: Mapping[str, Tensor | None]) -> None:
-        """Record a write in progress, and mark its rows: local ids by table FQN, or None for all rows."""
+        """Record a write in progress, and mark its rows ``ids``: local ids by table FQN, None for all rows."""
         segments = self._segments
         with self.lock, segments.in_place(), profiler_range("delta_tracker: record"):
             if self._ended:
@@ -59,7 +59,7 @@ class LogWrites:
         self._ended.append(key)
 
     def looked_up(self, ids: Mapping[str, Tensor | None]) -> None:
-        """Mark looked-up rows as changed. ``ids`` has local ids by table FQN, or None for all rows."""
+        """Mark looked-up rows as changed. ``ids`` are local ids by table FQN, None for all rows."""
         segments = self._segments
         with self.lock, segments.in_place(), profiler_range("delta_tracker: record"):
             segments.record(ids)
@@ -120,8 +120,8 @@ class LogWrites:
     def changed_since_sync(self, fqns: Iterable[str]) -> dict[str, Tensor | None]:
         """Return the local ids of the rows marked since the last :meth:`synced`, by table FQN. Waits for the device.
 
-        The value is None for a table whose changes are unknown: without a :meth:`synced` since its store was created,
-        since the last :meth:`diverged`, since a restore, or since ``max_bytes`` was exceeded.
+        The value is None for a table whose changes are unknown: :meth:`synced` was not called since its store was
+        created, since the last :meth:`diverged`, since a restore, or since ``max_bytes`` was exceeded.
         """
         segments, tables = self._segments, tuple(fqns)
         with self.lock:
@@ -176,7 +176,7 @@ class LogWrites:
                 self._ended.popleft()  # last: an interrupted call is repeated
 
     def _catch_up(self, fqns: Iterable[str]) -> None:
-        """Enter the fence, and process the queued ends of writes and the writes that no hook reported."""
+        """Enter the fence, end the writes that were queued to end, and mark the writes that no hook reported."""
         self._segments.fence.enter()
         if self._ended:
             self.end_writes()

@@ -54,7 +54,7 @@ class Capture:
         """Return the ``states`` of a delta for changed rows. ``rows`` has old states if :attr:`keeps_old` is True.
 
         Returns:
-            ``[N, ...]``, NaN for rows whose old state is needed but unknown; None in a mode without states.
+            ``[N, ...]``, NaN for rows whose old state is required but unknown; None in a mode without states.
         """
         del shard, rows
         return None
@@ -82,7 +82,7 @@ class EmbeddingCapture(Capture):
         return read_rows(shard, ids)
 
     def states(self, shard: LocalShard, rows: ChangedRows) -> Tensor | None:
-        """Return the old values of each row, from the consumer's last committed read, ``[N, D]``; NaN if unknown."""
+        """Return the values of each row at the consumer's last committed read, ``[N, D]``; NaN if unknown."""
         del shard
         return rows.states
 

@@ -1,4 +1,4 @@
-"""Gloo process groups of all ranks, for messages of the library. Each group must be used by one thread only."""
+"""Gloo process groups of all ranks, for the library's own messages. Each group must be used by one thread only."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ _STORE = "the store of the default process group"
 
 
 class RankGroup:
-    """Gloo group of all ranks of the default process group, for messages of the library.
+    """Gloo group of all ranks of the default process group, for the library's own messages.
 
     If there is no default process group, the group contains only this process.
 
     The constructor, :meth:`start_all_gather`, :meth:`all_gather`, :meth:`gather` and :meth:`add` are collectives: all
     ranks must call them in the same order, from one thread. Groups with different names may be created in any order.
-    The constructor waits for all ranks in the default group's store, and logs missing ranks after some seconds. If a
-    rank is missing or the store does not answer, it raises after ``timeout``. All ranks may then try again.
+    The constructor waits for all ranks, using the default group's store, and logs missing ranks after some seconds. If
+    a rank is missing or the store does not respond, it raises after ``timeout``. All ranks may then try again.
 
     After a rank is lost, every later operation of the group raises. Unlike ``torch.distributed.new_group``, the
     constructor never connects a rank to an unrelated group of another rank.
 
     Args:
         name: name of the group, the same on every rank.
-        call: call that every rank must make, as text for error messages, for example ``Publisher(...)``.
+        call: call that every rank must make, such as ``Publisher(...)``, for error messages.
         timeout: maximum time to wait for the slowest rank, in the constructor and in each method.
 
     Raises:
@@ -149,7 +149,7 @@ class RankGroup:
                 meanwhile()
 
     def _ends_soon(self, work: dist.Work) -> bool:
-        """Wait briefly for a collective. A wait without a timeout would block signal handlers."""
+        """Wait briefly for a collective, so that signal handlers can run. Return True if the collective has ended."""
         with self._typed_errors():
             try:
                 work.wait(_INTERRUPT_PAUSE)
@@ -187,7 +187,7 @@ class RankGroup:
 
     @contextmanager
     def _typed_errors(self) -> Iterator[None]:
-        """Raise ``RankLostError`` for a torch error, in this call and in later ones."""
+        """Convert a torch error to ``RankLostError``, and make all later calls raise it too."""
         try:
             yield
         except RankLostError as error:
@@ -213,7 +213,7 @@ class Gathering:
     work: dist.Work | None = None
 
     def result(self, meanwhile: Callable[[], None] | None = None) -> list[Tensor]:
-        """Wait for the tensors of all ranks and return them in rank order. Can be repeated after an interrupt.
+        """Wait for the tensors of all ranks and return them in rank order. After an interrupt, it can be called again.
 
         ``meanwhile`` is called several times per second during the wait.
         """
@@ -223,14 +223,14 @@ class Gathering:
 
 
 class _Meeting:
-    """Creation of one gloo group. All ranks first wait for each other, using keys of the default group's store.
+    """Rendezvous of all ranks that creates one gloo group. The ranks find each other in the default group's store.
 
-    Attempts to meet are numbered. An attempt ends when the last rank arrives or when the first rank times out, with the
-    same result on all ranks: ``go`` after a success, otherwise the reason for the failure. A rank skips attempts that
-    ended before it arrived.
+    Each attempt has a number. It ends when the last rank joins it or when the first rank times out, with the same
+    result on all ranks: ``go`` after a success, otherwise the reason for the failure. A rank skips attempts that have
+    already ended.
 
-    A thread makes the calls of the store, because they block without a timeout while the process that hosts it is
-    stopped. If the caller times out before, the thread ends its attempt when the store answers.
+    A thread calls the store, because the calls block without a timeout while the process that hosts the store is
+    stopped. If the caller times out first, the thread ends its attempt as soon as the store responds.
     """
 
     def __init__(self, name: str, call: str, timeout: timedelta, rank: int, world_size: int) -> None:
@@ -267,7 +267,7 @@ class _Meeting:
         return self._result
 
     def _wait(self) -> None:
-        """Wait for the thread in steps, because Python may miss a signal that arrives as a wait begins."""
+        """Wait for the thread in steps, because Python may miss a signal that arrives just as a wait begins."""
         logged, late_seconds, step_seconds = None, 0.0, _INTERRUPT_PAUSE.total_seconds()
         while not self._has_ended.wait(step_seconds):
             now = time.monotonic()
@@ -352,7 +352,7 @@ class _Meeting:
         return f"rank {self._rank} was interrupted or gave up while it waited for the others"
 
     def _missing(self, store: dist.Store, number: int | str) -> str:
-        """Return the ranks without a key below ``number`` as text such as ``rank 1, 3``; empty if there are none."""
+        """Return the ranks without a key ``{number}/{rank}`` as text such as ``rank 1, 3``; empty if all have one."""
         missing = []
         for rank in range(self._world_size):
             if not store.check([f"{number}/{rank}"]):

@@ -1,4 +1,4 @@
-"""State of a tracker, as the value :class:`TrackerStats` and as metrics."""
+"""State of a tracker, as a :class:`TrackerStats` object and as metrics."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -108,9 +108,9 @@ class TrackerGauges:
     def show(self, log: ChangeLog) -> None:
         """Update the gauges from ``log``. The monitor calls this method in its own thread.
 
-        Pending rows are counted only if all shards are on the CPU: elsewhere, counting would delay training. The age of
-        the oldest pending row is reported on every device. If the log's lock cannot be acquired within a second, for
-        example during a read with top-k, the gauges keep their values.
+        Pending rows are counted only if all shards are on the CPU. On other devices, counting would delay training. The
+        age of the oldest pending row is reported on every device. If the log's lock cannot be acquired within a second,
+        for example during a read with top-k, the gauges keep their values.
         """
         if not log.lock.acquire(timeout=_PATIENCE_SECONDS):
             return

@@ -36,10 +36,10 @@ class TopK:
     Pass exactly one of the budgets ``rows``, ``fraction`` and ``num_bytes``.
 
     Rows are selected in descending order of score. Ties are ordered by rank, then by table, then by id. Rows whose old
-    state is unknown are selected first. A row with managed collisions is always selected if its raw id changed, even if
-    the delta then exceeds the budget. Rows that are not selected stay pending with their old state. Their score
-    includes all changes until they are sent. A row of a column-wise sharded table counts once for each rank that has a
-    part of the row.
+    state is unknown are selected first. A row of a table with managed collisions is always selected if its raw id
+    changed, even if the delta then exceeds the budget. Rows that are not selected stay pending with their old states.
+    The score of a pending row covers all changes since the old state. A row of a column-wise sharded table counts once
+    for each rank that has a part of the row.
 
     Args:
         rows: maximum number of rows. May be passed as a positional argument.
@@ -190,7 +190,7 @@ def _masks(search: _Search, rounds: _Rounds) -> list[Tensor] | None:
 class _Rounds:
     """Sequence of the collectives that one selection takes.
 
-    A rank that fails must call :meth:`finish`: the other ranks wait for it in the remaining collectives.
+    A rank that fails must call :meth:`finish`, because the other ranks wait for it in the remaining collectives.
     """
 
     def __init__(self, ranks: AllRanks, num_groups: int) -> None:
@@ -213,7 +213,7 @@ class _Rounds:
         return collective(counts)
 
     def finish(self) -> None:
-        """Take part in the remaining collectives without rows. The first one reports this rank's failure to all."""
+        """Take part in the remaining collectives without rows. The first one reports the failure to all ranks."""
         has_begun = len(self._left) <= len(_DIGITS)
         for collective, nothing in self._left if has_begun else self._left[:1]:
             collective(nothing)
@@ -222,7 +222,7 @@ class _Rounds:
 class _Keys:
     """Integer keys of the scores of one table in CPU memory, in the order of the scores.
 
-    ``_under`` has the keys of the rows that are not due and match the prefix.
+    ``_under`` contains the keys of the rows that are not due and match the prefix.
     """
 
     def __init__(self, table: Candidates) -> None:
@@ -292,9 +292,9 @@ class _DeviceKeys(_Keys):
 class _Search:
     """Radix search for each budget's threshold, over the integer keys of this rank's scores.
 
-    ``_prefix`` has the digits of each threshold that are already known. ``_remaining`` is the part of each budget that
-    is left after the due rows (``is_due``) and the rows whose key is above the prefix. ``_takes_all`` is True for each
-    budget into which all rows fit. ``_num_ties`` has the number of ties of each table, once they were counted.
+    ``_prefix`` contains the digits of each threshold that are already known. ``_remaining`` is the part of each budget
+    that is left after the due rows (``is_due``) and the rows whose key is above the prefix. ``_takes_all`` is True for
+    each budget into which all rows fit. ``_num_ties`` is the number of ties of each table, once it is known.
 
     If tables are on a device, each round waits for the device once.
 
@@ -350,8 +350,8 @@ class _Search:
     def narrow(self, shift: int, histograms: Tensor) -> None:
         """Find the next digit of each threshold.
 
-        It is the highest digit for which the cost of all rows with this or a higher digit exceeds the remaining budget.
-        If no digit does, all rows fit. ``histograms`` is ``[G, _NUM_BINS]``, the sum over all ranks.
+        This is the highest digit for which the cost of all rows with this or a higher digit exceeds the remaining
+        budget. If there is no such digit, all rows fit. ``histograms`` is ``[G, _NUM_BINS]``, the sum over all ranks.
         """
         for index, histogram in enumerate(histograms):
             if self._takes_all[index]:

@@ -58,7 +58,7 @@ _METHODS_OF_TORCHREC = {"get_unique", "get_unique_ids"}
 
 
 def __getattr__(name: str) -> object:
-    """Return ``SUPPORTED_MODULES``, TorchRec's module classes that can be tracked. The access imports TorchRec."""
+    """Return ``SUPPORTED_MODULES``, TorchRec's module classes that can be tracked. Accessing it imports TorchRec."""
     if name == "SUPPORTED_MODULES":
         return tuple(load_torchrec().collections)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -83,13 +83,13 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
             EmbeddingCollections or EmbeddingBagCollections, or a model with ``nn.Embedding`` or ``nn.EmbeddingBag``
             modules.
         consumers: names of the independent readers. Default: one consumer named ``"default"``.
-        delete_on_read: drop rows once every consumer has committed a read of them. False keeps them for
-            :meth:`rewind`: at most one more row set per table, with old states in the modes that keep them.
-        auto_compact: compact the log after a collection has launched its output distribution. Compaction then overlaps
-            with communication. False compacts after each read. Trackers that keep old states on a GPU always compact
-            after reads.
+        delete_on_read: drop rows once every consumer has committed a read of them. False keeps these rows for
+            :meth:`rewind`, in at most one more row set per table, with old states if the mode keeps them.
+        auto_compact: compact the log after a collection has launched its output distribution, so that compaction
+            overlaps with communication. False compacts after each read. Trackers that keep old states on a GPU always
+            compact after reads.
         mode: the data that is kept for each changed row; a :class:`~delta_tracker.types.TrackingMode` or its name.
-        fqns_to_skip: tables not to track, each by its FQN, the FQN of a module above it, or one component of its FQN.
+        fqns_to_skip: tables not to track, given by FQN, by the FQN of a module above, or by one component of the FQN.
         record: ``"updates"`` to record rows whose update is written, or ``"lookups"`` to also record all rows that are
             looked up, as TorchRec's tracker does. Plain modules support ``"updates"`` only.
         max_bytes: maximum size of the log on this rank, in bytes, including rows that top-k left out. If the log is
@@ -101,11 +101,11 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
             it.
         monitor: monitor that records this tracker's metrics; None for ``delta_tracker.monitor.MONITOR``.
         name: value of the label ``tracker`` of these metrics, by default ``"tracker"``. If another tracker of this
-            process has the name, ``-2`` or the next free number is appended.
+            process already has this name, ``-2`` or the next free number is appended.
 
     Raises:
         UnsupportedModelError: if the model has no table to track, or has an unsupported sharded or managed-collision
-            module, kernel, fused optimizer or plain weight, or if an optimizer does not support the mode.
+            module, kernel, fused optimizer or plain weight, or if the mode does not support an optimizer.
         InvalidArgumentError: if consumer names are missing or repeated, or another argument is invalid.
         MissingExtraError: if the package of the chosen engine is not installed.
 
@@ -239,7 +239,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
 
     @property
     def feature_to_fqn(self) -> dict[str, str]:
-        """FQN of the table of each feature, by feature name; the first table if a feature has several."""
+        """FQN of the table of each feature, by feature name; the first table if a feature is looked up in several."""
         found: dict[str, str] = {}
         for fqn, names in self._model.found.features.items():
             for name in names:
@@ -255,7 +255,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
 
     @property
     def progress(self) -> Progress:
-        """Progress of training: numbers of batches, updates and recorded rows, and the position in the data."""
+        """Progress of training: number of batches, updates and recorded rows, and the position in the data."""
         return self._progress
 
     @property
@@ -297,7 +297,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
 
         Raises:
             InvalidArgumentError: if ``position`` is not a DataPosition, if another position is attached, or if batches
-                were already fetched but not trained.
+                were already fetched but have not been trained on.
         """
         self._progress.attach_data(position)
 
@@ -325,7 +325,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         """Mark the ids of a lookup as changed. Hooks do this for lookups of tracked modules.
 
         Args:
-            kjt: KeyedJaggedTensor of local ids. The ids of a feature are marked in each table of the feature.
+            kjt: KeyedJaggedTensor of local ids. The ids of a feature are marked in each table that it is looked up in.
 
         Raises:
             InvalidArgumentError: if no tracked table has any of the features, or an id on the CPU is outside its table.
@@ -502,7 +502,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
             top_k: return only the rows with the highest scores. The other rows stay pending. The call is then a
                 collective. Rows of a DATA_PARALLEL table are selected on rank 0, and rows of a table in 2D parallelism
                 on the first replica. Deltas of other ranks and replicas contain all changed rows of these tables.
-            unknown: not accepted. For an argument of TorchRec's tracker, the error names the replacement.
+            unknown: not accepted. For arguments of TorchRec's tracker, the error message names the replacement.
 
         Returns:
             :class:`~delta_tracker.types.Delta`, a mapping from table FQN to rows. A table without changes has empty
@@ -584,8 +584,8 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
     def read_tables(self, ids: Mapping[str, Tensor | None] | None = None) -> dict[str, Tensor]:
         """Return a copy of this rank's current rows of several tables, by table FQN.
 
-        Faster than one call to :meth:`read_rows` for each table. ``ids`` has ``[N]`` integer local ids by table FQN, or
-        None for all rows of a table. Without ``ids``, all rows of all tables are returned. Raises the errors of
+        Faster than one call to :meth:`read_rows` for each table. ``ids`` maps table FQNs to ``[N]`` integer local ids,
+        or to None for all rows. Without ``ids``, all rows of all tables are returned. Raises the errors of
         :meth:`read_rows`.
         """
         if ids is not None and not isinstance(ids, Mapping):
@@ -614,8 +614,8 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         With the same world size, loading restores the state of each rank. With another world size, it restores the
         counter's total over all ranks, and rejects a metric with a state whose reduction is not sum, max, min or cat.
 
-        Buffers of a metric that are not states, such as thresholds, are not saved. They must have the same contents
-        when the saved metric and the loading metric are registered. If updates change such a buffer, register the
+        Buffers of a metric that are not states, such as thresholds, are not saved. Their contents must be the same at
+        the registration of the saved metric and of the loading metric. If updates change such a buffer, register the
         metric before its first update.
 
         Args:
@@ -646,7 +646,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
             :mod:`delta_tracker.tracker.checkpoint.part`.
 
         Raises:
-            DetachedError: if the tracker is detached: later updates are unknown.
+            DetachedError: if the tracker is detached, because updates since then are unknown.
             UnsupportedModelError: if a plain module was replaced.
             RankFailedError: if the strategy is a collective and another rank raised one of these errors.
             InvalidArgumentError: if the strategy is unknown, if the state of a counter cannot be saved, or if rows
@@ -690,9 +690,9 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         - Tables without a fused optimizer whose block is unchanged, if lookups are not recorded.
 
         All rows of other tables are marked as changed for every consumer. For a table whose block changed, the raw ids
-        of earlier reads are unknown. Tables that left the model are no longer tracked, and their pending rows are
-        dropped. If the call raises the following error, or if memory for new stores runs out, the tracker does not
-        change. After any other error or an interrupt, the tracker is detached: call this method again.
+        of earlier reads are unknown. Tables that are no longer in the model are not tracked any more, and their pending
+        rows are dropped. If the call raises the following error, or if memory for new stores runs out, the tracker does
+        not change. After any other error or an interrupt, the tracker is detached: call this method again.
 
         Raises:
             UnsupportedModelError: if the model cannot be tracked, see :class:`ModelDeltaTracker`.

@@ -1,4 +1,4 @@
-"""Collectives of checkpoints: :func:`agree` compares the ranks, and :func:`gather_parts` gathers their saved states.
+"""Collectives of checkpoints: :func:`agree` compares results of all ranks, :func:`gather_parts` gathers saved states.
 
 :func:`refuse_dcp_load` raises an error if ``dcp.load`` is called with a tracker or with counters instead of an adapter.
 """
@@ -25,8 +25,7 @@ def agree(action: Callable[[], Mapping[str, object] | None], group: RankGroup) -
     """Call ``action`` on every rank and check that all ranks have the same result. A collective.
 
     Call it before operations that would block forever if a rank failed or passed different arguments. ``action``
-    returns JSON values by name, or None. Raises RankFailedError if the results differ, or if ``action`` raised on
-    another rank but not on this one.
+    returns JSON values by name, or None. Raises RankFailedError if the results differ, or if only other ranks raised.
     """
     try:
         message: dict[str, object] = {"result": action() or {}}
@@ -85,8 +84,7 @@ def refuse_dcp_load(argument: str, adapter: str) -> None:
     """Raise InvalidArgumentError if the caller runs inside ``dcp.load``.
 
     ``dcp.load`` calls ``state_dict()`` to get the tensors to fill, but the saved tensors may have other keys and sizes.
-    The message names ``argument``, the object that was passed to ``dcp.load``, and ``adapter``, the object to pass
-    instead.
+    The message names ``argument``, the object passed to ``dcp.load``, and ``adapter``, the object to pass instead.
     """
     if dcp_load_frame() is not None:
         remedy = f"Pass {adapter} of delta_tracker.integrations.dcp to dcp.load()"

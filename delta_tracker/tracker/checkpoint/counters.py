@@ -1,8 +1,7 @@
 """Per-rank counters that are saved with the tracker: torchmetrics metrics and other mergeable objects.
 
 Each state that a rank saved is loaded by exactly one rank. The total over all ranks is therefore the same at any world
-size. States whose reduction is not sum, max, min or cat cannot be merged. They can be loaded only if the world size is
-the same as at the save.
+size. States whose reduction is not sum, max, min or cat cannot be merged, and require an unchanged world size.
 
 A part's header contains the *kind* of each counter: a JSON object that describes the counter at its registration.
 Loading first compares the saved kind with the kind of the registered counter.
@@ -46,7 +45,7 @@ class Mergeable(Protocol):
         """Return a copy of this rank's state, a mapping from field name to tensor or JSON value."""
 
     def merge(self, states: Sequence[State]) -> State:
-        """Return one state that combines ``states``, or a new counter's state if it is empty. Changes no object."""
+        """Return one state that combines ``states``; if ``states`` is empty, a new counter's state. No side effects."""
 
     def load_state_dict(self, state: State) -> None:
         """Replace the counter's state with ``state``, a result of :meth:`merge`."""
@@ -126,9 +125,9 @@ class MetricCounter:
     def new_state(self, layouts: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> State:
         """Return the state of a metric without updates, for a rank that loads no part.
 
-        ``layouts`` contains the dtype and shape of each saved tensor by name. If a saved tensor belongs to a list that
-        is concatenated across ranks, the returned list contains an empty tensor: torchmetrics blocks forever if a list
-        is empty on some ranks only.
+        ``layouts`` contains the dtype and shape of each saved tensor by name. If a list that is concatenated across
+        ranks has a saved tensor, an empty tensor is returned for it, because torchmetrics blocks forever if a list is
+        empty on some ranks only.
         """
         lists = [field for field, each in self._fields.items() if each == "dim_zero_cat" and field in layouts]
         empty = {field: torch.empty((0, *layouts[field][1][1:]), dtype=layouts[field][0]) for field in lists}
@@ -183,7 +182,7 @@ class MetricCounter:
             raise InvalidArgumentError(self._name, "a synchronized metric", remedy)
 
     def _only(self, field: str, states: Sequence[State]) -> State:
-        """Return the value of a field that cannot be merged, from the only element of ``states``, or the default."""
+        """Return ``field``, which cannot be merged, from the only element of ``states``; the default if it is empty."""
         if states:
             return {name: each for name, each in states[0].items() if name == field or name.startswith(f"{field}.")}
         return {f"{field}.length": 0} if self._default_shape(field) is None else {field: self._default(field)}

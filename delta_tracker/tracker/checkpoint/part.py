@@ -221,7 +221,7 @@ class RankHeader(Struct, kw_only=True, frozen=True, eq=False):
         return {key[len(start) :]: layout for key, layout in self.layouts.items() if key.startswith(start)}
 
     def counter_fields(self, name: str) -> dict[str, object] | None:
-        """Return each field's value, or shape for a tensor, by field name; None if the part lacks the counter."""
+        """Return the value of each field, or its shape if it is a tensor, by field name; None for a missing counter."""
         if name not in self.counters:
             return None
         return {**self.counters[name], **{field: shape for field, (_, shape) in self.counter_layouts(name).items()}}
@@ -360,8 +360,7 @@ def parse_all(state: Mapping[str, Tensor]) -> list[RankHeader]:
 def take(state: Mapping[str, Tensor], needed: Mapping[str, Layout], parts: Sequence[RankHeader]) -> dict[str, Tensor]:
     """Return the tensors of ``state`` with the keys in ``needed``, on the CPU.
 
-    Raises CheckpointError if a tensor is missing, or if its dtype, shape or digest differs from that in its header in
-    ``parts``.
+    Raises CheckpointError if a tensor is missing, or if its dtype, shape or digest does not match ``parts``.
     """
     digests = {part.prefix + name: part.digests.get(name) for part in parts for name in part.all_layouts()}
     tensors = {}

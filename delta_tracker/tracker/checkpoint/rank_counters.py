@@ -124,8 +124,8 @@ class RankCounters:
 
         Args:
             state: tensors of the parts that this rank loads, or of all parts. With the same number of ranks, a rank
-                loads its own part. Otherwise rank ``r`` of ``W`` loads the parts of the ranks ``r``, ``r + W``, ``r +
-                2W`` and so on. On a rank without such a part, pass any part.
+                loads its own part. Otherwise rank ``r`` of ``W`` loads the parts of ranks ``r``, ``r + W`` and so on.
+                On a rank without such a part, pass any part.
         """
         self._counters.load(self._merged(state))
 

@@ -55,10 +55,9 @@ class Resharding:
         counted: headers of the parts whose counters this rank loads.
 
     Raises:
-        CheckpointError: if the parts do not contain all rows of this rank's shards, or all counters that this rank must
-            load.
+        CheckpointError: if the parts do not contain all rows of this rank's shards, or all counters that it loads.
         StateMismatchError: if old states have one value per column range, and the current sharding plan splits the
-            columns differently from the saved one.
+            columns differently.
     """
 
     def __init__(

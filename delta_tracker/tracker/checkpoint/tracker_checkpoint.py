@@ -158,8 +158,7 @@ class TrackerCheckpoint:
         Args:
             num_batches: new value of the tracker's ``num_batches``.
             pending: ``[N]`` integer local ids of the pending rows, by consumer name and table FQN; None for all rows of
-                a table. The old states of these rows are unknown. Consumers and tables that are not in the mapping have
-                no pending rows.
+                a table. The old states of these rows are unknown. Unlisted consumers and tables have no pending rows.
             notes: note of each consumer, by name. The notes of all other consumers are removed.
 
         Raises:
