@@ -303,7 +303,7 @@ def check_objects(
 ) -> None:
     """Check that the optimizers and schedulers in ``objects`` can load the saved states of ``rank``. Reads no tensors.
 
-    ``argument`` is ``"training_state"`` or ``"rank_state"``. The version must have a state for each object.
+    ``argument`` is ``"training_state"`` or ``"rank_state"``. The version must contain a state for each object.
     """
     for name, each in objects.items():
         if name in ignore:

@@ -22,8 +22,7 @@ class Change:
         stateless: FQNs of the tables whose rows are restored without their optimizer states.
         ignore: names of everything that is not restored.
         differences: messages, one for each item that is not restored or only partly restored.
-        unloaded: names of ignored states that differ by rank, for the user to load; empty if the number of ranks is the
-            same.
+        unloaded: names of ignored per-rank states for the user to load; empty if the number of ranks is the same.
     """
 
     tables: Mapping[str, TableSpec]

@@ -50,8 +50,7 @@ class DataPosition(Uncopied, Generic[T], remedy="Save or copy its state_dict()")
     with 2 workers, and with TorchRec's ``TrainPipelineBase``, ``TrainPipelineSparseDistLite`` and
     ``TrainPipelineSparseDist``.
 
-    To detect every missing call of ``tracker.step()``, set ``max_ahead`` to the number of batches that the pipeline
-    fetches ahead.
+    To detect every missing ``tracker.step()``, set ``max_ahead`` to the number of batches the pipeline fetches ahead.
 
     To train several epochs, iterate again. At the end of an epoch, the position is after the last batch. If this state
     is loaded, the loader must not return more batches of the epoch.

@@ -98,7 +98,7 @@ class LogSegments:
             self.cursors.note_change(self.position)
 
     def notice_writes(self, fqns: Iterable[str]) -> None:
-        """Mark all rows of each table in ``fqns`` that may have been written without a report by a hook."""
+        """Mark all rows of those tables in ``fqns`` for which a write may have happened that no hook reported."""
         for fqn in fqns:
             if self.stores[fqn].has_unmarked_writes():
                 self.fence.enter()

@@ -329,7 +329,7 @@ class _Meeting:
         return number
 
     def _meet(self, store: dist.Store, number: int) -> str:
-        """Wait until the attempt ends or this rank must end it. Return the result to set."""
+        """Join an attempt. Wait until it ends or this rank must end it. Return the result to store."""
         has_left = self._has_left.is_set
         store.set(f"{number}/{self._rank}", "here")
         if not has_left() and store.add(f"{number}/count", 1) == self._world_size and not has_left():

@@ -23,7 +23,7 @@ _CONSUMER_GAUGES = (
 
 @dataclass(frozen=True, slots=True, repr=False)
 class TrackerStats:
-    """State of a tracker on this rank, returned by ``tracker.stats()``. Its ``repr`` has a line for each consumer.
+    """State of a tracker on this rank, returned by ``tracker.stats()``. Its ``repr`` contains a line for each consumer.
 
     Args:
         mode: the tracking mode.

@@ -39,7 +39,7 @@ class TopK:
     state is unknown are selected first. A row of a table with managed collisions is always selected if its raw id
     changed, even if the delta then exceeds the budget. Rows that are not selected stay pending with their old states.
     The score of a pending row covers all changes since the old state. A row of a column-wise sharded table counts once
-    for each rank that has a part of the row.
+    for each rank that stores a part of the row.
 
     Args:
         rows: maximum number of rows. May be passed as a positional argument.
@@ -245,7 +245,7 @@ class _Keys:
     def histogram(self, prefix: int, shift: int) -> Tensor:
         """Count the rows that are not due and match ``prefix``, by the digit at ``shift``, ``[_NUM_BINS]`` int64.
 
-        A prefix has the digits above ``shift``; all other bits are 0. It extends the prefix of the previous call.
+        A prefix contains the digits above ``shift``; all other bits are 0. It extends the prefix of the previous call.
         """
         num_bits = shift + _bins(shift).bit_length() - 1
         if num_bits < _KEY_BITS:

@@ -28,7 +28,7 @@ class TrackedModel:
         found: the discovered tables and modules, replaced by :meth:`take`.
         shards: this rank's shard of each table, by table FQN.
         is_attached: True while the tracker's hooks are registered.
-        num_attached: number of times that the hooks were registered. The shards change only at a registration.
+        num_attached: number of times that the hooks were registered. The shards change only when this number does.
     """
 
     def __init__(self, module: nn.Module, fqns_to_skip: Iterable[str], capture: Capture) -> None:

@@ -104,7 +104,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
             process already has this name, ``-2`` or the next free number is appended.
 
     Raises:
-        UnsupportedModelError: if the model has no table to track, or has an unsupported sharded or managed-collision
+        UnsupportedModelError: if the model has no table to track, or an unsupported sharded or managed-collision
             module, kernel, fused optimizer or plain weight, or if the mode does not support an optimizer.
         InvalidArgumentError: if consumer names are missing or repeated, or another argument is invalid.
         MissingExtraError: if the package of the chosen engine is not installed.
@@ -519,7 +519,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
             StaleDeltaError: if the ``score`` of ``top_k`` reads, clears or rewinds the same consumer.
             RankLostError: if ``top_k`` is given and a rank died or did not make the call in time.
             UnsupportedModelError: if ``with_optimizer`` is True and the optimizer of a table is not fused, or if a
-                managed-collision module has raw ids that are invalid in a stream: one id for two rows, an id in another
+                managed-collision module has raw ids that cannot be published: one id for two rows, an id in another
                 rank's range, an id for a default row, or the id 2**63 - 1.
             DetachedError: after :meth:`detach`.
         """

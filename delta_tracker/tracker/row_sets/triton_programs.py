@@ -109,8 +109,8 @@ def count(
 def scan(words: tl.tensor, before: tl.tensor, touched: tl.tensor, out: tl.tensor) -> None:
     """Write the marked rows of one block, in ascending order, to ``out[before[block]:]``.
 
-    ``before``, ``[B]`` int64, has the number of marked rows in all blocks before each block. Instance ``i`` processes
-    the block ``touched[i]``.
+    ``before``, ``[B]`` int64, contains the number of marked rows in all blocks before each block. Instance ``i``
+    processes the block ``touched[i]``.
     """
     block = tl.load(touched + tl.program_id(0)).to(tl.int64)
     row = block * 512 + tl.arange(0, 512)

@@ -192,7 +192,7 @@ class MarkedRows:
     # Reading
 
     def unknown(self, ids: Tensor | None = None) -> ChangedRows:
-        """Return the rows with ids ``[N]`` int64, or all rows, with unknown old states. Does not mark them."""
+        """Return the rows ``ids``, ``[N]`` int64, or all rows for None, with unknown old states. Marks no row."""
         if ids is None:
             found = torch.arange(self.num_rows, device=self.device)
         else:

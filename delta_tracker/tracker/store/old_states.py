@@ -39,7 +39,7 @@ class OldStates:
     :class:`~delta_tracker.buffers.pool.BufferPool`.
 
     Attributes:
-        pieces: pairs of ids ``[N]`` and old states ``[N, S]``, usually one per call. No id is in two pairs.
+        pieces: pairs of ids ``[N]`` and old states ``[N, S]``, usually one for each marking call. No id is in two.
     """
 
     def __init__(self) -> None:
