@@ -98,7 +98,7 @@ class SortedMap(RawIdMap):
         return raw_ids, indices + self.rows[0]
 
     def map(self, ready: object) -> None:
-        """Replace the mapping with the result of :meth:`prepare`. After an interrupt, all raw ids may be unknown."""
+        """Replace the mapping with the result of :meth:`prepare`. An interrupted call may leave all raw ids unknown."""
         raw_ids, slots = cast(tuple[Tensor, Tensor], ready)
         known_ids, held = self.tensors()
         known_ids.fill_(NO_OWNER)

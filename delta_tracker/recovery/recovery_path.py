@@ -143,7 +143,7 @@ def rows_after(
 
     Returns:
         ``[N]`` int64 local ids, ascending and unique, by FQN. Tables without changed rows are omitted. None if one of
-        these versions is a snapshot, damaged or missing.
+        these versions is a snapshot, or is damaged or missing.
     """
     found: dict[str, list[Tensor]] = {}
     link = last.link

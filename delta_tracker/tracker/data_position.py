@@ -21,7 +21,7 @@ class StatefulLoader(Protocol[_Batch_co]):
     """Data loader whose position can be saved and restored, such as torchdata's ``StatefulDataLoader``."""
 
     def __iter__(self) -> Iterator[_Batch_co]:
-        """Return an iterator over batches that starts at the restored position, or at the beginning without one."""
+        """Return an iterator over batches, starting at the restored position or, if there is none, at the beginning."""
 
     def state_dict(self) -> object:
         """Return the position after the last batch that the iterator returned."""
@@ -163,7 +163,7 @@ class DataPosition(Uncopied, Generic[T], remedy="Save or copy its state_dict()")
         self._is_attached = True
 
     def advance(self) -> None:
-        """Move the position by one fetched batch. If there is no such batch, the next :meth:`check` raises an error."""
+        """Advance the position by one fetched batch. If no batch is left, the next :meth:`check` raises an error."""
         try:
             self._state, self._event_time = self._drawn.popleft()
         except IndexError:

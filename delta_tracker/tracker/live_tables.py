@@ -83,8 +83,9 @@ class LiveTables:
         """Return the raw id of each row on this rank, for each table with managed collisions, by FQN.
 
         Each tensor is ``[R]`` int64 for the ``R`` rows of the shard, with 2**63 - 1 for a row without a raw id. Do not
-        write to it. Each cut updates it: reads, ``add_consumer``, ``clear`` and ``state_dict`` of the tracker, and
-        ``step`` if ``max_bytes`` is exceeded. ``reattach`` and loading a tracker's state replace it.
+        write to the tensors. Each cut updates the tensors. Cuts are made by reads, ``add_consumer``, ``clear`` and
+        ``state_dict`` of the tracker, and ``step`` if ``max_bytes`` is exceeded. ``reattach`` and loading a tracker's
+        state replace the tensors.
         """
         return {fqn: store.owners for fqn, store in self._log.segments.owners.items()}
 

@@ -39,7 +39,8 @@ class LogSegments:
         delete_on_read: True to drop rows that every consumer has committed.
 
     Attributes:
-        stores, owners: the current stores. The mappings are replaced, not modified: read them without the lock.
+        stores, owners: the current stores. The mappings are replaced, never modified, so that they can be read without
+            the lock.
         cursors, delete_on_read: the arguments of the same names.
         position: number of cuts.
         fence: orders the uses of the stores by several CUDA streams.

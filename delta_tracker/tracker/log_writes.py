@@ -87,7 +87,7 @@ class LogWrites:
         """Request that the next cut marks all rows of the tables ``fqns``, with unknown old states.
 
         If ``key`` is given, every cut until the end of this write marks the rows, and so does the first cut afterwards.
-        If a cut cannot mark the rows, its read fails, and the next cut marks them.
+        If a cut cannot mark the rows, the read that made the cut fails, and the next cut marks them.
         """
         for fqn in fqns:
             if fqn in self._segments.stores:  # it may have left the model
