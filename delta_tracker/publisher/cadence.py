@@ -25,22 +25,22 @@ class Cadence:
     read finds their changed rows.
 
     All ranks vote at every ``vote_every``-th call of :meth:`Publisher.step`, and act on the votes at the next such
-    call. A single rank acts at once. A version starts at most ``vote_every - 1`` calls late for ``batches`` or on a
-    single rank, and at most ``2 * vote_every - 1`` calls late for the other bounds on several ranks, or later if the
-    previous version is still in progress. A delta is committed without further calls. A snapshot is first copied while
-    training continues, and cut at the next vote.
+    call. A single rank acts at once. For the bound ``batches``, or on a single rank, a version starts at most
+    ``vote_every - 1`` calls late. For the other bounds on several ranks, it starts at most ``2 * vote_every - 1`` calls
+    late. If the previous version is still in progress, it starts later. A delta is committed without further calls. A
+    snapshot is first copied while training continues. It is cut at the next vote.
 
     Args:
         batches: number of batches since the last version.
-        seconds: number of seconds since the last version, by rank 0's clock.
+        seconds: number of seconds since the last version, measured on rank 0.
         rows: number of pending rows on one rank.
         num_bytes: size in bytes of the values of the pending rows on one rank, in the tables' dtypes.
         snapshot_every: number of versions from one snapshot to the next, for :meth:`Publisher.step`. It is counted from
             the stream's newest snapshot, which any publisher and any method may have written. Claims count as versions;
             merged snapshots do not count as snapshots. After a restore of the tracker, the first version is therefore a
-            delta if the stream has a recent snapshot. None to publish a snapshot only if one is needed.
+            delta if the stream has a recent snapshot. None publishes a snapshot only if one is needed.
         vote_every: number of calls of :meth:`Publisher.step` from one vote to the next, the same on every rank. None
-            uses 1 for up to 16 ranks, and one more for each further 16 ranks, up to 16.
+            uses the number of ranks divided by 16, rounded up, and at most 16.
 
     Raises:
         InvalidArgumentError: if an argument is not a positive finite number, if an argument other than ``seconds`` is
@@ -68,7 +68,7 @@ class Cadence:
             raise InvalidArgumentError("Cadence", "no bound", "Pass one of batches, seconds, rows and num_bytes")
 
     def calls_per_vote(self, world_size: int) -> int:
-        """Return ``vote_every``; if it is None, its default for ``world_size`` ranks."""
+        """Return ``vote_every``, or its default for ``world_size`` ranks if it is None."""
         if self.vote_every is not None:
             return self.vote_every
         return min(-(-world_size // _RANKS_PER_CALL), _MAX_CALLS_PER_VOTE)
@@ -105,13 +105,13 @@ class Pace:
     def wants_snapshot(self, head: Manifest) -> bool:
         """Return True if ``snapshot_every`` requires that the version after ``head`` is a snapshot.
 
-        Snapshots of earlier publishers count, so that a resumed trainer does not publish all rows again.
+        Snapshots of earlier publishers count too. A resumed trainer therefore does not have to publish all rows again.
         """
         every = self._cadence.snapshot_every
         return every is not None and (head.snapshot is None or head.version + 1 - head.snapshot >= every)
 
     def is_due(self, *, is_clock: bool) -> bool:
-        """Return True if a bound is reached. For ``batches``, counts the batches up to the start of the version.
+        """Return True if a bound is reached, or for ``batches``, will be reached when the version starts.
 
         Args:
             is_clock: True to check ``seconds`` too. Only rank 0 passes True.

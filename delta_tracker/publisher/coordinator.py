@@ -38,11 +38,11 @@ class Draft:
         cut: Unix time of the read in seconds.
         schema: schema of this rank's rows.
         copied: rows and dense tensors to write.
-        pending_rows: number of changed rows on this rank that stay pending, because ``top_k`` did not select them.
+        pending_rows: number of changed rows on this rank that ``top_k`` did not select. They stay pending.
         parts: parts of the version that this rank has already written.
-        training: training state of this rank; None for a version without states. Its tensors are copied.
-        owner_changes: FQN to a copy of the numbers of raw ids that gained and lost rows of this rank since the previous
-            version, ``[2]`` int64; None if the raw ids of that version are unknown.
+        training: training state of this rank, whose tensors are being copied; None for a version without states.
+        owner_changes: FQN to a copy of two counts, ``[2]`` int64: the raw ids that gained a row of this rank since the
+            previous version, and those that lost one. None if the raw ids of the previous version are unknown.
     """
 
     kind: Kind
@@ -65,8 +65,8 @@ class Coordinator:
     Attributes:
         is_first: True on rank 0, which commits.
         storage: store of the stream.
-        head: manifest of the last committed version; before the first version, the manifest of the claim.
-        states: FQN to the states of whole tables in the next delta; empty for versions without states.
+        head: manifest of the last committed version, or of the claim before the first version.
+        states: FQN to the table's states, as the next delta must contain them; empty for versions without states.
     """
 
     def __init__(self, exchange: Exchange, recorder: Recorder, runtime: Runtime) -> None:
@@ -87,16 +87,16 @@ class Coordinator:
         return self._claim is not None and self._claim.needs_snapshot
 
     def skew(self) -> float | None:
-        """Return the seconds by which this host's clock was ahead of the store's at the commit of :attr:`head`.
+        """Return the seconds by which this host's clock was ahead of the store's clock at the commit of :attr:`head`.
 
-        Sends a request. Returns None if the difference is unknown.
+        Sends a request to the store. Returns None if the difference is unknown.
         """
         head = self.head
         stored = self.storage.stat(entry_name(head.version))
         return None if stored is None or stored.modified <= 0 else head.created - stored.modified
 
     def open(self, url: Location | ClaimedStream) -> None:
-        """Open the store on every rank, and claim the stream on rank 0 unless ``url`` has a claim. A collective.
+        """Open the store on every rank, and claim the stream on rank 0 unless ``url`` contains a claim. A collective.
 
         On rank 0, raises UnsupportedStoreError if the store has no atomic create.
         """
@@ -107,7 +107,7 @@ class Coordinator:
         self.set_head(taken[0])
 
     def check_same_store(self) -> None:
-        """Raise InvalidArgumentError unless this rank's store has rank 0's claim.
+        """Raise InvalidArgumentError unless this rank's store contains rank 0's claim.
 
         All ranks must write their parts to the same store.
         """
@@ -172,9 +172,9 @@ class Coordinator:
     def commit(self, draft: Draft, shares: Sequence[Mapping[str, Any]]) -> Manifest:
         """Create the manifest of a version, and return it. Only rank 0 may call this method.
 
-        ``draft`` is rank 0's draft. ``shares`` are the contents of all ranks' messages of :meth:`write`, in rank order.
-        Raises the errors of :meth:`Claim.commit`. After a StorageError, the version may have been committed. The next
-        version then follows it.
+        ``draft`` is rank 0's draft. ``shares`` are the contents of the messages that :meth:`write` returned on all
+        ranks, in rank order. Raises the errors of :meth:`Claim.commit`. After a StorageError, the version may have been
+        committed. If it was, the next version follows it.
         """
         assert self._claim is not None, "only rank 0 commits"
         schema, states = draft.schema, self.states
@@ -208,11 +208,11 @@ class Coordinator:
         return committed
 
     def answer(self) -> dict[str, Any]:
-        """Return rank 0's last entry as a message to the other ranks; an empty dict on the other ranks."""
+        """Return the last entry as a message to the other ranks. Returns an empty dict on ranks other than 0."""
         return {} if self._claim is None else {"entry": self._claim.data.decode()}
 
     def set_head(self, message: Mapping[str, Any]) -> Manifest:
-        """Set :attr:`head` to rank 0's last entry, and return the entry. ``message`` is rank 0's :meth:`answer`."""
+        """Set :attr:`head` to the last entry, and return it. ``message`` is the result of rank 0's :meth:`answer`."""
         if self._claim is not None:
             self.head = self._claim.head
         else:
@@ -220,7 +220,7 @@ class Coordinator:
         return self.head
 
     def lost(self, error: LostEntryError) -> None:
-        """Set :attr:`head` to the claim that rank 0 created after its newest entry was lost."""
+        """Set :attr:`head` to the claim in ``error``, which rank 0 created after its newest entry was lost."""
         self.head = parse_manifest("entry of rank 0", error.claim.encode())
 
     def _write_training(self, taken: TakenState) -> Stored:
@@ -230,7 +230,7 @@ class Coordinator:
             return put_training(self.storage, self._name("t"), buffers, taken.tree.num_bytes)
 
     def _name(self, role: str = "") -> str:
-        """Return a new name of an object of the next version: a part, states (``s``) or a training state (``t``)."""
+        """Return a new name for an object of the next version: a part, states (``s``) or a training state (``t``)."""
         return part_name(self.head.version + 1, self.head.generation, f"r{self.rank}{role}")
 
     def _open(self, url: Location) -> None:
@@ -247,7 +247,7 @@ class Coordinator:
 def _owner_changes(
     shares: Sequence[Mapping[str, Any]], identities: Mapping[str, Identity]
 ) -> dict[str, tuple[int, int]]:
-    """Return the numbers of raw ids that gained and lost rows of each table on all ranks; empty if unknown."""
+    """Return two counts by FQN over all ranks: raw ids that gained a row and that lost one. Empty if unknown."""
     if not all("owner_changes" in share for share in shares):
         return {}
     found = dict.fromkeys(identities, (0, 0))

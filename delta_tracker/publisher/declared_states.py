@@ -17,8 +17,8 @@ def declared_states(messages: Sequence[Mapping[str, Any]], tables: Mapping[str, 
     """Combine the states that each rank declares into the states of whole tables, and return them by FQN.
 
     ``messages`` has one mapping per rank, in rank order, of FQN to the states of the rank's column ranges, as JSON
-    values. Omits tables that no rank declares. Raises RankFailedError if ranks declare different optimizers or states
-    of a table, or if the column ranges of all ranks do not divide its columns.
+    values. Omits tables for which no rank declares states. Raises RankFailedError if ranks declare different optimizers
+    or states for a table, or if their column ranges do not cover each of its columns once.
     """
     first: dict[str, TableStates] = {}
     columns: dict[str, set[tuple[int, int]]] = {}

@@ -1,4 +1,4 @@
-"""Complete versions after their cut, in threads of the publisher: :class:`Delivery`."""
+"""Write and commit versions after their cut, in threads of the publisher: :class:`Delivery`."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ class Delivery:
     """Background threads of one rank that write and commit each version after its cut.
 
     Each rank writes its share of the version and sends the description to rank 0. Rank 0 commits the version and sends
-    the outcome to all. While a rank writes, or rank 0 commits, the ranks exchange signs of life: a dead rank is
-    detected at once, and a suspended rank within the timeout.
+    the outcome to all. While a rank writes, or rank 0 commits, the ranks exchange keep-alive messages. A dead rank is
+    thereby detected at once, and a suspended rank within the timeout.
 
     Args:
         writer: writer of this rank's shares. On rank 0, it also commits.
         group: process group of all ranks, used by this object only.
-        seconds: time between two signs of life.
-        committed: functions to call on rank 0 with each committed version, in a thread of this object. They are called
-            again with the last version if it is unknown whether a later version exists.
+        seconds: time between two keep-alive messages.
+        committed: functions to call on rank 0 with each committed version, in a thread of this object. If the outcome
+            of a commit is unknown, they are called with the previous entry again.
 
     Attributes:
-        worker: executor of the thread that writes.
+        worker: executor of the thread that writes and commits.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Delivery:
         (self.worker if self._group.world_size == 1 else self._messenger).submit(run)
 
     def close(self) -> None:
-        """Complete the version in progress, and end the threads."""
+        """Complete the version in progress, end the threads, and leave the group."""
         self._messenger.shutdown()
         self.worker.shutdown()
         self._group.close()
@@ -185,11 +185,11 @@ class Delivery:
 class Rounds:
     """Rounds of messages that complete a version: each rank sends a message to rank 0, and rank 0 answers all ranks.
 
-    A message with data contains the rank's share of the version. A message without data is a sign of life of a rank
-    that still writes its share or waits for the outcome. An answer with data contains the outcome.
+    A message with data contains the rank's share of the version. A message without data is a keep-alive from a rank
+    that is still writing its share or waiting for the outcome. An answer with data contains the outcome.
 
-    All methods raise RankLostError if a rank died, does not take part in time, or is at another version. Rank 0 then
-    leaves the group, so that the other ranks detect it at once.
+    All methods raise RankLostError if a rank died, did not respond in time, or is at another version. Rank 0 then
+    leaves the group, so that the other ranks detect the failure at once.
 
     Args:
         number: number of the vote that decided on the cut.
@@ -200,7 +200,7 @@ class Rounds:
         self._number = number
 
     def collect(self) -> dict[int, bytes]:
-        """Receive one message of each other rank, and return the data by rank. Only rank 0 may call this method."""
+        """Receive one message from each other rank, and return its data by rank. Only rank 0 may call this method."""
         headers = self._group.gather(self._header())
         return {rank: self._opened(headers[rank], rank) for rank in range(1, len(headers))}
 
@@ -223,11 +223,11 @@ class Rounds:
         return self._opened(header, 0)
 
     def _header(self, data: bytes = b"") -> Tensor:
-        """Return the number of the vote and the length of the data, ``[2]`` int64."""
+        """Return the header of a message: the number of the vote and the length of ``data``, ``[2]`` int64."""
         return torch.tensor([self._number, len(data)])
 
     def _opened(self, header: Tensor, rank: int) -> bytes:
-        """Receive and return the data of a message."""
+        """Receive and return the data of the message from ``rank`` with this header."""
         number, length = header.tolist()
         if number != self._number:
             own = f"rank {self._group.rank} at cut {self._number}"

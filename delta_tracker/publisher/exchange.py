@@ -59,8 +59,8 @@ class Vote(NamedTuple):
         tables: hash of the rank's tables.
         is_due: True to start a version.
         wants_snapshot: True if the version must be a snapshot.
-        is_complete: True if the next delta must have all pending rows, without ``top_k``.
-        is_working: True while a snapshot is copied, or a version is written or committed.
+        is_complete: True if the next delta must contain all pending rows, without ``top_k``.
+        is_working: True while a snapshot is being copied, or a version is being written or committed.
         num_bytes: length in bytes of the rank's next message; 0 if the rank sends none.
     """
 
@@ -76,7 +76,7 @@ class Vote(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Message of one rank to the others: JSON values, or a description of the error ``failure``."""
+    """Message from one rank to the others: JSON values, or a description of the error ``failure``."""
 
     content: Mapping[str, Any]
     failure: Exception | None = None
@@ -108,7 +108,7 @@ class Message:
 
 
 class Exchange:
-    """Communication between all ranks of the default process group. Without a group, this process is the only rank.
+    """Communication between all ranks of the default process group. Without one, this process is the only rank.
 
     The methods :meth:`start_votes`, :meth:`count` and :meth:`exchange` are collectives: all ranks call them in the same
     order, from the training thread.
@@ -116,8 +116,8 @@ class Exchange:
     Args:
         timeout: maximum time that a call waits for other ranks before it raises RankLostError.
         name: name of the process group, the same on every rank.
-        call: text of the call that every rank must make, for error messages.
-        action: operation that fails if another rank fails, for error messages.
+        call: source text of the call that every rank must make, shown in error messages.
+        action: operation that fails if another rank fails, named in error messages.
         join: function that creates the group, called with the name, the text of the call and the timeout.
 
     Raises:
@@ -144,7 +144,7 @@ class Exchange:
     def start_votes(self, vote: Vote) -> Gathering:
         """Send this rank's vote without waiting for the others, and return the handle for :meth:`count`.
 
-        If the other ranks still wait for a message of this rank after a failure, a blank message is sent first.
+        If the other ranks still wait for a message from this rank after a failure, a blank message is sent first.
         """
         if self._exchanged is not None or self._num_owed_bytes:
             self.send_owed_message()
@@ -207,7 +207,7 @@ class Exchange:
         self.group.close()
 
     def send_owed_message(self) -> None:
-        """If the other ranks wait for a message of this rank, send an invalid one. They then raise RankFailedError."""
+        """Send a blank message if the other ranks wait for one from this rank. They then raise RankFailedError."""
         try:
             if self._exchanged is not None:
                 self.count(self._exchanged)
@@ -228,9 +228,9 @@ class Ballots(Exchange):
     Attributes:
         vote_every: number of calls of ``step()`` from one vote to the next.
         number: number of votes that this rank has sent.
-        num_owed: number of votes that are due and were not sent yet.
-        pending: handle of a vote that was sent and not counted yet; None if there is none.
-        is_alone: True if there is only one rank. Its votes are complete at once.
+        num_owed: number of votes that are due but have not been sent.
+        pending: handle of the vote that was sent but has not been counted; None if there is none.
+        is_alone: True if there is only one rank. Its votes can be counted at once.
     """
 
     def __init__(self, timeout: timedelta, join: Join = RankGroup) -> None:
@@ -261,9 +261,9 @@ def _check_timeout(timeout: object) -> None:
 
 
 def opened(rank: int, data: bytes, action: Action = "publish") -> dict[str, Any]:
-    """Return the content of a message of ``rank``, or raise the error that it describes.
+    """Return the content of a message from ``rank``, or raise the error that the message describes.
 
-    The error is FencedError or LostEntryError if the rank failed with one of these, otherwise RankFailedError.
+    An error other than FencedError and LostEntryError is raised as RankFailedError.
     """
     if data.isspace():
         raise RankFailedError(rank, "an interrupt", action)

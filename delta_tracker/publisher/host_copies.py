@@ -30,7 +30,7 @@ class SelectedRows:
     Args:
         rows: ``[R, ...]`` tensor on any device.
         ids: ``[N]`` int64 indices of the rows to copy, on the device of ``rows``; None for all rows.
-        offset: number to add to each value. Must be 0 if ``ids`` is given.
+        offset: number to add to each copied value. Must be 0 if ``ids`` is given.
 
     Attributes:
         num_rows: ``N``.
@@ -52,7 +52,7 @@ class SelectedRows:
         self.row_bytes = math.prod(rows.shape[1:]) * rows.element_size()
 
     def copy(self, begin: int, end: int, out: Tensor) -> None:
-        """Copy the rows ``begin`` to ``end`` (exclusive) to ``out``, on the device of ``rows``."""
+        """Copy the selected rows ``[begin, end)`` to ``out``, a tensor on the device of ``rows``."""
         rows, ids = self.rows, self.ids
         if end - begin < self.num_rows:  # avoids the time of a view
             rows, ids = (rows[begin:end], None) if ids is None else (rows, ids[begin:end])
@@ -76,18 +76,19 @@ class SelectedRows:
 
 
 class HostCopier:
-    """Copier of rows from any device to host memory. Only one thread may call the methods.
+    """Copier of rows from any device to host memory. All calls must come from one thread.
 
     On a CUDA device, all rows are copied into one buffer on the current stream, and a side stream copies the buffer
     to pinned memory. If the rows do not fit into one buffer of 256 MiB, they are copied in chunks through two such
     buffers. This delays the later work of the current stream. If device memory runs out, smaller buffers are used, down
     to 4 MiB.
 
-    On other devices except the CPU, the buffers hold all rows, and are copied to the host when a copy is awaited.
+    On other devices except the CPU, all rows are copied into one buffer, which is copied to the host when the returned
+    copy is waited for.
 
-    Device memory: the bytes of the rows, at most 512 MiB on CUDA; freed after the copy. Host memory: the bytes of the
-    rows, reused after the copies have been garbage-collected. Torch rounds the size of pinned memory up to a power of
-    two and never frees it. The CUDA path has not been tested on a GPU.
+    The device memory, freed after the copy, has the size of the rows, at most 512 MiB on CUDA. The host memory also has
+    the size of the rows. It is reused once the copies have been garbage-collected. Torch rounds the size of pinned
+    memory up to a power of two and never frees it. The CUDA path has not been tested on a GPU.
     """
 
     def __init__(self) -> None:
@@ -95,7 +96,7 @@ class HostCopier:
         self._streams: dict[torch.device, Any] = {}
 
     def copy(self, selections: Sequence[SelectedRows]) -> list[HostCopy]:
-        """Start to copy rows, without waiting. The copies include all writes that are queued on the current streams.
+        """Start copying rows, without waiting. The copies include all writes that are queued on the current streams.
 
         Sets :attr:`SelectedRows.copied` of each selection. Wait for all returned copies before reading any of them.
         """
@@ -118,7 +119,7 @@ class HostCopier:
         """Return a function that copies a tensor of ``device`` to the host and waits for the copy.
 
         Another thread may call the function while this thread queues more work. The copy includes all writes that were
-        queued on the current stream before the call of this method, and possibly later ones.
+        queued on the current stream before this method was called, and possibly later writes.
         """
         if device.type != "cuda":
             return partial(Tensor.to, device="cpu", copy=True)
@@ -132,7 +133,7 @@ class HostCopier:
         return read
 
     def _start(self, layout: _Layout, host: Tensor, device: torch.device) -> HostCopy:
-        """Start the copies on a device. Return the last one: once it is complete, all are."""
+        """Start the copies on a device. Return the last copy, which completes after all others."""
         chunks, buffers = _buffers(layout, device)
         copies: list[HostCopy] = []
         for number, chunk in enumerate(chunks):
@@ -159,7 +160,7 @@ class HostCopier:
 
 
 class _BufferSpan(NamedTuple):
-    """Rows ``[first, stop)`` of a selection, whose copy is the bytes ``begin`` to ``end`` of a buffer."""
+    """Rows ``[first, stop)`` of a selection. Their copy takes the bytes ``[begin, end)`` of a buffer."""
 
     selection: SelectedRows
     first: int
@@ -168,7 +169,7 @@ class _BufferSpan(NamedTuple):
     end: int
 
     def copy(self, memory: Tensor, base: int) -> None:
-        """Copy the rows to ``memory``, uint8, whose first byte is the byte ``base`` of the buffer."""
+        """Copy the rows to ``memory``, the part of the buffer that starts at the byte ``base``, as uint8."""
         rows = self.selection.rows
         typed = memory[self.begin - base : self.end - base].view(rows.dtype)
         self.selection.copy(self.first, self.stop, typed.view(self.stop - self.first, *rows.shape[1:]))
@@ -200,7 +201,7 @@ class _Layout:
             selection.copied = typed[dtype].as_strided(size, strides, begin // dtype.itemsize)
 
     def chunks(self, max_bytes: int) -> Iterator[list[_BufferSpan]]:
-        """Yield parts of the buffer with all rows, in order, of at most ``max_bytes`` each or a single row."""
+        """Divide the buffer, in order, into chunks of at most ``max_bytes``, or of one row if a row is larger."""
         spans: list[_BufferSpan] = []
         for selection, start in zip(self._selections, self._begins, strict=True):
             first, row_bytes = 0, selection.row_bytes
@@ -220,12 +221,12 @@ class _Layout:
 
 
 def _base(chunk: Sequence[_BufferSpan]) -> int:
-    """Return the byte of the whole buffer at which the memory of one chunk begins. Aligned for every dtype."""
+    """Return the offset in the whole buffer at which the memory of a chunk begins, aligned for every dtype."""
     return chunk[0].begin // _ALIGNMENT * _ALIGNMENT
 
 
 def _buffers(layout: _Layout, device: torch.device) -> tuple[list[list[_BufferSpan]], list[Tensor]]:
-    """Return the chunks in which a layout is copied, and one or two buffers on ``device`` that any chunk fits into."""
+    """Return the chunks in which to copy a layout, and one or two buffers on ``device`` that can contain any chunk."""
     has_streams = device.type == "cuda"
     max_bytes = min(MAX_BUFFER_BYTES, layout.num_bytes) if has_streams else layout.num_bytes
     while True:

@@ -1,4 +1,4 @@
-"""Warning about tables whose rows are nearly all in each delta: :class:`LargeDeltas`."""
+"""Warn about tables of which most rows are in each delta: :class:`LargeDeltas`."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _NUM_DELTAS = 10
 
 
 class LargeDeltas:
-    """Counter of the consecutive deltas that contain more than half of a table's rows, for each table."""
+    """Number of consecutive deltas that contain more than half of a table's rows, for each table."""
 
     def __init__(self) -> None:
         self._num_large: dict[str, int] = {}
 
     def saw(self, delta: Manifest) -> None:
-        """Count the rows of a delta. Log a table once, at its tenth consecutive large delta."""
+        """Count the rows of a delta. Logs a warning about a table at its tenth consecutive large delta."""
         num_rows: Counter[str] = Counter()
         for part in delta.parts:
             for block in part.blocks:

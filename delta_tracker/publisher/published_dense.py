@@ -20,7 +20,7 @@ _MAX_NAMES = 5
 
 
 def chosen_dense(dense: DenseChoice | Literal[True], live: LiveTables) -> DenseChoice:
-    """Return the choice ``dense`` as an object that can be iterated repeatedly. True chooses the whole model."""
+    """Return ``dense`` as a choice that can be iterated repeatedly: the whole model if it is True."""
     if dense is True:
         return live.model
     if isinstance(dense, Mapping):
@@ -29,7 +29,7 @@ def chosen_dense(dense: DenseChoice | Literal[True], live: LiveTables) -> DenseC
 
 
 def warn_of_dense(live: LiveTables) -> None:
-    """Log a warning if the model has trainable dense parameters. Call it if no dense tensors are published."""
+    """Log a warning if the model has trainable dense parameters. Call this function if none are published."""
     if names := dense_parameters(live.model, live.tables):
         shown = ", ".join(names[:_MAX_NAMES]) + (f" and {len(names) - _MAX_NAMES} more" if names[_MAX_NAMES:] else "")
         _logger.warning(
@@ -42,7 +42,8 @@ def warn_of_dense(live: LiveTables) -> None:
 def published_dense(live: LiveTables, choice: DenseChoice) -> dict[str, Tensor]:
     """Return the chosen dense tensors by name, without copying them.
 
-    Raises InvalidArgumentError if the model has no such tensor, or its dtype or number of dimensions is unsupported.
+    Raises InvalidArgumentError if a chosen tensor is not in the model, or if its dtype or number of dimensions is not
+    supported.
     """
     found = dense_tensors(live.model, choice, tables=live.tables)
     for name, tensor in found.items():

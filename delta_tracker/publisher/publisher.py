@@ -1,4 +1,4 @@
-"""Publish a tracker's changed rows from all ranks to a stream, one version at a time."""
+"""Publish the rows that changed on all ranks to a stream, one version at a time."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ _PATIENCE = 0.75  # wait for a sign of life of a rank, of the timeout; the rest 
 
 
 class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a new Publisher after it is loaded"):
-    """Writer that publishes a tracker's changed rows to a stream, as versions with the rows of all ranks.
+    """Writer that publishes a tracker's changed rows to a stream, as versions that contain the rows of all ranks.
 
     Every rank builds a publisher in its training thread. In this thread, all ranks call :meth:`publish` or
     :meth:`snapshot` at the same batch, or :meth:`step` after each batch. At the cut, each rank reads its own rows, and
@@ -71,21 +71,21 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
             :class:`~delta_tracker.stream.storage.storage.Storage`. It must be the same store on every rank. After a
             takeover, pass its :class:`~delta_tracker.stream.log.ClaimedStream` to continue with the existing claim.
         consumer: name of the tracker's consumer; None if the tracker has only one.
-        top_k: bound on the rows of a delta: only the rows that changed most are published, and the others stay pending.
-            None publishes all changed rows.
+        top_k: bound on the number of rows of a delta. Only the rows that changed most are published; the others stay
+            pending. None publishes all changed rows.
         dense: dense parameters and buffers to publish: True for all of the model, a module, names in the model's
-            ``state_dict``, a list of modules, or a dict of names to modules. Each version has these tensors with rank
-            0's values at the cut. Tensors that are split over the ranks are rejected. False publishes no dense tensors.
-            None publishes none either, and logs a warning if some are trained.
+            ``state_dict``, a list of modules, or a dict of names to modules. Each version contains rank 0's values of
+            these tensors at the cut. Tensors that are split over the ranks are rejected. False publishes no dense
+            tensors. None publishes none either, and logs a warning if the model has trainable dense parameters.
         encoding: :class:`~delta_tracker.stream.format.encoding.Encoding` of all tables, or a mapping of FQN to
             encoding. Tables without an encoding are stored in their own dtype.
         cadence: bounds at which :meth:`step` publishes; None if :meth:`step` is not used.
         upkeep: retention, compaction and pointer object of the stream; None for ``Upkeep()``.
         recovery: training state to publish with each version, so that :func:`~delta_tracker.recovery.restore.restore`
-            can continue training from it. The entries have format 2. After ``restore``, a publisher starts with a
-            delta. After a checkpoint was loaded, it starts with a snapshot, because the checkpoint may lack the states
-            of the optimizers. None publishes values only.
-        notifier: sends a hint of each version to waiting predictors; None if predictors only poll.
+            can continue training from it. The entries have format 2. After ``restore``, the first version is a delta.
+            After a checkpoint was loaded, it is a snapshot, because the checkpoint may not contain the optimizer
+            states. None publishes values only.
+        notifier: notifier that sends a hint about each version to waiting predictors; None if predictors only poll.
         timeout: maximum wait for the other ranks, including the wait until every rank has built its publisher.
         monitor: monitor for the metrics; None for ``delta_tracker.monitor.MONITOR``.
         runtime: clock, waits and threads of the publisher.
@@ -99,12 +99,12 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
         ReservedConsumerError: if the consumer is already reserved.
         DetachedError: if the tracker is detached.
         IncompleteModelError: if a restore of the model was interrupted.
-        UnsupportedModelError: if ``recovery`` does not have a table's optimizer, or a state cannot be published.
+        UnsupportedModelError: if ``recovery`` does not contain a table's optimizer, or a state cannot be published.
         InvalidArgumentError: if an argument is invalid, or does not fit the model, the tracker or another argument, for
             example ``recovery`` with ``top_k``; if the claim in ``url`` is already used, or rank 0 uses another store.
         UnsupportedStoreError: if the store has no atomic create.
         MalformedError: if the stream's newest entry is malformed.
-        StorageError: if this rank cannot use the store. If it failed during the claim, the stream may have been
+        StorageError: if this rank cannot use the store. If the store failed during the claim, the stream may have been
             claimed.
         RankFailedError: if another rank raised one of these errors, or passed a different ``top_k``, ``encoding``,
             ``cadence`` or ``recovery``.
@@ -250,40 +250,40 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
 
     @property
     def error(self) -> Exception | None:
-        """Error of the last version if it was not published, without a traceback; None if it was published."""
+        """Error of the last version, without a traceback; None if that version was published."""
         return self._reports.error
 
     @property
     def is_fenced(self) -> bool:
         """True if a newer publisher has claimed the stream. This publisher then publishes no more versions.
 
-        It becomes True on all ranks in the same call of :meth:`step`: training can end at the same batch on all ranks.
+        It becomes True on all ranks in the same call of :meth:`step`, so that training can end at the same batch.
         """
         return isinstance(self._reports.error, FencedError)
 
     @property
     def upkeep_error(self) -> Exception | None:
-        """Error of the last compaction or retention on rank 0, if one failed; otherwise, and on other ranks, None."""
+        """Error of rank 0's last compaction or retention; None if neither failed, and on other ranks."""
         return None if self._upkeep is None else self._upkeep.error
 
     def step(self) -> None:
         """Publish when a bound of the cadence is reached. Call it on every rank after each ``tracker.step()``.
 
-        With ``recovery``, call it at the end of each training iteration, and with gradient accumulation only after the
-        last accumulated batch: a version has the state from which the next batch continues. The call then waits up to 5
-        seconds for an update in progress. After a wait that timed out, later waits take at most 0.05 seconds, until one
-        succeeds. If the update takes longer, the version is not published. If the loop keeps a model output whose
-        backward pass has not run, for example of an evaluation, delete it before the call, or compute it under
-        ``torch.no_grad()``. A version is not published either if rows were updated since the last ``tracker.step()``.
-        Updates of sharded tables without a fused optimizer are not observed.
+        With ``recovery``, call it at the end of each training iteration, or with gradient accumulation, only after the
+        last accumulated batch: a version contains the state from which the next batch continues. The call waits up to 5
+        seconds for an update in progress. After a wait has timed out, later waits take at most 0.05 seconds, until one
+        succeeds. If the update takes longer, the version is not published. A model output whose backward pass has not
+        run, such as the output of an evaluation, counts as an update in progress: delete it before the call, or compute
+        it under ``torch.no_grad()``. A version is also not published if rows were updated since the last
+        ``tracker.step()``. Updates of sharded tables without a fused optimizer are not detected.
 
         Training waits only while the rows are read. A snapshot is copied while training continues. After the cut, other
-        threads write and commit the version. Its result is in :attr:`error`, the log and the metrics at the next vote.
+        threads write and commit the version. At the next vote, the result is in :attr:`error`, the log and the metrics.
         Only one version is published at a time. Rows that change in the meantime stay pending in the tracker. Call
         :meth:`flush` before a pause to publish the rows that are still pending.
 
-        If a version cannot be published, this method does not raise the error. The error is logged and kept in
-        :attr:`error`, all rows stay pending, and the next version contains them. After a
+        If a version cannot be published, this method does not raise the error. The error is logged and stored in
+        :attr:`error`. All rows stay pending, and the next version contains them. After a
         :class:`~delta_tracker.errors.FencedError` or a :class:`~delta_tracker.errors.RankLostError`, the publisher does
         not try to publish another version: end the training loop if :attr:`is_fenced`.
 
@@ -307,7 +307,7 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
 
         The first version is a snapshot, unless the trainer resumed from a checkpoint. A snapshot is also needed after
         the tracker dropped the consumer's pending rows. A version without changed rows is published too, so that
-        predictors can measure their lag. A version that :meth:`step` started is finished first. If another program has
+        predictors can measure their lag. A version that :meth:`step` started is completed first. If another program has
         deleted the newest entry of the stream, the stream is claimed again, and a snapshot is published.
 
         Returns:
@@ -318,11 +318,10 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
             RankFailedError: if another rank failed, called another method, or is at another batch; every row stays
                 pending.
             UnfinishedStepError: with ``recovery``, if an update was still in progress after the wait that :meth:`step`
-                describes, or rows were updated since the last ``tracker.step()``, so that the next batch has begun;
-                every row stays pending.
+                describes, or if rows were updated since the last ``tracker.step()``; every row stays pending.
             UnknownOutcomeError: on rank 0, if the store failed during the commit, or a directory cannot be flushed to
-                disk; every row stays pending. The version may have been published, or may appear later; the next
-                version then follows it. The other ranks raise RankFailedError with ``is_unknown``.
+                disk; every row stays pending. The version may have been published, or may appear later. If so, the next
+                version follows it. The other ranks raise RankFailedError with ``is_unknown``.
             StorageError: if this rank could not write; every row stays pending.
             RankLostError: if a rank died or did not answer in time; every row stays pending.
             InvalidArgumentError: if the publisher is closed, if called from another thread or process than the one that
@@ -333,28 +332,28 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
     def snapshot(self) -> Manifest:
         """Publish every row of every table with its current value, for example after weights were loaded or edited.
 
-        The result and the errors are those of :meth:`publish`.
+        Returns the committed manifest, and raises the same errors as :meth:`publish`.
         """
         return self._publish("snapshot")
 
     def flush(self) -> None:
         """Publish all pending rows, including the rows that ``top_k`` left out. Call it before training pauses.
 
-        After the call, every row that changed before is in a committed version. A version that :meth:`step` started is
-        completed first. If no rank has changed rows, no version is published. Tables without a fused optimizer, dense
-        tensors, states and raw ids are published if training has advanced since the last version.
+        After the call, every row that changed before the call is in a committed version. A version that :meth:`step`
+        started is completed first. If no rank has changed rows, no version is published. Tables without a fused
+        optimizer, dense tensors, states and raw ids are published if training has advanced since the last version.
 
         Every rank must call this method at the same batch. If it is interrupted, for example by Ctrl-C, call it again
-        to continue. The errors are those of :meth:`publish`.
+        to continue. Raises the same errors as :meth:`publish`.
         """
         self._publish("flush")
 
     def close(self) -> None:
-        """Finish a version that :meth:`step` started, release the consumer and leave the process group.
+        """Complete the version that :meth:`step` started, if any, release the consumer and leave the process group.
 
-        Every rank must call this method. It publishes no other rows: call :meth:`flush` first. The stream stays
-        claimed. If the version fails, its error is logged, and the rows stay pending. A running retention or
-        compaction is interrupted after 10 seconds; the next run completes the work.
+        Every rank must call this method. It does not publish the other pending rows: to publish them, call
+        :meth:`flush` first. The stream stays claimed. If the version fails, its error is logged, and the rows stay
+        pending. A running compaction or retention is interrupted after 10 seconds. The next run completes its work.
 
         Raises:
             InvalidArgumentError: if called from another thread or process than the one that built the publisher. The
@@ -369,7 +368,7 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
         self._free()
 
     def _free(self) -> None:
-        """Free the resources. An interrupted call is repeated by the next :meth:`close`."""
+        """Free the resources. If the call is interrupted, the next :meth:`close` repeats it."""
         with ExitStack() as stack:
             for call in self._closing:
                 stack.callback(call)
@@ -379,7 +378,7 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Call :meth:`close`, even after an exception. All ranks then wait for each other."""
+        """Call :meth:`close`, even after an exception. :meth:`close` waits for all ranks."""
         self.close()
 
     def __repr__(self) -> str:
@@ -387,7 +386,7 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
         return f"Publisher({self._writer.storage.url!r}, generation={head.generation}, version={head.version})"
 
     def _checked(self) -> Versions:
-        """Return the state of the versions. Raise InvalidArgumentError if closed, or in another thread or process."""
+        """Return ``self._versions``. Raise InvalidArgumentError if closed, or called in another thread or process."""
         if self._versions is None:
             raise InvalidArgumentError("publisher", "closed", "Build a new Publisher")
         thread, process = self._caller
@@ -414,7 +413,7 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
 
 
 class _Standstill:
-    """Detector of a loop that calls ``Publisher.step`` without ``tracker.step``, so that nothing is ever due."""
+    """Detector of loops that call ``Publisher.step`` but not ``tracker.step``. In these, no version is ever due."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
@@ -422,7 +421,7 @@ class _Standstill:
         self._num_calls = 0
 
     def look(self) -> None:
-        """Count a call of ``Publisher.step``. Warn once if many calls saw updates, but no batch end."""
+        """Count a call of ``Publisher.step``. Logs one warning if rows change, but ``tracker.step`` is not called."""
         if self._num_batches != self._progress.num_batches:
             self._num_batches, self._num_calls = self._progress.num_batches, 0
             return

@@ -14,12 +14,12 @@ from delta_tracker.stream.storage.storage import Storage
 class Heartbeats:
     """Writer of a publisher's heartbeats in a background thread.
 
-    The thread writes only if the training thread calls :meth:`beat` or :meth:`wait`. A job whose training hangs is
-    therefore considered dead.
+    A heartbeat is written only when the training thread calls :meth:`beat` or :meth:`wait`. A standby therefore detects
+    a job whose training hangs.
 
     Args:
         storage: store of the stream.
-        seconds: time between two heartbeats, and from the claim to the first heartbeat.
+        seconds: time between two heartbeats, and between the claim and the first heartbeat.
     """
 
     def __init__(self, storage: Storage, seconds: float, runtime: Runtime) -> None:
@@ -30,7 +30,7 @@ class Heartbeats:
         self._job: Future[None] = self._worker.submit(lambda: None)
 
     def beat(self, head: Manifest) -> None:
-        """Start to write a heartbeat if one is due and none is being written. Does not wait for the store."""
+        """Start writing a heartbeat if one is due and none is being written. Does not wait for the store."""
         if self._writer.is_due() and self._job.done():
             self._job = self._worker.submit(self._writer.write, head)
 

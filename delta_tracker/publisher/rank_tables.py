@@ -1,4 +1,4 @@
-"""This rank's tables in a version: their schema, and copies of their rows. Rows are encoded when they are written."""
+"""Schema and copied rows of this rank's tables in a version. Rows are encoded when they are written."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ EncodingChoice = Encoding | str | Mapping[str, Encoding | str] | None
 
 
 def name_encodings(choice: EncodingChoice) -> str | dict[str, str] | None:
-    """Return the names of the encodings of a valid choice. Equal choices have equal names on all ranks."""
+    """Return the names of the encodings of a valid choice, in a form that is equal on all ranks for equal choices."""
     if isinstance(choice, Mapping):
         return {fqn: Encoding.named(choice[fqn]).name for fqn in sorted(choice)}
     return None if choice is None else Encoding.named(choice).name
@@ -36,8 +36,8 @@ def name_encodings(choice: EncodingChoice) -> str | dict[str, str] | None:
 def choose_encodings(choice: EncodingChoice, live: LiveTables) -> dict[str, Encoding]:
     """Return the encoding of each table by FQN. A table without a chosen encoding is stored in its own dtype.
 
-    Raises InvalidArgumentError for an unknown table, an invalid encoding, or one that does not support the number of
-    columns of a shard.
+    Raises InvalidArgumentError for an unknown table, an invalid encoding, or an encoding that does not support the
+    number of columns of a shard.
     """
     own = {fqn: Encoding.of(table.dtype) for fqn, table in live.tables.items()}
     chosen = dict(choice) if isinstance(choice, Mapping) else dict.fromkeys(own, choice) if choice is not None else {}
@@ -67,8 +67,9 @@ class CopiedRows:
 class RankSchema(NamedTuple):
     """Schema of this rank's versions. A version whose schema differs from the previous one must be a snapshot.
 
-    The keys of all mappings are FQNs. ``states`` has the states of this rank's column ranges, if versions have states.
-    ``text`` describes tables and identities, to compare them among ranks. ``digest`` is the int64 hash of ``text``.
+    The keys of all mappings are FQNs. ``states`` contains the states of this rank's column ranges; it is empty if
+    versions have no states. ``text`` describes the tables and identities for a comparison between ranks. ``digest`` is
+    the int64 hash of ``text``.
     """
 
     format: int
@@ -84,16 +85,17 @@ class RankTables:
 
     Only the training thread may call the methods.
 
-    The copies have the tables' dtypes. They are encoded when they are read, in chunks that fit the CPU cache, and
-    always on the CPU: the bytes do not depend on the device. Memory: 8 bytes per id and the bytes of the rows in their
-    tables' dtypes, see :class:`~.host_copies.HostCopier`. Rows that :meth:`whole` returns take the memory of one chunk.
+    The copies have the tables' dtypes. They are encoded when they are read, in chunks that fit the CPU cache. Encoding
+    runs on the CPU, so that the bytes do not depend on the device. The copies take 8 bytes per id and the bytes of the
+    rows in their tables' dtypes, see :class:`~.host_copies.HostCopier`. Rows that :meth:`whole` returns take the memory
+    of one chunk.
 
     Rows of a table in 2D parallelism are copied on the ranks of the first replica only.
 
     Args:
-        encoding: choice that :func:`choose_encodings` has accepted.
+        encoding: valid choice of encodings, see :func:`choose_encodings`.
         writes_replicas: True if this rank writes replicated tables.
-        with_states: True to also copy the optimizer's states of the rows.
+        with_states: True to also copy the optimizer states of the rows.
 
     Attributes:
         latest: schema of the tables at the last call of :meth:`current`.
@@ -112,7 +114,7 @@ class RankTables:
         self.copying = self.published = self.latest
 
     def current(self) -> RankSchema:
-        """Return the current schema of the tables. Finds their shards again if the tracker was reattached."""
+        """Return the current schema of the tables. Looks up their shards again if the tracker was reattached."""
         if self._attached != self._live.num_attached:
             self._attach()
         return self.latest
@@ -147,14 +149,14 @@ class RankTables:
         extra: Sequence[SelectedRows],
         owners: Mapping[str, Tensor],
     ) -> CopiedRows:
-        """Start to copy rows and dense tensors with their current values. Does not wait for the copies.
+        """Start copying the current values of rows and dense tensors. Does not wait for the copies.
 
         Omits tables that this rank does not write. Call this method and :meth:`whole` within
         :func:`~delta_tracker.sharding.kernel_memory.one_cut`.
 
         Args:
             delta: the changed rows.
-            whole: FQNs of the tables whose rows are all copied, instead of only the rows in ``delta``.
+            whole: FQNs of the tables of which all rows are copied, instead of only the rows in ``delta``.
             dense: name to dense tensor.
             extra: additional tensors to copy at the same time.
             owners: FQN to the ``[R]`` raw ids of the shard's rows, for each table with managed collisions.
@@ -174,11 +176,11 @@ class RankTables:
         return CopiedRows(list(map(call, views)), named, copies)
 
     def whole(self, tables: frozenset[str], owners: Mapping[str, Tensor]) -> list[BlockRows]:
-        """Return all rows of some tables that this rank writes, one block for each column range of a shard.
+        """Return all rows of those ``tables`` that this rank writes, with one block for each column range of a shard.
 
         Any thread may read the rows. Each chunk is copied when it is read, and includes at least the updates that were
-        queued on the device before this call. The states of a row may be newer than its values. The owners may be newer
-        too: the next read of the tracker then contains the rows of the former and the new owner.
+        queued on the device before this call. The states of a row may be newer than its values. The raw ids may be
+        newer too. The next read of the tracker then contains the rows whose raw id changed.
 
         Args:
             tables: FQNs of the tables.
@@ -206,7 +208,7 @@ class RankTables:
         ids: Tensor | None,
         owners: Tensor | None,
     ) -> None:
-        """Append selections of a table's rows (local ``ids`` ``[N]``; None for all), and views of their copies."""
+        """Append selections of rows of ``shard`` (local ``ids`` ``[N]``; None for all) and views of their copies."""
         fqn = shard.table.fqn
         form: IdForm = "all" if ids is None else self._encodings[fqn].listed_form
         num_rows = shard.num_rows if ids is None else len(ids)
@@ -234,7 +236,7 @@ class RankTables:
 
 
 def _shown(named: tuple[str, Identity]) -> str:
-    """Return a table and its identity as a short text. The identity, of up to 65,536 buckets, is given as a hash."""
+    """Return a short text for a table and its identity. It contains a hash of the identity's up to 65,536 buckets."""
     fqn, identity = named
     digest = xxhash.xxh3_64_hexdigest(json.dumps(to_builtins(identity)).encode())
     return f"{fqn}: {len(identity.buckets)} buckets of {identity.hash_size} ids, {digest}"
@@ -266,6 +268,6 @@ def _copied_state(read: Callable[[Tensor], Tensor], view: Tensor, begin: int, en
 
 
 def _copied(read: Callable[[Tensor], Tensor], view: Tensor, block: Block, begin: int, end: int) -> Tensor:
-    """Copy some rows now, and return them as they are stored."""
+    """Copy the rows ``[begin, end)`` of ``view``, and return them in the encoding of ``block``."""
     # A copy even without encoding: training may write to the rows between the hash and the write.
     return _encoded(read(view[begin:end]), block, 0, end - begin)

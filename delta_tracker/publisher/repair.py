@@ -29,7 +29,7 @@ def rows_to_repair(
     schema: Schema,
     shards: Mapping[str, ShardSpec],
 ) -> dict[str, Tensor] | None:
-    """Return the rows of this rank that are in versions after a checkpoint.
+    """Return the rows of this rank that are contained in versions after a checkpoint.
 
     Args:
         log: log of the stream.
@@ -39,9 +39,10 @@ def rows_to_repair(
         shards: FQN to shard of this rank.
 
     Returns:
-        FQN to ``[N]`` int64 local ids, ascending and unique; tables without such rows are omitted. None if every row
-        must be published: ``note`` is not a position in this stream, or a version after it is missing, damaged, a
-        snapshot, or of another schema.
+        FQN to ``[N]`` int64 local ids, ascending and unique. Tables without such rows are omitted. None if every row
+        must be published, because ``note`` is not a position in this stream, because a later version is missing,
+        damaged, a snapshot or of another schema, or because the log from the newest snapshot on is incomplete or of
+        another schema.
     """
     try:  # releases before 0.1.0 saved neither a generation nor a time, which are not used here
         position = Position.from_dict({"generation": 0, "created": 0, **note} if isinstance(note, dict) else note)
@@ -72,9 +73,9 @@ def rows_to_repair(
 
 
 def _may_continue(log: StreamLog, claim: Manifest, schema: Schema) -> bool:
-    """Return True if the newest snapshot has ``schema``, and the log has all entries from it to ``claim``.
+    """Return True if the newest snapshot has ``schema``, and the log contains all entries from it to ``claim``.
 
-    The result is True for a stream with claims only.
+    Returns True for a stream that contains only claims.
     """
     snapshot = log.newest_snapshot()
     if snapshot is None:

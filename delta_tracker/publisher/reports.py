@@ -1,4 +1,4 @@
-"""Results of the versions of a publisher, in its error, its log and its metrics: :class:`Reports`."""
+"""Report the results of a publisher's versions as an error, log records and metrics: :class:`Reports`."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Reports:
         self._version = 0  # the newest one that was published
 
     def open(self) -> None:
-        """Create the metrics that alerts use, with the value 0. Call this method after the stream was claimed.
+        """Create the metrics that alerts use, with the value 0. Call this method after the stream has been claimed.
 
         Alerts can then detect the first failure and the absence of new versions.
         """

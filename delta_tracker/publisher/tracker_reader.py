@@ -40,18 +40,19 @@ _logger = logging.getLogger(__name__)
 class TrackerReader:
     """Reader that reserves a consumer of a tracker and reads the rows of each version.
 
-    Only the training thread may call the methods. The other arguments and the errors are those of ``Publisher(...)``.
+    Only the training thread may call the methods. Arguments that are not listed, and errors, are those of
+    ``Publisher(...)``.
 
     Args:
         exchange: communication with the other ranks. Only rank 0 writes replicated tables and dense tensors.
-        recovery: objects whose states are in each version, together with the states of the fused optimizers; None for
-            versions of values only.
+        recovery: objects whose states are written with each version, together with the states of the fused optimizers;
+            None for versions without states.
 
     Attributes:
-        tables: the schema and the rows of this rank's tables.
+        tables: schema and rows of this rank's tables.
         find_dense: function that returns the dense tensors that this rank writes, by name; None if none are published.
-        is_repairing: True if the next delta must have all pending rows, without ``top_k``, because it repairs earlier
-            versions.
+        is_repairing: True if the next delta must contain all pending rows, without ``top_k``, because it repairs
+            earlier versions.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class TrackerReader:
 
     @property
     def has_changes(self) -> bool:
-        """True if a snapshot is needed, rows are pending, or there may be changes that only a cut finds.
+        """True if a snapshot is needed, rows are pending, or there may be changes that only a cut can find.
 
         Waits for the device.
         """
@@ -111,14 +112,14 @@ class TrackerReader:
         return self._progress() != self._progress_at_cut
 
     def batch_and_schema(self) -> tuple[int, RankSchema]:
-        """Return the number of batches of this rank, and its schema."""
+        """Return the number of batches that this rank has trained on, and its schema."""
         return self.tracker.num_batches, self.tables.current()
 
     def resume(self, exchange: Exchange, writer: Coordinator) -> None:
         """Make the rows of all versions after the loaded checkpoint pending, so that the next version repairs them.
 
-        A collective. The next version must be a snapshot instead if a rank has no checkpoint or cannot find these rows,
-        or if the versions have states and the model was not restored from a stream. Raises the errors of
+        A collective. If a rank has not loaded a checkpoint or cannot find these rows, or if the versions have states
+        and the model was not restored from a stream, the next version must be a snapshot instead. Raises the errors of
         :meth:`Coordinator.check_same_store`.
         """
         tracker = self.tracker
@@ -146,7 +147,7 @@ class TrackerReader:
         self._note(writer.head)
 
     def copy(self) -> list[BlockRows]:
-        """Start a snapshot: track later changes, and return all rows of the tables with a fused optimizer.
+        """Start a snapshot: begin to track later changes, and return all rows of the tables with a fused optimizer.
 
         Each chunk of rows is copied when it is read.
         """
@@ -223,24 +224,24 @@ class TrackerReader:
         return draft, read
 
     def expect_read(self, *, is_complete: bool) -> None:
-        """Record that all ranks begin a delta. With ``top_k``, the other ranks then wait for this rank's read."""
+        """Record that all ranks begin a delta. With ``top_k``, the other ranks will wait for this rank's read."""
         self._ranks.is_expected = self._top_k is not None and not is_complete
 
     def can_read(self, kind: Kind, *, is_complete: bool) -> bool:
-        """Return False if the read of a version is a collective that this rank has already entered."""
+        """Return False if the read of a version is a collective in which this rank has already taken part."""
         return kind == "snapshot" or is_complete or self._top_k is None or self._ranks.is_expected
 
     def fail_expected_read(self) -> None:
-        """Make the collective read with ``top_k`` fail on all ranks, if the other ranks wait for this rank.
+        """If the other ranks wait for this rank's read with ``top_k``, make the read fail on all ranks.
 
-        If this rank fails before its read, call this method before any other collective.
+        Call this method if this rank fails before its read, before any other collective.
         """
         if self._ranks.is_expected and self._top_k is not None:
             with suppress(_UnreadError, RankLostError):  # a lost rank is reported by the next collective
                 choose(self._top_k, _UnreadError(), list(self.tracker.shards), self._ranks)
 
     def end(self, read: Delta | None, committed: Manifest | None) -> None:
-        """Commit the read that :meth:`cut` returned, or abort it if ``committed`` is None: its rows stay pending."""
+        """Commit the read that :meth:`cut` returned. If ``committed`` is None, abort it: its rows stay pending."""
         if committed is None:
             self._progress_at_cut = None
         else:  # first, so that the flags are equal on all ranks even if the code below fails
@@ -263,8 +264,8 @@ class TrackerReader:
     def close(self, *, forgets: bool) -> None:
         """Release the consumer.
 
-        With ``forgets``, also remove its stream position from the tracker's state. Pass True to close a publisher, and
-        False if the publisher could not be built.
+        If ``forgets`` is True, also remove the consumer's stream position from the tracker's state. Pass True to close
+        a publisher, and False if the publisher could not be built.
         """
         if forgets and not self.handle.is_released:  # an earlier call may have been interrupted
             self.handle.annotate(None)
@@ -273,24 +274,24 @@ class TrackerReader:
         self.handle.release()
 
     def _progress(self) -> tuple[int, int] | None:
-        """Return the numbers of batches and of later updates; None if a cut can only find pending rows."""
+        """Return the number of batches and of updates after the last batch; None if only pending rows can change."""
         tables = self.tables
         if self.find_dense is not None or self._training is not None or tables.unfused or tables.latest.identities:
             return self.tracker.num_batches, self.tracker.progress.num_unstepped
         return None
 
     def _note(self, head: Manifest) -> None:
-        """Save the stream position of ``head`` in the tracker's state; None if a snapshot must follow."""
+        """Save the stream position of ``head`` in the tracker's state, or None if a snapshot must follow."""
         position = Position.after(head).to_dict() if self._has_snapshot else None
         self.handle.annotate(position)
 
 
 class _UnreadError(Exception):
-    """This rank failed or was interrupted before it read its rows."""
+    """Error of a rank that failed or was interrupted before it read its rows."""
 
 
 def _count_owner_changes(read: Delta, identities: Iterable[str]) -> dict[str, SelectedRows]:
-    """Return the numbers of raw ids that gained and lost rows, ``[2]`` int64, by FQN. Does not wait for a device."""
+    """Return by FQN the counts of raw ids that gained and lost a row, ``[2]`` int64. Does not wait for a device."""
     found = {}
     for fqn in identities:
         rows = read[fqn]

@@ -2,22 +2,22 @@
 
 The state is a dict with these keys:
 
-- ``library``: the part that the library restores, a dict with these keys:
+- ``library``: the part that the library itself restores, a dict with these keys:
 
-  - ``kernels``: FQN of each fused table to the numbers of its kernel, such as ``iter`` and ``lr``.
+  - ``kernels``: FQN of each fused table to the scalars of its kernel, such as ``iter`` and ``lr``.
   - ``shards``: FQN of each other table to this rank's block: ``rows``, ``columns`` and ``replicated``.
-  - ``dense``, on rank 0: name to dense tensor, for those that are not in the version; ``buffers``, on other ranks: name
-    to buffer.
+  - ``dense``, only on rank 0: name to dense tensor; ``buffers``, only on other ranks: name to buffer. Both omit tensors
+    that the version contains.
   - ``publisher``: name of the publisher's consumer.
-  - ``consumers``: name of each other consumer of the tracker to a dict: ``version``, the newest version of which it has
-    read all rows, None if there is none; ``left_out``, FQN to global ids of rows of earlier versions that are still
-    pending for it; and ``place``, the position of the stream of its own publisher, if there is one, see
-    :meth:`~delta_tracker.stream.reading.position.Position.to_dict`.
+  - ``consumers``: name of each other consumer of the tracker to a dict. ``version`` is the newest version whose cut the
+    consumer has read up to; None if there is none. ``left_out`` maps FQN to the global ids of rows that changed earlier
+    but are still pending for the consumer. ``place`` is the stream position of the consumer's own publisher, if there
+    is one, see :meth:`~delta_tracker.stream.reading.position.Position.to_dict`.
   - ``collisions``: FQN of each table with managed collisions to the state of its module on this rank, see
     :func:`~delta_tracker.sharding.collision_states.collision_state`.
   - ``batches``: number of steps of the tracker.
 
-- ``training``, only on rank 0, and ``rank``: states of the user's objects by name.
+- ``training``, empty except on rank 0, and ``rank``: states of the user's objects by name.
 - ``data``: state of the :class:`~delta_tracker.DataPosition`; None if there is none.
 """
 
@@ -62,30 +62,31 @@ class Stateful(Protocol):
     """Interface of an object with a state, such as an optimizer, a learning rate scheduler or a gradient scaler."""
 
     def state_dict(self) -> Any:  # noqa: ANN401  torch's classes return dicts of different types
-        """Return the state. :mod:`delta_tracker.stream.format.state_tree` lists the types that it may contain.
+        """Return the state. :mod:`delta_tracker.stream.format.state_tree` lists the supported types.
 
         Must not call a collective.
         """
 
     def load_state_dict(self, state: Any, /) -> Any:  # noqa: ANN401
-        """Restore a state that :meth:`state_dict` returned."""
+        """Load a state that :meth:`state_dict` returned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovery:
     """Training state that a publisher writes with each version, and from which a restore or a standby continues.
 
-    Pass the same names to the publisher, the restore and the standby. Besides these objects, a version has the states
-    of the fused optimizers for each of its rows, the dense tensors and the position in the data.
+    Pass the same names to the publisher, the restore and the standby. Besides the states of these objects, a version
+    contains the states of the fused optimizers for each of its rows, the dense tensors and the position in the data.
 
     Args:
         training_state: name to object with ``state_dict`` and ``load_state_dict``, such as the dense optimizer and the
-            learning rate scheduler. Rank 0's state is published. A warning lists the trainable dense parameters that
-            none of these optimizers has.
+            learning rate scheduler. Rank 0's state is published. The publisher logs a warning that lists the trainable
+            dense parameters that no optimizer in ``training_state`` or ``rank_state`` updates.
         rank_state: name to object whose state differs between the ranks. Each rank's state is published. A restore with
-            another number of ranks calls ``load_rank_states(states)`` with the states of all ranks.
+            another number of ranks calls the object's ``load_rank_states(states)`` with the states of all ranks.
         heartbeat_seconds: time between two heartbeats. A standby uses them to detect that training has stopped. Rank 0
-            writes them in a background thread, only when methods of the publisher are called. None for no heartbeats.
+            writes them in a background thread, but only while methods of the publisher are called. None for no
+            heartbeats.
 
     Raises:
         InvalidArgumentError: if an argument is invalid, a name is used twice or reserved, or an object has no
@@ -124,12 +125,12 @@ def check_recovery(recovery: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class TakenState:
-    """Training state at a cut, whose tensors are not copied yet.
+    """Training state at a cut. Its tensors have not been copied.
 
     Args:
         tree: the state. Pass the copies of ``selections`` to its :meth:`StateTree.buffers`.
         event_time: time of the last trained batch in seconds; None if unknown.
-        selections: the tensors of the state. Copy them together with the rows, before training continues.
+        selections: tensors of the state. Copy them together with the rows, before training continues.
     """
 
     tree: StateTree
@@ -140,13 +141,13 @@ class TakenState:
 class TrainingCuts:
     """Source of this rank's training state at each cut.
 
-    The constructor reads the state once. It thereby rejects an invalid state before the first version.
+    The constructor reads the state once, so that an invalid state is rejected before the first version.
 
     Args:
         progress: progress of the training, with the position in the training data.
         handle: the publisher's consumer.
-        recovery: objects of the user. The optimizers of tables that are not fused must be among them, because updates
-            of their states cannot be found by comparing rows.
+        recovery: the user's objects. They must include the optimizers of tables that are not fused, because updates of
+            optimizer states cannot be found by comparing rows.
 
     Raises:
         InvalidArgumentError: if a state cannot be encoded, or if an optimizer does not save its parameter groups.
@@ -185,12 +186,12 @@ class TrainingCuts:
         """Wait for updates in progress, and find states that were written in place since the last cut.
 
         All rows of the tables with such states become pending for the publisher's consumer and for ``meanwhile``, the
-        consumer that tracks changes during a copy.
+        consumer that tracks changes while a snapshot is copied.
 
         Raises:
             UnfinishedStepError: if an update is still in progress after the wait, or rows were updated since the last
                 step of the tracker.
-            InvalidArgumentError: if the data position does not follow training.
+            InvalidArgumentError: if the data position does not advance with training.
         """
         progress = self._progress
         seconds = _AGAIN_SECONDS if self._waited_in_vain else _UPDATE_SECONDS
@@ -217,8 +218,8 @@ class TrainingCuts:
     def take(self, published: Collection[str] = ()) -> TakenState:
         """Return the training state of this rank. Call it in the training thread, at the cut of a version.
 
-        Omits the dense tensors named in ``published``, which the version already has. Raises InvalidArgumentError with
-        the path of a value that cannot be encoded, and any error of a ``state_dict`` method.
+        Omits the dense tensors named in ``published``, which the version already contains. Raises InvalidArgumentError
+        with the path of a value that cannot be encoded, and propagates errors of ``state_dict`` methods.
         """
         position = self._progress.data_position
         state = {
@@ -233,13 +234,13 @@ class TrainingCuts:
         return TakenState(tree, None if position is None else position.event_time, selections)
 
     def add(self, position: int, version: int) -> None:
-        """Record the position in the change log at which a committed version was cut."""
+        """Record that ``version`` was committed, and was cut at ``position`` in the change log."""
         self._cuts.append((position, version))
 
     def _consumers(self) -> dict[str, dict[str, object]]:
         """Return the pending rows of the other consumers, relative to the versions of this publisher.
 
-        Includes the positions of the consumers that have their own stream.
+        Includes the stream positions of consumers that publish to their own stream.
         """
 
         def num_cuts(position: int) -> int:
@@ -279,7 +280,7 @@ class TrainingCuts:
 
 
 def check_recoverable(live: LiveTables, encodings: Mapping[str, Encoding], top_k: TopK | None) -> None:
-    """Raise an error if versions with these encodings and ``top_k`` cannot have the complete training state."""
+    """Raise an error if versions with these encodings and ``top_k`` cannot contain the complete training state."""
     if top_k is not None:
         raise InvalidArgumentError("top_k", top_k, "Pass None: a version with states has all changed rows")
     for fqn, table in live.tables.items():
@@ -290,7 +291,7 @@ def check_recoverable(live: LiveTables, encodings: Mapping[str, Encoding], top_k
 
 
 def _buffers(model: nn.Module) -> set[int]:
-    """Return the addresses of the storages of all buffers, whose names may differ from the keys of ``state_dict``."""
+    """Return the storage addresses of all buffers. Buffer names may differ from the keys of ``state_dict``."""
     return {
         buffer.untyped_storage().data_ptr()
         for module in model.modules()
@@ -318,7 +319,7 @@ def _check_unfused(
     training_state: Mapping[str, Stateful],
     rank_state: Mapping[str, Stateful],
 ) -> None:
-    """Raise an error if the optimizer of a table is not among the objects that save it on the right ranks."""
+    """Raise an error if the optimizer of a table is missing from the argument that saves it on all necessary ranks."""
     if not unfused:
         return
     of_ranks = set(_storages(rank_state))
@@ -334,7 +335,7 @@ def _check_unfused(
 def _warn_of_unoptimized(
     model: nn.Module, dense: Mapping[str, Tensor], objects: Iterable[Mapping[str, Stateful]]
 ) -> None:
-    """Log the dense parameters that are trained, but not by an optimizer whose state is saved."""
+    """Log a warning about trainable dense parameters that belong to no optimizer whose state is saved."""
     optimized = {address for each in objects for address in _storages(each)}
     trained = {
         parameter.untyped_storage().data_ptr()

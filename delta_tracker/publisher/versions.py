@@ -1,4 +1,4 @@
-"""State of the version that a publisher writes, from the votes for it to its completion: :class:`Versions`.
+"""State machine of the version that a publisher writes, from the first vote to its completion: :class:`Versions`.
 
 The file begins with the states of a version, and :func:`decide`, the pure function that selects the next step.
 """
@@ -27,18 +27,18 @@ from delta_tracker.types import Delta
 _logger = logging.getLogger(__name__)
 
 Publishes: TypeAlias = Literal["delta", "snapshot", "flush"]
-"""What a call publishes: the changed rows, all rows, or the changed rows of all ranks if there are any."""
+"""What a call publishes: the changed rows, all rows, or for ``"flush"``, the changed rows if any rank has some."""
 
 
 @dataclass(slots=True)
 class Copying:
-    """State before the cut of a snapshot: all rows of the tables with a fused optimizer are copied and written.
+    """State before the cut of a snapshot: all rows of the tables with a fused optimizer are being copied and written.
 
     The rows that change in the meantime are read at the cut.
 
     Args:
         after: number of the vote that started the copy.
-        job: future of the part with the copied rows; None until the copy has begun, for example after an interrupt.
+        job: future of the part with the copied rows; None until the copy has begun. An interrupt may delay its start.
     """
 
     after: int
@@ -46,7 +46,7 @@ class Copying:
 
     @property
     def is_working(self) -> bool:
-        """True until the copy is written."""
+        """True until the copied rows have been written."""
         return self.job is None or not self.job.done()
 
 
@@ -57,7 +57,7 @@ class Cut:
     Args:
         after: number of the vote that decided on the cut, the same on all ranks.
         kind: ``"snapshot"`` or ``"delta"``.
-        batch: batch of the cut.
+        batch: number of the batch at the cut.
         is_complete: for a delta, True to read all rows, without ``top_k``.
         copied: future of the part with the copied rows of a snapshot; None for a delta.
         outcome: future of the result.
@@ -81,9 +81,9 @@ class Call:
 
     Args:
         name: what the call publishes.
-        batch: batch at which it was called.
-        last: number of the last vote of ``step()`` if this call has to act on it; otherwise None.
-        voted: number of votes that this rank had sent before the vote of this call; None before it is sent.
+        batch: number of the batch at which it was called.
+        last: number of the last vote of ``step()`` if it was not counted before this call; otherwise None.
+        voted: number of votes that this rank had sent before this call's own vote; None until that vote is due.
     """
 
     name: Publishes
@@ -94,7 +94,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """State after the version has ended on this rank. It may not have ended on other ranks yet."""
+    """State after the version has been completed or has failed on this rank. Other ranks may still be working on it."""
 
     after: int
     outcome: Outcome
@@ -119,7 +119,7 @@ _ENOUGH: Mapping[Publishes, Collection[Step]] = {
     "snapshot": (Step.SNAPSHOT,),
     "flush": (),
 }
-"""Beginnings of a version at the batch of a call that make another version of this call unnecessary."""
+"""For each call, the steps that make another version unnecessary if they began one at the batch of the call."""
 
 
 def decide(flight: Flight | None, votes: int, most: Vote) -> Step:
@@ -137,14 +137,15 @@ def decide(flight: Flight | None, votes: int, most: Vote) -> Step:
 
 @dataclass(slots=True, eq=False)
 class Versions:
-    """State machine that takes each version of this rank from the votes of all ranks to a result.
+    """State machine that advances this rank's version from the votes of all ranks to its result.
 
     Only the training thread may call the methods. All ranks begin a version and make its cut after the same votes, and
-    thus at the same batch. An exception such as KeyboardInterrupt may end any method. The next call then completes this
-    rank's part: it counts the same votes again, and a version without this rank's contents fails on all ranks.
+    thus at the same batch. An exception such as KeyboardInterrupt may end any method. The next call then counts the
+    same votes again, and continues. If this rank can no longer read its rows at the same batch, the version fails on
+    all ranks.
 
     Args:
-        pace: bounds of the cadence; None to begin no version in :meth:`step`.
+        pace: progress towards the bounds of the cadence; None if :meth:`step` does not begin versions.
         beats: writer of the publisher's heartbeats; None for no heartbeats.
     """
 
@@ -171,11 +172,11 @@ class Versions:
         self._ballots.call()
 
     def returned(self) -> None:
-        """Record that a call of :meth:`publish` has returned. The next call then publishes another version."""
+        """Record that a call of :meth:`publish` has returned, so that the next call publishes another version."""
         self._call = None
 
     def step(self) -> None:
-        """Send the votes that are due, and act on the previous votes."""
+        """Send the votes that are due, and act on the votes that were sent before."""
         ballots = self._ballots
         while ballots.num_owed:  # several votes if the other ranks are ahead
             if ballots.pending is not None:
@@ -195,7 +196,7 @@ class Versions:
         self._ballots.send_owed_message()
 
     def publish(self, name: Publishes) -> None:
-        """Publish a version, and report its result. A version in progress is completed first."""
+        """Publish what ``name`` requires, and report the result. A version in progress is completed first."""
         call, ballots = self._called(name), self._ballots
         if call.voted is None:
             self.step()
@@ -358,7 +359,7 @@ class Versions:
     def _start(self, cut: Cut) -> None:
         """Read the rows of a version, and let the threads complete it.
 
-        After an interrupt, read again at the same batch only.
+        After an interrupted read, reads again only at the same batch. With one rank, reads at any batch.
         """
         can_read = not cut.is_tried or self._can_repeat(cut)
         cut.is_tried = True
