@@ -53,7 +53,7 @@ def check_function(argument: str, value: object, example: str) -> None:
 
 
 def check_path(argument: str, path: object) -> Path:
-    """Return ``path`` as a local path. Raise InvalidArgumentError for a url, a leading ~ or an object of another type.
+    """Return ``path`` as a local path. Raise InvalidArgumentError for a url, a leading ``~`` or an invalid type.
 
     Example:
         >>> check_path("cache", "/var/cache")
@@ -68,7 +68,7 @@ def check_path(argument: str, path: object) -> Path:
 
 
 def check_home(argument: str, path: Path) -> None:
-    """Raise InvalidArgumentError if ``path`` has a leading ~. Only a shell expands it."""
+    """Raise InvalidArgumentError if ``path`` begins with ``~``, which only a shell expands."""
     try:
         expanded = path.expanduser()
     except RuntimeError:  # no user has this name
@@ -78,10 +78,10 @@ def check_home(argument: str, path: Path) -> None:
 
 
 def refuse_unknown(kind: type, unknown: Mapping[str, object], **options: type) -> None:
-    """Raise InvalidArgumentError for the keyword arguments ``unknown``, which the class ``kind`` does not have.
+    """Raise InvalidArgumentError if ``unknown`` is not empty: keyword arguments that ``kind`` does not accept.
 
-    The message names the class in ``options`` that has the argument, suggests a similar argument of ``kind``, or lists
-    all of its arguments. No-op without ``unknown``. ``options`` has the class of some arguments of ``kind``, by name.
+    The message names the class in ``options`` that accepts the argument, suggests a similar argument of ``kind``, or
+    lists all arguments of ``kind``. ``options`` maps some arguments of ``kind`` to the classes of their values.
     """
     for name, value in unknown.items():
         known = [each for each in inspect.signature(kind).parameters if each != "unknown"]

@@ -1,22 +1,23 @@
-"""Replacement for TorchRec's own tracker: programs need to change only their imports.
+"""Replacement for TorchRec's own tracker. Programs need to change only their imports.
 
-Replace ``from torchrec.distributed.model_tracker...`` by ``from delta_tracker.compat``, also for the modules of that
-package. If the program calls ``init_torchrec_delta_tracker`` of ``DistributedModelParallel``, call
-:func:`patch_torchrec` first. The classes behave like TorchRec's, with these differences:
+Replace ``from torchrec.distributed.model_tracker...``, including its submodules, with ``from delta_tracker.compat``. If
+the program calls ``init_torchrec_delta_tracker`` of ``DistributedModelParallel``, call :func:`patch_torchrec` first.
+The classes behave like TorchRec's, with these differences:
 
-- A row counts as changed when its update is written, not when it is looked up. Pass ``record="lookups"`` to
-  :class:`ModelDeltaTrackerTrec` for the latter.
+- A row counts as changed when its update is written, not when it is looked up. To record lookups instead, pass
+  ``record="lookups"`` to :class:`ModelDeltaTrackerTrec`.
 - ``top_percentage`` selects the rows with the largest changes in each table, and the others stay pending; TorchRec
   ignores it.
-- Old values in ``EMBEDDING`` mode and the states of several tables are exact: ``benchmarks/faults`` has the cases in
-  which TorchRec's are not. ``EMBEDDING`` mode also tracks an ``EmbeddingBagCollection``, which TorchRec rejects.
-- A read returns every tracked table, those without changed rows with no ids. TorchRec omits a table before its first
+- Old values in ``EMBEDDING`` mode and the states of several tables are exact. ``benchmarks/faults`` lists cases in
+  which TorchRec returns wrong values. ``EMBEDDING`` mode also tracks an ``EmbeddingBagCollection``, which TorchRec
+  rejects.
+- A read returns every tracked table. A table without changed rows has no ids. TorchRec omits a table before its first
   lookup and after ``clear()``, and raises an error if nothing was looked up since the last read.
-- A wrong argument raises :class:`TorchrecAssertionError`, where TorchRec has an ``assert``.
+- An invalid argument raises :class:`TorchrecAssertionError`, where TorchRec uses an ``assert``.
 
-There is no ``RawIdTracker`` and no store of one: deltas have the raw ids of tables with managed collisions. With a
-``RawIdTrackerConfig``, ``DistributedModelParallel`` creates TorchRec's own. The hooks ``record_momentum`` and
-``record_rowwise_optim_state`` are missing: momentum modes read the states of the optimizer.
+This module has no ``RawIdTracker`` and no store for one: deltas contain the raw ids of tables with managed collisions.
+With a ``RawIdTrackerConfig``, ``DistributedModelParallel`` creates TorchRec's ``RawIdTracker``. The hooks
+``record_momentum`` and ``record_rowwise_optim_state`` are missing: momentum modes read the states of the optimizer.
 
 Example:
     >>> import torch
@@ -68,12 +69,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """Return ``UPDATE_MODE_MAP`` or ``SUPPORTED_MODULES``, TorchRec's trackable classes. Imports TorchRec."""
+    """Return ``UPDATE_MODE_MAP`` or ``SUPPORTED_MODULES``, the classes that TorchRec can track. Imports TorchRec."""
     return getattr(own, name)
 
 
 class TorchrecAssertionError(InvalidArgumentError, AssertionError):
-    """An argument is invalid. Also an ``AssertionError``, for programs that catch the errors of TorchRec's tracker."""
+    """An argument is invalid. Programs that catch ``AssertionError``, which TorchRec's tracker raises, catch it too."""
 
 
 @contextmanager
@@ -171,7 +172,7 @@ class ModelTrackerConfigs:
 
 
 class _RawLookups(lookups.DeltaStore):
-    """Store that accepts states in mode NONE, as TorchRec's does. Only the lookups have them."""
+    """Store that accepts states in mode NONE, as TorchRec's store does. Only the stored lookups contain them."""
 
     def _check_mode(self, states: Tensor | None) -> None:
         if self._mode is not UpdateMode.NONE:
@@ -179,7 +180,7 @@ class _RawLookups(lookups.DeltaStore):
 
 
 class DeltaStoreTrec:
-    """Store of recorded lookups: :class:`~delta_tracker.DeltaStore` with TorchRec's interface. Copies the tensors.
+    """Store of recorded lookups: a :class:`~delta_tracker.DeltaStore` with TorchRec's interface. Copies the tensors.
 
     Args:
         updateMode: state that reads return for each id: none, the first or the last one.
@@ -224,7 +225,7 @@ class DeltaStoreTrec:
             self._store.compact(start_idx, end_idx)
 
     def get_unique(self, from_idx: int = 0) -> dict[str, UniqueRows]:
-        """Return the unique ids of batch ``from_idx`` and later, ascending, with one state each, by table FQN."""
+        """Return by table FQN the unique ids of batches from ``from_idx`` on, ascending, with one state per id."""
         return {fqn: UniqueRows(rows.ids, rows.states) for fqn, rows in self._store.get_delta(from_idx).items()}
 
     def get_indexed_lookups(self, start_idx: int, end_idx: int) -> dict[str, list[IndexedLookup]]:
@@ -239,7 +240,7 @@ DeltaStore = DeltaStoreTrec
 
 
 def _compute_unique_rows(ids: Sequence[Tensor], states: Sequence[Tensor] | None, mode: UpdateMode) -> UniqueRows:
-    """Return the unique ids of several lookups. TorchRec's tests call its function of the same name."""
+    """Return the unique ids of several lookups, with their states. TorchRec's tests call a function of this name."""
     store = lookups.DeltaStore(mode)
     with _assertions():
         for index, each in enumerate(ids):
@@ -277,8 +278,8 @@ class ModelDeltaTrackerTrec(
 
         Args:
             consumer: name of the consumer; None for ``"default"``.
-            top_percentage: fraction of the changed rows of each table to return, largest changes first; 1 or None for
-                all rows. A fraction below 1 requires a mode with states, and makes the call a collective.
+            top_percentage: fraction of each table's changed rows to return, selected by the size of the change; 1 or
+                None for all rows. A fraction below 1 requires a mode with states, and makes the call a collective.
             per_table_percentage: not supported; call ``get_delta(top_k=...)`` instead.
             sorted_by_indices: ignored; ids are always ascending.
 
@@ -328,8 +329,9 @@ class ModelDeltaTrackerTrec(
 
         Returns:
             Views of the states of this rank's ``R`` rows: ``[R]`` for a state with one number per row, such as the sum
-            of row-wise Adagrad, otherwise ``[R, D]``. Training overwrites them. A table with ``S > 1`` column ranges on
-            this rank has a copy, ``[R, S]`` or ``[R, D]``. Tables without optimizer states are omitted.
+            of row-wise Adagrad, otherwise ``[R, D]``. Training overwrites them. For a table with ``S > 1`` column
+            ranges on this rank, the result is a copy, ``[R, S]`` or ``[R, D]``. Tables without optimizer states are
+            omitted.
         """
         found = {}
         for fqn, table in self.live.table_states.items():
@@ -354,7 +356,7 @@ ModelDeltaTracker = ModelDeltaTrackerTrec
 
 
 def init_torchrec_delta_tracker(model: nn.Module, delta_tracker_config: DeltaTrackerConfig) -> ModelDeltaTrackerTrec:
-    """Create a tracker of a model, and return it.
+    """Create and return a tracker of ``model``.
 
     Unlike TorchRec's method of the same name, this function does not register the tracker with the model: call the
     tracker's ``step()`` after each batch.
@@ -388,12 +390,13 @@ def patch_torchrec() -> TorchrecPatch:
     ``remove()`` of the returned object, or use the object in a ``with`` block.
 
     ``DistributedModelParallel.forward`` calls the tracker's ``step()`` at the start of each forward pass, even during
-    evaluation. If the program calls ``step()`` too, each batch counts twice. No row is lost or returned twice, but
+    evaluation. If the program also calls ``step()``, each batch counts twice. No row is lost or returned twice, but
     ``curr_batch_idx``, a publisher's cadence in batches and the ``max_age`` of top-k advance by 2 for each batch, and a
-    publisher rejects the position of ``attach_data``.
+    publisher rejects the data position that was passed to ``attach_data``.
 
-    A publisher with ``recovery=`` needs a ``step()`` of the tracker between the update and its own ``step()``. Create
-    its tracker with the function :func:`init_torchrec_delta_tracker`, so that only the program steps the tracker.
+    A publisher with ``recovery=`` requires that the tracker's ``step()`` is called between the update and the
+    publisher's ``step()``. Create its tracker with the function :func:`init_torchrec_delta_tracker`, so that only the
+    program steps the tracker.
 
     Example:
         >>> patch_torchrec().remove()

@@ -34,14 +34,14 @@ OR_NOTHING = "A tracker can also load {}, which marks every row as changed"
 
 
 class DeltaTrackerError(Exception):
-    """Base class of all errors. ``problem`` describes the error, and ``remedy`` says what the user can do."""
+    """Base class of all errors. ``problem`` describes the error, and ``remedy`` states what to do."""
 
     def __init__(self, problem: str, remedy: str) -> None:
         self.problem, self.remedy = problem.removesuffix("."), remedy  # the text of another error may be its end
         super().__init__(str(self))
 
     def advising(self, remedy: str) -> Self:
-        """Set a remedy for the specific cause of this error, and return the error."""
+        """Replace the remedy with one for the specific cause of this error. Return the error."""
         self.remedy = remedy
         self.args = (str(self),)
         return self
@@ -50,7 +50,7 @@ class DeltaTrackerError(Exception):
         return f"{self.problem}. {self.remedy}."
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return the function that rebuilds the error and its arguments, for pickle and copy."""
+        """Return a function that rebuilds the error, and the function's arguments, for pickle and copy."""
         return _rebuilt, (type(self), self.args, vars(self))
 
 
@@ -64,7 +64,7 @@ class StreamError(DeltaTrackerError):
 class InvalidArgumentError(DeltaTrackerError, ValueError):
     """An argument is invalid, or the call is invalid in the current state.
 
-    ``argument`` names the invalid argument or object, and ``value`` is its value or state.
+    ``argument`` is the name of the invalid argument or object, and ``value`` is its value or state.
     """
 
     def __init__(self, argument: str, value: object, remedy: str) -> None:
@@ -139,8 +139,8 @@ class UntrackedTrainingWarning(UserWarning):
     """Tracked tables receive no updates, probably because a copy of the model is trained instead.
 
     ``tables`` are the FQNs of these tables. ``num_updates`` is the number of updates of other tensors of the same size;
-    0 if there were none and no table was updated during 100 batches. Ignore the warning if the program writes the
-    tracked model in another way, for example as an average of the trained model.
+    0 if no tensor of this size and no table was updated during 100 batches. Ignore the warning if the program updates
+    the tracked model in another way, for example with an average of the trained model.
     """
 
     def __init__(self, tables: Iterable[str], num_updates: int) -> None:
@@ -168,7 +168,7 @@ class ReservedConsumerError(DeltaTrackerError, RuntimeError):
 class NeedsSnapshotError(DeltaTrackerError, RuntimeError):
     """A consumer needs a snapshot, because its pending rows exceeded ``max_bytes`` and were dropped.
 
-    ``max_bytes`` is None if an earlier run dropped the rows, and this run has loaded its checkpoint.
+    ``max_bytes`` is None if the rows were dropped in an earlier run, whose checkpoint this run has loaded.
     """
 
     def __init__(self, consumer: str, max_bytes: int | None) -> None:
@@ -200,7 +200,7 @@ class DetachedError(DeltaTrackerError, RuntimeError):
 
 
 class CheckpointError(DeltaTrackerError, ValueError):
-    """A saved state is malformed or incomplete, or does not fit the object that loads it. The object is unchanged.
+    """A saved state is malformed or incomplete, or does not fit the object that loads it, which is unchanged.
 
     ``reason`` describes the problem. ``part`` is the name of the malformed part, or None if no part is malformed.
     ``ranks`` are the ranks whose parts are missing, if they are known.
@@ -238,10 +238,10 @@ Action = Literal["publish", "restore", "agree"]
 class RankFailedError(StreamError, RuntimeError):
     """A collective failed because rank ``rank`` raised an error or differs from the other ranks; see ``reason``.
 
-    After a failed publish, all rows stay pending. If ``is_unknown`` is True, the version may still have been published
-    or may appear later; the next version then follows it. After a failed restore, the model may be partly written. Its
-    forward pass then raises :class:`IncompleteModelError`. If a state could not be loaded on this rank, ``rank`` is
-    this rank.
+    After a failed publish, all rows stay pending. If ``is_unknown`` is True, the version may have been published
+    nevertheless, or may appear later. If so, the next version follows it. After a failed restore, the model may be
+    partly written. In this case, its forward pass raises :class:`IncompleteModelError`. If a state could not be loaded
+    on this rank, ``rank`` is this rank.
     """
 
     def __init__(self, rank: int, reason: str, action: Action = "publish", *, is_unknown: bool = False) -> None:
@@ -270,10 +270,10 @@ class RankLostError(StreamError, RuntimeError):
 
 
 class FencedError(StreamError, RuntimeError):
-    """The publisher is fenced: a newer publisher has claimed the stream, and this one can publish no more versions.
+    """A newer publisher has claimed the stream. This publisher is fenced and can publish no more versions.
 
-    ``generation`` is the generation of the fenced publisher. ``owner`` is the generation of the newer publisher, and
-    ``version`` is one of the newer publisher's versions.
+    ``generation`` is the generation of the fenced publisher, ``owner`` is the generation of the newer publisher, and
+    ``version`` is an entry of the newer publisher.
     """
 
     def __init__(self, generation: int, owner: int, version: int) -> None:
@@ -285,8 +285,9 @@ class FencedError(StreamError, RuntimeError):
 class LivePublisherError(StreamError, RuntimeError):
     """The stream at ``url`` was not claimed, because its publisher may be alive.
 
-    ``generation`` is the generation of this publisher, and ``version`` is the newest version. ``seconds`` is the time
-    since the publisher's last sign of life, by the store's clock; None if ``version`` was committed during the call.
+    ``generation`` is the generation of that publisher, and ``version`` is the newest version. ``seconds`` is the time
+    since its last version or heartbeat, measured with the store's clock; None if ``version`` was committed during the
+    call.
     """
 
     def __init__(self, url: str, generation: int, version: int, seconds: float | None = None) -> None:
@@ -299,8 +300,8 @@ class LivePublisherError(StreamError, RuntimeError):
 class UnfinishedStepError(StreamError, RuntimeError):
     """A version was not cut, because a training step was incomplete; the rows stay pending.
 
-    ``reason`` describes an update of rows that is in progress or was made after the last ``tracker.step()``. Training
-    that resumed from such a version would apply the update twice.
+    ``reason`` describes an update of rows that is in progress, or that was made after the last ``tracker.step()``.
+    Training that resumed from such a version would apply the update twice.
     """
 
     def __init__(self, reason: str, remedy: str) -> None:
@@ -325,10 +326,10 @@ class RestoreMismatchError(StreamError, ValueError):
 
 
 class NotRecoverableError(StreamError, LookupError):
-    """Version ``version`` of the stream at ``url`` has no complete training state, so nothing was restored.
+    """Version ``version`` of the stream at ``url`` lacks a complete training state, so nothing was restored.
 
-    ``reason`` describes what is missing. ``version`` is None on every rank if no version was published to the stream
-    yet. In this case, start the job without a restore.
+    ``reason`` describes what is missing. ``version`` is None on every rank if no version has been published to the
+    stream. In this case, start the job without a restore.
     """
 
     def __init__(self, url: str, version: int | None, reason: str) -> None:
@@ -363,9 +364,10 @@ class IncompleteModelError(StreamError, RuntimeError):
 class TakeoverFailedError(StreamError, RuntimeError):
     """The takeover of the stream at ``url`` failed; see ``reason``.
 
-    If ``is_claimed`` is True, the entry ``version`` has claimed the stream. The next call completes the takeover; until
-    then, the model raises :class:`IncompleteModelError`. If it is False, nothing was claimed, because ``version``
-    cannot be applied. ``applied`` is the last version that all ranks have applied; None if there is none.
+    If ``is_claimed`` is True, the stream was claimed with the entry ``version``. The next call completes the takeover.
+    Until then, the forward pass of the model raises :class:`IncompleteModelError`. If it is False, nothing was claimed,
+    because ``version`` cannot be applied. ``applied`` is the last version that all ranks have applied; None if there is
+    none.
     """
 
     def __init__(
@@ -404,9 +406,9 @@ class StorageError(StreamError, OSError):
 class WriteRefusedError(StorageError):
     """A write to the store at ``url`` was refused, and nothing was written; see ``reason``.
 
-    If ``name`` is given, the store refused to create this object, although no object of this name exists. If it is
-    None, the directory of a local store was unmounted, deleted or replaced after it was opened, or has a link or a file
-    in place of a folder. Writes succeed again once the directory is restored.
+    If ``name`` is not None, the store refused to create this object, although no object of this name exists. If
+    ``name`` is None, the directory of a local store was unmounted, deleted or replaced after it was opened, or contains
+    a link or a file in place of a folder. Writes succeed again once the directory is restored.
     """
 
     def __init__(self, url: str, reason: str, remedy: str, name: str | None = None) -> None:
@@ -438,12 +440,12 @@ class AlteredEntryError(StorageError):
 
 
 class UnknownOutcomeError(StorageError):
-    """It is unknown whether the store at ``url`` has the object ``name`` or will have it later; see ``reason``.
+    """It is unknown whether the object ``name`` exists in the store at ``url`` or will appear later; see ``reason``.
 
     If ``directory`` is None, the response to the request that creates the object was lost. Otherwise, the object of a
-    local store was written or deleted, but its directory ``directory`` could not be flushed to disk: a power loss may
-    undo the change. If the object is the entry of a version, readers may apply the version now or later. Its rows stay
-    pending, and the next version follows it if it exists.
+    local store was written or deleted, but its directory ``directory`` could not be flushed to disk, so that a power
+    loss may undo the change. If the object is the entry of a version, readers may apply the version now or later. The
+    rows of the version stay pending. The next version follows this version if it exists.
     """
 
     def __init__(self, url: str, name: str, reason: str, directory: str | None = None) -> None:
@@ -472,9 +474,9 @@ class LostEntryError(StorageError):
 
 
 class UnsupportedStoreError(StorageError):
-    """The store at ``url`` does not support ``operation``: over http, only single objects can be read.
+    """The store at ``url`` does not support ``operation``: a store over http can only read single objects.
 
-    If ``operation`` is None, the store lacks an atomic operation that creates an object only if it does not exist.
+    If ``operation`` is None, the store has no atomic operation that creates an object only if it does not exist.
     Without it, a second publisher could replace an entry of the stream.
     """
 
@@ -490,9 +492,9 @@ class UnsupportedStoreError(StorageError):
 
 
 class StaleCacheError(StorageError):
-    """The object ``name`` is missing, truncated or altered in the cache at ``url``; the origin may have it intact.
+    """The object ``name`` is missing, truncated or altered in the cache at ``url``, but may be intact at the origin.
 
-    A predictor retries the read until ``seconds`` have passed since it first found the fault, and then resyncs.
+    A predictor retries the read for ``seconds`` seconds after it first detected the fault, and then resyncs.
     """
 
     _remedy = "The read is retried. If it lasts, check the lifetimes of the cache at the url"
@@ -505,7 +507,7 @@ class StaleCacheError(StorageError):
 class UnreadablePointerError(StorageError):
     """The server at ``url`` returned invalid content for the pointer object ``name``.
 
-    ``received`` describes the content, and ``why`` the fault. There may be newer versions: the read is retried.
+    ``received`` describes the content, and ``why`` the fault. The read is retried, because there may be newer versions.
     """
 
     def __init__(self, url: str, name: str, received: str, why: str) -> None:
@@ -551,7 +553,7 @@ class CorruptPartError(StreamError, ValueError):
     """A part is missing or truncated, or does not match its manifest; see ``path`` and ``reason``.
 
     Usually, no row of the version was applied. A part that is too large for memory is read twice, first to verify it
-    and then to apply it. If the part changed between the two reads, some of its rows may have been applied.
+    and then to apply it. If such a part changed between the two reads, some of its rows may have been applied.
     """
 
     def __init__(self, path: str, reason: str) -> None:
@@ -606,7 +608,7 @@ class OlderCopyError(StreamError, RuntimeError):
 
 
 class PinError(StreamError, RuntimeError):
-    """A pin or a release of the stream at ``url`` was not written, or was undone; see ``reason``."""
+    """A pin or a release of the stream at ``url`` could not be written, or was undone; see ``reason``."""
 
     def __init__(self, url: str, what: str, reason: str, remedy: str) -> None:
         super().__init__(f"{url} cannot be {what}: {reason}", remedy)
@@ -628,9 +630,9 @@ class MirrorDivergedError(StreamError, RuntimeError):
 class ModelMismatchError(StreamError, ValueError):
     """A table or a dense tensor differs between the stream and the predictor's model; nothing was applied.
 
-    ``kind`` is "table" or "dense tensor", and ``name`` is its name. ``expected`` describes it in the stream, and
-    ``found`` in the model. If the model does not have this name, ``known`` lists the names in the model.
-    ``version`` is the version that does not fit, or None if it is unknown.
+    ``kind`` is "table" or "dense tensor", and ``name`` is the name of the table or tensor. ``expected`` describes the
+    one in the stream, and ``found`` the one in the model. If the model has none of this name, ``known`` lists the names
+    in the model. ``version`` is the version that does not fit, or None if it is unknown.
     """
 
     version: int | None = None
@@ -650,16 +652,16 @@ class ModelMismatchError(StreamError, ValueError):
         )
 
     def of_version(self, version: int) -> Self:
-        """Set the version that does not fit. Return the error."""
+        """Set :attr:`version`, the version that does not fit. Return the error."""
         if self.version is None:
             self.version, self.problem = version, f"version {version} does not fit: {self.problem}"
         return self.advising(self.remedy)
 
 
 class PartialRowsError(StreamError, ValueError):
-    """A version has only part of a column range that the predictor must write as a whole. Nothing was applied.
+    """A version contains only part of a column range that the predictor must write as a whole. Nothing was applied.
 
-    ``needed`` is this column range in ``table``. The version has only the ranges ``found`` for ``num_rows`` rows.
+    ``needed`` is this column range of ``table``. For ``num_rows`` rows, the version contains only the ranges ``found``.
     """
 
     def __init__(self, table: str, num_rows: int, found: Iterable[tuple[int, int]], needed: tuple[int, int]) -> None:
@@ -684,7 +686,8 @@ class HeldVersionError(StreamError, RuntimeError):
 class WaitTimeoutError(StreamError, TimeoutError):
     """``Predictor.wait`` timed out before the predictor applied the version.
 
-    ``wanted`` is the awaited version, None for any. ``version`` is the last applied version, None if there is none.
+    ``wanted`` is the awaited version; None for any version. ``version`` is the last applied version; None if no version
+    was applied.
     """
 
     def __init__(
@@ -701,7 +704,7 @@ class WaitTimeoutError(StreamError, TimeoutError):
 
 
 class FollowEndedError(StreamError, RuntimeError):
-    """The background thread of ``Predictor.follow`` has ended, or runs only in the parent process.
+    """The background thread of ``Predictor.follow`` has ended, or exists only in the parent process.
 
     ``__cause__`` is the exception that ended the thread. It is None if this process was forked while ``follow`` ran.
     Rows that were being written during the fork may be incomplete in this process. A copied or pickled error has no
@@ -717,7 +720,7 @@ class FollowEndedError(StreamError, RuntimeError):
 
 
 class SinkError(StreamError, OSError):
-    """The row store at ``target`` cannot be reached, read or written; see ``reason``. Stored rows are kept.
+    """The row store at ``target`` cannot be reached, read or written; see ``reason``. No stored rows are lost.
 
     ``writer`` names the other process that writes to the store, if this is the reason for the error; otherwise None.
     """
@@ -747,9 +750,9 @@ class MalformedSinkError(StreamError, ValueError):
 
 
 def kind_of(error: BaseException) -> tuple[object, ...]:
-    """Return a key that is equal for errors of the same kind. Use the key to log repeated failures only once.
+    """Return a key that is equal for errors of the same kind, to log repeated failures only once.
 
-    The messages of such errors may differ, for example in the time of a request or in the name of a part.
+    The messages of errors of the same kind may differ, for example in the time of a request or the name of a part.
     """
     match error:
         case MalformedError() | CorruptPartError():
@@ -774,15 +777,15 @@ def is_unknown(error: BaseException) -> bool:
 
 
 def is_panic(error: BaseException) -> bool:
-    """Return True if ``error`` is a panic of a Rust extension. Checks the name of its class."""
+    """Return True if ``error`` is a panic of a Rust extension, determined by the name of its class."""
     return type(error).__name__ == "PanicException"
 
 
 def unraised(error: _Error) -> _Error:
     """Return a copy of an error without its traceback, cause and context.
 
-    To keep an error, store such a copy, and raise a new copy each time. A traceback keeps the variables of its frames
-    alive, for example the rows of a version, and each raise adds frames to it.
+    To keep an error, store a copy without traceback, and raise a new copy each time. A traceback keeps the variables of
+    its frames alive, for example the rows of a version, and each ``raise`` adds frames to it.
 
     The cause of a :class:`FollowEndedError` is copied in the same way. If an error cannot be copied, the original is
     returned without these references. Nested errors, for example of an ``ExceptionGroup``, only lose their tracebacks.
@@ -816,13 +819,13 @@ def _remove_tracebacks(values: list[object]) -> None:
 
 
 def _held(error: BaseException) -> list[object]:
-    """Return the arguments and attributes of an error, and the errors of a group."""
+    """Return the arguments and attributes of an error, and the nested errors if it is an exception group."""
     group = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
     return [*error.args, *vars(error).values(), *group]
 
 
 def _rebuilt(kind: type[_Own], args: tuple[Any, ...], fields: Mapping[str, Any]) -> _Own:
-    """Return an error with these ``args`` and attributes. The constructors of subclasses take other arguments."""
+    """Return an error with these ``args`` and attributes, without a call of its constructor."""
     error = kind.__new__(kind)
     super(DeltaTrackerError, error).__init__(*args)
     vars(error).update(fields)
@@ -843,13 +846,13 @@ def _distribution() -> str | None:
 
 
 def _brief(value: object) -> str:
-    """Return the ``repr`` of a value in a line of at most 500 characters; for a tensor or array, its kind and shape."""
+    """Return the result of :func:`_shown` as a single line, truncated to 500 characters."""
     text = " ".join(line.strip() for line in _shown(value).splitlines())
     return text if len(text) <= _MAX_REPR else f"{text[:_MAX_REPR]}..."
 
 
 def _shown(value: object, depth: int = 0) -> str:
-    """Return the ``repr`` of a value; for a tensor or array, even in dicts and lists, its kind and shape."""
+    """Return the ``repr`` of a value, with the type and shape in place of large arrays, even in dicts and lists."""
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
     if shape is not None and dtype is not None and not isinstance(value, type) and math.prod(shape) > _MAX_ITEMS:
         return f"<{type(value).__name__} {list(shape)} of {str(dtype).removeprefix('torch.')}>"
@@ -861,5 +864,5 @@ def _shown(value: object, depth: int = 0) -> str:
 
 
 def _listed(names: Iterable[object]) -> str:
-    """Return the quoted names, separated by commas; ``none`` if there are no names."""
+    """Return the quoted names, separated by commas, or ``none`` if there are no names."""
     return ", ".join(repr(name) for name in names) or "none"

@@ -12,10 +12,10 @@ from delta_tracker.errors import UncopyableError
 
 
 class Trained(Protocol):
-    """Interface of an object that reports the memory of the tables in training, see :func:`trained_memory`."""
+    """Interface of an object that reports the memory of tables that are being trained, see :func:`trained_memory`."""
 
     def spans(self) -> set[tuple[str, int, int]]:
-        """Return the device, start and end address of each memory block of the tables; empty once training ends."""
+        """Return the device, start and end address of the tables' memory blocks; empty once training has ended."""
 
 
 _TRAINED: weakref.WeakValueDictionary[int, Trained] = weakref.WeakValueDictionary()
@@ -23,19 +23,19 @@ _announced: list[int] = [0]
 
 
 def announce_training(trained: Trained) -> None:
-    """Include an object in :func:`trained_memory` until it is garbage-collected. Call it each time training begins."""
+    """Include ``trained`` in :func:`trained_memory` until it is garbage-collected. Call this when training begins."""
     _TRAINED[id(trained)] = trained
     _announced[0] += 1
     _register_handlers()
 
 
 def num_announced() -> int:
-    """Return the number of calls of :func:`announce_training`. If it changes, other tables may be in training."""
+    """Return the number of calls of :func:`announce_training`. If it has changed, call :func:`trained_memory` again."""
     return _announced[0]
 
 
 def trained_memory() -> set[tuple[str, int, int]]:
-    """Return the device, start and end address of the tracked tables' memory. Predictors must not write there."""
+    """Return the device, start and end address of the memory of tables in training. Predictors must not write to it."""
     living = [trained for reference in _TRAINED.valuerefs() if (trained := reference()) is not None]
     return {span for trained in living for span in trained.spans()}
 
@@ -61,8 +61,8 @@ class Uncopied:
 class Forkable(ABC):
     """Base class of objects that remain usable after ``os.fork``.
 
-    Register each object with :func:`protect`. Its methods are then called before and after each fork, in the thread
-    that forks.
+    Register each object with :func:`protect`. The methods of a registered object are called before and after each fork,
+    in the thread that forks.
     """
 
     def before_fork(self) -> None:  # noqa: B027  optional

@@ -19,7 +19,7 @@ from delta_tracker.rows import copy_from_host, put_pieces, to_device
 class RowTarget(Protocol):
     """Interface through which a predictor writes to a table of a serving model, or to this process's block of it.
 
-    Derive from this class if the rows of a table are not in tensors.
+    Derive from this class if the rows of a table are not stored in tensors.
 
     The predictor passes only rows and columns of the block. For each chunk of rows it calls :meth:`prepare`, during
     which lookups may run, and then :meth:`write`, during which no lookup runs. Calls never overlap. All columns
@@ -30,9 +30,9 @@ class RowTarget(Protocol):
     the version as ``applying``. Rows of the interrupted chunk may be torn, so ``write`` should not fail after it has
     written some of them.
 
-    If the rows are in the memory of CUDA devices, add an attribute ``devices``, an iterable of these devices. The calls
-    of :meth:`write` are then also ordered with lookups that are queued on the devices, and :meth:`write` may return
-    before its work on the current streams is complete.
+    If the rows are in the memory of CUDA devices, add an attribute ``devices``, an iterable of these devices. Calls of
+    :meth:`write` are then also ordered with respect to lookups that are queued on the devices, and :meth:`write` may
+    return before its work on the current streams is complete.
 
     Args:
         num_rows: number of rows of the whole table.
@@ -41,8 +41,8 @@ class RowTarget(Protocol):
         rows: half-open range of global row ids in this process.
         columns: half-open column ranges in this process, ascending and disjoint; empty if this process holds no part of
             the table.
-        needs_whole_rows: True to receive all columns of each range in ``columns`` in a single call. A version that has
-            only some of these columns for a row is then rejected.
+        needs_whole_rows: True to receive all columns of each range in ``columns`` in a single call. A version that
+            contains only some of these columns for a row is rejected.
 
     Example:
         A table in a file, for lookups in other processes:
@@ -76,11 +76,12 @@ class RowTarget(Protocol):
         """Convert values for :meth:`write`, for example by moving them to a device or quantizing them.
 
         Args:
-            values: ``[N, C]`` on the CPU, in the table's dtype in the stream. Read-only, valid until they are written.
+            values: ``[N, C]`` on the CPU, in the dtype that the table has in the stream. They are read-only, and valid
+                until :meth:`write` returns.
             columns: half-open range of the columns of ``values``.
 
         Returns:
-            The argument ``values`` of :meth:`write`; by default the values unchanged.
+            The argument ``values`` of :meth:`write`. By default, the values are returned unchanged.
         """
         return values
 
@@ -88,7 +89,7 @@ class RowTarget(Protocol):
         """Write rows in place.
 
         Args:
-            ids: ``[N]`` int64 global row ids on the CPU, ascending and unique; or a slice with start and stop.
+            ids: ``[N]`` int64 global row ids on the CPU, ascending and unique, or a slice with start and stop.
             values: result of :meth:`prepare`.
             columns: half-open range of the columns of ``values``, inside one range of ``self.columns``.
         """
@@ -100,8 +101,8 @@ class RowCopies(Protocol):
     def write(self, ids: Tensor, values: Tensor, columns: tuple[int, int]) -> None:
         """Update the copies of the given rows. Ignore rows without a copy.
 
-        ``ids`` are ``[N]`` int64 row numbers in the region, unique, at least one; ``values`` are ``[N, C]``. Both are
-        on the region's device. ``columns`` is the range of columns in the region's memory.
+        ``ids`` are ``[N]`` unique int64 row numbers in the region, with ``N >= 1``. ``values`` are ``[N, C]``. Both are
+        on the region's device. ``columns`` is the half-open range of columns of the region's memory.
         """
 
 
@@ -148,18 +149,18 @@ WRITABLE = (
 
 
 class TensorTarget(RowTarget):
-    """Target for a table whose rows are in one tensor, or in several tensors that hold one rectangle each.
+    """Target for a table whose rows are in one tensor, or in several tensors that each hold one rectangle.
 
     Args:
         num_rows: number of rows of the whole table.
         dim: number of columns of the whole table.
         dtype: dtype of the table; None if versions of every dtype can be written.
         regions: disjoint rectangles in this process; all column ranges cover the same rows. The tensors are detached.
-        obstacle: reason why rows cannot be written; empty if they can.
+        obstacle: reason why rows cannot be written; empty if there is none.
 
     Attributes:
         devices: devices of the tensors.
-        remedy: what to do about the :attr:`obstacle`.
+        remedy: action that removes the :attr:`obstacle`.
     """
 
     remedy = WRITABLE
@@ -192,7 +193,7 @@ class TensorTarget(RowTarget):
 
     @property
     def obstacle(self) -> str:
-        """Reason why rows cannot be written; empty if they can."""
+        """Reason why rows cannot be written; empty if there is none."""
         return self._obstacle or next((found for region in self.regions if (found := obstacle_of(region.memory))), "")
 
     def prepare(self, values: Tensor, columns: tuple[int, int]) -> Tensor:  # noqa: ARG002
@@ -212,7 +213,7 @@ class TensorTarget(RowTarget):
 
 
 def _within(rows: tuple[int, int], ids: Tensor | slice, values: Tensor) -> tuple[Tensor | slice, Tensor]:
-    """Return the row numbers in a region and the values of those rows whose ids are in the range ``rows``."""
+    """Return the row numbers (``id - rows[0]``) and the values of the rows whose ids are in the range ``rows``."""
     if isinstance(ids, slice):
         first = min(max(ids.start, rows[0]), rows[1])
         end = max(first, min(ids.stop, rows[1]))
@@ -224,7 +225,7 @@ def _within(rows: tuple[int, int], ids: Tensor | slice, values: Tensor) -> tuple
 
 
 def obstacle_of(tensor: Tensor) -> str:
-    """Return the reason why rows cannot be written to a tensor; empty if they can."""
+    """Return the reason why rows cannot be written to a tensor, or an empty string if they can be written."""
     if tensor.is_meta:
         return "on the meta device, without values"
     if tensor.layout is not torch.strided:

@@ -28,8 +28,8 @@ class ChangedRows:
         states: ``[N, S]`` old states, NaN where unknown; None in a mode without old states.
         known: ``[N]`` bool, True where the old state is known; None in a mode without old states.
         ages: ``[N]`` int32, number of top-k reads that left the row out; None if all are 0.
-        former: ``[N]`` int64 raw id that owned the row when the consumer last received it, 2**63 - 1 if none did; None
-            for a table without managed collisions.
+        former: ``[N]`` int64 raw id that owned each row when the consumer last received it, 2**63 - 1 if no raw id
+            owned it; None for a table without managed collisions.
     """
 
     ids: Tensor
@@ -82,9 +82,9 @@ class ChangedRows:
 
 
 def merge_first(older: ChangedRows, newer: ChangedRows) -> ChangedRows:
-    """Return the union of two sets of rows of one shard. A row in both sets keeps the columns of ``older``.
+    """Return the union of two sets of rows of one shard. A row in both sets is taken from ``older``.
 
-    Former owners must be present in both sets or in neither.
+    ``former`` must be present in both sets or in neither.
 
     Example:
         >>> older = ChangedRows(torch.tensor([2, 5]), torch.tensor([[2.0], [5.0]]), torch.tensor([True, True]))
@@ -145,7 +145,7 @@ def take_rows(memory: Tensor, indices: Tensor) -> Tensor:
 
 
 def split_by_mask(masks: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return the indices at which each mask is True, and the indices at which it is False.
+    """Return, for each mask, the indices at which it is True and the indices at which it is False.
 
     Waits for each device except the CPU once, regardless of the number of masks.
 
@@ -209,7 +209,7 @@ def put_pieces(memory: Tensor, indices: Tensor, pieces: Iterable[Tensor]) -> Non
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a tensor on ``device``. A copy from the host to a CUDA device does not wait for the device.
 
-    Such a copy goes through pinned memory. Torch's allocator reuses the memory once the copy is complete.
+    Such a copy uses pinned memory, which torch's allocator reuses once the copy is complete.
     """
     if device.type == "cuda" and tensor.device.type == "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)
@@ -225,7 +225,7 @@ def copy_from_host(memory: Tensor, values: Tensor) -> None:
 
 
 def bits_of(rows: Tensor) -> Tensor:
-    """Return the bits of rows as integers. NaNs with the same bits then compare equal, and -0.0 differs from 0.0."""
+    """Return the bits of rows as integers, so that NaNs with equal bits compare equal and -0.0 differs from 0.0."""
     return rows.contiguous().view(_INTEGERS[rows.element_size()])
 
 

@@ -1,6 +1,6 @@
 """Value types of the tracker's interface.
 
-Notation: ``N`` is the number of rows of a read, ``R`` the rows of a shard, ``D`` the columns of a shard.
+Notation: ``N`` is the number of rows of a read, ``R`` the number of rows of a shard, ``D`` its number of columns.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def dtype_name(dtype: torch.dtype | str) -> str:
 
 @cache
 def torch_dtype(name: str) -> torch.dtype:
-    """Return the torch dtype with a name such as ``float32``. The first call imports torch."""
+    """Return the torch dtype called ``name``, such as ``float32``. The first call imports torch."""
     import torch  # noqa: PLC0415
 
     found: torch.dtype = getattr(torch, name)
@@ -65,7 +65,7 @@ class TrackingMode(Enum):
     The states are ``[N]``.
     """
     MOMENTUM_DIFF = "momentum_diff"
-    """Increase in the optimizer's sum of squared gradients of the row since the consumer last received the row.
+    """Increase of the optimizer's sum of squared gradients for the row since the consumer last received the row.
 
     The states are ``[N]``.
     """
@@ -74,7 +74,7 @@ class TrackingMode(Enum):
 
     @classmethod
     def of(cls, mode: TrackingMode | str) -> TrackingMode:
-        """Return the mode with the given name, in upper or lower case. A mode is returned unchanged.
+        """Return the mode called ``mode``, in upper or lower case. A :class:`TrackingMode` is returned unchanged.
 
         Raises:
             InvalidArgumentError: if no mode has this name.
@@ -219,12 +219,12 @@ class TableStates:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Rows of a table that the raw ids of one bucket can own, and the default row for unknown raw ids.
+    """Bucket of raw ids: the rows of a table that its raw ids can own, and the default row for unknown raw ids.
 
     Args:
         rows: half-open range of global row ids, not empty.
-        default: global id of the row that lookups of unknown raw ids read. No raw id owns this row. None if unknown raw
-            ids have no row.
+        default: global id of the row that lookups of unknown raw ids read; None if there is no such row. No raw id owns
+            this row.
     """
 
     rows: tuple[int, int]
@@ -353,12 +353,12 @@ class DeltaRows:
         optimizer: states of the fused optimizer for the rows, in the optimizer's order; empty unless the read had
             ``with_optimizer=True``. Each state is ``[N, D]``, or ``[N, S]`` with one value for each of the shard's
             ``S`` column ranges.
-        raw_ids: ``[N]`` int64 raw id that owned each row at the time of the read, 2**63 - 1 if none did. None for a
-            table without managed collisions.
+        raw_ids: ``[N]`` int64 raw id that owned each row at the time of the read, 2**63 - 1 if no raw id owned it. None
+            for a table without managed collisions.
         admitted: ``[N]`` int64 raw id that owns each row but did not own it when the consumer last received the row,
             otherwise 2**63 - 1. None for a table without managed collisions.
         evicted: ``[N]`` int64 raw id that owned each row when the consumer last received it but no longer owns it,
-            otherwise 2**63 - 1. None for a table without managed collisions. After a restore or a reshard, the former
+            otherwise 2**63 - 1. None for a table without managed collisions. After a restore or a reshard, the previous
             raw id may be unknown. The row is then treated as previously unowned.
 
     Raises:
@@ -393,7 +393,7 @@ class DeltaRows:
 
     @property
     def global_ids(self) -> Tensor:
-        """``[N]`` int64 ids in the whole table, ascending and unique; equal to ``ids`` if ``shard`` is None."""
+        """``[N]`` int64 global ids, ascending and unique; equal to ``ids`` if ``shard`` is None."""
         return self.ids if self.shard is None else self.ids + self.shard.row_offset
 
     def __len__(self) -> int:
@@ -455,7 +455,7 @@ class Delta(Mapping[str, DeltaRows]):
         return len(self._rows)
 
     def items(self) -> ItemsView[str, DeltaRows]:
-        """Return a view of the (table FQN, rows) pairs. Faster than the default implementation of ``Mapping``."""
+        """Return a view of the (table FQN, rows) pairs. This view is faster than the default one of ``Mapping``."""
         return self._rows.items()
 
     @property
