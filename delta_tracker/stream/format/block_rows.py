@@ -1,7 +1,7 @@
-"""Lazy view of the rows of a block, used to write, read, merge and apply rows, and overlay of listed rows.
+"""Lazy view of the rows of a block, used to write, read, merge and apply rows, and overlay of listed rows on it.
 
-A whole block holds all rows of its range, and may be copied while training continues. Listed rows are stored with their
-ids, and are newer. Readers and compaction first replace the rows of a whole block with the listed rows, so that no
+A whole block contains all rows of its range, and may be copied while training continues. Listed rows are stored with
+their ids, and are newer. Readers and compaction first write the listed rows over those of the whole block, so that no
 outdated row is applied.
 """
 
@@ -52,7 +52,7 @@ class BlockRows:
 
     @classmethod
     def of(cls, block: Block, ids: Tensor | None, stored: Tensor) -> BlockRows:
-        """Return a view of rows in memory, ``[N, width]`` as :func:`~.encoding.encode_rows` returns them."""
+        """Return a view of the rows ``stored``, ``[N, width]``, a result of :func:`~.codec.encode_rows`."""
         return cls(block, ids, held_rows(stored))
 
     @property
@@ -63,14 +63,14 @@ class BlockRows:
         return self.block.num_rows * (self.block.row_bytes + states + num_ids * _ID_BYTES)
 
     def reader(self, column: Column) -> RowReader:
-        """Return the reader of a column: the values, the owners, or the state with an index."""
+        """Return the reader of ``column``: the values, the owners, or the state with this index."""
         if column == "owners":
             assert self.owners is not None, "all blocks of a table have owners, or none has"
             return self.owners
         return self.read if column == "values" else self.states[column]
 
     def chunks(self, num_rows: int | None = None, *, read: RowReader | None = None) -> Iterator[Tensor]:
-        """Yield all rows of ``read`` (by default the values) in chunks of at most ``num_rows`` that are read lazily.
+        """Read all rows lazily with ``read``, by default the values, and yield chunks of at most ``num_rows`` rows.
 
         By default, a chunk takes 4 MiB in float32, which fits the CPU cache.
         """
@@ -82,7 +82,7 @@ class BlockRows:
     def owned(self) -> Iterator[tuple[Tensor | slice, Tensor]]:
         """Yield the ``n`` global ids of rows, as a slice or as ascending int64, with their ``[n]`` int64 raw ids.
 
-        Yields nothing without owners.
+        Yields nothing if the block has no owners.
         """
         for begin in range(0, self.block.num_rows, _OWNERS_ROWS) if self.owners else ():
             end = min(begin + _OWNERS_ROWS, self.block.num_rows)
@@ -91,7 +91,7 @@ class BlockRows:
             yield ids, self.reader("owners")(begin, end)[:, 0]
 
     def loaded(self) -> BlockRows:
-        """Read the rows with their states and owners now and return them in memory."""
+        """Read the rows with their states and owners now, and return them as rows in memory."""
         return self._read_through(self.block, self.ids, lambda read: held_rows(read(0, self.block.num_rows)))
 
     def decoded(self, dtype: torch.dtype) -> BlockRows:
@@ -142,7 +142,7 @@ class BlockRows:
 
 
 def read_rows(read: RowReader, indices: Tensor) -> Tensor:
-    """Return the rows ``indices``, ``[M]`` int64, ascending, as ``[M, width]``. Reads the range from first to last."""
+    """Return the rows at ``indices``, ``[M]`` ascending int64, as ``[M, width]``. Reads one range of rows."""
     if not len(indices):
         return read(0, 0)
     first = int(indices[0])
@@ -150,28 +150,28 @@ def read_rows(read: RowReader, indices: Tensor) -> Tensor:
 
 
 def held_rows(rows: Tensor) -> RowReader:
-    """Return a reader of rows in memory."""
+    """Return a reader that reads from the tensor ``rows``."""
     return lambda begin, end: rows[begin:end]
 
 
 def range_within(ids: Tensor, rows: tuple[int, int]) -> tuple[int, int]:
-    """Return ``(start, stop)``, the half-open index range of the ascending ``ids``, ``[N]`` int64, inside ``rows``."""
+    """Return the half-open range of indices at which ``ids``, ``[N]`` ascending int64, are in the range ``rows``."""
     start, stop = torch.searchsorted(ids, torch.tensor(rows)).tolist()
     return start, stop
 
 
 class Overlay:
-    """Index of listed rows by block. Blocks must not overlap. A lookup is two binary searches per column range."""
+    """Index of listed rows by block. Blocks must not overlap. A lookup takes two binary searches per column range."""
 
     def __init__(self, listed: Iterable[BlockRows]) -> None:
         self._index = _Index((each.block, each) for each in listed)
 
     def over(self, whole: BlockRows) -> BlockRows:
-        """Return the rows of a whole block with the listed rows, their states and their owners, written over them.
+        """Return the rows of a whole block, overwritten with the listed rows, their states and their owners.
 
-        Ignores listed rows with another encoding, or another column range of quantized rows. If the block has states,
-        the overlapping listed rows must have the same column range and states. If it has owners, they must also have
-        owners and the same encoding.
+        Ignores listed rows with another encoding, and quantized ones with another column range. If the block has
+        states, overlapping listed rows must have the same column range and states. If the block has owners, they must
+        also have owners and the same encoding.
         """
         block = whole.block
         found = [
@@ -208,7 +208,7 @@ class Overlay:
 
 
 class WholeBlocks:
-    """Index of whole blocks, which must not overlap, to find the listed rows that fit into none of them."""
+    """Index of whole blocks, which must not overlap, to find the listed rows that are not completely in one of them."""
 
     def __init__(self, blocks: Iterable[Block]) -> None:
         self._index = _Index((block, block) for block in blocks)
@@ -231,7 +231,7 @@ class WholeBlocks:
 
 
 def newest(rows: Iterable[BlockRows]) -> tuple[list[BlockRows], list[BlockRows]]:
-    """Merge rows. Return the whole blocks with their listed rows applied, and the listed rows outside of them."""
+    """Merge ``rows``. Return the whole blocks, overwritten with listed rows, and the listed rows outside of them."""
     whole: list[BlockRows] = []
     listed: list[BlockRows] = []
     for each in rows:
@@ -244,7 +244,7 @@ def newest(rows: Iterable[BlockRows]) -> tuple[list[BlockRows], list[BlockRows]]
 
 
 class _Index(Generic[_T]):
-    """Index of values by block, searchable by table, row range and column range. Leaves out empty blocks."""
+    """Index of values by block, searchable by table, row range and column range. Omits empty blocks."""
 
     def __init__(self, entries: Iterable[tuple[Block, _T]]) -> None:
         self._tables: defaultdict[str, defaultdict[tuple[int, int], list[tuple[Block, _T]]]]
@@ -262,6 +262,6 @@ class _Index(Generic[_T]):
 
 
 def _fits(whole: Block, listed: Block) -> bool:
-    """Return True if stored values of the common columns can be copied from ``listed`` to ``whole``."""
+    """Return True if the stored values of common columns can be copied from ``listed`` to ``whole`` unchanged."""
     is_alike = whole.encoding is listed.encoding
     return is_alike and (whole.columns == listed.columns or not whole.encoding.is_quantized)

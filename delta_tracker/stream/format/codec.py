@@ -10,7 +10,7 @@ value is stored as ``code = round((value - bias) * inverse)``, ties to even, and
   ``bias`` is the minimum rounded to float16. ``scale`` is ``(maximum - bias) / 15`` rounded to float16, or 1 if that is
   0. ``inverse`` is ``1 / scale``. Codes are clamped to 0..15.
 
-Rows are encoded in float32. Overflow is not clamped: every column of a row reads as NaN if the row has a NaN or an
+Rows are encoded in float32. Overflow is not clamped: every column of a row reads as NaN if the row contains a NaN or an
 infinity, if ``maximum - minimum`` overflows float32, or if ``scale`` or ``bias`` of ``INT4`` overflows float16 (beyond
 65504). ``F16`` turns values that round to more than 65504 into infinities.
 
@@ -43,10 +43,11 @@ _DEFLATE_RATIO = 1032  # maximum ratio of deflate: 258 bytes from two bits, http
 
 
 def encode_rows(values: Tensor, encoding: Encoding) -> Tensor:
-    """Encode rows, ``[N, C]`` of a floating point dtype, to ``[N, encoding.width(C)]`` in ``encoding.dtype``.
+    """Encode ``values``, ``[N, C]`` of a floating point dtype, as ``[N, encoding.width(C)]`` in ``encoding.dtype``.
 
-    ``values`` may be on any device and not contiguous; the result is on their device. Encode many rows in chunks that
-    fit the CPU cache, for example 16,384 x 64 values. Raises InvalidArgumentError if ``C`` columns are not supported.
+    ``values`` may be on any device and need not be contiguous. The result is on the same device. Encode many rows in
+    chunks that fit the CPU cache, for example 16,384 x 64 values. Raises InvalidArgumentError if ``C`` columns are not
+    supported.
     """
     num_rows, num_columns = values.shape
     out = torch.empty(num_rows, encoding.width(num_columns), dtype=encoding.dtype, device=values.device)
@@ -63,9 +64,9 @@ def encode_rows(values: Tensor, encoding: Encoding) -> Tensor:
 
 
 def decode_rows(stored: Tensor, encoding: Encoding, num_columns: int, dtype: torch.dtype) -> Tensor:
-    """Decode rows, ``[N, encoding.width(num_columns)]`` in ``encoding.dtype``, to ``[N, num_columns]`` in ``dtype``.
+    """Decode ``stored``, ``[N, encoding.width(num_columns)]``, to ``[N, num_columns]`` in ``dtype``.
 
-    ``stored`` may be on any device and not contiguous; it is returned if no conversion is needed.
+    ``stored`` may be on any device and need not be contiguous. It is returned if no conversion is needed.
     """
     if stored.shape[1:] != (encoding.width(num_columns),) or stored.dtype != encoding.dtype:
         raise InvalidArgumentError(
@@ -90,7 +91,7 @@ def decode_rows(stored: Tensor, encoding: Encoding, num_columns: int, dtype: tor
 
 
 def pack_ids(ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Encode ids, ``[N]`` int64 on any device, as the gaps between them, one byte each, compressed with zlib.
+    """Encode ``ids``, ``[N]`` int64 on any device, as the gaps between them, in one byte each, compressed with zlib.
 
     A gap is the number of missing ids between two ids, or before the first id. A gap of 255 or more (an escape) is
     stored as the byte 255, and in full in a second tensor. The results, on the CPU, are ``[B]`` uint8, a zlib stream,
@@ -109,8 +110,8 @@ def pack_ids(ids: Tensor) -> tuple[Tensor, Tensor]:
 def unpack_ids(packed: Tensor, escapes: Tensor, num_ids: int) -> Tensor:
     """Decode ``num_ids`` ids that :func:`pack_ids` encoded, to ``[N]`` int64 on the CPU.
 
-    Memory is bounded by ``num_ids`` and by the size of ``packed``, even if the contents are invalid. Raises ValueError
-    if the arguments are inconsistent; other changes are detected by the hash of the part.
+    Memory is bounded by ``num_ids`` and the size of ``packed``, even if the contents are invalid. Raises ValueError if
+    the arguments contradict each other. Other corruption must be detected by the hash of the part.
     """
     if not 0 <= num_ids <= _DEFLATE_RATIO * len(packed):
         raise ValueError(f"{len(packed)} packed bytes cannot hold {num_ids} ids")
@@ -161,5 +162,5 @@ def _encode_int4(values: Tensor, out: Tensor) -> Tensor:
 
 
 def _read_bytes(stored: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return an aligned copy of some bytes, reinterpreted as ``dtype``. The bytes in a row may be unaligned."""
+    """Return a copy of ``stored``, whose bytes may be unaligned, reinterpreted as ``dtype``."""
     return stored.clone(memory_format=torch.contiguous_format).view(dtype)

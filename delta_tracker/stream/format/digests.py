@@ -10,7 +10,7 @@ DIGESTS_KEY = "digests"  # key of the tensor with the digests, the last one of t
 
 
 def num_digests(body: int) -> int:
-    """Return the number of pieces of the first ``body`` bytes of an object; the last piece may be shorter."""
+    """Return the number of pieces in the first ``body`` bytes of an object. The last piece may be shorter."""
     return -(-body // PIECE_BYTES)
 
 
@@ -20,17 +20,17 @@ def total_bytes(body: int) -> int:
 
 
 def piece_at(position: int) -> tuple[int, int]:
-    """Return the number of the piece with the byte at ``position``, and the byte's position in that piece."""
+    """Return the number of the piece that contains the byte at ``position``, and the byte's offset in that piece."""
     return divmod(position, PIECE_BYTES)
 
 
 def piece_range(number: int, body: int) -> tuple[int, int]:
-    """Return the half-open byte range of a piece of an object whose body has ``body`` bytes."""
+    """Return the half-open byte range of the piece ``number`` of an object whose body has ``body`` bytes."""
     return number * PIECE_BYTES, min((number + 1) * PIECE_BYTES, body)
 
 
 class PieceHasher:
-    """Hasher of successive buffers that keeps a digest of each piece of their concatenation."""
+    """Hasher of successive buffers that computes a digest of each piece of their concatenation."""
 
     def __init__(self) -> None:
         self._complete: list[bytes] = []
@@ -48,7 +48,7 @@ class PieceHasher:
                 self._end_piece()
 
     def digests(self) -> bytes:
-        """End the last piece, and return the digests of all pieces. :meth:`update` must not follow."""
+        """End the last piece, and return the digests of all pieces. Do not call :meth:`update` afterwards."""
         if self._room < PIECE_BYTES:
             self._end_piece()
         return b"".join(self._complete)

@@ -1,4 +1,4 @@
-"""Encodings of rows; :mod:`~delta_tracker.stream.format.codec` has their formulas."""
+"""Encodings of rows; :mod:`~delta_tracker.stream.format.codec` describes their formulas."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Encoding(StrEnum):
 
     @classmethod
     def named(cls, name: object) -> Encoding:
-        """Return the encoding with a name, in upper or lower case; an encoding is returned unchanged."""
+        """Return the encoding called ``name``, in upper or lower case. An :class:`Encoding` is returned unchanged."""
         found = cls.__members__.get(name.upper()) if isinstance(name, str) else None
         if found is None:
             raise InvalidArgumentError("encoding", name, f"Pass some of {list(cls.__members__)}")
@@ -45,7 +45,7 @@ class Encoding(StrEnum):
 
     @cached_property
     def dtype(self) -> torch.dtype:
-        """Dtype of the stored tensor; uint8 if the encoding is quantized."""
+        """Dtype of the stored rows; uint8 if the encoding is quantized."""
         return torch_dtype(_NAMES[self])
 
     @property
@@ -64,7 +64,7 @@ class Encoding(StrEnum):
         return "gaps" if self.is_quantized else "list"
 
     def width(self, num_columns: int) -> int:
-        """Return the stored columns of a row. Raises InvalidArgumentError if ``num_columns`` is not supported."""
+        """Return the stored number of columns. Raises InvalidArgumentError if ``num_columns`` is not supported."""
         if num_columns < 1:
             raise InvalidArgumentError("num_columns", num_columns, "Pass 1 or more")
         match self:

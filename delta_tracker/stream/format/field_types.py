@@ -1,4 +1,4 @@
-"""Types of JSON fields, with the limits of ``stream/FORMAT.md``.
+"""Types of JSON fields, with the limits that ``stream/FORMAT.md`` specifies.
 
 For static type checkers, these are plain types such as ``int``. ``msgspec.convert`` checks the limits when a record is
 parsed. The constructors of records do not check them.

@@ -1,4 +1,4 @@
-"""Manifests, the records of a stream's versions, and their names. ``stream/FORMAT.md`` specifies their JSON."""
+"""Manifests, which are the records of a stream's versions, and their names. ``stream/FORMAT.md`` specifies the JSON."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _MERGED_NAME = re.compile(rf"merged/([0-9]{{{_DIGITS}}})-([0-9]{{{_DIGITS}}})-(d
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Record of a block: some or all rows of a row range of one table, with the columns of a column range."""
+    """Record of a block: some or all rows of a row range of one table, in the columns of a column range."""
 
     table: str  # FQN
     rows: Range  # half-open range of global row ids
@@ -76,7 +76,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Record, like :class:`Part`, of another object of format 2: row states of a part, or training state of a rank."""
+    """Record of an object of format 2 that is not a part: the row states of a part, or the training state of a rank."""
 
     name: PartName
     num_bytes: Count
@@ -101,7 +101,7 @@ class Part:
     tensors: tuple[Hex, ...] = ()
 
     def having(self, takes: Callable[[str], bool]) -> Part:
-        """Return the record with the tables and dense tensors for whose names ``takes`` returns True."""
+        """Return the record with only those tables and dense tensors for whose names ``takes`` returns True."""
         blocks = tuple([block for block in self.blocks if takes(block.table)])
         dense = tuple([name for name in self.dense if takes(name)])
         if (len(blocks), len(dense)) == (len(self.blocks), len(self.dense)):
@@ -196,22 +196,22 @@ class Manifest:
 
     @property
     def committed(self) -> float:
-        """Time of the commit by the store's clock; by the publisher's clock if the entry was not read from a store."""
+        """Time of the commit, from the store's clock if the entry was read from a store, or the publisher's clock."""
         return self.created if self.modified is None else self.modified
 
     @property
     def skew(self) -> float:
-        """Publisher's clock minus the store's clock at the commit, in seconds; 0 if the store's is unknown.
+        """Publisher's clock minus the store's clock at the commit, in seconds; 0 if the store's time is unknown.
 
-        It includes the time of the commit, and is negative if the entry was copied to the store later.
+        The difference includes the duration of the commit. It is negative if the entry was copied to the store later.
         """
         return self.created - self.committed
 
     def seconds_since(self, before: Manifest) -> float:
-        """Return the seconds from the commit of the entry before this one to the commit of this one, 0 or more.
+        """Return the seconds, 0 or more, from the commit of ``before``, the preceding entry, to the commit of this one.
 
         The publisher's clock is used, because a store may truncate its times to seconds, and copies of objects have new
-        times. The store's times are used if the publishers differ, or if a clock was set meanwhile.
+        times. If the publishers differ, or if a clock was set in between, the store's times are used.
         """
         by_publisher, by_store = self.created - before.created, self.committed - before.committed
         is_set = self.writer != before.writer or abs(by_publisher - by_store) > SKEW_SECONDS
@@ -254,11 +254,11 @@ class Manifest:
 
     @property
     def schema(self) -> Schema:
-        """Format, tables, states and identities. Only versions with equal schemas may be merged or consecutive."""
+        """Format, tables, states and identities. Only versions with equal schemas can be merged."""
         return self.format, self.tables, self.states, self.identities
 
     def having(self, takes: Callable[[str], bool]) -> Manifest:
-        """Return the entry with the tables and dense tensors for whose names ``takes`` returns True."""
+        """Return the entry with only those tables and dense tensors for whose names ``takes`` returns True."""
 
         def of(items: Mapping[str, _Item]) -> dict[str, _Item]:
             return {name: item for name, item in items.items() if takes(name)}
@@ -307,7 +307,7 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """Reference to a merged entry that replaces the versions ``first`` (0 for a snapshot) to ``last``."""
+    """Reference to a merged entry that replaces the versions from ``first`` (0 for a snapshot) to ``last``."""
 
     last: int
     first: int
@@ -320,13 +320,13 @@ class Merged:
 
     @classmethod
     def of(cls, manifest: Manifest) -> Merged:
-        """Return the reference to a merged entry."""
+        """Return the reference to the merged entry ``manifest``."""
         first = 0 if manifest.parent is None else manifest.parent.version + 1
         return cls(manifest.version, first, manifest.kind)
 
     @classmethod
     def named(cls, name: str) -> Merged | None:
-        """Parse the name of a merged entry. Return None for any other name."""
+        """Return the reference to the merged entry called ``name``; None for any other name."""
         match = _MERGED_NAME.fullmatch(name)
         return None if match is None else cls(int(match[1]), int(match[2]), match[3])
 

@@ -1,4 +1,4 @@
-"""Readers of the bytes of a stream's objects, which check them against their records."""
+"""Readers of a stream's objects, which check the bytes against the objects' records."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ PartSource: TypeAlias = "InMemory | Ranged | Tensors"
 
 
 def source_of(storage: Storage, part: Part | Stored, memory_bytes: int, out: NDArray[np.uint8] | None) -> PartSource:
-    """Return a source of an object, which is held in memory if it has at most ``memory_bytes``."""
+    """Return a source of an object, which is read into memory as a whole if it has at most ``memory_bytes``."""
     if part.num_bytes <= memory_bytes:
         return InMemory(storage, part, out)
     return Ranged(storage, part, is_whole=True)
 
 
 class InMemory:
-    """Source that reads and checks an object as a whole, into ``out`` or new memory."""
+    """Source that reads an object as a whole, into ``out`` or new memory, and checks it."""
 
     def __init__(self, storage: Storage, stored: Part | Stored, out: NDArray[np.uint8] | None) -> None:
         self._storage = storage
@@ -57,10 +57,10 @@ class InMemory:
 class Ranged:
     """Source that reads an object in pieces of 8 MiB, and checks each piece that it returns.
 
-    An object of format 2 has digests of its pieces, which are read first and compared with the record. In format 1,
-    :meth:`finish` hashes all pieces, and a piece that is read again must not have changed. Reads should ascend, because
-    only the last piece is kept in memory. With ``is_whole``, as always in format 1, :meth:`finish` reads and checks all
-    pieces, otherwise only the digests. If the store fails, the next call continues.
+    An object of format 2 contains digests of its pieces, which are read first and compared with the record. In format
+    1, :meth:`finish` hashes all pieces, and a piece that is read again must not have changed. Read in ascending order,
+    because only the last piece is kept in memory. With ``is_whole``, and always in format 1, :meth:`finish` reads and
+    checks all pieces, otherwise only the digests. If the store fails, the next call continues.
     """
 
     def __init__(self, storage: Storage, stored: Part | Stored, *, is_whole: bool = False) -> None:
@@ -75,7 +75,7 @@ class Ranged:
         self._held: tuple[int, NDArray[np.uint8]] | None = None  # number and bytes of the piece that was read last
 
     def read(self, begin: int, end: int) -> NDArray[np.uint8]:
-        """Return the bytes ``[begin, end)``. In format 1, they are unchecked until :meth:`finish` has returned."""
+        """Return the bytes ``[begin, end)``. In format 1, the bytes are unchecked until :meth:`finish` has returned."""
         assert 0 <= begin <= end <= self._end, "inside the pieces"
         pieces = []
         while begin < end:
@@ -129,10 +129,10 @@ class Ranged:
 
 
 class Tensors:
-    """Source that reads some tensors of a part whole, and checks each against its digest in the record. It keeps them.
+    """Source that reads whole tensors of a part, checks each against its digest in the record, and keeps them.
 
-    Adjacent ones are read with one request. The bytes before the first tensor are unchecked, but a reader derives them
-    from the entry. ``keys`` has the keys of the tensors that are read, or what is before the dot in them.
+    Adjacent tensors are read with one request. The bytes before the first tensor are not checked, but a reader derives
+    them from the entry. ``keys`` lists the keys of the tensors to read, or the prefixes of keys up to the dot.
     """
 
     def __init__(self, storage: Storage, part: Part, keys: set[str]) -> None:
@@ -146,7 +146,7 @@ class Tensors:
         self._is_begun = False
 
     def lay_out(self, ranges: Mapping[str, tuple[int, int]]) -> None:
-        """Set the half-open byte ranges of the tensors, ascending. Raises ValueError for another number of digests."""
+        """Set the half-open byte ranges of the tensors, ascending. Raises ValueError unless each has a digest."""
         if len(ranges) != len(self._part.tensors):
             raise ValueError(f"{len(self._part.tensors)} digests of its {len(ranges)} tensors")
         self._ranges = list(ranges.values())
@@ -163,10 +163,10 @@ class Tensors:
         return self._held[number][begin - first : end - first]
 
     def _header(self, begin: int, end: int) -> NDArray[np.uint8]:
-        """Return bytes of the header, and check the size of the object when they are the first.
+        """Return bytes of the header. The first call also checks the size of the object.
 
-        The size is that of the response, if it has one: a cache may answer with a short copy, and send requests for a
-        size on to a store that has the whole object.
+        The size is taken from the response if it states one: a cache may answer with a truncated copy, but forward
+        requests for a size to a store that has the whole object.
         """
         transfer = Transfer()
         size = partial(self._storage.size, self._part.name)
@@ -226,7 +226,7 @@ def read_object(
     out: NDArray[np.uint8] | None = None,
     transfer: Transfer | None = None,
 ) -> NDArray[np.uint8]:
-    """Call :meth:`Storage.read`, and raise CorruptPartError unless the bytes match the record of the object."""
+    """Read an object with :meth:`Storage.read`. Raise CorruptPartError unless the bytes match its record."""
     try:
         data = storage.read(stored.name, max_bytes=stored.num_bytes, out=out, transfer=transfer)
     except MalformedError as error:
@@ -244,7 +244,7 @@ def read_object(
 
 
 def check_size(stored: Part | Stored, size: int | None) -> None:
-    """Raise CorruptPartError unless an object has the size of its record. ``size`` is None if it does not exist."""
+    """Raise CorruptPartError unless ``size`` is the size in the record; None if the object does not exist."""
     if size != stored.num_bytes:
         found = "it does not exist" if size is None else f"it has {size} bytes instead of {stored.num_bytes}"
         raise CorruptPartError(stored.name, found)
@@ -253,7 +253,7 @@ def check_size(stored: Part | Stored, size: int | None) -> None:
 def checked_pieces(
     read: Callable[[int, int], NDArray[np.uint8] | None], stored: Part | Stored
 ) -> Iterator[NDArray[np.uint8]]:
-    """Yield an object in pieces, the last one only if all match the record. ``read`` returns None if it was deleted."""
+    """Yield an object in pieces, the last one only if all match the record. ``read`` returns None if it is missing."""
     # In format 2, the hash covers the digests of the pieces of the body; in format 1, it covers the whole object.
     whole, body = xxhash.xxh3_128(), PieceHasher()
     digests = bytearray()

@@ -102,7 +102,7 @@ class _StatesPart(_Part, kw_only=True):
 
 
 class _Commit(Struct):
-    """Writer of an entry, and its place in the log."""
+    """Fields that identify the writer of an entry and the entry's position in the log."""
 
     stream: Hex
     generation: Count
@@ -167,17 +167,17 @@ def parse_manifest(name: str, data: bytes) -> Manifest:
 
 
 def load_json(data: bytes) -> Any:  # noqa: ANN401  untrusted JSON
-    """Parse JSON in UTF-8. Raises ValueError, including for duplicate keys, or RecursionError."""
+    """Parse JSON in UTF-8. Raises ValueError for invalid JSON and duplicate keys, and RecursionError."""
     return json.loads(data.decode(), object_pairs_hook=_object)
 
 
 def reason_of(error: Exception) -> str:
-    """Return the type and text of an error, truncated to 1,000 characters, because the text may quote a whole file."""
+    """Return the type and text of an error, truncated to 1,000 characters. The text may quote a whole file."""
     return f"{type(error).__name__}: {error}"[:_MAX_REASON]
 
 
 def check_columns(table: TableSpec, columns: tuple[Range, ...]) -> None:
-    """Raise ValueError unless the column ranges divide a table."""
+    """Raise ValueError unless the ``columns``, ascending, cover the table's columns without gaps or overlaps."""
     ends = [0, *(end for _, end in columns)]
     is_right = ends[-1] == table.dim and all(first < end for first, end in columns)
     if not is_right or columns != tuple(pairwise(ends)):
@@ -271,7 +271,7 @@ def _parts(entry: _Entry, tables: Mapping[str, TableSpec], columns: Mapping[str,
 
 
 def _decoded(decoder: Decoder[_T], value: Raw, path: str) -> _T:
-    """Decode one field. The path in a ValidationError begins with ``path``, the path of the field."""
+    """Decode one field. ``path`` is the path of the field, a prefix of the path in a ValidationError."""
     try:
         return decoder.decode(value)
     except ValidationError as error:
@@ -279,13 +279,13 @@ def _decoded(decoder: Decoder[_T], value: Raw, path: str) -> _T:
 
 
 def _check_size(stored: _StatesPart | Stored, path: str) -> None:
-    """Check that the size of an object of format 2 is that of its body and the digests of the body's pieces."""
+    """Check that the size of an object of format 2 is the sum of its body and the digests of the body's pieces."""
     if stored.body < 1 or stored.num_bytes != total_bytes(stored.body):
         raise ValueError(f"{stored.num_bytes} bytes, of which {stored.body} precede the digests - at `{path}`")
 
 
 def _check_names(data: str) -> None:
-    """Check that no object has a name twice, because some JSON parsers use the first value and some the last."""
+    """Check for duplicate keys in objects, of which some JSON parsers use the first and some the last."""
     outer: list[set[str]] = []  # names so far in the objects around the current one
     names: set[str] = set()
     for token in _TOKEN.finditer(data):
@@ -367,7 +367,7 @@ def _check_place(manifest: Manifest) -> None:
 
 
 def _check_block(block: Block, table: TableSpec) -> None:
-    """Check that a block is inside its table, and holds all rows of its range or lists the ids of its rows."""
+    """Check that a block is inside its table, and contains all rows of its range or lists the ids of its rows."""
     (row, end_row), (column, end_column) = block.rows, block.columns
     if not (row <= end_row <= table.num_rows and column < end_column <= table.dim):
         raise ValueError(f"block {block} is outside its table, which is {table}")
@@ -400,7 +400,7 @@ def _check_overlaps(manifest: Manifest) -> None:
 
 
 def _check_identities(manifest: Manifest) -> None:
-    """Check that blocks with raw ids have all columns and one encoding, so that listed rows fit over whole blocks."""
+    """Check that blocks with raw ids have all columns and one encoding, so that listed rows can overwrite blocks."""
     encodings: dict[str, Encoding] = {}
     owned = [block for part in manifest.parts for block in part.blocks if block.table in manifest.identities]
     for block in owned:
@@ -411,7 +411,7 @@ def _check_identities(manifest: Manifest) -> None:
 
 
 def _cover(blocks: Sequence[Block], table: TableSpec) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Return the number of blocks over each cell, ``[row ranges, column ranges]``. Block edges bound the cells."""
+    """Return the number of blocks that contain each cell of the grid formed by all block edges, ``[rows, columns]``."""
     rows = np.array(sorted({0, table.num_rows, *(edge for block in blocks for edge in block.rows)}))
     columns = np.array(sorted({0, table.dim, *(edge for block in blocks for edge in block.columns)}))
     if len(rows) * len(columns) > _MAX_CELLS:

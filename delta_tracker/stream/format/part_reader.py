@@ -1,7 +1,7 @@
 """Readers of parts, of the states of their rows, and of training states.
 
-A reader compares a whole object with its record before it returns anything, except in ranges of format 2, each of which
-is checked before it is returned.
+A reader checks a whole object against its record before it returns anything. If it reads ranges of an object of format
+2, it checks each range before it returns the range.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class _Span:
 class _File:
     """Reader of the tensors of an object, which is a safetensors file. The constructor reads and checks the header.
 
-    ``expected`` has the dtype and shape of each tensor by name, except for the digests. The shape is None for a vector
-    whose length the header defines.
+    ``expected`` maps the name of each tensor, except the digests, to its dtype and shape. The shape is None for a
+    vector whose length the header defines.
     """
 
     def __init__(self, stored: Part | Stored, expected: _Expected, source: PartSource) -> None:
@@ -127,17 +127,18 @@ class _File:
 class PartReader:
     """Reader of the rows and dense tensors of a part. The constructor checks the whole part.
 
-    A part of at most ``memory_bytes`` is held in memory, and rows and tensors may be views of it. A larger one takes
+    A part of at most ``memory_bytes`` is kept in memory, and rows and tensors may be views of it. A larger part takes
     the memory of a few pieces of 8 MiB and of the row ids (8 bytes each).
 
     Args:
         part: record of the part, from a checked manifest.
-        source: source of the part's bytes, possibly partly read; None creates one with ``memory_bytes``. With a
-            :class:`Ranged`, the constructor reads and checks only the header and the row ids, and each later read
-            verifies the returned data.
-        blocks: indices of the blocks to read; None for all. The ids of other blocks are neither read nor checked. The
-            dense tensors are then checked when they are read, and owners are not checked.
-        dense: names of dense tensors to check together with the owners of ``blocks``; None to check neither.
+        source: source of the part's bytes, from which some may have been read; None creates one with ``memory_bytes``.
+            With a :class:`Ranged`, the constructor reads and checks only the header and the row ids, and each later
+            read checks the returned data.
+        blocks: indices of the blocks to read; None for all. If given, the ids of other blocks are neither read nor
+            checked, dense tensors are checked when they are read, and owners are not checked.
+        dense: names of dense tensors to check in the constructor, together with the owners of ``blocks``; None for
+            neither.
 
     Raises:
         CorruptPartError: if the bytes do not match the record. Later reads may also raise it.
@@ -186,7 +187,7 @@ class PartReader:
 
     @property
     def rows(self) -> list[BlockRows]:
-        """Rows of each block as stored, read lazily, in the order of the part; with owners, but without states."""
+        """Stored rows of each block, in the order of the part, read lazily. They include owners, but not states."""
         found = []
         for index, ids in self._ids.items():
             block = self.part.blocks[index]
@@ -199,7 +200,7 @@ class PartReader:
     def with_states(self, source: PartSource | None = None) -> list[BlockRows]:
         """Return the same rows as :attr:`rows`, each with the states of its table.
 
-        ``source`` reads the object with the states, ``part.states``; None reads and checks the whole object.
+        ``source`` reads ``part.states``, the object with the states. None reads and checks the whole object.
         """
         stored = self.part.states
         if stored is None:
@@ -217,13 +218,13 @@ class PartReader:
         ]
 
     def dense(self, names: Collection[str] | None = None) -> dict[str, Tensor]:
-        """Return dense tensors of the part by name: those in ``names``, or all."""
+        """Return the dense tensors of the part by name: only those in ``names``, or all if it is None."""
         with _Refusals(self.part.name):
             found = enumerate(self.part.dense)
             return {name: self._dense(index, name) for index, name in found if names is None or name in names}
 
     def check_tensors(self) -> None:
-        """Raise CorruptPartError unless the record has no digests of tensors, or those of the part's tensors."""
+        """Check the part's tensors against the digests in its record, if any. Raise CorruptPartError if they differ."""
         with _Refusals(self.part.name):
             found = (self._file.hexdigest(key) for key in self._file.spans if key != DIGESTS_KEY)
             if self.part.tensors and self.part.tensors != tuple(found):
@@ -278,14 +279,14 @@ class PartReader:
 
 
 def _check_flags(name: str, tensor: Tensor) -> None:
-    """Check that a bool tensor holds only the bytes 0 and 1. Torch does not check this."""
+    """Check that a bool tensor contains only the bytes 0 and 1, which torch does not check."""
     if (tensor.view(torch.uint8) > 1).any():
         raise ValueError(f"the bool tensor {name!r} has bytes other than 0 and 1")
 
 
 @dataclass(frozen=True, slots=True)
 class _Refusals(AbstractContextManager[None]):
-    """Context manager that raises errors of malformed bytes of the object ``name`` as :class:`CorruptPartError`."""
+    """Context manager that converts errors from malformed bytes of the object ``name`` to :class:`CorruptPartError`."""
 
     name: str
 
@@ -295,7 +296,7 @@ class _Refusals(AbstractContextManager[None]):
 
 
 def read_training(storage: Storage, stored: Stored) -> StateReader:
-    """Return a reader of a rank's training state. It validates only loaded values, and raises CorruptPartError."""
+    """Return a reader of a rank's training state. The reader checks only the loaded bytes."""
     source = Ranged(storage, stored)
     with _Refusals(stored.name):
         span = _File(stored, {TRAINING_KEY: (torch.uint8, None)}, source).spans[TRAINING_KEY]
@@ -303,7 +304,7 @@ def read_training(storage: Storage, stored: Stored) -> StateReader:
 
 
 class PartBuffer:
-    """Memory for the parts of successive versions, because allocation takes longer than reading into it.
+    """Memory that is reused for the parts of successive versions, because allocating it takes longer than a read.
 
     The memory is reusable once every array and tensor that refers to it has been garbage-collected. At most 320 MiB of
     free memory are kept.
@@ -325,10 +326,10 @@ def read_parts(
 ) -> list[PartReader]:
     """Read and check all parts of a version, and return a reader for each.
 
-    With ``narrowed``, which has some tables and dense tensors of ``manifest``, reads only their parts, and of a part
-    with digests of its tensors only their tensors.
+    With ``narrowed``, a copy of ``manifest`` with only some tables and dense tensors, reads only the parts that contain
+    them. In a part with digests of its tensors, it reads only the required tensors.
 
-    Parts of at most ``memory_bytes`` in total are held in memory, in that of ``buffer`` if it is given. After a
+    Up to ``memory_bytes`` of parts are kept in memory, which ``buffer`` provides if it is given. After a
     :class:`StorageError` or an interruption, ``buffer`` keeps the bytes read so far, and the next call for the same
     parts continues, except within a local file.
     """
@@ -366,7 +367,7 @@ def read_parts(
 
 
 def _needed_bytes(part: Part, chosen: Part, manifest: Manifest) -> int:
-    """Return the number of bytes to read, or a few more, if only ``chosen`` is needed of a part."""
+    """Return an upper bound of the number of bytes to read for ``chosen``, a subset of ``part``."""
     if not part.tensors:
         return part.num_bytes
     num_bytes = sum(manifest.dense[name].num_bytes for name in chosen.dense)
@@ -377,7 +378,7 @@ def _needed_bytes(part: Part, chosen: Part, manifest: Manifest) -> int:
 
 
 def _narrowed(storage: Storage, part: Part, manifest: Manifest, source: PartSource, chosen: Part) -> PartReader:
-    """Return a reader of what ``chosen`` has of a part. What it returns was read and checked."""
+    """Return a reader of the tables and dense tensors of ``chosen``, a subset of ``part``, which are checked."""
     return PartReader(storage, part, manifest, source=source, blocks=_indices(part, chosen), dense=chosen.dense)
 
 
@@ -387,14 +388,14 @@ def _indices(part: Part, chosen: Part) -> list[int]:
 
 
 def _keys(part: Part, chosen: Part) -> set[str]:
-    """Return the keys of what ``chosen`` has of a part: of a dense tensor, and what is before the dot for a block."""
+    """Return the keys of the dense tensors in ``chosen``, and the prefixes of the keys of its blocks, in ``part``."""
     dense = set(chosen.dense)
     keys = {f"dense.{index}" for index, name in enumerate(part.dense) if name in dense}
     return keys.union(map(str, _indices(part, chosen)))
 
 
 def dense_of(readers: Iterable[PartReader], names: Collection[str] | None = None) -> dict[str, Tensor]:
-    """Return dense tensors of the parts in ``readers`` by name: those in ``names``, or all."""
+    """Return the dense tensors in the parts of ``readers`` by name: only those in ``names``, or all if it is None."""
     found: dict[str, Tensor] = {}
     for reader in readers:
         if reader.part.dense:
@@ -405,11 +406,11 @@ def dense_of(readers: Iterable[PartReader], names: Collection[str] | None = None
 class Contents:
     """Rows and dense tensors of a version. The constructor reads and checks all parts, see :func:`read_parts`.
 
-    With ``narrowed``, which has some tables and dense tensors of the version, it reads only these.
+    With ``narrowed``, a copy of ``manifest`` with only some tables and dense tensors, it reads only these.
 
     Attributes:
         manifest: manifest of the version, or ``narrowed``.
-        whole: whole blocks, decoded, with the listed rows, which may be newer, written over them. Apply these first.
+        whole: whole blocks, decoded and overwritten with the listed rows, which may be newer. Apply these blocks first.
         listed: listed rows, decoded. Rows whose listed columns all lie in one whole block are omitted.
         dense: name to dense tensor.
     """
@@ -433,8 +434,8 @@ class Contents:
     def owners(self) -> Iterator[tuple[str, Tensor | slice, Tensor]]:
         """Yield the raw ids of all rows of tables with raw ids: of the whole blocks first, then of the listed rows.
 
-        Each item has the table FQN, the ``n`` global row ids as a slice or as ascending int64, and the ``[n]`` int64
-        raw ids, 2**63 - 1 for a row without one. Do not write to them.
+        Each item is the table FQN, the ``n`` global row ids as a slice or as ascending int64, and the ``[n]`` int64 raw
+        ids, 2**63 - 1 for a row without a raw id. Do not write to the tensors.
         """
         for rows in (*self.whole, *self.listed):
             for ids, owners in rows.owned():

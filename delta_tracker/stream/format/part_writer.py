@@ -50,7 +50,7 @@ class _Entry:
 
 @dataclass(slots=True, eq=False)
 class _FileWriter(Iterable[memoryview]):
-    """Writer that yields the bytes of one safetensors file in a single pass, and again if the write is repeated."""
+    """Writer that yields the bytes of one safetensors file in a single pass. It can be iterated again."""
 
     # tensors in the order of the file. The chunks of each are read once per iteration of the file
     entries: Sequence[_Entry]
@@ -106,7 +106,7 @@ class _FileWriter(Iterable[memoryview]):
 def safetensors_header(
     specs: Iterable[tuple[str, DenseSpec | _Entry]], metadata: Mapping[str, str] | None = None
 ) -> bytes:
-    """Return the bytes of a safetensors file before its first tensor. The keys are in the order of the file."""
+    """Return the bytes of a safetensors file before its first tensor. ``specs`` are in the order of the file."""
     header: dict[str, Any] = {} if metadata is None else {METADATA_KEY: metadata}
     end = 0
     for key, spec in specs:
@@ -125,11 +125,11 @@ def put_part(
     *,
     states_name: str | None,
 ) -> Part:
-    """Write a part, and in format 2 the object with the states of its rows. Return the record for the manifest.
+    """Write a part, and in format 2, the object with the states of its rows. Return the record for the manifest.
 
-    Each chunk of ``rows`` is read after the preceding one was written; the states are read after all values. If the
-    store fails, either object may have been created. The object ``states_name`` is written only if any row has states;
-    None means format 1.
+    Each chunk of ``rows`` is read after the preceding one has been written, and the states are read after all values.
+    If the store fails, either object may have been created. The object ``states_name`` is written only if a row has
+    states. Pass None for format 1.
     """
     dense = dense or {}
     entries = list(chain.from_iterable(map(_entries, count(), rows)))
@@ -156,7 +156,7 @@ def put_part(
 
 
 def is_shared(blocks: Sequence[Block], *, has_dense: bool) -> bool:
-    """Return True if a part has several tables, or tables and dense tensors."""
+    """Return True if a part contains several tables, or tables and dense tensors."""
     return len(set(map(attrgetter("table"), blocks))) + has_dense > 1
 
 

@@ -1,4 +1,4 @@
-"""Rows of a version that are in the shards of one rank."""
+"""Find the rows of a version that are in the shards of one rank."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ def wanted(part: Part, shards: Mapping[str, ShardSpec]) -> set[int]:
 
 
 def local_rows(ids: Tensor, shard: ShardSpec) -> Tensor:
-    """Return the local ids of those rows that are in a shard. ``ids`` are ``[N]`` int64 global ids."""
+    """Return the local ids of the rows of ``ids``, ``[N]`` int64 global ids, that are in ``shard``."""
     local = ids - shard.row_offset
     return local[(local >= 0) & (local < shard.num_rows)]
 
 
 def rows_of(storage: Storage, entry: Manifest, shards: Mapping[str, ShardSpec]) -> list[tuple[str, Tensor]]:
-    """Return a pair (table FQN, ``[N]`` int64 local ids) for each block of an entry with rows of this rank's shards.
+    """Return a pair (table FQN, ``[N]`` int64 local ids) for each block of an entry that has rows in ``shards``.
 
-    Reads and checks only parts with such blocks, and only the ids in parts of format 2.
+    Reads and checks only the parts with such blocks, and only the ids of parts of format 2.
     """
     found = []
     for part in entry.parts:

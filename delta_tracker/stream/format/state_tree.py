@@ -1,4 +1,4 @@
-"""Encode the states of training objects as bytes, without pickle. ``stream/FORMAT.md`` specifies the encoding.
+"""Encode the states of training objects as bytes without pickle. ``stream/FORMAT.md`` specifies the encoding.
 
 A state is a tree of ``None``, bool, int, float, str, bytes, list, tuple, dict with str or int keys, tensors and numpy
 arrays. Its structure is JSON text. The bytes of its tensors, arrays and bytes objects follow the text.
@@ -62,12 +62,11 @@ _PLAIN = "None, bool, int, float, str, bytes, list, tuple, dict, tensors and num
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StateTree:
-    """State whose structure is encoded, and whose tensors are not copied yet.
+    """State whose structure has been encoded, but whose tensors have not been copied.
 
     Args:
         text: JSON text of the structure.
-        leaves: tensors, and bytes of other leaves, in the order of their data. The tensors share the memory of those of
-            the state.
+        leaves: tensors, and bytes of other leaves, in the order of their data. The tensors share memory with the state.
         num_bytes: size of the encoded state in bytes.
     """
 
@@ -77,14 +76,13 @@ class StateTree:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Tensors among the leaves, in their order."""
+        """Tensors among the leaves, in the order of the leaves."""
         return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
 
     def buffers(self, tensors: Sequence[Tensor]) -> Iterator[memoryview]:
         """Yield buffers whose concatenation is the encoded state.
 
-        ``tensors`` has a copy of each of :attr:`tensors` on the CPU, with the same values in the same order and any
-        shape.
+        ``tensors`` are copies of :attr:`tensors` on the CPU, in the same order. They may have another shape.
         """
         copies = iter(tensors)
         head = len(self.text).to_bytes(_SIZE_BYTES, "little") + self.text
@@ -101,18 +99,18 @@ class StateTree:
 
 
 def flatten(value: object, path: str, *, paths: Mapping[str, str] | None = None) -> StateTree:
-    """Encode the structure of a state. Tensors are not copied; numpy arrays are.
+    """Encode the structure of a state. Tensors are not copied, but numpy arrays are.
 
     Dicts of the types ``OrderedDict`` and ``defaultdict`` become dicts, and parameters become tensors. Subclasses of
     other types are rejected, because their type would be lost.
 
     Args:
         value: the state.
-        path: name of the state, for errors.
-        paths: names of the values of the root, which must be a dict, by key; None for ``path[key]``.
+        path: name of the state in error messages.
+        paths: names of the root's values in error messages, by key; the root must be a dict. None for ``path[key]``.
 
     Raises:
-        InvalidArgumentError: if a value cannot be encoded. The error has the path of the value, such as
+        InvalidArgumentError: if a value cannot be encoded. The error contains the path of the value, such as
             ``training_state['optimizer']['state'][3]['step']``.
     """
     flattener = _Flattener(path, paths or {})
@@ -124,7 +122,7 @@ def flatten(value: object, path: str, *, paths: Mapping[str, str] | None = None)
 
 
 def pack(value: object, path: str) -> bytes:
-    """Return the encoded state ``value``, whose tensors must be on the CPU. See :func:`flatten`."""
+    """Encode the state ``value``, whose tensors must be on the CPU, as bytes. See :func:`flatten`."""
     tree = flatten(value, path)
     for tensor in tree.tensors:
         if tensor.device.type != "cpu":
@@ -139,13 +137,13 @@ def unpack(data: bytes | bytearray | memoryview | NDArray[np.uint8]) -> object:
 
 
 class StateReader:
-    """Reader of an encoded state, which may be untrusted. Only the data of the values that are loaded are read.
+    """Reader of an encoded state, which may be untrusted. Reads only the data of the values that are loaded.
 
-    The text is decoded and checked completely: each type, size and span, and the number of levels. This takes memory of
+    The constructor decodes the text and checks each type, size and span, and the number of levels. This takes memory of
     up to about 30 times the size of the text.
 
     Args:
-        read: function that returns the bytes from its first to its second argument (exclusive) of the encoded state.
+        read: function that takes ``begin`` and ``end``, and returns the bytes ``[begin, end)`` of the encoded state.
         num_bytes: size of the encoded state in bytes.
 
     Raises:
@@ -171,7 +169,7 @@ class StateReader:
             raise ValueError(f"its data end at byte {self._start + parser.end} of {num_bytes}")
 
     def keys(self, *path: str) -> list[str]:
-        """Return the keys of the dict at ``path``, a sequence of keys from the root, in order.
+        """Return, in order, the keys of the dict at ``path``, a sequence of keys from the root.
 
         Raises:
             KeyError: if a key of the path is missing.
@@ -189,7 +187,7 @@ class StateReader:
 
         Raises:
             KeyError: if a key of the path is missing.
-            ValueError: if a value above it is not a dict, or a bool tensor has bytes other than 0 and 1.
+            ValueError: if a value on the path is not a dict, or a bool tensor contains bytes other than 0 and 1.
         """
         return self._filled(self._find(path))
 
@@ -226,7 +224,7 @@ class StateReader:
         return data.view(TENSOR_DTYPES[leaf.dtype]).reshape(leaf.shape)
 
     def _data(self, begin: int, end: int) -> Tensor:
-        """Return a copy of bytes of the data, which is aligned for every dtype, unlike the result of ``read``."""
+        """Return a copy of the bytes ``[begin, end)`` of the data. Unlike the result of ``read``, it is aligned."""
         data = torch.empty(end - begin, dtype=torch.uint8)
         for first in range(begin, end, _CHUNK_BYTES):
             last = min(first + _CHUNK_BYTES, end)
@@ -235,7 +233,7 @@ class StateReader:
 
 
 class _Flattener:
-    """Encoder of one state, with its ``leaves``, tensors and bytes, and ``end``, the number of bytes of the data."""
+    """Encoder of one state. ``leaves`` are its tensors and bytes, and ``end`` is the number of bytes of the data."""
 
     def __init__(self, path: str, paths: Mapping[str, str]) -> None:
         self._path = path
@@ -337,7 +335,7 @@ class _Flattener:
 
 @dataclass(frozen=True, slots=True)
 class _Leaf:
-    """Bytes, tensor or array of a state whose data are not read yet: its tag in the text, dtype, shape and span."""
+    """Bytes, tensor or array whose data have not been read, described by its tag in the text, dtype, shape and span."""
 
     tag: str
     dtype: str
@@ -353,7 +351,7 @@ class _Parser:
         self.end = 0
 
     def parse(self, node: object, level: int) -> object:
-        """Return a value of the state, with leaves in place of data. Raise ValueError if it is invalid."""
+        """Return the value that ``node`` encodes, with leaves in place of data. Raise ValueError if it is invalid."""
         if level > MAX_LEVELS:
             raise ValueError(f"more than {MAX_LEVELS} levels")
         found: object = node
