@@ -365,9 +365,8 @@ class TakeoverFailedError(StreamError, RuntimeError):
     """The takeover of the stream at ``url`` failed; see ``reason``.
 
     If ``is_claimed`` is True, the stream was claimed with the entry ``version``. The next call completes the takeover.
-    Until then, the forward pass of the model raises :class:`IncompleteModelError`. If it is False, nothing was claimed,
-    because ``version`` cannot be applied. ``applied`` is the last version that all ranks have applied; None if there is
-    none.
+    Until then, the forward pass raises :class:`IncompleteModelError`. If it is False, nothing was claimed, because
+    ``version`` cannot be applied. ``applied`` is the last version that all ranks have applied; None if there is none.
     """
 
     def __init__(
@@ -686,8 +685,7 @@ class HeldVersionError(StreamError, RuntimeError):
 class WaitTimeoutError(StreamError, TimeoutError):
     """``Predictor.wait`` timed out before the predictor applied the version.
 
-    ``wanted`` is the awaited version; None for any version. ``version`` is the last applied version; None if no version
-    was applied.
+    ``wanted`` is the awaited version; None for any. ``version`` is the last applied version; None if there is none.
     """
 
     def __init__(

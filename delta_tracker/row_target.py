@@ -76,8 +76,8 @@ class RowTarget(Protocol):
         """Convert values for :meth:`write`, for example by moving them to a device or quantizing them.
 
         Args:
-            values: ``[N, C]`` on the CPU, in the dtype that the table has in the stream. They are read-only, and valid
-                until :meth:`write` returns.
+            values: ``[N, C]`` on the CPU, in the table's dtype in the stream. Read-only; valid until :meth:`write`
+                returns.
             columns: half-open range of the columns of ``values``.
 
         Returns:

@@ -42,8 +42,7 @@ def warn_of_dense(live: LiveTables) -> None:
 def published_dense(live: LiveTables, choice: DenseChoice) -> dict[str, Tensor]:
     """Return the chosen dense tensors by name, without copying them.
 
-    Raises InvalidArgumentError if a chosen tensor is not in the model, or if its dtype or number of dimensions is not
-    supported.
+    Raises InvalidArgumentError if a tensor is not in the model, or its dtype or number of dimensions is unsupported.
     """
     found = dense_tensors(live.model, choice, tables=live.tables)
     for name, tensor in found.items():

@@ -40,8 +40,7 @@ _logger = logging.getLogger(__name__)
 class TrackerReader:
     """Reader that reserves a consumer of a tracker and reads the rows of each version.
 
-    Only the training thread may call the methods. Arguments that are not listed, and errors, are those of
-    ``Publisher(...)``.
+    Only the training thread may call the methods. ``Publisher(...)`` documents the other arguments and the errors.
 
     Args:
         exchange: communication with the other ranks. Only rank 0 writes replicated tables and dense tensors.

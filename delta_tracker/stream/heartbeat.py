@@ -1,6 +1,6 @@
 """Heartbeats: objects that predictors and publishers write to the stream's store to show their state.
 
-``predictors/{name}.json`` is a JSON object with the fields of :class:`Heartbeat`. It is replaced every few seconds. The
+``predictors/{name}.json`` is a JSON object with the fields of :class:`Heartbeat`, replaced every few seconds. The
 stream does not depend on heartbeats, which may be missing, old or forged. Retention deletes them after a day.
 """
 
@@ -55,7 +55,7 @@ Look = tuple[Time, Count | None, Count | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat:
-    """State of a predictor at a point in time, which the predictor writes to the stream's store as JSON."""
+    """State of a predictor at a point in time. The predictor writes it to the stream's store as JSON."""
 
     # name of the predictor: a letter or digit, then up to 63 letters, digits, underscores and hyphens
     name: Annotated[str, Meta(pattern=_NAME)]
@@ -111,7 +111,7 @@ class _Target:
 class HeartbeatWriter:
     """Writer of one predictor's heartbeats. Call :meth:`write` whenever :meth:`is_due` returns True.
 
-    Heartbeats are due every five seconds. Errors of the store are not raised: the first failure in a row and the
+    Heartbeats are due every five seconds. Errors of the store are not raised. The first of consecutive failures and the
     recovery are logged, except before the first version. Each failure doubles the interval, up to five minutes.
     """
 
@@ -173,7 +173,7 @@ class HeartbeatWriter:
 
 @dataclass(frozen=True, slots=True)
 class SeenHeartbeat:
-    """Heartbeat that was read from a store, and the Unix time of its write by the store's clock."""
+    """Heartbeat that was read from a store, and the Unix time of its write, from the store's clock."""
 
     beat: Heartbeat
     modified: float
@@ -187,10 +187,10 @@ class SeenHeartbeat:
 def see_heartbeats(
     storage: Storage, clock: StoreClock, *, max_age: float = float("inf"), limit: int | None = None
 ) -> tuple[list[SeenHeartbeat], int]:
-    """Read and return the heartbeats of a stream's predictors, sorted by object name, and the number of those left out.
+    """Return the heartbeats of a stream's predictors, sorted by object name, and the number of omitted heartbeats.
 
-    Leaves out heartbeats older than ``max_age`` seconds by the store's clock, and all but the ``limit`` newest. Updates
-    ``clock`` with the modification times of all heartbeats. Logs and skips malformed heartbeats.
+    Omits heartbeats that are older than ``max_age`` seconds, measured with the store's clock, and all but the ``limit``
+    newest. Updates ``clock`` with the modification times of all heartbeats. Logs and skips malformed heartbeats.
     """
     began = clock.reader_time()
     listed = storage.objects("predictors")
@@ -215,9 +215,9 @@ def _seen(storage: Storage, stored: StoredObject) -> SeenHeartbeat | None:
 
 
 def read_record(storage: Storage, name: str, what: str, kind: type[_T], response: Transfer | None = None) -> _T | None:
-    """Return a small JSON object, converted to ``kind``; None if it is missing or malformed.
+    """Return the small JSON object ``name``, converted to ``kind``; None if it is missing or malformed.
 
-    Logs a malformed object under the name ``what``. Sets the modification time in ``response``.
+    Logs a malformed object, called ``what`` in the message. Sets the modification time in ``response``.
     """
     try:
         data = storage.read(name, max_bytes=_MAX_BYTES, transfer=response)
@@ -248,7 +248,7 @@ class PublisherHeartbeat:
 
 
 def see_publisher(storage: Storage, head: Manifest) -> tuple[PublisherHeartbeat, float | None] | None:
-    """Return the heartbeat of the publisher of ``head`` and its modification time in Unix seconds; None without one."""
+    """Return the heartbeat of the publisher of ``head``, and its modification time in Unix seconds; None if missing."""
     name, response = _publisher_path(head.generation), Transfer()
     beat = read_record(storage, name, "heartbeat", PublisherHeartbeat, response)
     if beat is None or (beat.stream, beat.generation, beat.writer) != (head.stream, head.generation, head.writer):
@@ -299,8 +299,8 @@ def _publisher_path(generation: int) -> str:
 def evaluate(beat: Heartbeat, seconds_since: float, head: Manifest, *, order: Pin | None = None) -> State:
     """Return the state of a predictor. ``guide/fleet.md`` defines the states.
 
-    ``beat`` is its last heartbeat, ``seconds_since`` the heartbeat's age in seconds by the store's clock, ``head`` the
-    newest entry of the stream, and ``order`` the newest pin or release, or None.
+    ``beat`` is the predictor's last heartbeat, ``seconds_since`` the heartbeat's age in seconds, measured with the
+    store's clock, ``head`` the newest entry of the stream, and ``order`` the newest pin or release, or None.
     """
     span = max((age for age, _, _ in beat.window), default=0.0)
     if seconds_since > max(3 * beat.seconds, span):
@@ -318,12 +318,12 @@ def evaluate(beat: Heartbeat, seconds_since: float, head: Manifest, *, order: Pi
 
 
 def _is_above(pin: Pin, beat: Heartbeat) -> bool:
-    """Return True if a predictor has had a version above a pin for longer than a reader needs to find the pin."""
+    """Return True if a predictor was above the pinned versions for longer than a reader needs to find the pin."""
     return any(age >= _PIN_SECONDS and version is not None and version > pin.bad for age, version, _ in beat.window)
 
 
 def _waits_after(release: Pin, beat: Heartbeat, head: Manifest) -> bool:
-    """Return True if a canary waits because a release is above its bound and the versions before it may be bad."""
+    """Return True if a canary waits at its version, because ``release`` is above the canary's bound."""
     if not _is_canary(beat) or beat.error is not None or beat.version is None or beat.pin >= release.counter:
         return False
     if beat.version >= release.version or len({version for _, version, _ in beat.window}) > 1:

@@ -24,9 +24,9 @@ _LIMIT = 4096  # heartbeats that are read at each collection, newest first
 def show_heartbeats(url: Location, monitor: Monitor | None = None, *, gone_seconds: float = GONE_SECONDS) -> None:
     """Export the heartbeats of a stream's predictors as the built-in gauges ``heartbeat_*``.
 
-    A thread of the monitor reads the heartbeats at each collection of metrics, without delaying training. It reads at
-    most the 4,096 newest heartbeats, and none that is older than ``gone_seconds``. A failed read is counted in the
-    metric ``outlet_errors``. ``monitor`` is by default ``delta_tracker.monitor.MONITOR``.
+    A thread of the monitor reads the heartbeats at each collection of metrics, without delaying training. It reads the
+    4,096 newest heartbeats at most, and omits heartbeats older than ``gone_seconds``. A failed read is counted in the
+    metric ``outlet_errors``. ``monitor`` is ``delta_tracker.monitor.MONITOR`` by default.
     """
     chosen = program_monitor() if monitor is None else monitor
     chosen.registry.add_source(_Heartbeats(open_storage(url), chosen, gone_seconds))
@@ -53,7 +53,7 @@ class _Heartbeats(MetricSource):
         self._shown: set[tuple[Gauge, str]] = set()
 
     def read(self, *, is_last: bool) -> None:
-        """Set the gauges of each predictor from its heartbeat, and remove the values of those that are gone."""
+        """Set the gauges of each predictor from its heartbeat. Remove the values of predictors that are gone."""
         del is_last
         metrics = self._metrics
         readings: dict[tuple[Gauge, str], float] = {}

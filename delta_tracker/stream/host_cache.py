@@ -1,7 +1,7 @@
-"""Cache of parts for the predictors of one host, in a directory that they share.
+"""Cache of parts in a directory that the predictors of one host share.
 
-The directory has the files ``objects/{key}``, which are complete, and ``drafts/{key}``, which are being fetched. The
-key is the hash, the size and the body of the part's record, so that equal parts of two streams share a file. A file in
+The directory contains the files ``objects/{key}``, which are complete, and ``drafts/{key}``, which are being fetched.
+The key is made of the hash, size and body in the part's record, so that streams can share equal parts. A file in
 ``objects`` never changes: it is renamed into place after it was verified, and unlinked when it is evicted or damaged.
 """
 
@@ -41,13 +41,13 @@ _OTHERS = stat.S_IWGRP | stat.S_IWOTH
 class HostCache:
     """Directory in which the processes of one host share parts. Each part is fetched from the store only once.
 
-    Each process verifies a part before it uses the part. Thread-safe.
+    Each process verifies every part before use. Thread-safe.
 
     Args:
-        directory: directory of the cache on a local file system; it is created with mode 0700 if it is missing.
-        max_bytes: maximum size of all files. The least recently used parts are deleted first. A larger part
+        directory: directory of the cache on a local file system; created with mode 0700 if it is missing.
+        max_bytes: maximum size of all files. The least recently used parts are deleted first. A part above this size
             bypasses the cache.
-        patience_seconds: time after which other processes bypass the cache if the fetching process makes no progress.
+        patience_seconds: time without progress of a fetching process after which other processes bypass the cache.
 
     Attributes:
         counts: number of parts that were read from the cache (``hits``), fetched into it (``misses``), and read without
@@ -84,8 +84,8 @@ class HostCache:
     def open(self, storage: Storage, part: Part) -> int | None:
         """Return a file descriptor of a verified copy of a part. Fetches the part from ``storage`` if it is not cached.
 
-        The caller must close the descriptor. If the result is None, read the part from ``storage`` instead: it does not
-        fit, the disk is full, the directory fails (logged once until it works again), or the fetching process makes no
+        The caller must close the descriptor. If the result is None, read the part from ``storage``: it does not fit,
+        the disk is full, the directory fails (logged once until it works again), or the fetching process makes no
         progress. Raises CorruptPartError, and caches nothing, if the part in ``storage`` does not match its record.
         """
         if part.num_bytes > self._max_bytes:
@@ -123,7 +123,7 @@ class HostCache:
             time.sleep(_WAIT_SECONDS)
 
     def _fetch(self, storage: Storage, part: Part, draft: int) -> int | None:
-        """Fetch a part into its locked draft, verify it, and rename it. Return the result of :meth:`open`."""
+        """Fetch a part into its locked draft, verify the draft, and rename it. Return the result of :meth:`open`."""
         with ExitStack() as stack:
             stack.callback(os.close, draft)
             stack.callback(self._drop, part)
@@ -157,7 +157,7 @@ class HostCache:
             self._draft(part).unlink(missing_ok=True)
 
     def _hit(self, part: Part) -> int | None:
-        """Return a descriptor of the complete file of a part; None if there is none. Unlink a damaged file."""
+        """Return a descriptor of the complete file of a part; None if the file is missing. Unlinks a damaged file."""
         path = self._object(part)
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -187,7 +187,7 @@ class HostCache:
         return None
 
     def _progress(self, part: Part) -> int:
-        """Return the modification time of a part's draft in nanoseconds; 0 without a draft. Each write updates it."""
+        """Return the time of the last write to a part's draft in nanoseconds; 0 if there is no draft."""
         try:
             return self._draft(part).stat().st_mtime_ns
         except FileNotFoundError:
@@ -207,7 +207,7 @@ class HostCache:
         return _is_allocated(draft, part.num_bytes)
 
     def _evict(self, part: Part) -> bool:
-        """Delete drafts of dead processes, and the least recently used files until ``max_bytes`` holds a part.
+        """Delete drafts of dead processes, and the least recently used files until ``part`` fits into ``max_bytes``.
 
         Returns False if the drafts of other parts leave too little space. The directory must be locked.
         """
@@ -232,7 +232,7 @@ class HostCache:
 
     @contextmanager
     def _locked(self) -> Iterator[bool]:
-        """Context manager that locks the directory, and yields False if another process holds the lock too long."""
+        """Context manager that locks the directory. It yields False if another process holds the lock for too long."""
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         descriptor = os.open(self._directory / "lock", flags, 0o600)
         deadline = time.monotonic() + self._patience_seconds
@@ -267,7 +267,7 @@ class HostCache:
 
 
 class CachedStore(Store):
-    """Read-only store that takes the parts of one version from a host cache and all other objects from ``origin``."""
+    """Read-only store that reads the parts of one version from a host cache, and all other objects from ``origin``."""
 
     is_read_only = True
 

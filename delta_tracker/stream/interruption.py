@@ -1,7 +1,7 @@
 """Stop flags of background threads, checked while a thread reads from or writes to a store.
 
-The flag is thread-local, so that it need not be passed through every call between a thread's loop and the store. A
-thread without a flag is never interrupted.
+The flag is thread-local, so that it does not have to be passed down to the store through every call. A thread without a
+flag is never interrupted.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Interrupted(BaseException):
 
 
 class _Thread(threading.local):
-    """Stop flag of a thread, and the event loop in which it waits for responses; None outside interruptible()."""
+    """Stop flag and event loop of a thread, which waits for responses in the loop. None outside interruptible()."""
 
     loop: asyncio.SelectorEventLoop | None = None
 
@@ -40,7 +40,7 @@ _thread = _Thread()
 def interruptible(stop: threading.Event) -> Iterator[None]:
     """Context manager in which store calls of this thread raise :class:`Interrupted` once ``stop`` is set.
 
-    Uploads of parts and accesses to local files stop between two pieces. Other requests to a remote store are abandoned
+    Uploads of parts and accesses to local files stop between two pieces. Other requests to a remote store are cancelled
     within about a second.
     """
     before, loop = (_thread.stop, _thread.loop), asyncio.SelectorEventLoop()

@@ -1,7 +1,7 @@
 """Log of a stream: consecutive entries, each created exactly once and linked to its predecessor by hash.
 
-FORMAT.md has the rules of a publisher, which :class:`Claim` and the functions below it follow. They ensure a single
-history, even if publishers race or are killed at any step.
+:class:`Claim` and the functions below it follow the rules for publishers in FORMAT.md, which ensure a single history
+even if publishers race or are killed at any step.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _SPREAD_SECONDS = 1.0  # readers that meet the same fault of a cache spread thei
 
 
 class StreamLog:
-    """Log of the stream in a store: reads its entries and claims the stream. ``is_listed`` is False over http."""
+    """Log of the stream in a store, used to read entries and to claim the stream. ``is_listed`` is False over http."""
 
     def __init__(self, storage: Storage, runtime: Runtime = REAL) -> None:
         self.storage = storage
@@ -85,8 +85,8 @@ class StreamLog:
         """Return False if the entry of a version should not be requested yet, because it probably does not exist.
 
         If the store can list entries, always returns True. Over http, returns True if the pointer has reached the
-        version, and otherwise once every 10 to 15 s. A request for a missing entry leaves a "not found" response in
-        caches.
+        version, and otherwise once every 10 to 15 s, because a request for a missing entry leaves a "not found"
+        response in caches.
         """
         if self.is_listed:
             return True
@@ -100,11 +100,11 @@ class StreamLog:
         return awaited is not None and awaited[0] == version
 
     def newest_version(self, after: int) -> int:
-        """Return the newest version of the log. ``after`` is a version that the log has or had, or -1.
+        """Return the newest version of the log. ``after`` is a version that is or was in the log, or -1.
 
-        Over http, returns the version of :meth:`pointed`. Other stores are searched for entries above the pointer's
-        version. The log is listed if ``after`` is negative, the pointer's entry is missing, or the search ends at a
-        claim. The result may be too low if an entry in between is missing.
+        Over http, returns the version of :meth:`pointed`. In other stores, searches for entries above the pointer's
+        version. Lists the log if ``after`` is negative, the pointer's entry is missing, or the search ends at a claim.
+        The result may be too low if an entry in between is missing.
         """
         pointer = self.pointer.newest()
         if not self.is_listed and pointer is not None and pointer.version > after:
@@ -145,7 +145,7 @@ class StreamLog:
         return manifest
 
     def versions(self, *, after: int = -1) -> list[int]:
-        """Return the versions above ``after``, ascending. Lists the log; this is slow for a remote store.
+        """Return the versions above ``after``, ascending. Lists the log, which is slow for a remote store.
 
         Over http, returns the versions that the pointer shows, at most the newest 1,048,576.
         """
@@ -165,8 +165,8 @@ class StreamLog:
         """Return the newest entry; None if the store is empty.
 
         Searches upwards from the newest known version, or lists the whole log if no version is known. Over http, raises
-        StaleCacheError if the store does not have the entry that the pointer names, and UnreadablePointerError if the
-        pointer object is invalid and no pointer was read before.
+        StaleCacheError if the entry that the pointer names is missing, and UnreadablePointerError if the pointer object
+        is invalid and no pointer was read before.
         """
         if self.is_listed:
             return self._known_head() or self._listed_head()
@@ -208,7 +208,7 @@ class StreamLog:
     def pointed(self, *, is_due: bool = True) -> HeadPointer | None:
         """Return the newest pointer whose entry was read and has the expected hash; None if there is none.
 
-        Use it for a store that cannot list. With ``is_due=False``, does not request the pointer object.
+        Call this method for a store that cannot list. With ``is_due=False``, does not request the pointer object.
         """
         pointer = self.pointer.newest(is_due=is_due)
         if pointer is not None and pointer is not self.pointer.confirmed:
@@ -218,7 +218,7 @@ class StreamLog:
         return self.pointer.confirmed
 
     def check_pointer(self) -> None:
-        """Raise the error of the last read of the pointer object, UnreadablePointerError or StaleCacheError, if any."""
+        """Raise the UnreadablePointerError or StaleCacheError of the last read of the pointer object, if it failed."""
         if not self.is_listed and (trouble := self.pointer.trouble) is not None:
             raise unraised(trouble)
 
@@ -230,7 +230,7 @@ class StreamLog:
         return known is not None and not known.may_have(version)
 
     def _confirmed_by(self, pointer: HeadPointer) -> Manifest | None:
-        """Read the entry that a pointer names. Confirm the pointer, or refuse it for a while and return None."""
+        """Return the entry that ``pointer`` names, and confirm the pointer. Otherwise, refuse it and return None."""
         name = entry_name(pointer.version)
         is_only = self.pointer.confirmed in (None, pointer)
         trouble = StaleCacheError(self.url, name, _DOUBT_SECONDS)
@@ -257,7 +257,7 @@ class StreamLog:
         return None
 
     def readable(self, version: int) -> Manifest | None:
-        """Return an entry; None if it is missing or malformed. Over http, rereads a malformed entry without caches."""
+        """Return an entry; None if missing or malformed. Over http, reads a malformed entry again without caches."""
         with suppress(MalformedError):
             return self.read(version)
         with suppress(MalformedError):
@@ -265,7 +265,7 @@ class StreamLog:
         return None
 
     def _may_doubt(self, name: str) -> bool:
-        """Return False if the entry was read without caches less than 10 s ago."""
+        """Return True unless the entry ``name`` was read without caches less than 10 s ago."""
         doubted = self._doubted
         return doubted is None or doubted[0] != name or self._runtime.monotonic() - doubted[1] >= _DOUBT_SECONDS
 
@@ -307,7 +307,7 @@ class StreamLog:
         return self.create_copy(name, data)
 
     def create_copy(self, name: str, data: bytes) -> bool:
-        """Create an entry on which no other entry depends yet. Return False if another entry has its name.
+        """Create an entry on which no other entry depends yet. Return False if another entry with this name exists.
 
         If the bytes were altered in transit to a remote store, deletes the entry and raises AlteredEntryError.
         """
@@ -336,7 +336,7 @@ class StreamLog:
         return next((entry for each in reversed(found) if (entry := self.read_merged(each)) is not None), None)
 
     def successors(self, entry: Manifest) -> list[Manifest] | None:
-        """Return the entries after ``entry``, which was read before; None if the log has another history now."""
+        """Return the entries after ``entry``, which was read earlier; None if the log now has another history."""
         there, found = self.read(entry.version), [entry]
         if there is None or (there.stream, there.link) != (entry.stream, entry.link):
             return None
@@ -347,7 +347,7 @@ class StreamLog:
         return found[1:]
 
     def is_surely_newest(self, entry: Manifest) -> bool:
-        """Return True if an entry is proven to be the newest one without listing the log.
+        """Return True if it can be proven, without listing the log, that ``entry`` is the newest entry.
 
         Always False if the store is not a local directory.
         """
@@ -359,10 +359,10 @@ class StreamLog:
         return _follows_deletable(self, entry) and not has_deletions(self.storage)
 
     def is_committed(self, entry: Manifest) -> bool:
-        """Return True if an entry that was read is part of the log.
+        """Return True if ``entry``, which was read from the store, is part of the log.
 
-        Call it for claims: a publisher that was suspended may have created a claim under the name of an entry that
-        retention has deleted. Other entries need no check: retention keeps each name that a fenced publisher may still
+        Call this method for claims: a suspended publisher may have created a claim under the name of an entry that
+        retention has deleted. Other entries need no check: retention does not free names that a fenced publisher may
         use.
         """
         following = None if self.storage.lists_from else self.read(entry.version + 1)
@@ -384,18 +384,19 @@ class StreamLog:
     def claim(self, *, after: Link | None = None, writer: str | None = None, forks: bool = False) -> Claim:
         """Claim the stream: append a claim with the next generation, and return it.
 
-        If the store is empty, the claim starts a new stream. If it was altered in transit, another claim follows it.
+        If the store is empty, the claim starts a new stream. If the claim was altered in transit, another one follows.
 
         Args:
             after: link of the entry that the claim must follow; None to follow any entry.
             writer: id of the claim, 32 hex digits; None to generate one. If the newest entry is a claim with this id,
-                it is returned: an earlier call created it, but the store's response was lost.
+                which an earlier call created without receiving the store's response, it is returned.
             forks: True to start a new stream after the newest entry.
 
         Raises:
-            LivePublisherError: if another entry than ``after`` is the newest. Nothing was created.
+            LivePublisherError: if the newest entry is not ``after``. Nothing was created.
             StreamReplacedError: if ``after`` is given and the store is empty.
-            StorageError: if other publishers won every attempt; or if the store fails, and the claim may exist.
+            StorageError: if other publishers won every attempt, or if the store fails. In the latter case, the claim
+                may exist.
             AlteredEntryError: if three consecutive claims were altered in transit.
         """
         writer = secrets.token_hex(16) if writer is None else writer
@@ -467,9 +468,9 @@ class Claim:
 
     Attributes:
         head: newest entry of this generation.
-        data: bytes of the last committed entry; before the first commit, bytes of the claim.
-        needs_snapshot: True if the next version must be a snapshot, because an entry was lost, or altered in transit so
-            that readers may be unable to read it.
+        data: bytes of the last committed entry, or of the claim before the first commit.
+        needs_snapshot: True if the next version must be a snapshot, because an entry was lost, or altered in transit
+            and perhaps unreadable.
     """
 
     def __init__(self, log: StreamLog, entry: Manifest, data: bytes, *, needs_snapshot: bool = False) -> None:
@@ -501,8 +502,8 @@ class Claim:
             AlteredEntryError: if the stored bytes differ from the bytes that were sent. Nothing was committed.
             LostEntryError: if the newest entry was deleted and ``entry`` is a delta. Nothing was committed. The stream
                 was claimed again.
-            UnknownOutcomeError: if the store fails, and the entry may exist or may appear later. The next commit then
-                continues after it. If the error has a ``directory``, the entry exists, but a power loss may undo it.
+            UnknownOutcomeError: if the store fails, and the entry may exist or may appear later. If so, the next commit
+                follows it. If the error has a ``directory``, the entry exists, but a power loss may undo it.
             StorageError: for other failures of the store. Nothing was committed.
         """
         if self._fenced is not None:
@@ -524,7 +525,7 @@ class Claim:
                     return committed
 
     def _attempt(self, entry: Manifest) -> Manifest | None:
-        """Append a version after the newest entry that is known. Return None if the call must be repeated."""
+        """Append a version after the newest known entry. Return None if the call must be repeated."""
         head = self.head
         version = head.version + 1
         draft = replace(
@@ -571,7 +572,7 @@ class Claim:
     def _claim_again(self, kind: Kind) -> None:
         """Claim the stream after this publisher's newest entry was lost; raise LostEntryError if ``kind`` is a delta.
 
-        The claim has a name that was never used, because caches may have the lost entries.
+        The name of the claim is one that was never used, because caches may contain the lost entries.
         """
         lost, num_altered = entry_name(self.head.version), 0
         for attempt in range(_CLAIM_ATTEMPTS):
@@ -594,7 +595,7 @@ class Claim:
         raise WriteRefusedError.taken(self._log.url, lost, _CLAIM_ATTEMPTS)
 
     def _claimed_again(self) -> tuple[Manifest, bytes] | None:
-        """Create a claim after the newest entry. Return None if another entry has its name."""
+        """Create a claim after the newest entry. Return None if another entry with this name exists."""
         head, writer = self.head, _next_writer(self.head.writer)
         top, data = self._check_owner(writer)
         before = head
@@ -620,7 +621,7 @@ class Claim:
     def _check_owner(self, writer: str) -> tuple[int, bytes | None]:
         """Return the newest version above this publisher's lost entry, and its bytes; ``(-1, None)`` if there is none.
 
-        Raises FencedError at a sign of a newer publisher, after deleting this one's entries above the lost one.
+        If there is a newer publisher, deletes this publisher's entries above the lost one, and raises FencedError.
         """
         log, head = self._log, self.head
         versions = log.versions()
@@ -651,7 +652,7 @@ class ClaimedStream:
         storage: store of the stream.
         claim: the claim on rank 0; None on the other ranks.
         entry: entry of the claim, equal on all ranks.
-        has_states: True for a recovery stream, whose versions need states; False for a serving stream.
+        has_states: True for a recovery stream, whose versions contain states; False for a serving stream.
     """
 
     storage: Storage
@@ -660,7 +661,7 @@ class ClaimedStream:
     has_states: bool
 
     def __repr__(self) -> str:
-        """Return the url and the version of the claim."""
+        """Return a text with the kind and url of the stream and the version of the claim."""
         kind = "recovery" if self.has_states else "serving"
         return f"<{kind} stream {self.storage.url}, claimed at version {self.entry.version}>"
 
@@ -670,7 +671,7 @@ def _has(storage: Storage, version: int) -> bool:
 
 
 def _follows_deletable(log: StreamLog, entry: Manifest) -> bool:
-    """Return True if the log still has the parent of ``entry``, and an entry up to it that retention may delete."""
+    """Return True if the log contains the parent of ``entry`` and, up to ``entry``, one that retention may delete."""
     after: Manifest | None = None
     link: Link | None = entry.link
     is_deletable = False
@@ -687,7 +688,7 @@ def _follows_deletable(log: StreamLog, entry: Manifest) -> bool:
 
 
 def _claim_after(head: Manifest | None, writer: str, *, forks: bool = False) -> Manifest:
-    """Return a claim that follows the newest entry. Without one, or with ``forks``, it starts a new stream."""
+    """Return a claim that follows ``head``. If ``head`` is None, or with ``forks``, the claim starts a new stream."""
     before = None if forks else head  # the entry before, if it is of the same stream
     return Manifest(
         stream=secrets.token_hex(16) if before is None else before.stream,
@@ -703,7 +704,7 @@ def _claim_after(head: Manifest | None, writer: str, *, forks: bool = False) -> 
 
 
 def _adopted(log: StreamLog, entry: Manifest, writer: str) -> Claim | None:
-    """Return the claim that an earlier call created as ``entry``; None if its bytes may not be those that it sent."""
+    """Return the claim that an earlier call created as ``entry``; None if ``entry`` may differ from what was sent."""
     if (entry.kind, entry.writer) != ("claim", writer):
         return None
     data = read_bytes(log.storage, entry_name(entry.version))
@@ -720,7 +721,7 @@ def _adopted(log: StreamLog, entry: Manifest, writer: str) -> Claim | None:
 
 
 def _append(log: StreamLog, draft: Manifest, sent: set[str]) -> tuple[Manifest, bytes] | None:
-    """Add the hash of ``draft`` to ``sent``, and append it. Return it with its bytes; None if its version was taken."""
+    """Add the hash of ``draft`` to ``sent``, and append ``draft``. Return the entry and its bytes, or None if taken."""
     name, data = entry_name(draft.version), draft.to_json()
     entry = parse_manifest(name, data)
     sent.add(entry.xxh3)
@@ -737,8 +738,8 @@ def _append(log: StreamLog, draft: Manifest, sent: set[str]) -> tuple[Manifest, 
 def _confirm(log: StreamLog, entry: Manifest) -> bool:
     """Return True if a newly created entry is part of the log; otherwise delete the entry and return False.
 
-    Retention may have deleted the entry that had this name before. An entry of the log is the head, or is the parent of
-    the next entry. Raises :class:`_ParentLostError`, and keeps the entry, if another program has deleted its parent.
+    The entry may reuse the name of one that retention deleted. An entry of the log is the head or the parent of the
+    next entry. Raises :class:`_ParentLostError`, and keeps the entry, if another program has deleted its parent.
     """
     follows = None if entry.kind == "claim" else entry.parent
     is_lost = follows is not None and _is_lost(log.storage, follows, entry.writer)
@@ -753,7 +754,7 @@ def _confirm(log: StreamLog, entry: Manifest) -> bool:
 
 
 def _is_succeeded(log: StreamLog, entry: Manifest) -> bool:
-    """Return True if the log continues after ``entry`` with a claim of a publisher for which it was the head."""
+    """Return True if the log continues after ``entry`` with an entry of a publisher that read ``entry`` as the head."""
     if not log.versions(after=entry.version):
         return False
     following = log.read(entry.version + 1)
@@ -761,7 +762,7 @@ def _is_succeeded(log: StreamLog, entry: Manifest) -> bool:
 
 
 def _create(storage: Storage, name: str, data: bytes) -> bool:
-    """Create an entry; return False if another entry has the name.
+    """Create an entry. Return False if another entry with this name exists.
 
     If the store fails or reports that the name is taken, compares the stored entry with ``data`` and syncs it.
     """
@@ -798,7 +799,7 @@ def read_bytes(storage: Storage, name: str, max_bytes: int = MAX_ENTRY_BYTES) ->
 
 
 def _read_back(storage: Storage, name: str, failure: StorageError | None) -> bytes | None:
-    """Return the bytes of an entry after an attempt to create it; None if it is missing and will not appear later."""
+    """Read an entry after an attempt to create it. Return None if it is missing and will not appear later."""
     try:
         data = read_bytes(storage, name)
     except StorageError as error:
@@ -810,7 +811,7 @@ def _read_back(storage: Storage, name: str, failure: StorageError | None) -> byt
 
 
 def _is_lost(storage: Storage, link: Link, writer: str) -> bool:
-    """Return True if the entry of a link, created by ``writer``, is missing, or its name has another writer's entry."""
+    """Return True if the entry at ``link``, created by ``writer``, is missing or was replaced by another writer."""
     data = storage.read(entry_name(link.version), max_bytes=MAX_ENTRY_BYTES)
     if data is None or xxhash.xxh3_128_hexdigest(data.data) == link.xxh3:
         return data is None
@@ -819,14 +820,14 @@ def _is_lost(storage: Storage, link: Link, writer: str) -> bool:
 
 
 def _continues_after(log: StreamLog, version: int) -> bool:
-    """Return True if an entry above ``version`` exists. In a directory, only the next names are looked for."""
+    """Return True if an entry above ``version`` exists. In a directory, checks only the next names."""
     if log.storage.lists_from:
         return bool(log.versions(after=version))
     return log.storage.has_any([*map(entry_name, range(version + 1, version + 1 + _LOOK_AHEAD))])
 
 
 def _is_superseded(taken: Manifest, head: Manifest) -> bool:
-    """Return True if a fenced publisher created ``taken``, the entry after ``head``, under a name that was freed."""
+    """Return True if ``taken``, the entry after ``head``, is of a fenced publisher that used a freed name."""
     return (
         taken.stream == head.stream
         and taken.generation < head.generation
@@ -835,7 +836,7 @@ def _is_superseded(taken: Manifest, head: Manifest) -> bool:
 
 
 def _next_writer(writer: str) -> str:
-    """Return the writer of a publisher's next claim. It identifies the claim if the store's response was lost."""
+    """Return the writer id of a publisher's next claim, which identifies the claim if the response was lost."""
     return xxhash.xxh3_128_hexdigest(writer.encode())
 
 
@@ -858,9 +859,9 @@ def _is_readable(name: str, data: bytes) -> bool:
 
 
 def _newer_publisher(storage: Storage, head: Manifest, entries: list[Manifest], writer: str) -> tuple[int, int] | None:
-    """Return the generation and version of a publisher that has superseded the publisher of ``head``, or None.
+    """Return the generation and a version of a publisher that has superseded the publisher of ``head``, or None.
 
-    ``entries`` begin with the entry before ``head``. ``writer`` is the id of the publisher's next claim.
+    ``entries`` begin with the entry before ``head``. ``writer`` is the id of that publisher's next claim.
     """
     for entry in entries:
         is_other = entry.writer not in (head.writer, writer) and entry.link != head.parent
@@ -891,7 +892,7 @@ def check_merged(entry: Manifest, merged: Merged) -> Manifest:
 
 
 def generation_error(entry: Manifest, before: Manifest) -> MalformedError:
-    """Return the error for an ``entry`` whose generation is lower than the generation of its predecessor ``before``."""
+    """Return the error for an ``entry`` whose generation is lower than that of its predecessor ``before``."""
     reason = f"its generation {entry.generation} is below {before.generation}, the generation of its predecessor"
     return MalformedError(entry_name(entry.version), reason)
 

@@ -1,8 +1,8 @@
-"""Mirror of a stream: a copy of its entries and objects in another store, which follows the source.
+"""Mirror of a stream: a copy of its entries and objects in another store, which is updated continuously.
 
-The log of the destination is always a contiguous range of the source's log with the same bytes that begins with a
-snapshot. Every object that it names is complete. Below it are only the claims that started its stream and former
-streams. A mirror that was killed continues where it stopped. It stops if another program appends to the destination.
+The log of the destination is always a copy of a contiguous range of the source's log that begins with a snapshot, with
+complete objects. Below the range are only the claims that started its stream and former streams. A killed mirror
+continues where it stopped. A mirror ends if another program appends to the destination.
 """
 
 from __future__ import annotations
@@ -63,15 +63,15 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
 
     An empty destination starts at the source's newest snapshot or, if the stream is pinned, at the snapshot that leads
     to the pinned version. Versions that the source deletes stay at the destination, unless ``retention`` is given.
-    Raises InvalidArgumentError if both are the same store, or the destination is read-only.
+    Raises InvalidArgumentError if ``source`` and ``destination`` are the same store, or ``destination`` is read-only.
 
     Args:
-        source: store of the stream. At an http url, entries are read without caches, and parts from caches.
+        source: store of the stream. At an http url, reads of entries bypass caches, and reads of parts do not.
         destination: store of the copy.
         retention: bounds on the versions at the destination; None deletes nothing.
         memory_bytes: maximum size of an object that is held in memory. Larger objects are copied in pieces of 8 MiB.
         pointer_seconds: minimum time between two writes of the destination's pointer object, in :meth:`run` only. None
-            to write none; readers over http need it.
+            to write none. Readers over http need the pointer object.
         runtime: clock, waits, random numbers and threads to use.
 
     Example:
@@ -111,16 +111,16 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
 
     @property
     def head(self) -> Manifest | None:
-        """Newest entry of the destination, as of the last :meth:`step`; None before the first."""
+        """Newest entry of the destination after the last :meth:`step`; None before the first copied entry."""
         return self._head
 
     def step(self) -> bool:
-        """Copy the objects of the next entry, then the entry. Return False if the source has no next entry yet.
+        """Copy the objects of the next entry, then the entry itself. Return False if the source has no next entry yet.
 
         Raises:
-            MirrorDivergedError: if the destination is not a prefix of the source, or the source has deleted the next
-                entry. Nothing was changed.
-            MissingVersionError: if the source has lost the next entry and has no newer snapshot.
+            MirrorDivergedError: if the destination is not a prefix of the source, or the next entry was deleted from
+                the source. Nothing was changed.
+            MissingVersionError: if the next entry is missing in the source, which has no newer snapshot.
             CorruptPartError: if an object of the source does not match its entry.
             MalformedError: if an entry does not follow the format.
             StorageError: if a store fails, or the source no longer has entries, for example because its volume is not
@@ -140,7 +140,7 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
     def copy_merged(self) -> int:
         """Copy the newest merged snapshot and the merged deltas after it. Return the number of copied entries.
 
-        Skips a delta that another merged delta covers, and an entry whose objects the source has deleted.
+        Skips deltas that another merged delta covers, and entries whose objects were deleted from the source.
         """
         head = self._head
         if head is None:
@@ -166,8 +166,8 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
     def copy_pins(self) -> int:
         """Copy the pins of the source in the order of their counters, and return their number.
 
-        Copies no pin until the destination has the entry that the newest pin names. Raises MirrorDivergedError if the
-        destination has another pin with the same counter.
+        Copies no pin until the destination contains the entry that the newest pin names. Raises MirrorDivergedError if
+        the destination contains another pin with the same counter.
         """
         source, destination = self._source.storage, self._to.storage
         found: list[bytes] = []
@@ -200,7 +200,7 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
             stop: event that ends the call after the current entry.
             poll_seconds: interval at which the source is polled, with a random jitter of 25 %.
             on_entry: function to call with each copied entry.
-            once: True to return when the destination has all entries of the source, and to raise each StorageError.
+            once: True to return once all entries of the source are copied, and to raise each StorageError.
         """
         seconds, runtime, pause, pointed = self._pointer_seconds, self._runtime, poll_seconds, None
         pointer = None if seconds is None else PointerWriter(self._to.storage, seconds=seconds, runtime=runtime)
@@ -229,7 +229,7 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
                 runtime.wait(stop, pause * runtime.uniform(0.75, 1.25))
 
     def _maintain(self, pointer: PointerWriter | None, *, is_due: bool) -> None:
-        """Copy merged entries each minute or if ``is_due``, and apply the retention after some entries."""
+        """Copy merged entries once per minute, or now if ``is_due``. Apply the retention after some entries."""
         now, is_changed = self._runtime.monotonic(), False
         try:
             if is_due or now - self._merged_at >= _CHECK_SECONDS:
@@ -302,7 +302,7 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
         return True
 
     def _copy_objects(self, entry: Manifest, *, is_merged: bool = False) -> None:
-        """Copy the objects of an entry. If it ``is_merged``, retention may have deleted them."""
+        """Copy the objects of an entry. If ``is_merged``, retention may have deleted them from the source."""
         log = self._source
         for stored in entry.objects:
             try:
@@ -325,17 +325,16 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
 
 
 def promote(storage: Storage) -> Manifest:
-    """Start a new stream in a mirror's log, for a publisher to continue. Return the claim that starts the stream.
+    """Start a new stream in a mirror's log, which a publisher can continue. Return the claim that starts the stream.
 
     Stop the former trainer and the mirror first: this function does not check whether they run. Restore the trainer
-    from the mirror before the call, and build the publisher afterwards; see ``guide/fleet.md``.
+    from the mirror before this call, and build the publisher after it; see ``guide/fleet.md``.
 
     The call is idempotent: if the newest entry is already a claim that starts a stream, it is returned.
 
     Raises:
-        LivePublisherError: if a mirror or a publisher that still runs has appended an entry during the call. Nothing
-            was created.
-        StorageError: if the store fails; the stream may have been started. Repeat the call.
+        LivePublisherError: if a running mirror or publisher appended an entry during the call. Nothing was created.
+        StorageError: if the store fails. The stream may have been started: repeat the call.
 
     Example:
         >>> promote(Storage("memory://"))
@@ -361,7 +360,7 @@ class ObjectCopier:
         self._memory_bytes = memory_bytes
 
     def copy(self, stored: Part | Stored) -> None:
-        """Copy an object unless the destination has it.
+        """Copy an object unless it exists at the destination.
 
         Raises CorruptPartError, and creates no object, if the bytes do not match the record ``stored``.
         """
@@ -375,7 +374,7 @@ class ObjectCopier:
             self._copy(self._source.uncached, stored)
 
     def _is_there(self, stored: Part | Stored) -> bool:
-        """Return True if the destination has an object with these bytes, from an interrupted copy or another entry."""
+        """Return True if the object exists at the destination, from an interrupted copy or another entry."""
         if self._destination.size(stored.name) != stored.num_bytes:
             return False
         try:
@@ -411,7 +410,7 @@ class ObjectCopier:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Decision to copy ``entry``, with the bytes ``data``. For a malformed entry, only the hash in ``entry`` is valid.
+    """Decision to copy ``entry``, whose bytes are ``data``. For a malformed entry, only the hash in ``entry`` is valid.
 
     ``merged`` is a merged snapshot to copy first, or None. ``note`` is a warning to log, if it is not empty.
     """
@@ -435,22 +434,22 @@ class _Seen:
         self.is_committed = log.is_committed
 
     def is_kept_for_claim(self, entry: Manifest) -> bool:
-        """Return True if retention has deleted the objects of an entry, and keeps the entry for the claim after it."""
+        """Return True if retention has deleted the objects of ``entry``, and keeps it only for the claim after it."""
         if not self.source.precedes_claim(entry):
             return False
         size = self.source.storage.size
         return any(size(each.name) is None for each in entry.objects)
 
     def next_entry(self, version: int) -> bytes | None:
-        """Return the bytes of the entry to copy next; None if a poll does not find it."""
+        """Return the bytes of the entry of ``version``; None if a poll does not find it."""
         return _read(self.source, version) if self.source.may_have(version) else None
 
 
 def decide(log: _Seen, head: Manifest | None, *, is_checked: bool, is_due: bool) -> Copy | str:
     """Return the next entry for a mirror to copy, or a note to log if it must wait; the note may be empty.
 
-    ``head`` is the newest entry of the destination. ``is_checked`` is True if an earlier check found the destination to
-    be a prefix of the source. ``is_due`` is True to check this now, unless it was checked and there is a next entry.
+    ``head`` is the newest entry of the destination. ``is_checked`` is True if the destination was a prefix of the
+    source at an earlier check. ``is_due`` is True to check this again if there is no next entry or no earlier check.
     """
     if head is None:
         return _first(log)
@@ -476,7 +475,7 @@ def decide(log: _Seen, head: Manifest | None, *, is_checked: bool, is_due: bool)
 
 
 def _first(log: _Seen) -> Copy | str:
-    """Begin at the snapshot that leads to the pinned version, by default at the newest one."""
+    """Begin at the snapshot that leads to the pinned version, or at the newest snapshot if there is no pin."""
     head = log.head()
     waits = f"waiting for the first snapshot: url={log.url}"
     if head is None:
@@ -530,7 +529,7 @@ def _check(log: _Seen, head: Manifest) -> bytes | None:
 
 
 def _is_committed(log: _Seen, claim: Manifest) -> bool | None:
-    """Return True if a claim is part of the source's log; None if only malformed entries follow it yet."""
+    """Return True if a claim is part of the source's log; None if it is unknown: only malformed entries follow it."""
     # Look for newer versions first, so that one committed between the two looks does not look like a gap.
     if not log.versions(after=claim.version):
         return True
@@ -538,7 +537,7 @@ def _is_committed(log: _Seen, claim: Manifest) -> bool | None:
 
 
 def _is_followed(log: _Seen, entry: Manifest) -> bool | None:
-    """Return True if the next well-formed entry of the source follows ``entry``; None if there is none."""
+    """Return True if the parent of the next well-formed entry is ``entry``; None if there is no such entry."""
     version = entry.version + 1
     data = log.entry(version)
     if data is None:
@@ -548,7 +547,7 @@ def _is_followed(log: _Seen, entry: Manifest) -> bool | None:
 
 
 def _gone(log: _Seen, version: int) -> MirrorDivergedError | MissingVersionError | StorageError:
-    """Return the error for a version that the source lacks. Retention deletes only versions below a snapshot."""
+    """Return the error for a missing version of the source. Retention deletes only versions below a snapshot."""
     if (emptied := _emptied(log)) is not None:
         return emptied
     snapshot = log.newest_snapshot()
@@ -563,7 +562,7 @@ def _gone(log: _Seen, version: int) -> MirrorDivergedError | MissingVersionError
 
 
 def _emptied(log: _Seen | StreamLog) -> StorageError | None:
-    """Return the error for a source without entries, for which the mirror waits; None if it has one."""
+    """Return the error for a source that has no entries any more; None if it has entries. The mirror retries later."""
     if log.versions():
         return None
     remedy = "Mount its volume, or correct its url: the mirror continues once the source has its entries again"
@@ -588,7 +587,7 @@ def _understood(version: int, data: bytes, before: Manifest) -> tuple[Manifest, 
 
 
 def _unreadable(version: int, data: bytes, before: Manifest) -> Manifest:
-    """Return a stand-in for a malformed entry after ``before``. Only its hash is used."""
+    """Return a placeholder for a malformed entry after ``before``. Only its hash is used."""
     return Manifest(
         stream=before.stream,
         generation=before.generation,

@@ -1,6 +1,6 @@
-"""Pins: objects ``control/pins/{counter}.json`` with which an operator returns all predictors to one version.
+"""Pins: objects ``control/pins/{counter}.json`` by which an operator returns all predictors to one version.
 
-The counters are dense, and each object is created only if it does not exist. The pin with the highest counter applies.
+The counters have no gaps, and an existing object is never overwritten. The pin with the highest counter applies.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ _MAX_REPORTED = 64
 class Pin:
     """Order to predictors that follow pins: return to a version and stay there, or continue from a snapshot.
 
-    FORMAT.md describes the fields. ``bad`` is the newest version when the pin was written; a release has the same
-    value.
+    FORMAT.md describes the fields. ``bad`` is the newest version when the pin was written. A release repeats ``bad`` of
+    the pin that it ends.
     """
 
     counter: Count
@@ -80,7 +80,7 @@ def newest_counter(storage: Storage, *, after: int = 0) -> int:
 
 
 def last_present(is_there: Callable[[int], bool], after: int) -> int:
-    """Search upwards from ``after`` for a present number whose successor is missing, and return the number.
+    """Search upwards from ``after`` for a number that is present and whose successor is missing. Return the number.
 
     Returns ``after`` if ``after + 1`` is missing. Calls ``is_there`` a logarithmic number of times.
     """
@@ -93,8 +93,8 @@ def last_present(is_there: Callable[[int], bool], after: int) -> int:
 def free_counters(storage: Storage) -> list[int]:
     """Return the counters under which the next pin or release must be written, ascending.
 
-    They are the gaps below the pins that a reader may find, and the next counter. A forged pin leaves a gap. A reader
-    at counter ``c`` probes ``c + 1``, ``c + 2``, ``c + 4`` and so on, and may stop at the gap or find the forged pin.
+    These are the gaps below the pins that a reader may find, and the next counter. Gaps are caused by forged pins. A
+    reader at counter ``c`` probes ``c + 1``, ``c + 2``, ``c + 4`` and so on. It may stop at a gap or find a forged pin.
     """
     names = map(_PIN_NAME.fullmatch, storage.names(PINS))
     taken = {int(match[1]) for match in names if match is not None}
@@ -105,7 +105,7 @@ def free_counters(storage: Storage) -> list[int]:
 
 
 def newest_pin(storage: Storage, *, after: int = 0) -> Pin | None:
-    """Return the pin with the highest counter above ``after``; None if there is none. Does not list the store.
+    """Return the pin with the highest counter above ``after``, or None. Does not list the store.
 
     Skips malformed pins, and logs each of them once.
     """
@@ -156,7 +156,7 @@ def announce_deletions(storage: Storage, stream: str, before: int) -> str:
 
 
 def has_deletions(storage: Storage) -> bool:
-    """Return True if a retention pass may be deleting entries, or was interrupted and has not been cleaned up yet."""
+    """Return True if a retention pass may be running, or was interrupted and its announcement was not deleted."""
     return bool(storage.names(_DELETIONS))
 
 
@@ -180,9 +180,9 @@ def running_deletions(storage: Storage, *, now: float) -> list[Deletions]:
 class PinReader:
     """Reader that polls one url for the newest pin every ``seconds``, with a random jitter of 25 %.
 
-    A pin is confirmed once its entry was read. The counter of a stream's confirmed pin never decreases, even if the
-    store is replaced by one with fewer pins. An unconfirmed pin may be forged. The reader drops it if a read without
-    caches does not find it, or if the store fails for a minute.
+    A pin is confirmed once its entry has been read. The counter of a stream's confirmed pin never decreases, even if
+    the store is replaced by one with fewer pins. An unconfirmed pin may be forged: the reader drops it if a read
+    without caches does not find it, or if the store fails for a minute.
     """
 
     def __init__(self, seconds: float = 5.0, runtime: Runtime = REAL) -> None:
@@ -197,10 +197,10 @@ class PinReader:
         self._failing_since: float | None = None  # monotonic time of the first failed look; None after a success
 
     def order(self, storage: Storage, *, stream: str = "", at_once: bool = False) -> Pin | None:
-        """Return the newest known pin, after a poll of ``storage`` if one is due; None before the first pin.
+        """Poll ``storage`` if a poll is due. Return the newest known pin; None before the first pin.
 
-        ``stream`` is the stream of the reader's rows. The counters of its pins may restart at 1 if its log replaced
-        another one at the url. With ``at_once``, polls immediately and without caches.
+        ``stream`` is the stream of the reader's rows. If its log replaced the log of another stream, the counters may
+        restart at 1. With ``at_once``, polls immediately and without caches.
         """
         now = self._runtime.monotonic()
         if self._next is not None and now < self._next and not at_once:
@@ -219,7 +219,7 @@ class PinReader:
         return self._newest
 
     def confirm(self, pin: Pin) -> None:
-        """Confirm a pin. Call this method once its entry has been read with the expected hash."""
+        """Confirm a pin. Call this method once the entry that it names has been read and has the expected hash."""
         if pin == self._newest:
             self._confirmed = pin
 
@@ -249,7 +249,7 @@ class PinReader:
         self._recheck_at = now + _RECHECK_SECONDS
 
     def _of_another_log(self, storage: Storage, stream: str, newest: Pin) -> Pin | None:
-        """Return the newest pin of a store that lacks the newest known one, if it belongs to ``stream``."""
+        """Return the newest pin of a store that lacks the pin ``newest``, if the store's pin belongs to ``stream``."""
         found = newest_pin(storage, after=newest.counter - 1) or newest_pin(storage.uncached)
         if found is None or found.stream != stream:
             return None

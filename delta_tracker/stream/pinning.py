@@ -1,4 +1,4 @@
-"""Orders to all predictors of a stream that follow pins: return to a version, and continue from a snapshot."""
+"""Write pins and releases: predictors that follow pins return to a version, or continue from a snapshot."""
 
 from __future__ import annotations
 
@@ -38,21 +38,21 @@ _FAULTS = (CorruptPartError, MalformedError, MissingVersionError, NoSnapshotErro
 def pin_version(
     storage: Storage, version: int, *, reason: str = "", replaces: bool = False, is_quick: bool = False
 ) -> Pin:
-    """Write and return a pin: all predictors that follow pins return to a version and stay there until a release.
+    """Write and return a pin: all predictors that follow pins return to ``version``, and stay there until a release.
 
     Checks the entries that lead to the version and the sizes of their objects, before and after the pin is written.
-    Unless ``is_quick`` is True, also verifies all bytes of the parts before. Retention keeps these objects while the
-    pin applies.
+    Unless ``is_quick`` is True, first verifies all bytes of the parts too. Retention keeps these objects while the pin
+    applies.
 
-    ``reason`` is a text of at most 1,000 characters for operators. With ``replaces=True``, replaces a current pin.
+    ``reason`` is a text of at most 1,000 characters for operators. ``replaces=True`` replaces a current pin.
 
     Raises:
         InvalidArgumentError: if the version is not in the stream, is a claim or belongs to a former stream of the log.
         MissingVersionError, NoSnapshotError, MalformedError, CorruptPartError: if an entry or an object that leads to
             the version is missing or damaged.
-        PinError: if the stream is pinned and ``replaces`` is False, if another operator wrote a pin or a release
-            meanwhile, or if a retention pass that may delete versions that lead to this one runs or was interrupted. A
-            written pin is undone.
+        PinError: if the stream is pinned and ``replaces`` is False, if another operator wrote a pin or a release in the
+            meantime, or if a running or interrupted retention pass may delete versions that lead to this one. A pin
+            that was written is undone.
         UnsupportedStoreError: if the store is at an http url.
         StorageError: if the store fails. The pin may have been written.
     """
@@ -92,7 +92,7 @@ def release_pin(storage: Storage, *, reason: str = "") -> Pin:
 
     Raises:
         PinError: if the stream is not pinned, the log has no such snapshot yet, or another operator wrote a pin or a
-            release meanwhile.
+            release in the meantime.
         CorruptPartError: if an object of the snapshot is missing, or has another size.
         UnsupportedStoreError: if the store is at an http url.
         StorageError: if the store fails. The release may have been written.
@@ -111,7 +111,7 @@ def release_pin(storage: Storage, *, reason: str = "") -> Pin:
 
 
 def _former(log: StreamLog, *, replaces: bool) -> Pin | None:
-    """Return the pin that applies; None if there is none. Raise PinError if one applies and is not replaced."""
+    """Return the pin that applies, or None. Raise PinError if a pin applies and ``replaces`` is False."""
     pin, head = newest_pin(log.storage), log.head()
     if pin is None or head is None or pin.kind != "pin" or pin.stream != head.stream:
         return None
@@ -159,7 +159,7 @@ def _check_objects(storage: Storage, manifest: Manifest) -> None:
 
 
 def _snapshot(log: StreamLog, head: Manifest | None) -> Manifest | None:
-    """Return the newest snapshot of the log if it belongs to the head's stream."""
+    """Return the newest snapshot of the log if it belongs to the stream of ``head``, otherwise None."""
     if head is None or head.snapshot is None:
         return None
     snapshot = log.read(head.snapshot)
@@ -203,7 +203,7 @@ def _create(storage: Storage, order: Pin, counters: Sequence[int]) -> Pin:
 
 
 def _correct(log: StreamLog, pin: Pin, former: Pin | None) -> None:
-    """Replace a pin whose path is broken by the former pin or by a release, unless a newer order exists."""
+    """Undo a pin whose version cannot be reached: write ``former`` or a release again, unless a newer order exists."""
     snapshot = _snapshot(log, log.head())
     reason = f"version {pin.version} cannot be reached"
     if former is not None:

@@ -1,7 +1,7 @@
 """Pointer object ``control/head.json``: a hint with the newest entry of a log, for readers that cannot list.
 
-No writer depends on it. It may be missing, late, forged, or older than one that was read before. A reader that cannot
-list therefore takes all fields from the newest pointer whose entry it has read, and checks every object.
+No writer depends on the pointer. It may be missing, late, forged, or older than one that was read before. A reader that
+cannot list therefore takes all fields from the newest pointer whose entry it has read, and checks every object.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class PointedSnapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadPointer:
-    """Contents of the pointer object: the newest entry of the log, and the entries that lead to it."""
+    """Contents of the pointer object: the newest entry of the log, and the snapshots and merged deltas to reach it."""
 
     stream: Hex
     generation: Count
@@ -84,11 +84,11 @@ class HeadPointer:
             raise ValueError(f"{', '.join(wrong)}: out of order, or not possible for version {self.version}")
 
     def may_have(self, version: int) -> bool:
-        """Return False if, according to this pointer, the log no longer has ``version``."""
+        """Return False if, according to this pointer, ``version`` was deleted from the log."""
         return version >= self.oldest or version in self.older
 
     def names(self, entry: Manifest) -> bool:
-        """Return True if this pointer names ``entry``, with the same stream, generation, version and hash."""
+        """Return True if this pointer names ``entry``: the stream, generation, version and hash are equal."""
         return entry.merges is None and _link(self) == (entry.stream, entry.generation, entry.version, entry.xxh3)
 
     def raised(self, head: Manifest) -> HeadPointer:
@@ -132,7 +132,7 @@ def load_pointer(storage: Storage) -> HeadPointer | None:
 
 
 def _described(data: bytes) -> str:
-    """Return the size, kind and first bytes of data that was received instead of a pointer."""
+    """Return a text with the size, kind and first bytes of data that was received instead of a pointer."""
     if not data:
         return "an empty answer"
     kind = next((f", compressed with {name}" for magic, name in _MAGIC.items() if data.startswith(magic)), "")
@@ -151,18 +151,18 @@ def _report(error: UnreadablePointerError) -> None:
 class PointerReader(Forkable):
     """Reader that polls the pointer object and keeps the newest valid pointer. Thread-safe.
 
-    A pointer is **claimed** until the entry that it names was read, and then **confirmed**. The confirmed pointer is
-    replaced as a whole: fields of several pointers are never combined. A lower pointer is ignored as outdated. However,
-    if its entry exists and the confirmed pointer's entry does not, the log was restored from a copy, and the lower
-    pointer is accepted. A pointer of another stream is accepted only after it and its entry were read without caches.
-    If its generation is lower, the confirmed pointer's entry must also be missing.
+    A pointer is **claimed** until the entry that it names has been read, and then **confirmed**. The confirmed pointer
+    is replaced as a whole: fields of several pointers are never combined. A lower pointer is ignored as outdated,
+    unless its entry exists and the confirmed pointer's entry does not, because the log was restored from a copy. A
+    pointer of another stream is accepted only after the pointer and its entry were read without caches. If the
+    generation is not higher, the confirmed pointer's entry must also be missing.
 
     Args:
         seconds: minimum time between two reads.
 
     Attributes:
-        confirmed: newest pointer whose entry was read; None if there is none.
-        trouble: error of the last read if the object was invalid or its entry missing; None otherwise.
+        confirmed: newest pointer whose entry has been read; None if there is none.
+        trouble: error of the last read if the object was invalid or its entry was missing; None otherwise.
     """
 
     def __init__(self, storage: Storage, *, seconds: float = 1.0, runtime: Runtime = REAL) -> None:
@@ -182,14 +182,14 @@ class PointerReader(Forkable):
         protect(self)
 
     def after_fork_in_child(self) -> None:
-        """Replace the locks, which another thread may have held during the fork."""
+        """Replace the locks, which another thread may have held at the fork."""
         self._lock, self._reading = threading.Lock(), threading.Lock()
 
     def newest(self, *, is_due: bool = True, past_cache: bool = False) -> HeadPointer | None:
-        """Return the claimed pointer, otherwise the confirmed pointer; None if there is neither.
+        """Return the claimed pointer, or the confirmed pointer if no pointer is claimed; None if there is neither.
 
-        Reads the object if the last read is at least ``seconds`` ago. With ``is_due=False``, does not read it. With
-        ``past_cache``, always reads it and bypasses all caches.
+        Reads the object if the last read is at least ``seconds`` ago; never with ``is_due=False``, and always with
+        ``past_cache``, which bypasses all caches.
         """
         is_awaited = past_cache or (self._claimed or self.confirmed) is None  # or for a read of another thread
         if (past_cache or (is_due and self._is_due())) and self._reading.acquire(blocking=is_awaited):
@@ -217,7 +217,7 @@ class PointerReader(Forkable):
                     self._claimed = None
 
     def confirm(self, pointer: HeadPointer) -> None:
-        """Confirm a pointer. Call this method after bytes with its hash were read under the name of its entry."""
+        """Confirm a pointer. Call this method after its entry was read and the bytes had the pointer's hash."""
         with self._lock:
             known, claimed = self.confirmed, self._claimed
             if claimed is not None and _link(claimed) == _link(pointer):  # otherwise, another thread was faster
@@ -226,7 +226,7 @@ class PointerReader(Forkable):
                     self.confirmed = self._base = claimed
 
     def refuse(self, pointer: HeadPointer, trouble: StaleCacheError) -> None:
-        """Ignore a pointer whose entry is missing or has another hash, read without caches. Checks again every 10 s."""
+        """Ignore a pointer whose entry is missing or has another hash when read without caches. Retried every 10 s."""
         with self._lock:
             self.trouble = self.trouble or trouble
             self._refused = pointer, self._runtime.monotonic(), trouble
@@ -250,7 +250,7 @@ class PointerReader(Forkable):
             self._take(pointer, is_uncached=past_cache)
 
     def _refusal(self, pointer: HeadPointer) -> StaleCacheError | None:
-        """Return the error of a refused pointer whose entry is still missing. Looks for the entry every 10 s."""
+        """Return the error of a refused pointer whose entry is still missing. Requests the entry every 10 s."""
         refused = self._refused
         if refused is None or _link(refused[0]) != _link(pointer):
             return None
@@ -273,7 +273,7 @@ class PointerReader(Forkable):
             self._move_to(other)
 
     def _move_to(self, pointer: HeadPointer) -> None:
-        """Replace the confirmed pointer and drop the claimed one, which was read before."""
+        """Replace the confirmed pointer, and drop the claimed pointer, which is older."""
         with self._lock:
             self.confirmed = self._base = pointer
             self._claimed = None

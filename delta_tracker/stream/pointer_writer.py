@@ -31,8 +31,8 @@ class PointerWriter:
     """Background writer of the pointer object. Failures are logged and retried, and never raised to the publisher.
 
     The first call of :meth:`after` starts a thread. The thread writes the newest head at most once per ``seconds``, and
-    only after a change. At the start, after :meth:`rescan` and every ten minutes, it first lists the log, and can
-    thereby find a newer entry of another publisher.
+    only after a change. At the start, after :meth:`rescan` and every ten minutes, it lists the log first, to find newer
+    entries of other publishers.
     """
 
     def __init__(self, storage: Storage, *, seconds: float = POINTER_SECONDS, runtime: Runtime = REAL) -> None:
@@ -51,9 +51,9 @@ class PointerWriter:
         self._writing = threading.Lock()
 
     def after(self, head: Manifest) -> None:
-        """Request a write of the pointer to a committed entry. Never blocks or raises.
+        """Request that a pointer to a committed entry is written. Never blocks or raises.
 
-        If ``head`` is the entry of the last call, the thread lists the log first, to look for later entries.
+        If ``head`` is the entry of the previous call, the thread lists the log first, to find later entries.
         """
         last = self._head
         if last is not None and (head.generation != last.generation or head.version == last.version):
@@ -76,7 +76,7 @@ class PointerWriter:
         self._wake.set()
 
     def write_now(self, head: Manifest | None = None) -> None:
-        """Write the pointer to ``head``, by default the entry of the last call, unless the pointer is unchanged."""
+        """Write a pointer to ``head``, by default the entry of the last :meth:`after`, unless it is unchanged."""
         with self._writing:
             self._head = self._head if head is None else head
             if self._head is None:
@@ -178,7 +178,7 @@ class PointerWriter:
 
 
 def _oldest(versions: list[int], head: int) -> int:
-    """Return the lowest version from which the listed versions, ascending, have no gap up to ``head``."""
+    """Return the lowest version from which on the ascending ``versions`` have no gap up to ``head``."""
     # The publisher may have committed versions without a gap after the listing.
     oldest, present = min([head, *versions[-1:]]), set(versions)
     while oldest - 1 in present:

@@ -12,17 +12,17 @@ COARSE_SECONDS = 1.0  # S3 truncates modification times to whole seconds
 class StoreClock:
     """Estimate of a store's current time in Unix seconds, from the modification times that one reader sees.
 
-    The reader's clock is used until modification times contradict it:
+    The reader's clock is used unless it violates one of these bounds:
 
     - The store's time is not before any modification time.
-    - If an object was not modified yet at the reader's last poll, its modification time is not before that poll.
+    - If an object was modified after a poll, its modification time is not before that poll.
 
     The error is at most the time between two polls plus one second. The estimate may be too low if a writer to a local
     directory was suspended before an object became visible with an earlier modification time. Not thread-safe.
 
     Attributes:
-        offset: the store's time minus the reader's, in seconds; 0 until modification times require a correction.
-        reader_time: returns the reader's time. Call it before a poll, and pass the result to :meth:`saw`.
+        offset: the store's time minus the reader's time, in seconds; 0 until a bound is violated.
+        reader_time: function that returns the reader's time. Call it before a poll, and pass the time to :meth:`saw`.
     """
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
@@ -48,7 +48,7 @@ class StoreClock:
     def compare(self, modified: float, *, looked_at: float | None) -> None:
         """Update the estimate with the modification time of one object, in Unix seconds.
 
-        ``looked_at`` is a reader's time at which the object was not modified yet; None if no such time is known.
+        ``looked_at`` is a reader's time at which the object had not been modified; None if no such time is known.
         """
         low = modified - self.reader_time()
         self._low = max(self._low, low)

@@ -1,7 +1,7 @@
-"""Records that a standby reads: signs of life of the stream's publisher, and requests to take over.
+"""Records that a standby reads: versions and heartbeats of the stream's publisher, and requests to take over.
 
 A request is the object ``control/takeover.json``, a JSON object with the fields of :class:`TakeoverRequest`. It names
-the generation to fence, so that only one standby takes over, and the object need not be deleted.
+the generation to fence, so that only one standby takes over and the object does not have to be deleted.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _REQUEST_NAME = "control/takeover.json"
 
 @dataclass(frozen=True, slots=True)
 class Signs:
-    """Signs of life of a stream's publisher, as :meth:`Liveness.look` finds them."""
+    """Last activity of a stream's publisher, the result of :meth:`Liveness.look`."""
 
     head: Manifest  # newest entry
     silent_seconds: float  # time since `last`, by the store's clock
@@ -41,9 +41,9 @@ class Signs:
 
 
 class Liveness:
-    """Observer of the signs of life of a stream's publisher, for a standby.
+    """Observer of the versions and heartbeats of a stream's publisher, for a standby.
 
-    Uses no host clock: each call of :meth:`look` writes the predictor heartbeat ``name``, and its modification time is
+    No host clock is used: each call of :meth:`look` writes the predictor heartbeat ``name``, whose modification time is
     the time of the call. :meth:`look` raises StorageError if the store cannot be reached.
     """
 
@@ -55,10 +55,10 @@ class Liveness:
         self._head: Manifest | None = None  # newest entry of the last look
 
     def look(self, version: int | None = None, error: str | None = None) -> Signs | None:
-        """Return the publisher's signs of life; None if there is no stream.
+        """Return the publisher's last activity; None if there is no stream.
 
-        First writes a heartbeat with ``version`` and ``error``, the observer's last applied version and current error.
-        A sign of life during the call is thus newer than the call.
+        First writes a heartbeat with ``version`` and ``error``, the observer's last applied version and current error,
+        so that activity of the publisher during the call is newer than the time of the call.
         """
         if not self._storage.has_directory("log"):
             return None
@@ -91,7 +91,7 @@ class Liveness:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TakeoverRequest:
-    """Request to a standby to take over from the publisher of a generation."""
+    """Request to a standby to take over from the publisher of ``generation``."""
 
     stream: Hex  # id of the stream
     generation: Count  # generation of the publisher
@@ -102,7 +102,7 @@ class TakeoverRequest:
 
 
 def request_takeover(storage: Storage, head: Manifest, *, force: bool = False) -> None:
-    """Request a takeover from the publisher of ``head`` by a standby. With ``force``, even if it is alive."""
+    """Request that a standby takes over from the publisher of ``head``. With ``force``, even if it is alive."""
     request = TakeoverRequest(stream=head.stream, generation=head.generation, time=time.time(), force=force)
     storage.replace(_REQUEST_NAME, encode(request))
 
@@ -118,7 +118,7 @@ def read_request(storage: Storage, head: Manifest, last_sign: float) -> Takeover
     """Return the request to take over from the publisher of ``head``, the newest entry; None if there is none.
 
     Ignores a malformed request and a request for another generation. A request without ``force`` must be newer than
-    ``last_sign``, the time of the publisher's last sign of life, in Unix seconds by the store's clock.
+    ``last_sign``, the time of the publisher's last version or heartbeat, in Unix seconds from the store's clock.
     """
     response = Transfer()
     request = read_record(storage, _REQUEST_NAME, "request", TakeoverRequest, response)

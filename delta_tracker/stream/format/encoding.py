@@ -60,7 +60,7 @@ class Encoding(StrEnum):
 
     @cached_property
     def listed_form(self) -> Literal["list", "gaps"]:
-        """Form in which writers store the ids of listed rows; compressed gaps if the rows are quantized."""
+        """Form in which writers store the ids of listed rows: as compressed gaps if the rows are quantized."""
         return "gaps" if self.is_quantized else "list"
 
     def width(self, num_columns: int) -> int:

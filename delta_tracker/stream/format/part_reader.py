@@ -137,8 +137,7 @@ class PartReader:
             read checks the returned data.
         blocks: indices of the blocks to read; None for all. If given, the ids of other blocks are neither read nor
             checked, dense tensors are checked when they are read, and owners are not checked.
-        dense: names of dense tensors to check in the constructor, together with the owners of ``blocks``; None for
-            neither.
+        dense: names of dense tensors to check at once, together with the owners of ``blocks``; None for neither.
 
     Raises:
         CorruptPartError: if the bytes do not match the record. Later reads may also raise it.

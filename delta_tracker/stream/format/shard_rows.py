@@ -15,7 +15,7 @@ from delta_tracker.types import ShardSpec
 
 
 def wanted(part: Part, shards: Mapping[str, ShardSpec]) -> set[int]:
-    """Return the indices of the blocks of a part that have rows and columns of this rank's ``shards``, by FQN."""
+    """Return the indices of the blocks of ``part`` that contain rows and columns of this rank's ``shards``."""
     return {
         number
         for number, block in enumerate(part.blocks)

@@ -1,11 +1,11 @@
-"""Compaction, which merges several deltas into one delta or into a snapshot, so that readers read fewer bytes.
+"""Compaction: merging of several deltas into one delta or into a snapshot, so that readers read fewer bytes.
 
-A merged entry is stored outside the log, is created after its parts, and only if no other entry has its name.
+A merged entry is stored outside the log. It is created after its parts, and only if no entry with its name exists.
 Therefore, any process may compact at any time.
 
-The newest value of each row and column range is kept. Blocks that overlap are copied as they are stored if they have
-the same encoding and columns. Otherwise their rows are decoded and split at every column edge. Readers get the same
-values in both cases, bit for bit.
+The newest value of each row and column range is kept. The stored bytes of overlapping blocks are copied if the blocks
+have the same encoding and columns. Otherwise, the rows are decoded and split at every column edge. In both cases,
+readers get bitwise identical values.
 """
 
 from __future__ import annotations
@@ -58,15 +58,16 @@ def compact(
 ) -> Manifest | None:
     """Merge the deltas after the newest snapshot into a larger delta, or fold them into a new snapshot.
 
-    A merged snapshot keeps the blocks of the old one and replaces their rows with newer ones. Rows with another
+    A merged snapshot keeps the blocks of the old snapshot, with newer values of their rows. Newer rows with another
     encoding or other columns are stored as additional blocks.
 
     Args:
         stream: store or log of the stream.
-        fold: create a snapshot once the deltas to merge have at least this fraction of the newest snapshot's size.
-        max_bytes: maximum bytes of versions held in memory. Versions that do not fit are left for a later call.
-        min_versions: minimum number of deltas that are not merged yet. With fewer, no delta is created, and only merged
-            deltas count towards ``fold``.
+        fold: fraction of the newest snapshot's size. Once the deltas to merge reach it, a snapshot is created.
+        max_bytes: maximum size of the versions in memory, in bytes. Versions that do not fit are merged by a later
+            call.
+        min_versions: minimum number of unmerged deltas. With fewer, no delta is created, and only merged deltas count
+            towards ``fold``.
         now: returns the Unix time in seconds.
 
     Returns:
@@ -75,7 +76,7 @@ def compact(
 
     Raises:
         MalformedError, CorruptPartError: if an entry or a part is invalid; nothing was merged.
-        StorageError: if the store fails, or is so slow that retention may have deleted the new parts.
+        StorageError: if the store fails, or is so slow that retention may have deleted the parts of the merged entry.
     """
     if type(fold) not in (int, float) or not 0 < fold < float("inf"):
         raise InvalidArgumentError("fold", fold, "Pass a positive fraction of the snapshot's bytes, such as 0.5")
@@ -126,7 +127,7 @@ class _Compaction:
     def merge(self, versions: Sequence[Manifest], *, fold_bytes: float = float("inf")) -> Manifest | None:
         """Merge ``versions``, oldest first, into a delta.
 
-        If they have ``fold_bytes`` or more, merge them and the newest snapshot into a new snapshot instead.
+        If the delta would have ``fold_bytes`` or more, merges them and the newest snapshot into a new snapshot.
         """
         draft = _delta(versions)
         rows, dense = self._read(versions)
@@ -173,7 +174,7 @@ class _Compaction:
         return parts, dense
 
     def _put(self, draft: Manifest, rows: Sequence[BlockRows], dense: _Dense) -> list[Part]:
-        """Write rows with their states, and dense tensors, to a new part. Return its record, if it is not empty."""
+        """Write rows, their states and dense tensors to a new part. Return its record in a list; ``[]`` if empty."""
         if not rows and not dense:
             return []
         name, states_name = (part_name(draft.version, draft.generation, author) for author in ("c", "cs"))
@@ -238,7 +239,7 @@ def _pieces(log: StreamLog, base: Manifest) -> list[Manifest]:
 
 
 def _run(pieces: Sequence[Manifest], max_bytes: int) -> list[Manifest]:
-    """Return the longest prefix with one schema that fits ``max_bytes``; empty if it has only claims."""
+    """Return the longest prefix with one schema that fits ``max_bytes``; empty if it contains only claims."""
     run: list[Manifest] = []
     encodings: dict[str, Encoding] = {}  # of the tables with raw ids in ``run``
     num_bytes = 0
@@ -260,7 +261,7 @@ def _schema(versions: Sequence[Manifest]) -> Schema:
 
 
 def _is_alike(new: Mapping[str, Encoding], held: Mapping[str, Encoding]) -> bool:
-    """Return True if the tables in both mappings have the same encodings, so that rows are merged without decoding."""
+    """Return True if tables in both mappings have the same encoding, so that rows can be merged without decoding."""
     return all(held.get(fqn, encoding) is encoding for fqn, encoding in new.items())
 
 
@@ -355,8 +356,8 @@ def _newest(table: TableSpec, columns: tuple[int, int], encoding: Encoding, sour
 def _chosen(block: Block, ids: Tensor, sources: Sequence[BlockRows], source: Tensor, index: Tensor) -> BlockRows:
     """Return ``N`` rows from several sources, with their states and owners.
 
-    ``ids``, ``source`` and ``index`` are ``[N]``: the ids of the rows, the number of each row's source, and its
-    position there. The sources have the same columns and encoding.
+    ``ids``, ``source`` and ``index`` are ``[N]``: the ids of the rows, the number of each row's source, and the row's
+    index in it. All sources have the same columns and encoding.
     """
 
     def read(column: Column, begin: int, end: int) -> Tensor:

@@ -1,21 +1,20 @@
-"""Retention: deletion of versions and objects that no reader needs. Log and Pins in FORMAT.md have the rules.
+"""Retention: deletion of versions and objects that no reader needs. FORMAT.md has the rules (Log and Pins).
 
 Versions are deleted oldest first, so that the entries that readers use form a contiguous range. These entries are kept:
 
 - the head and its parent;
-- each claim and the entry before it, without their objects. A fenced publisher tries to create one of these two, and
-  must fail;
-- the newest snapshot that is older than the grace period, and all later versions. A snapshot of which an object is
-  missing or has another size does not count;
+- each claim and the entry before it, without their objects, so that a fenced publisher cannot create these entries;
+- the newest snapshot that is older than the grace period, and all later versions. A snapshot does not count if one of
+  its objects is missing or has another size;
 - the entries that lead to the version of the newest pin.
 
 An *orphan* is an object that no process needs: one below ``parts/`` that no entry names, the draft of an interrupted
 write, the object of an interrupted probe, the heartbeat of a process that has ended, or the announcement of an
 interrupted pass.
 
-In a local store, the kept entries are synced before anything is deleted, and the deletions of entries before their
-objects are deleted. After a power loss, every entry therefore has its objects. Any process may run retention at any
-time.
+In a local store, the kept entries are synced before any deletion, and the deletions of entries are synced before their
+objects are deleted. After a power loss, the objects of every entry therefore exist. Any process may run retention at
+any time.
 """
 
 from __future__ import annotations
@@ -76,11 +75,11 @@ class Retention:
     Args:
         versions: maximum number of versions; None for no bound.
         seconds: maximum age of a version; None for no bound.
-        num_bytes: maximum size in bytes of all objects, summed from the newest version down; None for no bound.
+        num_bytes: maximum total size in bytes of the objects of the newest versions; None for no bound.
         grace_seconds: time for which a superseded snapshot and the versions after it are kept.
 
-    A heartbeat that is not replaced for a day is deleted, and after an hour a part that no entry names, a draft and the
-    object of a probe. The draft of a running write is always kept.
+    A heartbeat is deleted if it is not replaced for a day. A part that no entry names, a draft and the object of a
+    probe are deleted after an hour. The draft of a running write is always kept.
 
     Raises:
         InvalidArgumentError: if a bound is invalid.
@@ -106,7 +105,7 @@ class Retention:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retained:
-    """Numbers of log entries, merged entries and orphans that a pass deleted, and the bytes of parts and orphans."""
+    """Numbers of log entries, merged entries and orphans that a pass deleted, and sizes of the deleted objects."""
 
     versions: int = 0
     merged: int = 0
@@ -117,11 +116,11 @@ class Retained:
 def retain(stream: Storage | StreamLog, retention: Retention, now: Callable[[], float] | None = None) -> Retained:
     """Delete the versions, merged entries and orphans that ``retention`` does not keep.
 
-    Every entry is read first, and nothing is deleted if one cannot be read. An interrupted pass leaves a valid stream
-    and orphans. Objects whose names this library does not create are never deleted.
+    All entries are read first, and nothing is deleted if an entry cannot be read. An interrupted pass leaves a valid
+    stream. Objects whose names this library does not create are never deleted.
 
-    ``now`` returns the store's Unix time in seconds, for the ages of versions and merged entries. None uses the newest
-    modification time in the store.
+    ``now`` returns the store's Unix time in seconds, from which ages of versions and merged entries are computed. None
+    uses the newest modification time in the store.
 
     Raises:
         MalformedError: if an entry does not follow the format; nothing was deleted.
@@ -133,8 +132,8 @@ def retain(stream: Storage | StreamLog, retention: Retention, now: Callable[[], 
 class RetentionPasses:
     """Retention passes of a process that runs many of them over one log. Not thread-safe.
 
-    A pass reads only the entries that were created since the last one, and ends if no version and no merged entry is to
-    delete. Otherwise, and every ten minutes or less often, it runs :func:`retain`, whose time grows with the log.
+    A pass reads only the entries created since the last pass, and ends if there is no version or merged entry to
+    delete. Otherwise, and every ten minutes or less often, it runs :func:`retain`, which takes longer for a longer log.
     """
 
     def __init__(self, log: StreamLog, retention: Retention, now: Callable[[], float] | None = None) -> None:
@@ -193,7 +192,7 @@ class RetentionPasses:
 class _Held:
     """All entries of a stream, by version, and the objects that may be orphans.
 
-    Entries below the first gap are claims and the entries before them, and entries of delayed publishers.
+    The entries below the first gap are claims, the entries before claims, and entries of delayed publishers.
     """
 
     head: Manifest
@@ -285,12 +284,12 @@ def _needed(
     head: Manifest,
     before: float,
 ) -> tuple[int, int, list[Merged]]:
-    """Return the version at which all readers can start, the lowest one to keep in the log, and superseded entries.
+    """Return the version at which all readers can start, the lowest version to keep, and superseded merged entries.
 
-    The first result is the version of the newest snapshot, of the log or merged, that was committed at or before
-    ``before``; -1 without one. The superseded merged entries, sorted by name, are snapshots that end before it, deltas
-    that end at or before it or are covered by another one committed at or before ``before``, and all that end before it
-    in a stream that a promotion has ended. Merged entries that are ``lost`` supersede no others.
+    Readers can start at the newest snapshot, in the log or merged, that was committed at or before ``before``; -1 if
+    there is none. Superseded merged entries, sorted by name, are snapshots and entries of former streams that end
+    before this start, deltas that end at or before it, and deltas that another delta, committed at or before
+    ``before``, covers. Merged entries in ``lost`` do not supersede others.
     """
     in_time = [
         each
@@ -327,7 +326,7 @@ def _expired(held: _Held, retention: Retention, now: float) -> set[int]:
 
 
 def _guards(entries: Mapping[int, Manifest], head: Manifest) -> set[int]:
-    """Return the versions of all claims of the stream, of the entries before them, and of former promotions."""
+    """Return the versions of the stream's claims, of the entries before them, and of earlier promotions' claims."""
     # A delayed publisher may have given its claim the name of an entry that retention had deleted. Such a claim has a
     # lower version than the log's claim of the same generation, or a higher generation than the head.
     claims = {
@@ -390,7 +389,7 @@ class _Plan:
 
 @dataclass(slots=True)
 class _Left:
-    """State after a complete pass, by which later passes decide whether they may delete anything."""
+    """State after a complete pass, from which later passes decide whether they can delete anything."""
 
     head: Manifest
     first: int
@@ -416,7 +415,7 @@ class _Left:
         )
 
     def advance(self, log: StreamLog) -> bool:
-        """Read the entries that were created since. Return False if the log has another history now."""
+        """Read the entries created since the last call. Return False if the log now has another history."""
         found = log.successors(self.head)
         if found is None:
             return False
@@ -457,7 +456,7 @@ class _Deletions:
         self.is_over = False  # True once the deletions ended before all objects were deleted
 
     def of(self, names: Iterable[str]) -> list[str]:
-        """Delete objects, except drafts that are still being written. Return the names of those that were deleted."""
+        """Delete objects, except drafts that are still being written. Return the names of the deleted objects."""
         return [name for name in names if self._may_continue() and self._delete(name)]
 
     def _delete(self, name: str) -> bool:
@@ -467,7 +466,7 @@ class _Deletions:
         return True
 
     def _may_continue(self) -> bool:
-        """Return True if the next object may be deleted. Looks for a pin at every 100th object."""
+        """Return True if the next object may be deleted. Checks for a new pin at every 100th object."""
         if time.monotonic() >= self._ends_at:
             self.is_over = True
         if not self._left and not self.is_over:

@@ -36,13 +36,13 @@ class Upkeep:
     """Maintenance of a stream, which its publisher runs in threads of rank 0.
 
     Args:
-        retention: versions that the stream keeps. Others are removed every 16 versions. Only versions before a snapshot
-            can be removed: create snapshots with ``Cadence(snapshot_every=...)`` or ``compact_every``. None keeps all
-            versions.
+        retention: bounds on the versions that the stream keeps. Other versions are deleted every 16 versions. Only
+            versions before a snapshot can be deleted: create snapshots with ``Cadence(snapshot_every=...)`` or
+            ``compact_every``. None keeps all versions.
         compact_every: number of versions between two compactions, 2 or more; None disables compaction.
-        pointer_seconds: minimum time between two writes of the pointer object ``control/head.json``, by which readers
-            over http find new versions. It is written only after commits. Its failures are logged. None disables the
-            writes: readers over http then find no version.
+        pointer_seconds: minimum time between two writes of the pointer object ``control/head.json``, which readers over
+            http need to find new versions. It is written only after commits. Failures are logged. None disables the
+            writes.
 
     Raises:
         InvalidArgumentError: if an argument is invalid.
@@ -97,16 +97,16 @@ class _RetentionStep:
 class UpkeepThread:
     """Runner of compaction and retention in a background thread, one pass at a time. Not thread-safe.
 
-    A pass compacts before it deletes, and deletes even if the compaction failed. A failure is kept in :attr:`error`,
-    and logged unless the same step failed with the same kind of error before. The next pass retries.
+    A pass compacts before it deletes, and deletes even if the compaction failed. A failure is stored in :attr:`error`,
+    and logged unless the step's last failure was of the same kind. The next pass retries.
 
     Args:
         upkeep: settings of retention and compaction. This thread does not write the pointer object.
         retain_every: number of versions between retention passes.
         close_seconds: time that :meth:`close` waits for a running pass before it interrupts the pass.
-        on_pass: called in the background thread after each pass, with False if the pass deleted nothing and merged
-            nothing, otherwise with True, even if it failed or was interrupted. Must not raise.
-        on_failure: called with one of ``UPKEEP_STEPS`` each time it failed. Must not raise.
+        on_pass: called in the background thread after each pass: with False if the pass succeeded without a deletion or
+            merge, otherwise with True. Must not raise.
+        on_failure: called with the name of a step, one of ``UPKEEP_STEPS``, each time the step fails. Must not raise.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class UpkeepThread:
     def error(self) -> Exception | None:
         """Error of the last compaction or retention, without a traceback; None if neither failed.
 
-        If both failed, it is the error of the step that failed first.
+        If both failed, the error of the step that failed first.
         """
         return next(iter(self._errors.values()), None)
 
@@ -163,7 +163,7 @@ class UpkeepThread:
             self._thread = thread
 
     def close(self) -> None:
-        """Wait up to ``close_seconds`` for a running pass, then interrupt it. No pass starts after this call."""
+        """Wait up to ``close_seconds`` for a running pass, then interrupt the pass. No pass starts after this call."""
         self._is_closed = True
         if self._thread is not None:
             self._thread.join(self._close_seconds)

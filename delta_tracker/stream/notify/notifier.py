@@ -1,7 +1,7 @@
 """Hints that a version was committed, so that predictors can poll less often.
 
-A hint is a stream's id and a version. It may be lost, repeated, late, or forged: the receiver reads the store to find
-out which versions exist.
+A hint consists of a stream's id and a version. It may be lost, repeated, late, or forged: the receiver reads the store
+to find out which versions exist.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class Notifier(Protocol):
     """
 
     def announce(self, stream: str, version: int) -> None:
-        """Announce that ``version`` of the stream with this id is committed. Ignore an old or repeated version.
+        """Announce that ``version`` of the stream with id ``stream`` is committed. Ignore old and repeated versions.
 
         Must return within two seconds, even if the broker hangs.
         """
 
     def wait(self, stream: str, after: int, timeout_seconds: float) -> bool:
-        """Return True once a version above ``after`` was announced, even before the call; False at the timeout."""
+        """Return True once a version above ``after`` was announced, even before this call; False at the timeout."""
 
     def close(self) -> None:
         """Close the connections."""
@@ -84,8 +84,8 @@ class Hints:
     def wait(self, stream: str | None, after: int, timeout_seconds: float) -> bool:
         """Wait for a version above ``after``, the timeout or the stop flag. Return True after a hint. Never raises.
 
-        A hint ends one wait per version: if the caller still has the version ``after`` when it calls again, the hint
-        was wrong, and the call waits for the full timeout. Forged hints therefore cannot cause a busy loop.
+        A hint ends only one wait with the same ``after``: if the caller waits for a version above ``after`` again, the
+        hint was wrong, and the call waits for the full timeout. Forged hints therefore cannot cause a busy loop.
         """
         deadline = self._runtime.monotonic() + timeout_seconds
         while stream is not None and (stream, after) != self._believed and not self._stop.is_set():

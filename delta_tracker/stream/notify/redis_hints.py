@@ -1,4 +1,4 @@
-"""Hints of new versions through Redis Streams; requires the extra ``redis``."""
+"""Hints about new versions through Redis Streams. Requires the extra ``redis``."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from delta_tracker.errors import InvalidArgumentError, import_optional
 
 
 class RedisNotifier:
-    """:class:`~delta_tracker.stream.notify.notifier.Notifier` that keeps a stream's newest hint in a Redis stream.
+    """:class:`~delta_tracker.stream.notify.notifier.Notifier` that stores a stream's newest hint in a Redis stream.
 
-    The version is the id of the Redis entry, so Redis rejects an old or repeated version. Raises MissingExtraError
-    without the package ``redis``.
+    The version is the id of the Redis entry, so that Redis rejects an old or repeated version. Raises MissingExtraError
+    if the package ``redis`` is not installed.
 
     Args:
         url: ``redis://host:port/db``, ``rediss://...`` or ``unix://...``.
@@ -50,7 +50,7 @@ class RedisNotifier:
                 raise
 
     def wait(self, stream: str, after: int, timeout_seconds: float) -> bool:
-        """Wait for a version above ``after``. Return False after ``timeout_seconds``, at most the constructor's."""
+        """Wait for a version above ``after``. Return False at the timeout, which the constructor's timeout limits."""
         # For Redis, 0 means no timeout. Only the id of an entry is used, so malformed fields are harmless.
         block = max(1, int(1000 * min(timeout_seconds, self._timeout_seconds)))
         begin = "0-0" if after < 0 else _id(after)

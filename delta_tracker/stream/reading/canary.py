@@ -14,16 +14,16 @@ from delta_tracker.stream.log import StreamLog
 class Canary:
     """Distance that a predictor keeps from the newest version. Pass exactly one argument.
 
-    No version, snapshot or merged version above the bound is applied, even after a fault. The predictor waits if the
-    stream has no snapshot at or below the bound.
+    A version, snapshot or merged version that is closer to the newest version is not applied, even after a fault. The
+    predictor waits if no snapshot is far enough away.
 
     Args:
         versions: number of versions.
-        seconds: number of seconds between the times at which a version and the newest entry of the log were created,
-            both by the clocks of the publishers. A predictor without newer versions to compare with waits.
+        seconds: number of seconds between the creation of a version and that of the newest entry of the log, both taken
+            from the publishers' clocks. A predictor waits while there is no newer version to compare with.
 
     Raises:
-        InvalidArgumentError: if both or neither are given, or a value is not positive and finite.
+        InvalidArgumentError: if both arguments or none are given, or if a value is not positive and finite.
 
     Example:
         >>> Canary(versions=3).text
@@ -48,9 +48,9 @@ class Canary:
 
 
 class CanaryBound:
-    """Comparison of entries with the newest one of a log, which is remembered while the log has it.
+    """Comparison of entries with the newest entry of a log, which is cached as long as the log contains it.
 
-    A search from an older entry takes a number of requests that grows with the distance.
+    The number of requests grows with the distance between an older entry and the newest entry.
     """
 
     def __init__(self, canary: Canary, log: StreamLog) -> None:
@@ -59,7 +59,7 @@ class CanaryBound:
         self._newest: Manifest | None = None  # of the last search
 
     def allows(self, entry: Manifest) -> bool:
-        """Return True if a canary may apply an entry that was read."""
+        """Return True if the canary may apply ``entry``."""
         known = self._newest
         if known is not None:
             held = self._log.readable(known.version) if known.version >= entry.version else None

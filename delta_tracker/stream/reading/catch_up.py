@@ -26,9 +26,9 @@ class CatchUp:
     def find(self, position: Position) -> Manifest | None:
         """Return a merged delta or a newer snapshot to apply instead of many versions; None if there is none.
 
-        The merged delta is the longest that applies and skips at least 8 versions. A newer snapshot is returned instead
-        if its parts are smaller than those of all versions on the way to it; beyond 64 versions their size is
-        estimated. Entries that could not be applied or read before are skipped.
+        The merged delta is the longest one that can be applied and replaces at least 8 versions. A newer snapshot is
+        returned instead if its parts are smaller than those of the versions up to it, whose size is estimated beyond 64
+        versions. Entries that could not be applied or read earlier are skipped.
         """
         held = position.version
         if self._bound < held + _MIN_MERGED:  # otherwise, it need not be looked for again
@@ -45,7 +45,7 @@ class CatchUp:
         return merged
 
     def avoid(self, entry: Manifest) -> None:
-        """Skip an entry that cannot be applied until 64 more versions are applied."""
+        """Skip ``entry``, which cannot be applied, until 64 more versions have been applied."""
         self._avoided.add(_name(entry))
 
     def _newest_merged(self, kind: str, after: int, position: Position) -> Manifest | None:
@@ -75,7 +75,7 @@ class CatchUp:
         return leads_on and self._allows(entry)
 
     def _is_smaller(self, snapshot: Manifest, position: Position, merged: Manifest | None) -> bool:
-        """Return True if a snapshot has fewer bytes than ``merged`` and the versions after it, up to the snapshot's."""
+        """Return True if ``snapshot`` is smaller than ``merged`` and the versions from there to ``snapshot``."""
         if snapshot.merges is None:
             return True
         num_bytes = 0 if merged is None else merged.num_bytes

@@ -1,7 +1,7 @@
-"""Rules by which a reader decides what to apply next: :func:`decide`, a function of a :class:`View`.
+"""Rules by which a reader decides what to apply next: :func:`decide`, a pure function of a :class:`View`.
 
-A reader only moves forward: to a newer version of its stream, or to a stream that continues it. The exceptions are
-orders, tables whose rows are mixed, and a log that was replaced by an unrelated one.
+A reader only moves forward: to a newer version of its stream, or to a stream that continues it. Exceptions are orders,
+tables whose rows are mixed, and a log that was replaced by an unrelated one.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ from delta_tracker.stream.reading.position import Position, Rows
 from delta_tracker.stream.reading.seen import SeenLog
 
 CACHE_FAULTS = (CorruptPartError, MalformedError, MissingVersionError, StreamReplacedError)
-"""Faults that a cache can cause: an old 404, a short or damaged object, or objects of a stream that was replaced."""
+"""Faults that a cache can cause by an old 404, a truncated or damaged object, or objects of a replaced stream."""
 
 OF_ALL_URLS = (HeldVersionError, ModelMismatchError, PartialRowsError)
-"""Faults of an entry that does not fit the reader, whichever url it is read from."""
+"""Faults of an entry that does not fit the reader. They do not depend on the url from which the entry is read."""
 
 FAULTS = (*CACHE_FAULTS, *OF_ALL_URLS)
 """Errors of a version after which a merged version or a newer snapshot may still be applied."""
@@ -69,7 +69,7 @@ class Fault:
     error: StreamError
 
     def concerns(self, number: int, entry: Manifest) -> bool:
-        """Return True if an entry has this fault at url ``number``. Some errors apply to the entry at every url."""
+        """Return True if ``entry`` has this fault at the url ``number``. Some errors apply to an entry at every url."""
         if number != self.number and not isinstance(self.error, OF_ALL_URLS):
             return False
         own = self.entry
@@ -81,14 +81,14 @@ class View:
     """Input of a decision.
 
     Args:
-        logs: logs at the urls of the reader, the one that is followed first.
+        logs: logs at the urls of the reader, beginning with the current one.
         faults: entries that could not be applied in this round.
         num_failures: number of consecutive rounds that failed.
-        looks_for_gap: True to check, if the next entry is missing, whether it was deleted or is not committed yet.
+        looks_for_gap: True to check whether a missing next entry was deleted, or has not been committed.
         catches_up: True to look for an entry that replaces many versions.
-        surveys: True to check the other urls even if the first one shows nothing new.
-        is_partial: True if some urls are not read now, because they failed.
-        followed: the last pin or release that was carried out.
+        surveys: True to check the other urls even if the log at the current url has no newer version.
+        is_partial: True if some urls are not read in this round, because they failed.
+        followed: last pin or release that was carried out.
     """
 
     logs: tuple[SeenLog, ...]
@@ -104,11 +104,11 @@ class View:
 
     @property
     def is_patient(self) -> bool:
-        """False if one more consecutive storage error makes an unreadable object count as lost."""
+        """True unless an unreadable object counts as lost after the next consecutive storage error."""
         return self.num_failures < NUM_TRIES - 1
 
     def fault_of(self, log: SeenLog, entry: Manifest) -> StreamError | None:
-        """Return the known fault of an entry, or None."""
+        """Return the known fault of ``entry`` in ``log``, or None."""
         for each in self.faults:
             if each.concerns(log.number, entry):
                 return each.error
@@ -139,11 +139,11 @@ class Apply:
 
     Args:
         log: log to read them from.
-        entries: the entries. More than one are checked completely before the first row is written.
-        cause: fault that a resync overcomes; None otherwise.
-        is_elsewhere: True unless the entry is known to belong to the history of the applied version. Rows are then
-            mixed while it is written. Not set for an order.
-        order: the pin or the rollback that is followed, for which the gate is bypassed; None otherwise.
+        entries: the entries. If there are several, all are checked before the first row is written.
+        cause: fault because of which a resync is needed; None without a resync.
+        is_elsewhere: True if the entry may belong to another history than the applied version, so that rows are mixed
+            while it is written. False for an order.
+        order: pin or rollback that requires the entries, which then bypass the gate; None otherwise.
     """
 
     log: SeenLog
@@ -156,7 +156,7 @@ class Apply:
 
 @dataclass(frozen=True, slots=True)
 class Stay:
-    """Decision to apply nothing now, with the version at which an order keeps the reader."""
+    """Decision to apply nothing now. If an order keeps the reader at a version, ``pinned`` is this version."""
 
     log: SeenLog
     rule: Rule
@@ -166,7 +166,7 @@ class Stay:
 
 @dataclass(frozen=True, slots=True)
 class Doubt:
-    """Decision to read the objects that may have caused the fault ``error`` of a log again, past the caches."""
+    """Decision to read the objects that may have caused the fault ``error`` again, bypassing the caches."""
 
     rule: ClassVar[Rule] = Rule.CACHE
     log: SeenLog
@@ -185,9 +185,10 @@ Decision = Apply | Stay | Doubt | Fail
 
 
 def decide(view: View) -> Decision:
-    """Return what a reader does next.
+    """Return the next action of a reader.
 
-    The current log decides. If it cannot be used, or a survey is due, the other logs are tried in order.
+    The decision is based on ``view.logs[0]``. If that log cannot be used, or if ``view.surveys`` is True and it has no
+    newer version, the other logs are tried in order.
     """
     try:
         decision: Decision = _at(view.logs[0], view)
@@ -199,7 +200,7 @@ def decide(view: View) -> Decision:
 
 
 def _elsewhere(view: View, decision: Decision) -> Decision:
-    """Return the decision for another log than the current one; ``decision`` if no other log is better."""
+    """Return the decision for another log, or ``decision`` if no other log is better than the current one."""
     lead, *others = view.logs
     # Another log at rest is better then. If it lacks a version too, the fault of that one must be seen.
     error = decision.error if isinstance(decision, Fail) else None
@@ -223,7 +224,7 @@ def _elsewhere(view: View, decision: Decision) -> Decision:
 
 
 def _asks_others(decision: Decision, view: View) -> bool:
-    """Return True if the other logs must be checked too."""
+    """Return True if the other logs must be checked after ``decision`` for the current log."""
     if not isinstance(decision, Fail):
         return isinstance(decision, Stay) and view.surveys
     error = decision.error
@@ -255,10 +256,10 @@ def _at(log: SeenLog, view: View) -> Apply | Stay | Doubt:
 
 
 def _beside(log: SeenLog, view: View, position: Position, order: Order) -> Apply | Stay:
-    """Move to the stream of a new order if it continues the position's stream; otherwise, continue that stream.
+    """Follow an order of another stream than the position's, if that stream continues the position's stream.
 
-    The position's stream is followed until it ends or has a fault, as far as its own order allows. A reader at a pin
-    stays there until it can move, because the versions after the pin may be bad.
+    Otherwise, follow the position's stream until it ends or has a fault, as far as the stream's own order allows. A
+    reader at a pin stays there until it can move to the other stream, because the versions after the pin may be bad.
     """
     pin = _pin_of(view, position)
     joined = None
@@ -278,7 +279,7 @@ def _beside(log: SeenLog, view: View, position: Position, order: Order) -> Apply
 
 
 def _pin_of(view: View, position: Position) -> Order | None:
-    """Return the pin at which a reader is; None if it is at none, or if it no longer applies to this process."""
+    """Return the pin that keeps the reader at ``position``; None if there is none, or if this process released it."""
     pin, policy = view.followed, view.policy
     if pin is None or pin.kind != "pin" or policy.own is not None or policy.has_released(pin):
         return None
@@ -302,7 +303,7 @@ def _order(log: SeenLog, view: View) -> Order | None:
 
 
 def _ends(log: SeenLog, order: Order, own: Order) -> bool:
-    """Return True if an order ends a rollback of this process, because it is newer or belongs to a later stream."""
+    """Return True if ``order`` ends the rollback ``own``, because it is newer or belongs to a later stream."""
     if order.stream == own.stream:
         return order.counter > own.counter
     with suppress(MalformedError, StorageError):
@@ -311,7 +312,7 @@ def _ends(log: SeenLog, order: Order, own: Order) -> bool:
 
 
 def _is_newer(log: SeenLog, order: Order, former: Order) -> bool:
-    """Return True if an order is newer: its stream continues the other one's, or its counter is higher."""
+    """Return True if ``order`` is newer: its stream continues that of ``former``, or its counter is higher."""
     if order.stream != former.stream:
         streams = log.former_streams()
         if (order.stream in streams) != (former.stream in streams):
@@ -320,7 +321,7 @@ def _is_newer(log: SeenLog, order: Order, former: Order) -> bool:
 
 
 def _ordered(log: SeenLog, view: View, position: Position, order: Order) -> Apply | Stay:
-    """Follow an order of the position's stream, until another stream continues it."""
+    """Follow an order of the position's stream until another stream continues that stream."""
     is_there = order.is_followed_by(position)
     if is_there and order.kind == "release":
         return _forward(log, view, position)
@@ -340,7 +341,7 @@ def _not_yet(log: SeenLog, order: Order) -> Stay:
 
 
 def _to_order(log: SeenLog, view: View, order: Order) -> Apply | Stay:
-    """Apply the next entry on the way to a pin, or the newest snapshot at or after a release, if a canary allows it."""
+    """Apply the entries that lead to a pin, or the newest snapshot at or after a release, if a canary allows it."""
     if order.kind == "pin":
         return _to_pin(log, view, order)
     return _first(log, view, _released_snapshots(log, view, order), Rule.RELEASE) or _not_yet(log, order)
@@ -365,7 +366,7 @@ def _to_pin(log: SeenLog, view: View, order: Order) -> Apply | Stay:
 
 
 def _along(log: SeenLog, view: View, order: Order, path: Sequence[Manifest], start: Position | None = None) -> Apply:
-    """Follow a path. If one of its entries has a fault, follow another path to the same last entry."""
+    """Apply ``path``. If one of its entries has a fault, apply another path to the same last entry."""
     if (fault := _first_fault(log, view, path)) is not None:
         if (view.is_patient and isinstance(fault, StorageError)) or (
             log.is_doubted and isinstance(fault, CACHE_FAULTS)
@@ -385,7 +386,7 @@ def _first_fault(log: SeenLog, view: View, entries: Iterable[Manifest]) -> Strea
 
 
 def _named(log: SeenLog, order: Order) -> Manifest:
-    """Return the entry that a pin or a release names. Raise MissingVersionError if the log does not have it."""
+    """Return the entry that a pin or a release names. Raise MissingVersionError if it is missing in the log."""
     entry = log.named(order)
     if entry is None:
         raise _missing(order)
@@ -398,7 +399,7 @@ def _missing(order: Order) -> MissingVersionError:
 
 
 def _towards(log: SeenLog, view: View, order: Order) -> Apply | Stay:
-    """Follow the stream, but not past a pin that the canary does not allow yet: the versions after it may be bad."""
+    """Follow the stream up to a pin that the canary does not allow yet. The versions after the pin may be bad."""
     position, stay = view.position, _not_yet(log, order)
     if position is None or position.rows is Rows.MIXED:
         with suppress(NoSnapshotError):
@@ -430,7 +431,7 @@ def _released_snapshots(log: SeenLog, view: View, order: Order) -> Iterator[Mani
 
 
 def _has_ended(log: SeenLog, order: Order) -> bool:
-    """Return True if the newest entry of the log belongs to another stream than that of an order."""
+    """Return True if the newest entry of the log does not belong to the stream of ``order``."""
     try:
         head = log.head()
     except MalformedError:  # perhaps why the stream was pinned
@@ -439,7 +440,7 @@ def _has_ended(log: SeenLog, order: Order) -> bool:
 
 
 def _succession(log: SeenLog, view: View, position: Position, order: Order) -> Apply | Stay:
-    """Leave a stream that ended while an order applied to it: the versions after a pin may be bad."""
+    """Leave a stream that ended while an order applied to it, for a snapshot of the streams that continue it."""
     _check_may_follow(log, view, position)
     found = takewhile(lambda each: each.stream != order.stream, _snapshots(log, view))
     decision = _first(log, view, found, Rule.SUCCESSION)
@@ -451,7 +452,7 @@ def _succession(log: SeenLog, view: View, position: Position, order: Order) -> A
 
 
 def _begin(log: SeenLog, view: View, order: Order | None) -> Apply | Stay:
-    """Begin with the version of an order, or the newest snapshot."""
+    """Begin with the version of ``order``, or with the newest snapshot if there is no order for the newest stream."""
     if order is None:
         return _start(log, view)
     if order.kind == "rollback":
@@ -502,7 +503,7 @@ def _newest(log: SeenLog, view: View, found: Iterable[Manifest], cause: StreamEr
 
 
 def _forward(log: SeenLog, view: View, position: Position, bound: int | None = None) -> Apply | Stay:
-    """Apply the next version up to ``bound``, or an entry that replaces many. After a fault, skip its version."""
+    """Apply the next version, up to ``bound``, or an entry that replaces many. Skip a version that has a fault."""
     ahead = log.ahead(position) if view.catches_up and bound is None else None
     if ahead is not None and _skips_to(log, view, position, ahead) and view.fault_of(log, ahead) is None:
         return Apply(log, (ahead,), Rule.CATCH_UP, is_elsewhere=_is_unproven(log, view, ahead))
@@ -520,7 +521,7 @@ def _forward(log: SeenLog, view: View, position: Position, bound: int | None = N
 
 
 def _skips_to(log: SeenLog, view: View, position: Position, ahead: Manifest) -> bool:
-    """Return True if an entry that replaces many versions continues the history of a position."""
+    """Return True if ``ahead``, which replaces many versions, continues the history of ``position``."""
     if ahead.kind == "snapshot":
         return _is_forward(log, view, position, ahead)
     return continues(log, position, ahead)
@@ -548,7 +549,7 @@ def _around(log: SeenLog, view: View, position: Position, fault: StreamError, bo
 
 
 def _joins(log: SeenLog, view: View, position: Position, cause: StreamError) -> Apply | Stay | None:
-    """Follow an order of a stream that continues the position's stream; None if there is no such order."""
+    """Return the decision for an order of a stream that continues the position's stream; None without such an order."""
     order = _order(log, view)
     if order is None or order.stream == position.stream:
         return None
@@ -566,7 +567,7 @@ def _joins(log: SeenLog, view: View, position: Position, cause: StreamError) -> 
 
 
 def _is_forward(log: SeenLog, view: View, position: Position, snapshot: Manifest) -> bool:
-    """Return True if a snapshot is newer than a position, or its stream continues that of the position."""
+    """Return True if ``snapshot`` is newer than ``position``, or its stream continues that of ``position``."""
     if snapshot.stream != position.stream:
         _check_may_follow(log, view, position)
         return True
@@ -583,7 +584,7 @@ def _has_others(view: View) -> bool:
 
 
 def _all_others(log: SeenLog, view: View, lacks: Callable[[SeenLog], bool]) -> bool:
-    """Return True if all other urls can be read, and ``lacks`` returns True for each of their logs."""
+    """Return True if the logs at all other urls can be read, and ``lacks`` returns True for each of them."""
     try:
         return not view.is_partial and all(lacks(other) for other in view.logs if other.number != log.number)
     except (MalformedError, StorageError):
@@ -591,10 +592,10 @@ def _all_others(log: SeenLog, view: View, lacks: Callable[[SeenLog], bool]) -> b
 
 
 def _check_may_follow(log: SeenLog, view: View, position: Position) -> None:
-    """Raise StreamReplacedError unless a reader may change from its stream to the newest one of a log.
+    """Raise StreamReplacedError unless a reader may change from its stream to the newest stream of ``log``.
 
-    It may if the newest stream continues its own stream. It also may if all logs can be read, none has its own stream,
-    and the newest entry is newer than the position, which has whole seconds: a missing directory may have its own one.
+    A reader may change if the newest stream continues its stream. It may also change if all logs can be read, none
+    contains its stream, and the newest entry is newer than the position: a missing directory may contain the stream.
     """
 
     def lacks(other: SeenLog) -> bool:
@@ -617,7 +618,7 @@ def _snapshots(log: SeenLog, view: View, bound: int | None = None) -> Iterator[M
 
 
 def _allows(log: SeenLog, view: View, bound: int | None = None) -> Allows | None:
-    """Return the function that rejects entries above a canary's bound or ``bound``; None if neither applies."""
+    """Return a function that rejects entries which the canary does not allow or which are above ``bound``, or None."""
     if not view.policy.is_canary and bound is None:
         return None
 
@@ -628,7 +629,7 @@ def _allows(log: SeenLog, view: View, bound: int | None = None) -> Allows | None
 
 
 def _is_unproven(log: SeenLog, view: View, entry: Manifest) -> bool:
-    """Return True if a snapshot may belong to another history than the position, whose entry the log lacks."""
+    """Return True if ``entry`` may belong to another history than the position, whose entry is not in ``log``."""
     position = view.position
     if position is None or position.stream != entry.stream:
         return True
@@ -638,7 +639,7 @@ def _is_unproven(log: SeenLog, view: View, entry: Manifest) -> bool:
 def _first(
     log: SeenLog, view: View, entries: Iterable[Manifest], rule: Rule, cause: StreamError | None = None
 ) -> Apply | None:
-    """Apply the first entry without a fault. If all have one, raise the first fault unless ``cause`` is given."""
+    """Apply the first entry without a fault. If all have faults, raise the first fault unless ``cause`` is given."""
     first: StreamError | None = None
     num_unreadable = 0
     for entry in entries:

@@ -17,12 +17,12 @@ class Order:
     """Order to apply one version and stay at it, or to continue from it: a pin, a release, or a rollback.
 
     Args:
-        counter: counter of the pin or release; of a rollback, that of the newest pin when it was made.
-        kind: ``pin`` to apply the version and stay there; ``release`` to continue from it or from a later snapshot;
-            ``rollback`` for a pin of this process, which bypasses a canary and ends with its release.
+        counter: counter of the pin or release; for a rollback, counter of the newest pin at the time of the rollback.
+        kind: ``pin`` to apply the version and stay there; ``release`` to continue from the version or a later snapshot;
+            ``rollback`` for a pin of this process only, which bypasses a canary.
         link: link of the entry; None for a rollback.
-        newest: newest version when the order was made.
-        is_new: True if it was not known in the round before.
+        newest: newest version at the time of the order.
+        is_new: True if the order was not known in the previous round.
     """
 
     counter: int
@@ -36,12 +36,12 @@ class Order:
 
     @classmethod
     def of(cls, pin: Pin) -> Order:
-        """Return the order of a pin or a release."""
+        """Return the order that ``pin``, a pin or a release, gives."""
         link = Link(pin.version, pin.xxh3)
         return cls(pin.counter, pin.kind, pin.stream, pin.version, link, pin.bad, pin=pin)
 
     def is_followed_by(self, position: Position | None) -> bool:
-        """Return True if a reader at a position has carried out the order."""
+        """Return True if a reader at ``position`` has carried out the order."""
         if position is None or position.stream != self.stream or position.rows is Rows.MIXED:
             return False
         if self.kind == "release":
@@ -56,7 +56,7 @@ class Policy:
 
     Args:
         own: rollback of this process.
-        released: pin or release that no longer applies to this process, like all earlier ones of its stream.
+        released: pin or release that no longer applies to this process. Earlier ones of its stream do not apply either.
     """
 
     follows_pins: bool = False
@@ -65,22 +65,22 @@ class Policy:
     is_canary: bool = False
 
     def has_released(self, order: Order) -> bool:
-        """Return True if an order no longer applies to this process."""
+        """Return True if ``order`` no longer applies to this process."""
         released = self.released
         return released is not None and order.stream == released.stream and order.counter <= released.counter
 
 
 class Orders:
-    """Orders to one reader, with the last ones that it has followed.
+    """Orders to one reader, including the last order that it has followed.
 
-    The newest order of all urls applies, even if it was followed and no url shows it any longer: a mirror may lag. At a
-    promoted mirror, its own orders come before those of the former streams.
+    The newest order of all urls applies. It also applies if it was followed and is no longer found at any url, because
+    a mirror may lag. At a promoted mirror, orders of its stream take precedence over those of the former streams.
 
-    Only one thread at a time may use it, except :meth:`release` and :attr:`followed`.
+    Not thread-safe, except :meth:`release` and :attr:`followed`.
 
     Attributes:
-        policy: choices of the process, without the calls of :meth:`release` since :meth:`begin`.
-        followed: the last pin or release that was carried out; None before the first.
+        policy: choices of the process. Calls of :meth:`release` take effect at the next :meth:`begin`.
+        followed: last pin or release that was carried out; None if there was none.
     """
 
     def __init__(self, policy: Policy, sources: Sequence[Source]) -> None:
@@ -107,9 +107,9 @@ class Orders:
         return self.policy
 
     def newest(self, number: int, *, at_once: bool = False) -> Order | None:
-        """Return the newest pin or release of a url, or another one that is newer. See :meth:`PinReader.order`.
+        """Poll the url ``number`` for pins (see :meth:`PinReader.order`), and return the newest order of all urls.
 
-        If a forged pin was dropped, the record that it was followed is dropped too.
+        If a forged pin was dropped, also drops the record that the pin was followed.
         """
         if not self.policy.follows_pins:
             return None
@@ -132,7 +132,7 @@ class Orders:
         return [each for each in found if each.stream not in former] or found
 
     def named(self, order: Order, source: Source) -> Manifest | None:
-        """Return the entry that a pin or a release names; None if the log does not have it."""
+        """Return the entry that a pin or a release names; None if it is missing in the log of ``source``."""
         entry = source.log.read(order.version)
         is_there = entry is not None and (entry.stream, entry.link) == (order.stream, order.link)
         if is_there:
@@ -152,7 +152,7 @@ class Orders:
             self._begun = replace(order, is_new=False)
 
     def record(self, position: Position | None) -> Order | None:
-        """Record the newest order at the end of a round. Return it if a reader at a position has followed it."""
+        """Record the newest order at the end of a round. Return it if a reader at ``position`` has followed it."""
         order, self._stream = self._newest, "" if position is None else position.stream
         self._known = None if order is None else replace(order, is_new=False)
         if order is None or not order.is_followed_by(position):
@@ -163,7 +163,7 @@ class Orders:
         return order
 
     def load(self, written: Written) -> None:
-        """Start from a saved position, and from the order that was followed there."""
+        """Start from a saved position and the order that led to it."""
         position, counter = written.position, written.pin or written.release
         self.followed = self._begun = None
         self._stream = "" if position is None else position.stream
@@ -172,7 +172,7 @@ class Orders:
             self.followed = Order(counter, kind, position.stream, link.version, link, link.version)
 
     def roll_back(self, entry: Manifest) -> None:
-        """Make this process apply an entry and stay there until :meth:`release`. Ignores orders known so far."""
+        """Make this process apply ``entry`` and stay there until :meth:`release`. Ignores all orders known now."""
         former = () if self.begin().own is None else self._overruled
         known = {*former, *self._shown.values(), self.followed}
         self._overruled = tuple(each for each in known if each is not None and each.stream == entry.stream)
@@ -183,14 +183,14 @@ class Orders:
         self.policy = replace(self.policy, own=replace(own, counter=counter))
 
     def release(self) -> None:
-        """End a rollback of this process. Without one, end the pin that is followed or begun, for this process.
+        """End the rollback of this process. If there is none, release this process from the pin that it follows.
 
         Any thread may call it at any time. It takes effect in the next round.
         """
         self._releases.append(self._begun or self.followed)
 
     def _drop(self, pin: Pin, counter: int) -> None:
-        """Drop a forged pin. From its url, only pins up to a counter are accepted afterwards."""
+        """Drop a forged pin. ``counter`` is the highest valid counter at its url."""
         order = Order.of(pin)
         if self._begun == order:
             self._begun = None

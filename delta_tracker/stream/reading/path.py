@@ -1,6 +1,6 @@
-"""Search for the entries that lead to a version: pure functions of the entries of a log.
+"""Find the entries that lead to a version: pure functions of the entries of a log.
 
-``allows`` returns False for an entry that the reader must not apply yet; None allows every entry.
+The argument ``allows`` returns False for an entry that the reader must not apply yet. None allows every entry.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ReadMerged = Callable[[Merged], Manifest | None]
 
 
 class Entries(Protocol):
-    """Entries of one log: a :class:`~delta_tracker.stream.log.StreamLog`, or the part that a round has read.
+    """Entries of one log: a :class:`~delta_tracker.stream.log.StreamLog`, or a view of it that is fixed for a round.
 
     The methods raise MalformedError for an entry that does not follow the format, and StorageError if the store cannot
     be read.
@@ -47,7 +47,7 @@ class Entries(Protocol):
         """Return the entry of a version; None if it does not exist."""
 
     def read_merged(self, merged: Merged) -> Manifest | None:
-        """Return a merged entry; None if it does not exist."""
+        """Return the entry of ``merged``; None if it does not exist."""
 
     def merged(self, *, after: int = -1) -> list[Merged]:
         """Return references to the merged entries with a last version above ``after``, ascending."""
@@ -59,7 +59,7 @@ class Entries(Protocol):
         """Return the newest entry; None if there is none."""
 
     def is_committed(self, entry: Manifest) -> bool:
-        """Return True if an entry that was read, such as a claim, is part of the log."""
+        """Return True if ``entry``, which was read, is part of the log; see :meth:`StreamLog.is_committed`."""
 
 
 def readable(read: Callable[[_T], Manifest | None], what: _T) -> Manifest | None:
@@ -77,10 +77,10 @@ def newest_readable(log: Entries) -> Manifest | None:
 
 
 def next_entry(log: Entries, position: Position, entry: Manifest | None) -> Manifest | None:
-    """Return the entry that :meth:`Source.next` found after a position; None if it found none.
+    """Check ``entry``, the result of :meth:`Source.next` for ``position``, and return it.
 
-    Raises StreamReplacedError if it does not follow the position's, and MissingVersionError for a claim that is not
-    part of the log.
+    Raises StreamReplacedError if its parent is not the position's entry, and MissingVersionError if it is a claim that
+    is not part of the log.
     """
     if entry is None:
         return None
@@ -95,8 +95,8 @@ def next_entry(log: Entries, position: Position, entry: Manifest | None) -> Mani
 def snapshots(log: Entries, *, allows: Allows | None = None, skips_unreadable: bool = False) -> Iterator[Manifest]:
     """Yield the snapshots that a reader can start from, newest first.
 
-    With ``skips_unreadable``, skips up to two consecutive entries of the log that cannot be read or are malformed. Such
-    merged entries are always skipped, because they add no information.
+    With ``skips_unreadable``, skips up to two consecutive entries of the log that are unreadable or malformed.
+    Unreadable merged entries are always skipped, because they are redundant.
     """
     found = _snapshots(log, skips_unreadable=skips_unreadable, are_all_merged=skips_unreadable or allows is not None)
     return (each for each in found if allows is None or allows(each))
@@ -134,9 +134,9 @@ def _snapshots(log: Entries, *, skips_unreadable: bool, are_all_merged: bool) ->
 def merged_deltas(
     log: Entries, position: Position, *, allows: Allows | None, skips_unreadable: bool
 ) -> Iterator[Manifest]:
-    """Yield the merged deltas that a reader at a position can apply, the one with the highest last version first.
+    """Yield the merged deltas that a reader at ``position`` can apply, ordered by last version, highest first.
 
-    A malformed one ends the search, because merged entries add no information.
+    A malformed merged delta ends the search, because merged deltas are redundant.
     """
     with suppress(MalformedError, *([StorageError] if skips_unreadable else [])):
         for merged in reversed(log.merged(after=position.version)):
@@ -147,7 +147,7 @@ def merged_deltas(
 
 
 def is_next(merged: Manifest, position: Position) -> bool:
-    """Return True if a reader at a position can apply a merged delta."""
+    """Return True if a reader at ``position`` can apply ``merged``, a merged delta."""
     parent = merged.parent
     if merged.stream != position.stream or merged.generation < position.generation or parent is None:
         return False
@@ -155,12 +155,12 @@ def is_next(merged: Manifest, position: Position) -> bool:
 
 
 def path_to(log: Entries, version: int, *, position: Position | None = None, of_any: bool = False) -> list[Manifest]:
-    """Return the entries to apply to reach a version, in order: a snapshot and its successors up to the version.
+    """Return the entries that lead to a version, in order: a snapshot and its successors up to the version.
 
-    The version belongs to the newest stream of the log. The position of the reader, if there is one, must belong to it
-    too. With ``of_any``, also accepts a version of a former stream, or below a malformed newest entry.
+    The version must belong to the newest stream of the log, and so must ``position``, the position of the reader, if
+    given. With ``of_any``, the version may also belong to a former stream, or be below a malformed newest entry.
 
-    Raises InvalidArgumentError if the version is invalid or not committed yet, StreamReplacedError if the position
+    Raises InvalidArgumentError if the version is invalid or has not been committed, StreamReplacedError if the position
     belongs to another stream, and the errors of :func:`path_to_entry`.
     """
     head = _newest_below(log, version) if of_any else log.head()
@@ -191,13 +191,13 @@ def path_to_entry(
     position: Position | None = None,
     shortcut: ReadMerged | None = None,
 ) -> list[Manifest]:
-    """Return the entries to apply to reach an entry: those after a position, or a snapshot and its successors.
+    """Return the entries that lead to ``target``: the entries after a position, or a snapshot and its successors.
 
-    Begins with the newest snapshot before the target, of the log or merged. With a position at or above the newest
-    snapshot of the log, begins after it, if all later entries are deltas and claims. The list is empty if the target,
-    which may be a merged entry, is that of the position. ``newest`` is the newest version, for messages. ``shortcut``
-    reads a merged entry to apply instead of the versions that it replaces, and returns None if it must not be used;
-    without it, merged deltas are used only for versions that the log lacks.
+    The path begins with the newest snapshot, in the log or merged, up to the target. If ``position`` is at or above the
+    newest snapshot of the log, and all later entries are deltas and claims, it begins after ``position``. The path is
+    empty if the position's entry is the target, which may be a merged entry. ``newest`` is the newest version, for
+    error messages. ``shortcut`` reads a merged entry to apply instead of the versions that it replaces, and returns
+    None if the entry must not be used. Without ``shortcut``, merged deltas are used only for missing versions.
 
     Raises:
         MissingVersionError: if a required entry is missing or was replaced.
@@ -217,7 +217,7 @@ def path_to_entry(
 def _path(
     log: Entries, target: Manifest, newest: int, position: Position | None, shortcut: ReadMerged | None
 ) -> list[Manifest]:
-    """Go back from the target by the links of the entries, to a position or to the first snapshot."""
+    """Follow the links of the entries back from ``target``, to ``position`` or to the first snapshot."""
     after = (target.snapshot or 0) - 1 if position is None else position.version
     merged = [] if position is not None and shortcut is None else log.merged(after=after)
     starts = [each for each in merged if position is None and each.kind == "snapshot" and each.last <= target.version]
@@ -251,7 +251,7 @@ def _path(
 
 
 def _over(log: Entries, version: int, merged: Sequence[Merged], path: Sequence[Manifest]) -> Manifest | None:
-    """Return a merged entry that replaces a version and ends with an entry of a path; None if there is none."""
+    """Return a merged entry that replaces ``version`` and ends with an entry of ``path``; None if there is none."""
     spans = [each for each in merged if each.kind == "delta" and each.first <= version < each.last]
     # A store that cannot list names no older ones. Retention keeps the entry that a snapshot ends with, and one more.
     spans += [Merged(each.version, 0, "snapshot") for each in reversed(path[-2:])]
@@ -261,7 +261,7 @@ def _over(log: Entries, version: int, merged: Sequence[Merged], path: Sequence[M
 
 
 def _newest_below(log: Entries, version: int) -> Manifest | None:
-    """Return the newest entry. If it is malformed, return the newest well-formed one that reaches ``version``."""
+    """Return the newest entry or, if it is malformed, the newest well-formed entry, which must reach ``version``."""
     try:
         return log.head()
     except MalformedError:
@@ -274,10 +274,10 @@ def _newest_below(log: Entries, version: int) -> Manifest | None:
 def committed_entry(
     log: Entries, version: int, head: Manifest, *, link: Link | None = None, of_any: bool = False
 ) -> Manifest:
-    """Return the log's entry of a version, or a merged entry that ends with it.
+    """Return the entry of ``version`` in the log, or a merged entry that ends with this version.
 
-    The entry must have ``link``, unless that is None, and be of the stream of ``head``, the newest entry; with
-    ``of_any``, of any stream. Raises MissingVersionError if there is none, or only a claim that is not part of the log.
+    The entry must match ``link``, if given, and belong to the stream of ``head``, the newest entry, unless ``of_any``
+    is True. Raises MissingVersionError if there is no such entry, or only a claim that is not part of the log.
     """
     entry = _entry(log, version, link)
     if entry is None or (entry.stream != head.stream and not of_any):
@@ -301,34 +301,34 @@ def _entry(log: Entries, version: int, link: Link | None) -> Manifest | None:
 
 
 def _is_other_copy(log: Entries, position: Position) -> bool:
-    """Return True if a log of the position's stream ends before the position, or has another entry in its place."""
+    """Return True if a log of the position's stream ends before the position, or its entry there differs."""
     head = log.head()
     return (head is not None and head.version < position.version) or has_other_entry(log, position)
 
 
 def has_other_entry(log: Entries, position: Position) -> bool:
-    """Return True if a log has another entry at the version of the position."""
+    """Return True if the log's entry at the position's version differs from the position's entry."""
     held = readable(log.read, position.version)
     return held is not None and not position.names(held)
 
 
 def continues(log: Entries, position: Position, merged: Manifest) -> bool:
-    """Return False if a merged delta belongs to another history than the position, so that it lacks rows."""
+    """Return False if ``merged`` belongs to another history than the position, and may therefore lack rows."""
     assert merged.parent is not None, "the entry before a delta"
     return merged.parent.version == position.version or not has_other_entry(log, position)
 
 
 def is_forward(log: Entries, position: Position, entry: Manifest) -> bool:
-    """Return True if an entry of the position's stream is newer. In another copy, its version may be lower."""
+    """Return True if ``entry``, of the position's stream, is newer. In another copy, its version may be lower."""
     if position.precedes(entry):
         return entry.version > position.version or _is_other_copy(log, position)
     return _is_restored(log, position, entry) and _is_other_copy(log, position)
 
 
 def _is_restored(log: Entries, position: Position, entry: Manifest) -> bool:
-    """Return True if a publisher continues an older copy, which has lost claims, so that its generation is not higher.
+    """Return True if a publisher has continued an older copy of the log, from which later claims are missing.
 
-    Its entries are committed after the position's entry. The entries of a lagging copy are not.
+    Its generation is then not higher. But unlike entries of a lagging copy, its entries are newer than the position's.
     """
     head = log.head()
     return head is not None and head.generation == entry.generation and position.is_long_before(entry)
@@ -346,18 +346,18 @@ def check_is_newer(log: Entries, position: Position) -> None:
 def former_streams(
     log: Entries, head: Manifest, read: Callable[[int], Manifest | None] | None = None
 ) -> tuple[str, ...]:
-    """Return the streams that the stream of the newest entry continues, the last one first.
+    """Return the streams that the stream of ``head`` continues, the newest stream first.
 
-    ``read`` returns an entry; None if it cannot be read. By default, the entries of ``log`` are read.
+    ``read`` returns an entry, or None if the entry cannot be read. By default, reads the entries of ``log``.
     """
     claims = forks(log.versions(), head.stream, read or partial(readable, log.read))
     return tuple(each.forked_from.stream for each in claims if each.forked_from is not None)
 
 
 def forks(versions: list[int], stream: str, read: Callable[[int], Manifest | None]) -> Iterator[Manifest]:
-    """Yield the claims that started a stream and its former streams, newest first.
+    """Yield the claims that started ``stream`` and its former streams, newest first.
 
-    ``versions`` are those of the log, ascending. The last one belongs to ``stream``.
+    ``versions`` are the versions of the log, ascending. The last version belongs to ``stream``.
     """
     found = {stream}
     while versions:

@@ -1,4 +1,4 @@
-"""Position of a reader in a stream, and what it has written: :class:`Position` and :class:`Written`."""
+"""Position of a reader in a stream, and versions that it has written: :class:`Position` and :class:`Written`."""
 
 from __future__ import annotations
 
@@ -63,23 +63,23 @@ class Position:
         return cls(entry.stream, entry.link, entry.generation, int(entry.created))
 
     def names(self, entry: Manifest | None) -> bool:
-        """Return True if ``entry`` is the entry at this position; False for None."""
+        """Return True if ``entry`` is the entry at this position. Return False if it is None."""
         return entry is not None and (entry.stream, entry.link) == (self.stream, self.link)
 
     def leads_to(self, entry: Manifest) -> bool:
-        """Return True if an entry that was read is the next one after this position."""
+        """Return True if ``entry`` is the next entry after this position."""
         follows = entry.stream == self.stream and entry.parent == self.link
         return follows and entry.generation >= self.generation
 
     def precedes(self, entry: Manifest) -> bool:
-        """Return True if an entry of the same stream is newer.
+        """Return True if ``entry``, of the same stream, is newer than this position.
 
         The generation is compared first, because publishers fence each other by generations.
         """
         return (entry.generation, entry.version) > (self.generation, self.version)
 
     def is_long_before(self, entry: Manifest) -> bool:
-        """Return True if an entry was committed later by more than the maximum difference of two clocks."""
+        """Return True if ``entry`` was committed more than ``SKEW_SECONDS``, the tolerated clock skew, later."""
         return entry.created > self.created + SKEW_SECONDS
 
     def to_dict(self) -> dict[str, str | int]:
@@ -110,8 +110,8 @@ class Written:
         xxh3: 128-bit xxh3 of the entry of ``version``, in hex; None if ``version`` is None.
         generation: generation of that entry; None if ``version`` is None.
         created: Unix time at which that entry was committed, in whole seconds; None if ``version`` is None.
-        pin: counter of the pin that led to ``version``; 0 without one.
-        release: counter of the last release that was followed; 0 without one, or if ``pin`` is above 0.
+        pin: counter of the pin that led to ``version``; 0 without a pin.
+        release: counter of the last release that was followed; 0 without a release, or if ``pin`` is above 0.
         applying: newest version that may be partly written; None if there is no such version.
         applying_xxh3: 128-bit xxh3 of the entry of ``applying``, in hex; None if ``applying`` is None.
         applying_generation: generation of that entry; None if ``applying`` is None.
@@ -132,16 +132,16 @@ class Written:
 
     @property
     def position(self) -> Position | None:
-        """Position after :attr:`version`; None before the first one."""
+        """Position after :attr:`version`; None before the first version."""
         if self.version is None or self.xxh3 is None or self.generation is None or self.created is None:
             return None
         rows = Rows.MIXED if self.is_mixed else Rows.WHOLE if self.applying is None else Rows.AHEAD
         return Position(self.stream, Link(self.version, self.xxh3), self.generation, self.created, rows)
 
     def leaves_rows(self, entry: Manifest) -> bool:
-        """Return True if an entry of another history would not overwrite all rows of a partly written version.
+        """Return True if applying ``entry`` could leave rows of the partly written version in place.
 
-        Only a snapshot overwrites them.
+        This is the case if ``entry`` is not a snapshot, and conflicts with that version instead of continuing from it.
         """
         if self.applying is None or entry.kind == "snapshot" or entry.stream != self.stream:
             return False
@@ -150,9 +150,9 @@ class Written:
         return self.applying > entry.version and (self.applying_generation or 0) < entry.generation
 
     def begun(self, entry: Manifest, *, is_elsewhere: bool) -> Self:
-        """Return the state while rows of an entry of this stream are written.
+        """Return the state while rows of ``entry``, an entry of this stream, are written.
 
-        With ``is_elsewhere``, its rows may belong to another history than those of :attr:`version`.
+        With ``is_elsewhere``, the entry may belong to another history than :attr:`version`.
         """
         begun = replace(self, is_mixed=self.is_mixed or is_elsewhere)
         if self.applying is not None and self.applying > entry.version:
@@ -161,7 +161,7 @@ class Written:
         return replace(begun, applying=link.version, applying_xxh3=link.xxh3, applying_generation=entry.generation)
 
     def finished(self, entry: Manifest) -> Self:
-        """Return the state once all rows of an entry of this stream are written.
+        """Return the state once all rows of ``entry``, an entry of this stream, are written.
 
         A newer version that was interrupted remains partly written until a snapshot, or a version with the same or a
         higher number, is complete.
@@ -172,7 +172,7 @@ class Written:
         return replace(finished, applying=None, applying_xxh3=None, applying_generation=None)
 
     def at(self, entry: Manifest) -> Self:
-        """Return a copy with the version of an entry."""
+        """Return a copy with the version of ``entry``."""
         link, created = entry.link, int(entry.created)
         return replace(self, version=link.version, xxh3=link.xxh3, generation=entry.generation, created=created)
 

@@ -35,7 +35,7 @@ class OneThread:
         threading._register_atexit(_end, self._actions, self._thread)  # type: ignore[attr-defined]  # noqa: SLF001
 
     def submit(self, action: Callable[..., T], *args: object) -> Future[T]:
-        """Run an action after all earlier ones. Return its future. Raises RuntimeError after :meth:`shutdown`."""
+        """Run ``action`` after all earlier actions. Return its future. Raises RuntimeError after :meth:`shutdown`."""
         if self._is_ended:
             raise RuntimeError("the thread has ended: build a new object")
         future: Future[T] = Future()
@@ -75,7 +75,7 @@ class Runtime:
         sleep: waits for a number of seconds. A reader's thread can be interrupted during the wait.
         wait: waits for an event, or for a number of seconds. Returns True if the event is set.
         clock: returns the Unix time of this host in seconds.
-        executor: creates a thread that runs actions, given the prefix of its name.
+        executor: takes a thread name prefix, and returns an executor that runs actions in one thread.
     """
 
     monotonic: Callable[[], float] = time.monotonic

@@ -1,4 +1,4 @@
-"""Snapshot of a log for one round of a reader: :class:`SeenLog`."""
+"""Consistent view of a log for one round of a reader: :class:`SeenLog`."""
 
 from __future__ import annotations
 
@@ -19,14 +19,13 @@ T = TypeVar("T")
 class SeenLog:
     """Log of a source during one round of a reader. Each object is read once, when a decision first needs it.
 
-    A decision therefore depends only on the answers, and gives the same result if it is repeated. Each call of a method
-    returns the same answer, or raises the same error. :class:`Entries`, :class:`Source` and :class:`Orders` document
-    them.
+    Each call of a method returns the same answer, or raises the same error. A decision therefore depends only on the
+    answers, and can be repeated. :class:`Entries`, :class:`Source` and :class:`Orders` document the methods.
 
     Args:
-        is_doubted: True if a fault may be caused by a cache, and must not be acted on yet.
+        is_doubted: True if a fault may be caused by a cache, so that the reader must not act on it yet.
         answers: results of the lookups so far, by method and argument.
-        lacks: entries that the log is treated as lacking.
+        lacks: entries that are treated as missing in the log.
     """
 
     source: Source
@@ -60,7 +59,7 @@ class SeenLog:
         return self._once(("named", order.counter), self.orders.named, order, self.source)
 
     def former_streams(self) -> tuple[str, ...]:
-        """Return the streams that the stream of the newest entry continues, the last one first."""
+        """Return the streams that the stream of the newest entry continues, the newest stream first."""
         head = self.head()
         return () if head is None else self._once(("former_streams", head.stream), self.source.former_streams, head)
 
@@ -83,7 +82,7 @@ class SeenLog:
         return self._once(("is_committed", entry.stream, entry.link), self.source.log.is_committed, entry)
 
     def without(self, entries: Iterable[Manifest]) -> SeenLog:
-        """Return the log as if it lacked some entries."""
+        """Return a view of the log in which ``entries`` are missing."""
         keys = (("read", e.version) if e.merges is None else ("read_merged", Merged.of(e)) for e in entries)
         return replace(self, lacks=frozenset(keys))
 

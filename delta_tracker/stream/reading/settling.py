@@ -1,4 +1,4 @@
-"""Handling of faults that an HTTP cache may have caused, and that may end without an action."""
+"""Handling of faults that an HTTP cache may have caused, and that may disappear without an action."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ _AGAIN_SECONDS = 300.0  # after which a fault that lasts is doubted again: a cac
 class Settling:
     """Delay before a reader over http acts on a fault, because a stale cache may be the cause.
 
-    A doubt begins with the first fault at a stream position, and ends when a version is applied. All faults at one
-    position belong to the same doubt. During a doubt, each object is read past the caches once in five minutes. The
-    reader acts on a fault after ``seconds``, which must exceed the time for which a cache keeps a 404.
+    The delay begins with the first fault at a stream position, and ends when a version is applied. It is the same for
+    all faults at one position. During the delay, reads of the objects that may be affected bypass the caches, once in
+    five minutes. The reader acts on a fault after ``seconds``, which must exceed the time for which a cache keeps a
+    404.
 
     Attributes:
-        has_read_pointer: True if the reader has read the pointer past the caches, once per doubt.
+        has_read_pointer: True if the reader has read the pointer without caches during this delay.
     """
 
     def __init__(self, seconds: float = 10.0, clock: Callable[[], float] = time.monotonic) -> None:
@@ -55,10 +56,10 @@ class Settling:
         storage: Storage,
         counts: Callable[[int], object],
     ) -> Storage | None:
-        """Begin or continue the delay. Return the store to read from again; None if no object is left to read again.
+        """Begin or continue the delay. Return the store to read from again; None if all objects have been read again.
 
-        ``faults`` are that of a decision, and those that it has ignored, such as a malformed merged entry.
-        ``counts`` is called with the number of reads past the caches, after each.
+        ``faults`` are the fault of a decision and the faults that it ignored, such as a malformed merged entry.
+        ``counts`` is called with 1 for each read that bypasses the caches.
         """
         now = self._clock()
         is_new = self._doubted is None or self._position != position
@@ -72,7 +73,7 @@ class Settling:
         return self._doubted.view() if self._doubted.doubt(names) else None
 
     def has_unread(self, fault: StreamError, position: Position | None) -> bool:
-        """Return True if a damaged object was not read past the caches yet, although there is a doubt."""
+        """Return True if there is a delay, but the damaged object of ``fault`` has not been read without caches."""
         if self._doubted is None or self._position != position:
             return False
         return isinstance(fault, CorruptPartError | MalformedError) and not self._doubted.reads(fault.path)
@@ -90,9 +91,9 @@ def _doubtful(fault: StreamError, position: Position | None) -> set[str]:
 
 
 class DoubtedStore(Store):
-    """Read-only view of a store at an http URL: objects whose copy in a cache may be wrong are read past the caches.
+    """Read-only view of a store at an http URL. Reads of objects whose cached copy may be wrong bypass the caches.
 
-    Bytes that were read past the caches are kept, up to 64 MiB, so that a later read sends no further request.
+    The bytes of such reads are kept, up to 64 MiB, so that a later read sends no further request.
     """
 
     is_read_only = True
@@ -112,11 +113,11 @@ class DoubtedStore(Store):
         return Storage.over(self, self._cached)
 
     def reads(self, name: str) -> bool:
-        """Return True if an object is read past the caches."""
+        """Return True if reads of the object ``name`` bypass the caches."""
         return name in self._names
 
     def doubt(self, names: set[str]) -> bool:
-        """Read some objects past the caches in later calls. Return False if all of them already are."""
+        """Make later reads of ``names`` bypass the caches. Return False if they already do so for all names."""
         is_new = not names <= self._names
         self._names |= names
         return is_new

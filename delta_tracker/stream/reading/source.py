@@ -1,4 +1,4 @@
-"""Stores from which a reader follows a stream, with the lag of the reader behind each."""
+"""Stores from which a reader follows a stream, and the reader's lag behind each store."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ _MAX_PAUSE_SECONDS = 300.0
 
 
 class Source:
-    """Store of a stream, with the state of its log that a reader keeps between two rounds.
+    """Store of a stream, and the state of its log that a reader keeps from one round to the next.
 
     Attributes:
-        canary: distance that the reader keeps from the newest version; None if it keeps none.
-        bound: comparison with the newest version, for a canary; None without one.
-        settling: delay before a fault that a cache can cause is acted on, for a store that cannot list.
+        canary: distance that the reader keeps from the newest version; None for no distance.
+        bound: comparison of entries with the newest one, for a canary; None without a canary.
+        settling: delay before the reader acts on a fault that a cache can cause, for a store that cannot list.
         lag: lag of the reader behind this log.
-        has_listed: True if a check for a gap had to list the log in this round of the reader, which sets it to False.
+        has_listed: True if a check for a gap listed the log in this round. The reader resets it for each round.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Source:
         self._listed_at = runtime.monotonic()  # of the last listing by a check for a gap, or of the construction
 
     def through(self, storage: Storage) -> Source:
-        """Return the same source, read through another view of its store."""
+        """Return the same source, which reads from ``storage``, another view of its store."""
         other = Source(self.number, storage, self.canary, runtime=self._runtime)
         other.pins, other.lag = self.pins, self.lag
         return other
@@ -81,8 +81,8 @@ class Source:
     def next(self, position: Position, *, looks_for_gap: bool) -> Manifest | None:
         """Return the entry after a position; None if the poll does not find it.
 
-        With ``looks_for_gap``, raises MissingVersionError or StreamReplacedError if it was deleted, or if the log lacks
-        the position's entry.
+        With ``looks_for_gap``, raises MissingVersionError or StreamReplacedError if the next entry was deleted, or if
+        the position's entry is not in the log.
         """
         version, began = position.link.version + 1, self._runtime.monotonic()
         entry = self.log.read(version) if self.log.is_listed or self.log.may_have(version) else None
@@ -92,14 +92,14 @@ class Source:
         return entry
 
     def former_streams(self, head: Manifest) -> tuple[str, ...]:
-        """Return the former streams of the newest entry's stream. The search runs once per minute."""
+        """Return the former streams of the stream of ``head``, the newest entry. They are searched once per minute."""
         now = self._runtime.monotonic()
         if self._lineage is None or self._lineage[0] != head.stream or now - self._lineage[1] >= _LIST_SECONDS:
             self._lineage = head.stream, now, former_streams(self.log, head, self.log.readable)
         return self._lineage[2]
 
     def known_former_streams(self) -> tuple[str, ...]:
-        """Return the result of a search in the last minute, or of the last one if the log cannot be read now."""
+        """Return the former streams found in the last minute, or the last known ones if the log cannot be read."""
         if self._lineage is None or self._runtime.monotonic() - self._lineage[1] >= _LIST_SECONDS:
             with suppress(MalformedError, StorageError):
                 if (head := self.log.head()) is not None:
@@ -109,9 +109,9 @@ class Source:
     def _check_gap(self, position: Position) -> None:
         """Raise an error if the entry after a position was deleted, or if the log was replaced.
 
-        Nothing is listed if the pointer object shows no newer version, and the log has the last applied entry:
-        retention deletes in ascending order. It keeps claims, see :meth:`StreamLog.is_surely_newest`. Once per minute,
-        the log is listed in any case.
+        The log is not listed if the pointer object shows no newer version and the last applied entry exists, because
+        retention deletes in ascending order. (It keeps claims, see :meth:`StreamLog.is_surely_newest`.) Once per
+        minute, the log is listed in any case.
         """
         held, log = position.link, self.log
         pointer = log.pointer.newest()
@@ -142,8 +142,8 @@ class Source:
 class Sources:
     """Stores of one stream, of which one is current.
 
-    A source that failed is not read again for 30 s; each further failure doubles this time, up to 300 s. Several urls
-    or stores are given in the order of preference. Raises InvalidArgumentError if there is none, or one is given twice.
+    A source that failed is not read again for 30 s. Each further failure doubles this time, up to 300 s. Pass urls or
+    stores in the order of preference. Raises InvalidArgumentError if there is no url or one is given twice.
     """
 
     def __init__(
@@ -170,11 +170,11 @@ class Sources:
         return [self.current, *others]
 
     def use(self, source: Source) -> None:
-        """Make a source current."""
+        """Make ``source`` the current source."""
         self.current, self._since = source, self._monotonic()
 
     def failed(self, source: Source) -> None:
-        """Start a pause for a source that failed. Has no effect during a pause."""
+        """Start a pause of ``source``, which failed. No-op during a pause."""
         now, number = self._monotonic(), source.number
         if source is self.current and now - self._since > _MAX_PAUSE_SECONDS:
             self._pauses[number] = _FIRST_PAUSE_SECONDS  # it worked for a while
@@ -186,14 +186,14 @@ class Sources:
 class Lag:
     """Measurement of a reader's lag behind the newest version.
 
-    The age is the sum of two times, so that each is measured by one clock: the time between the commits of the oldest
-    version that is not applied and the newest version (store's modification times), and the time since this reader
-    first saw the newest version (monotonic clock). It is too low by the time that the reader took to see that version,
-    and by up to one second if the store truncates modification times.
+    The age is the sum of two times, each measured with one clock: the time between the commits of the oldest version
+    that is not applied and the newest version (store's modification times), and the time since this reader first saw
+    the newest version (monotonic clock). The sum is too low by the time until the reader saw that version, and by up to
+    one second if the store truncates modification times.
 
     Attributes:
-        rested: version after which the last poll found no entry, and the monotonic time at which that poll began; None
-            if an entry was found since.
+        rested: version after which the last poll found no entry, and the monotonic time at which the poll began; None
+            if a later poll found an entry.
     """
 
     def __init__(self, runtime: Runtime = REAL) -> None:
@@ -202,17 +202,17 @@ class Lag:
         self._newest = -1, 0.0  # newest version seen, and the monotonic time at which it was seen first
 
     def looked(self, version: int, *, is_there: bool, began: float) -> None:
-        """Record whether the entry of the next version existed at the monotonic time ``began``."""
+        """Record whether the entry of ``version``, the next version, existed at the monotonic time ``began``."""
         self.rested = None if is_there else (version - 1, began)
         if is_there and version > self._newest[0]:
             self._newest = version, began
 
     def of(self, log: StreamLog, held: int | None) -> tuple[int, float]:
-        """Return the number of versions above ``held``, and the age of the oldest one in seconds.
+        """Return the number of versions above ``held``, and the age of the oldest of these versions in seconds.
 
-        The age is above 0 if and only if the number is. Reads no entries, and lists the log only before the first
-        applied version, or if the next entry is missing although there are newer ones. Raises a StreamError if the
-        store cannot be read, or if its log ends before ``held``.
+        Either both are 0 or both are above 0. Reads no entries, and lists the log only before the first applied
+        version, or if the next entry is missing although newer entries exist. Raises a StreamError if the store cannot
+        be read, or if its log ends before ``held``.
         """
         began = self._monotonic()
         waiting: Sequence[int] = () if held is None else range(held + 1, log.newest_version(held) + 1)
@@ -233,7 +233,7 @@ class Lag:
 
 
 def _seconds_between(log: StreamLog, versions: Sequence[int]) -> float | None:
-    """Return the seconds from the commit of the first version to that of the last; None if an entry is missing."""
+    """Return the seconds between the commits of the first and the last of ``versions``; None if an entry is missing."""
     first = log.storage.stat(entry_name(versions[0]))
     last = first if len(versions) == 1 else log.storage.stat(entry_name(versions[-1]))
     return None if first is None or last is None else last.modified - first.modified

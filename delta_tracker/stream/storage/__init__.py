@@ -1,5 +1,5 @@
 """Object stores: directories, memory, S3, Google Cloud Storage, Azure and web servers.
 
 Read ``store.py`` first: it defines the interface of a kind of store. ``directory.py``, ``memory.py`` and ``objects.py``
-have the kinds, and ``storage.py`` the class that all other modules use.
+implement it, and ``storage.py`` defines the class that all other modules use.
 """

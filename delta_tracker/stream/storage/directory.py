@@ -1,4 +1,4 @@
-"""Store in a local directory, at ``file://``, and atomic and durable writes to local files."""
+"""Store in a local directory (``file://``), and functions for atomic and durable writes to local files."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ _open = partial(os.open, flags=os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
 class DirectoryStore(Store):
     """Files below a directory.
 
-    obstore is not used: its stream of a local file takes 30 times as long. It also keeps a reference to the previous
-    buffer while it requests the next one, so that the buffers would have to be copied.
+    obstore is not used, because it takes 30 times as long to stream a local file. It also keeps a reference to the
+    previous buffer while it requests the next one, so that the buffers would have to be copied.
 
-    Once the directory was found, only this directory is written to: it is identified by its device and inode numbers.
-    It may be a link, but the folders in it may not: the target of a link may be missing, so that its objects look
-    deleted, or on another disk, to which no file can be renamed. ``create`` creates the directory if it is missing, and
-    ``fsync`` flushes all writes to disk.
+    Once the directory has been found, it is identified by its device and inode numbers, and no other directory is
+    written to. The directory may be a link, but its folders must not be links: the target of a link may be missing, so
+    that its objects look deleted, or on another disk, to which no file can be renamed. ``create`` creates the directory
+    if it is missing, and ``fsync`` flushes all writes to disk.
     """
 
     is_remote = False
@@ -106,7 +106,7 @@ class DirectoryStore(Store):
             self._at(name, os.unlink)
 
     def objects(self, prefix: str, after: str) -> list[StoredObject]:
-        """Return the files of a directory. Skips names that are not valid for objects; see :func:`list_files`."""
+        """Return the files in the folder ``prefix``. Skips files with invalid object names; see :func:`list_files`."""
         files = self._list(prefix, after, needs_status=True)
         return [StoredObject(name, each.st_size, each.st_mtime) for name, each in files if each is not None]
 
@@ -185,7 +185,7 @@ class DirectoryStore(Store):
         return True
 
     def _fill(self, descriptor: int, buffers: Iterable[memoryview]) -> None:
-        """Write a new file, and flush its bytes to disk with ``fsync``. :func:`sync_names` flushes its name."""
+        """Write a new file. If ``fsync`` is set, flush its bytes to disk; :func:`sync_names` flushes its name."""
         begin = end = 0
         for buffer in buffers:
             rest = memoryview(buffer).cast("B")
@@ -250,7 +250,7 @@ class DirectoryStore(Store):
         return True
 
     def _is_gone(self) -> bool:
-        """Return True if the directory had folders, and the path leads to none or to another one that lacks them."""
+        """Return True if the directory had folders, and is now missing or replaced by one without these folders."""
         if not self._folders or any(os.path.isdir(f"{self.directory}/{each}") for each in self._folders):  # noqa: PTH112
             return False
         with suppress(FileNotFoundError, NotADirectoryError):
@@ -258,7 +258,7 @@ class DirectoryStore(Store):
         return True
 
     def _check(self) -> None:
-        """Check that the directory is the one that was found before, if any, and has not lost its objects."""
+        """Check that the directory was not replaced since it was found, and has not lost its objects."""
         if self._found is None:
             return
         with suppress(FileNotFoundError, NotADirectoryError):
@@ -297,7 +297,7 @@ def _no_directory(name: str, path: str, status: os.stat_result) -> tuple[str, st
 
 
 def sync_names(directory: Path, name: str) -> None:
-    """Flush the names (also deleted ones) in the directory ``name`` of the store, and those above it, to disk."""
+    """Flush creations and deletions of names to disk, in the folder ``name`` and the folders above it."""
     for path in (Path(name), *Path(name).parents):
         try:
             descriptor = os.open(directory / path, os.O_RDONLY | os.O_DIRECTORY)
@@ -312,8 +312,8 @@ def sync_names(directory: Path, name: str) -> None:
 def delete_draft(draft: Path) -> bool:
     """Delete a temporary file of a write, unless a running process of any host is writing it.
 
-    On a file system without locks, the file is deleted even if it is being written; the write then fails. Returns False
-    if it is being written, does not exist or cannot be opened for reading.
+    On a file system without locks, deletes the file even if it is being written, so that the write fails. Returns False
+    if the file is being written, does not exist or cannot be opened for reading.
     """
     try:
         descriptor = os.open(draft, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -358,14 +358,14 @@ def make_directory(directory: Path, *, fsync: bool) -> None:
 def list_files(
     directory: Path, prefix: str, after: str, *, needs_status: bool
 ) -> list[tuple[str, os.stat_result | None]]:
-    """Return the regular files in the directory ``prefix`` of a store, in no order, and only paths after ``after``.
+    """Return the regular files in the folder ``prefix`` of a store whose paths are after ``after``, unordered.
 
-    The paths are relative to ``directory``. Unless ``needs_status``, the status may be None, which is faster, because
-    most systems return none with a name.
+    The paths are relative to ``directory``. If ``needs_status`` is False, the status may be None. This is faster,
+    because most systems list names without a status.
 
-    Follows links to files. Skips directories, pipes, broken links, and files that are deleted meanwhile. The result is
-    empty if ``prefix`` does not exist. Other failures raise OSError: if an entry of the log were missing from the
-    result, its predecessor would look like the head.
+    Follows links to files. Skips directories, pipes, broken links, and files that are deleted during the call. The
+    result is empty if ``prefix`` does not exist. Other failures raise OSError: if an entry of the log were missing from
+    the result, its predecessor would look like the head.
     """
     try:
         scanned = os.scandir(f"{directory}/{prefix}")
@@ -385,7 +385,7 @@ def list_files(
 
 
 def _status(entry: os.DirEntry[str]) -> os.stat_result | None:
-    """Return the status of an entry of a directory; None if it was deleted, or is a link that cannot be followed."""
+    """Return the status of a directory entry; None if it was deleted, or is a link that cannot be followed."""
     try:
         return entry.stat()
     except OSError as error:
@@ -403,7 +403,7 @@ def make_folder(directory: Path, folder: str) -> None:
 
 
 def lock(file: int | IO[str], kind: int = fcntl.LOCK_EX) -> bool:
-    """Lock an open file until it is closed. Return False if another descriptor has a conflicting lock."""
+    """Lock an open file until it is closed. Return False if another descriptor holds a conflicting lock."""
     try:
         fcntl.flock(file, kind | fcntl.LOCK_NB)
     except OSError as error:  # other errors: the file system has no locks
@@ -412,7 +412,7 @@ def lock(file: int | IO[str], kind: int = fcntl.LOCK_EX) -> bool:
 
 
 def _sync_name(path: Path) -> None:
-    """Flush the name of a directory to disk. If its parent is not readable, flush everything, which may be slow."""
+    """Flush the name of a directory to disk. If its parent is not readable, flush all disks, which may be slow."""
     try:
         sync_names(path.parent, ".")
     except PermissionError:

@@ -13,7 +13,7 @@ from delta_tracker.stream.storage.store import Span, Store, StoredObject, Transf
 
 
 class MemoryStore(Store):
-    """Objects in a dictionary. Each operation on it is atomic."""
+    """Store of objects in a dictionary. Each operation is atomic."""
 
     is_remote = False
 

@@ -45,10 +45,10 @@ PAGE_OBJECTS = 1000  # objects that a remote store returns per request
 
 
 class BucketStore(Store):
-    """Objects of a bucket. Requests of threads with a stop flag can be interrupted.
+    """Store of objects in a bucket. Requests of threads with a stop flag can be interrupted.
 
     Args:
-        past_cache: True to request the origin's objects from caches.
+        past_cache: True to send requests that bypass caches.
     """
 
     # True to compare only the size with that of an earlier response, because two caches of one object may differ in its
@@ -69,9 +69,9 @@ class BucketStore(Store):
         self._silence_seconds = seconds_of(settings["client_options"]["read_timeout"])
 
     def read(self, span: Span, transfer: Transfer) -> NDArray[np.uint8] | None:
-        """Read with as many requests as needed: if one ends early, the next one requests the rest.
+        """Read with as many requests as needed. If a response ends early, the next request covers the rest.
 
-        A call with the transfer of a failed call also requests only the rest. Raises StorageError if the object has
+        A call with the ``transfer`` of a failed call also requests only the rest. Raises StorageError if the object has
         changed since the first request.
         """
         if span.begin == span.end:  # stores reject a request for an empty range
@@ -110,7 +110,7 @@ class BucketStore(Store):
         return StoredObject(name, meta["size"], meta["last_modified"].timestamp())
 
     def put(self, name: str, buffers: Iterable[memoryview]) -> None:
-        """Send a single chunk with one request, and several with a multipart upload."""
+        """Send a single chunk with one request, or several chunks with a multipart upload."""
         store = self._client()
         chunks = checked(_chunks(buffers))
         first, second = next(chunks, b""), next(chunks, None)
@@ -156,7 +156,7 @@ class BucketStore(Store):
         return found
 
     def _client(self) -> ObjectStore:
-        """Return obstore's store. Raise an error in a forked child, which lacks obstore's threads."""
+        """Return obstore's store. Raise an error in a forked child, in which obstore's threads do not exist."""
         if not _processes:
             _processes.append(os.getpid())
         if os.getpid() not in _processes:
@@ -178,9 +178,9 @@ class BucketStore(Store):
         return self._ask(obstore.get, obstore.get_async, self._client(), name, options=options)
 
     def _fill(self, result: GetResult, span: Span, transfer: Transfer, began: float, first: int) -> None:
-        """Append the bytes of a response to ``transfer``, which holds the object's bytes after ``span.begin``.
+        """Append the bytes of a response to ``transfer``, which contains the object's bytes from ``span.begin`` on.
 
-        Raises StorageError if they arrive too slowly since ``began``, when ``transfer`` had ``first`` bytes.
+        Raises StorageError if the average rate is too low since ``began``, when ``transfer`` contained ``first`` bytes.
         """
         out = transfer.out
         assert out is not None, "allocated"
@@ -208,7 +208,7 @@ class BucketStore(Store):
 
 
 class HttpStore(BucketStore):
-    """Read-only store behind a web server, or behind a cache that may ignore requests to read past it."""
+    """Read-only store behind a web server, or behind a cache that may ignore requests to bypass it."""
 
     is_read_only = True
     lists_from = False
@@ -231,7 +231,7 @@ class HttpStore(BucketStore):
 
 
 def _repeated(request: Callable[[], T]) -> T:
-    """Send a request, and send it again while the store refuses it because of a concurrent one (409 on AWS)."""
+    """Send a request. Repeat it while the store refuses it because of a concurrent request (409 on AWS)."""
     for attempt in range(1, _ATTEMPTS):
         try:
             return request()
@@ -241,12 +241,12 @@ def _repeated(request: Callable[[], T]) -> T:
 
 
 def back_off(attempt: int) -> None:
-    """Sleep before a retry: 10 ms before the first, doubled for each further one, with a random jitter of 50 %."""
+    """Sleep before a retry: 10 ms before the first retry, doubled for each further retry, with a jitter of 50 %."""
     time.sleep(_PAUSE_SECONDS * 2 ** (attempt - 1) * random.uniform(0.5, 1.5))  # noqa: S311  no secret
 
 
 def _chunks(buffers: Iterable[memoryview]) -> Iterator[bytes]:
-    """Yield copies of ``buffers`` in chunks of 8 MiB: obstore still uses a chunk while it requests the next one."""
+    """Yield copies of ``buffers`` in chunks of 8 MiB, because obstore uses a chunk while it requests the next one."""
     chunk = bytearray()
     for piece in pieces(buffers):  # no piece has bytes of two chunks
         chunk += piece

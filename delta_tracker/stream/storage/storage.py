@@ -1,4 +1,4 @@
-"""Access to the objects of a stream in any kind of store: names are checked, and operations counted."""
+"""Access to the objects of a stream in any kind of store. Checks names and counts operations."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ _SHORT_NAME_LENGTH = 200  # of a plain name, which is not checked further
 class Storage:
     """Store of the objects below one URL. Thread-safe.
 
-    Names of objects are relative to the URL and use forward slashes. A name is invalid if it has an empty, ``.`` or
-    ``..`` component, a backslash, a ``#`` or a control character, or more than 1,024 bytes. All methods reject an
-    invalid name with :class:`InvalidArgumentError`, and raise :class:`StorageError` if the store fails. A local object
-    is on disk (fsync) before the call that wrote it returns; :class:`UnknownOutcomeError` is raised if it was written,
-    but its name cannot be flushed.
+    Names of objects are relative to the URL and use forward slashes. A name is invalid if it contains an empty, ``.``
+    or ``..`` component, a backslash, a ``#`` or a control character, or more than 1,024 bytes. All methods raise
+    :class:`InvalidArgumentError` for an invalid name, and :class:`StorageError` if the store fails. A local object is
+    flushed to disk (fsync) before the call that wrote it returns. If the object was written, but its name cannot be
+    flushed, :class:`UnknownOutcomeError` is raised.
 
-    A web server or a cache at an http URL serves single objects: all methods that write, delete or list raise
+    A web server or a cache at an http URL only serves single objects. All methods that write, delete or list then raise
     :class:`UnsupportedStoreError`.
 
     Args:
@@ -54,18 +54,18 @@ class Storage:
         create: True to create a missing local directory. If False, a missing directory is read as an empty store until
             it exists. If the directory is replaced, deleted or emptied later, writes, deletions and syncs raise
             :class:`WriteRefusedError`.
-        fsync: if False, the system decides when local objects reach the disk, and a machine failure may lose them.
+        fsync: if False, the system decides when local objects are flushed to disk, and a machine failure may lose them.
         options: options of a remote store as obstore names them, such as ``endpoint``, ``region``, ``access_key_id``,
-            ``secret_access_key``, ``allow_http``, ``read_timeout`` (30s by default: maximum time without data; an
+            ``secret_access_key``, ``allow_http``, ``read_timeout`` (maximum time without data, 30s by default; an
             object that takes longer must average 16 KiB per second) or ``timeout`` (of a whole request, no limit by
-            default); all values are strings.
+            default). All values are strings.
 
     Attributes:
         url: URL of the store.
         is_remote: True if the store is accessed over a network, which may alter data.
-        is_read_only: True if nothing can be written to the store, as at an http URL.
+        is_read_only: True if the store cannot be written to, for example at an http URL.
         lists: True if the store can list its objects; False at an http URL.
-        lists_from: True if a listing after a name skips the names before it at no cost, as in an object store.
+        lists_from: True if a listing after a name skips earlier names at no cost, for example in an object store.
         requests: number of operations so far, by kind: ``read``, ``size``, ``list``, ``write`` and ``delete``. An
             operation that takes several requests counts once.
 
@@ -106,7 +106,7 @@ class Storage:
 
     @classmethod
     def over(cls, store: Store, origin: Storage) -> Self:
-        """Return a view of ``origin`` that accesses ``store``. It reads past all caches if ``origin`` does."""
+        """Return a view of ``origin`` that accesses ``store``. Its reads bypass caches if those of ``origin`` do."""
         view = cls(store)
         vars(view).update(_uncached=origin.uncached)
         return view
@@ -118,7 +118,7 @@ class Storage:
 
     @property
     def uncached(self) -> Storage:
-        """This store, read past all caches that support it; this object if it is not at an http URL."""
+        """View of this store whose reads bypass HTTP caches, where they allow it; ``self`` if not at an http URL."""
         if self._uncached is None:
             store = self._store.past_caches()
             if store is self._store:
@@ -129,9 +129,9 @@ class Storage:
         return self._uncached
 
     def reopened(self) -> Storage:
-        """Return a store for the directory that is at the URL now; this object if it is still the same or missing.
+        """Return a store for the directory that is now at the URL; ``self`` if it is the same directory or missing.
 
-        A publisher must not use this method: its claim is in the directory that it opened.
+        A publisher must not call this method, because its claim is in the directory that it opened.
         """
         with self._translated:
             store = self._store.reopened()
@@ -140,18 +140,17 @@ class Storage:
     def put(self, name: str, buffers: Iterable[memoryview]) -> None:
         """Write the concatenated ``buffers`` as an object, replacing one of the same name.
 
-        Each buffer is written or copied before the next one is requested, so the caller may then reuse its memory. A
+        Each buffer is written or copied before the next one is requested, so that its memory can then be reused. A
         remote object may have up to 80 GB, and its write needs up to 100 MB of memory. No partial object is visible.
 
-        If a remote store refuses a request because of a concurrent one (409 on AWS), the object is written again for
-        about a second. Unless it has at most 8 MiB, ``buffers`` must be iterable again for this, such as a
-        :class:`Repeatable`.
+        If a remote store refuses a request because of a concurrent one (409 on AWS), the write is retried for about a
+        second. For this, ``buffers`` must be iterable again, such as a :class:`Repeatable`, if it has more than 8 MiB.
         """
         with self._operation("write", name, "put()"):
             self._store.put(name, buffers)
 
     def create(self, name: str, data: bytes) -> bool:
-        """Write an object; return False if one of that name exists. If several writers race, only one succeeds.
+        """Write an object. Return False if an object with this name exists. If several writers race, one succeeds.
 
         If the response of a failed call was lost, the object may exist. Raises :class:`WriteRefusedError` if the store
         refused each attempt for a second (409 on AWS), and no such object exists.
@@ -167,7 +166,7 @@ class Storage:
         raise WriteRefusedError.taken(self.url, name, _CREATE_ATTEMPTS)
 
     def _create_once(self, name: str, data: bytes) -> bool:
-        """Try once to create an object. False does not prove that it exists, see :meth:`create`."""
+        """Try once to create an object. The result False does not prove that the object exists, see :meth:`create`."""
         return self._store.create(name, data)
 
     def replace(self, name: str, data: bytes) -> None:
@@ -191,9 +190,9 @@ class Storage:
         Args:
             name: name of the object.
             max_bytes: maximum size of the object.
-            out: memory of at least ``max_bytes``; the result is its beginning. None allocates new memory.
+            out: memory of at least ``max_bytes``, of which the result is the beginning. None allocates new memory.
             transfer: object that receives the modification time, and keeps the bytes received before a
-                :class:`StorageError`. A later call with it requests only the rest of a remote object.
+                :class:`StorageError`. A later call with the same transfer requests only the rest of a remote object.
 
         Raises:
             MalformedError: if the object has more than ``max_bytes`` bytes; no memory was allocated.
@@ -208,7 +207,7 @@ class Storage:
     def read_range(
         self, name: str, begin: int, end: int, *, transfer: Transfer | None = None
     ) -> NDArray[np.uint8] | None:
-        """Return the bytes ``[begin, end)`` of an object, None if it does not exist.
+        """Return the bytes ``[begin, end)`` of an object; None if it does not exist.
 
         ``transfer`` is as in :meth:`read`. Raises :class:`StorageError` if the object is too short, before memory is
         allocated.
@@ -219,7 +218,7 @@ class Storage:
             return self._store.read(Span(self.url, name, end - begin, None, begin, end), transfer or Transfer())
 
     def read_span(self, span: Span, transfer: Transfer) -> NDArray[np.uint8] | None:
-        """Call :meth:`read` or :meth:`read_range`, for a store that wraps this object."""
+        """Read ``span`` with :meth:`read` or :meth:`read_range`. For stores that wrap this object."""
         if span.end is None:
             return self.read(span.name, max_bytes=span.max_bytes, out=span.out, transfer=transfer)
         return self.read_range(span.name, span.begin, span.end, transfer=transfer)
@@ -235,7 +234,7 @@ class Storage:
             return self._store.stat(name)
 
     def has_any(self, names: Sequence[str]) -> bool:
-        """Return True if one of these objects exists. Their names differ in digits only, so the first is checked."""
+        """Return True if one of these objects exists. Checks the first name only, as all must differ in digits only."""
         with self._operation("size", names[0]):
             return self._store.has_any(names)
 
@@ -250,14 +249,14 @@ class Storage:
     def sync(self, prefix: str) -> None:
         """Flush all creations and deletions of objects in ``prefix`` to disk, or raise :class:`UnknownOutcomeError`.
 
-        Only :meth:`delete` does not flush its own change. No-op for remote stores, with ``fsync=False``, and without
-        the directory.
+        Required only after :meth:`delete`, because other methods flush their own changes. No-op for remote stores, with
+        ``fsync=False``, and if the directory does not exist.
         """
         with self._operation(None, prefix, "sync()", argument="prefix"):
             self._store.sync(prefix)
 
     def delete_draft(self, name: str) -> bool:
-        """Delete an interrupted write's file in ``drafts/``. Return False if it is being written or does not exist."""
+        """Delete the file in ``drafts/`` of an interrupted write. Return False if it is in use or does not exist."""
         with self._operation(None, name, "delete_draft()"):
             return self._store.delete_draft(name)
 
@@ -268,22 +267,22 @@ class Storage:
             return self._store.has_directory(prefix)
 
     def objects(self, prefix: str, *, after: str | None = None) -> list[StoredObject]:
-        """Return the objects in the directory ``prefix``, sorted by name, or only those after ``after``.
+        """Return the objects in the directory ``prefix``, sorted by name. If given, ``after`` precedes all their names.
 
-        A local listing skips directories, and files whose names no method accepts; see :func:`list_files`.
+        A local listing skips directories, and files with invalid object names; see :func:`list_files`.
         """
         with self._operation("list", prefix, "a listing", argument="prefix", after=after):
             return sorted(self._store.objects(prefix, after or ""), key=operator.attrgetter("name"))
 
     def names(self, prefix: str, *, after: str | None = None) -> list[str]:
-        """Return the sorted names of the objects that :meth:`objects` returns. It is faster in a local directory."""
+        """Return the sorted names of the objects that :meth:`objects` returns. Faster than it in a local directory."""
         with self._operation("list", prefix, "a listing", argument="prefix", after=after):
             return sorted(self._store.names(prefix, after or ""))
 
     def _operation(
         self, kind: str | None, name: object, call: str = "", *, argument: str = "name", after: str | None = None
     ) -> _Translation:
-        """Return the context manager of an operation that calls the store, and count the operation.
+        """Count an operation, and return the context manager in which the store must be called.
 
         Checks the names, and rejects a ``call`` that a read-only store does not support.
         """
@@ -298,7 +297,7 @@ class Storage:
         return self._translated
 
     def probe(self) -> None:
-        """Check that the store rejects the second of two requests to create the same object, which is then deleted.
+        """Check that the store rejects the second of two requests to create an object. Deletes the object afterwards.
 
         Raises :class:`UnsupportedStoreError` if it accepts both, or does not support exclusive creation.
         """
@@ -334,7 +333,7 @@ class _Translation(AbstractContextManager[None]):
 
 
 def _remedy_of(reason: str) -> str | None:
-    """Return the remedy for an error of obstore without one in its text; None for the general advice."""
+    """Return a specific remedy for an error of obstore; None if its text contains one or there is none."""
     if any(host in reason for host in _METADATA_HOSTS):
         return (
             "No credentials were found. Pass them with Storage(url, options={'access_key_id': ..., "

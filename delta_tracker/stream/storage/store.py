@@ -42,7 +42,7 @@ class Transfer:
 
 @dataclass(slots=True, eq=False)
 class Span:
-    """Bytes ``[begin, end)`` of an object that are read; ``end`` of None means its end, after at most ``max_bytes``."""
+    """Bytes ``[begin, end)`` of an object to read. None for ``end`` reads to the end, at most ``max_bytes``."""
 
     url: str
     name: str
@@ -54,7 +54,7 @@ class Span:
     def memory(self, num_bytes: int) -> NDArray[np.uint8]:
         """Return memory for the bytes of an object with ``num_bytes`` bytes.
 
-        Raises MalformedError if it has more than ``max_bytes``, and StorageError if it ends before ``end``.
+        Raises MalformedError if the object has more than ``max_bytes``, and StorageError if it ends before ``end``.
         """
         if self.end is not None:
             if num_bytes < self.end:
@@ -65,7 +65,7 @@ class Span:
         return np.empty(num_bytes, dtype=np.uint8) if self.out is None else self.out[:num_bytes]
 
     def of(self, data: bytes) -> NDArray[np.uint8]:
-        """Return the bytes of this span, given all bytes of an object."""
+        """Return the bytes of this span from ``data``, all bytes of an object."""
         memory = self.memory(len(data))
         memory.data[:] = memoryview(data)[self.begin : self.begin + len(memory)]
         return memory
@@ -88,7 +88,7 @@ class Repeatable(Iterable[T]):
 def pieces(buffers: Iterable[memoryview]) -> Iterator[memoryview]:
     """Yield the bytes of ``buffers`` as views that end at multiples of ``CHUNK_BYTES`` and at the end of each buffer.
 
-    This alignment to the start of the first buffer lets a file system use large pages.
+    The alignment lets a file system use large pages.
     """
     position = 0
     for buffer in buffers:
@@ -101,12 +101,12 @@ def pieces(buffers: Iterable[memoryview]) -> Iterator[memoryview]:
 
 
 class Store(ABC):
-    """Objects of one kind of store. Thread-safe.
+    """Interface to the objects of one kind of store. Thread-safe.
 
-    :class:`~delta_tracker.stream.storage.storage.Storage` calls it after a check of the object's name, and converts
-    OSError and obstore's errors to :class:`StorageError`. A write has no effect that is visible before it is complete,
-    and is durable when the call returns; only :meth:`delete` may wait for :meth:`sync`. A store that is read only
-    (``is_read_only``) has :meth:`read` and :meth:`stat`, and neither writes nor lists. The attributes are those of
+    :class:`~delta_tracker.stream.storage.storage.Storage` checks an object's name, calls these methods, and converts
+    OSError and obstore's errors to :class:`StorageError`. A write must not be visible before it is complete, and must
+    be durable when the call returns, except that :meth:`delete` may wait for :meth:`sync`. A read-only store
+    (``is_read_only``) implements only :meth:`read` and :meth:`stat`. The attributes are those of
     :class:`~delta_tracker.stream.storage.storage.Storage`.
     """
 
@@ -119,7 +119,7 @@ class Store(ABC):
     def read(self, span: Span, transfer: Transfer) -> NDArray[np.uint8] | None:
         """Return the bytes of an object in ``span.memory(size)``; None if it does not exist.
 
-        Sets ``transfer.modified``, the modification time. A store may continue an interrupted transfer.
+        Sets ``transfer.modified`` to the modification time. A store may continue an interrupted transfer.
         """
 
     @abstractmethod
@@ -133,15 +133,15 @@ class Store(ABC):
     def put(self, name: str, buffers: Iterable[memoryview]) -> None:
         """Write or replace an object. Each buffer is written or copied before the next one is requested.
 
-        Iterate over ``checked(buffers)`` of :mod:`delta_tracker.stream.interruption`, so that the background thread
-        that writes can be stopped between two buffers.
+        Iterate over ``checked(buffers)`` of :mod:`delta_tracker.stream.interruption`, so that a background thread can
+        be stopped between two buffers.
         """
         raise NotImplementedError
 
     def create(self, name: str, data: bytes) -> bool:
-        """Write an object if its name is free, atomically.
+        """Write an object atomically if no object with this name exists.
 
-        Returns False if the name is or may be taken: the caller then calls :meth:`stat`, and retries.
+        Returns False if such an object exists or may exist. The caller then calls :meth:`stat`, and retries.
         """
         raise NotImplementedError
 
@@ -177,13 +177,13 @@ class Store(ABC):
         return True
 
     def is_same(self, other: Store) -> bool:
-        """Return True if ``other`` has the same objects."""
+        """Return True if ``other`` accesses the same objects."""
         return self.url.rstrip("/") == other.url.rstrip("/")
 
     def reopened(self) -> Store:
-        """Return the store that is at the URL now; this object if it is still the same."""
+        """Return the store that is now at the URL; ``self`` if it is still the same."""
         return self
 
     def past_caches(self) -> Store:
-        """Return a store that reads past all caches; this object if there are none."""
+        """Return a store whose reads bypass all caches; ``self`` if there are no caches."""
         return self

@@ -81,7 +81,7 @@ _MAX_NAME_BYTES = 1024
 
 
 def store_url(location: object) -> str:
-    """Return the URL of a store, given a URL, or a path as an ``os.PathLike`` or a string without a scheme."""
+    """Return the URL of a store. ``location`` is a URL, an ``os.PathLike``, or a path string without a scheme."""
     if isinstance(location, str) and location:
         if _SCHEME.match(location):
             return location
@@ -102,7 +102,7 @@ def local_directory(url: object) -> Path | None:
 
 
 def shown_url(url: str) -> str:
-    """Return a URL without user and password, for metrics."""
+    """Return ``url`` without user and password, for use in metrics."""
     parts = urlsplit(url)  # of any kind of store
     return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl() if "@" in parts.netloc else url
 
@@ -118,9 +118,9 @@ def is_http(url: str) -> bool:
 
 
 def connection(url: str, options: object, *, past_cache: bool = False) -> dict[str, Any]:
-    """Return obstore's arguments for the url of a remote store. ``past_cache`` bypasses caches.
+    """Return obstore's arguments for the url of a remote store. With ``past_cache``, requests bypass caches.
 
-    An error never shows the value of an option, which may be secret.
+    Errors do not contain the values of options, which may be secret.
     """
     options = {} if options is None else options
     if not isinstance(options, Mapping):
@@ -152,20 +152,20 @@ def connection(url: str, options: object, *, past_cache: bool = False) -> dict[s
 
 
 def suggestion(url: str, option: str) -> str:
-    """Return a sentence with the valid option that an invalid one resembles; an empty string without one."""
+    """Return a sentence that suggests a valid option similar to ``option``; an empty string if there is none."""
     known = _CLIENT_OPTIONS | _BUCKET_OPTIONS.get(_split(url).scheme, frozenset())
     near = difflib.get_close_matches(_OPTION_PREFIX.sub("", option.lower()), known, n=1)
     return f". Did you mean {near[0]} instead of {option}?" if near else ""
 
 
 def seconds_of(duration: str) -> float:
-    """Return a duration of obstore's options in seconds, infinity if it has a unit of a day or longer."""
+    """Return a duration of obstore's options in seconds; infinity if its unit is a day or longer."""
     found = re.findall(r"(\d+)\s*(ms|mo|[a-zA-Z])", duration)
     return sum(int(number) * _UNIT_SECONDS.get(unit, math.inf) for number, unit in found)
 
 
 def check_name(argument: str, name: object) -> None:
-    """Reject a name, in the caller's ``argument``, that leads outside the URL or that some stores do not support."""
+    """Reject a name that leads outside the URL or is not supported by some stores. The error names ``argument``."""
     if not isinstance(name, str) or not is_name(name):
         raise InvalidArgumentError(
             argument, name, "Pass a relative name such as parts/x, without backslash, #, control, empty, . or .. part"
@@ -173,7 +173,7 @@ def check_name(argument: str, name: object) -> None:
 
 
 def is_name(name: str) -> bool:
-    """Return True if an object of a store may have this name."""
+    """Return True if ``name`` is a valid name of an object."""
     return (
         not _FORBIDDEN.search(name)
         and _NO_PARTS.isdisjoint(name.split("/"))
