@@ -54,6 +54,7 @@ def change_of(
             stateless.add(fqn)
             differences[f"{fqn} states"] = f"{_difference(error)}: the states of {fqn!r} are not restored"
     is_same = all(name.removesuffix(" states") in own.fused for name in differences)
+    is_same = is_same and _has_same_parameters(last, saved, own, ignore)
     own_names, saved_names = {*own.training, *own.rank}, {*saved.training, *saved.rank}
     for name in sorted((own_names ^ saved_names) - ignore):
         where = "this job" if name in saved_names else "the version"
@@ -76,6 +77,22 @@ def change_of(
         ignore=ignore | {name for name in differences if name not in kept and not name.endswith(" states")},
         differences=tuple(differences.values()),
     )
+
+
+def _has_same_parameters(last: Manifest, saved: Saved, own: Job, ignore: Collection[str]) -> bool:
+    """Return True if no name in ``ignore`` changed, and all names kept their order, except tables that are fused.
+
+    The optimizers that torch steps number their states by the order of the parameters.
+    """
+    held = {**{fqn: shard.table for fqn, shard in own.shards.items()}, **own.dense}
+    former = {**saved.tables, **saved.dense}
+    if any(held.get(name) != former.get(name) and name not in own.fused for name in ignore):
+        return False
+    groups = [saved.tables, last.dense, saved.dense.keys() - last.dense.keys()]
+    for group in ({name for name in names if name in held and name not in own.fused} for names in groups):
+        if [name for name in former if name in group] != [name for name in held if name in group]:
+            return False
+    return True
 
 
 def _difference(error: RestoreMismatchError) -> str:
