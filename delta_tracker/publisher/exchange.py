@@ -263,7 +263,7 @@ def _check_timeout(timeout: object) -> None:
 def opened(rank: int, data: bytes, action: Action = "publish") -> dict[str, Any]:
     """Return the content of a message from ``rank``, or raise the error that the message describes.
 
-    An error other than FencedError and LostEntryError is raised as RankFailedError.
+    Errors other than FencedError and LostEntryError are raised as RankFailedError.
     """
     if data.isspace():
         raise RankFailedError(rank, "an interrupt", action)

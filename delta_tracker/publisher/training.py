@@ -85,7 +85,7 @@ class Recovery:
         rank_state: name to object whose state differs between the ranks. Each rank's state is published. A restore with
             another number of ranks calls the object's ``load_rank_states(states)`` with the states of all ranks.
         heartbeat_seconds: time between two heartbeats. A standby uses them to detect that training has stopped. Rank 0
-            writes them in a background thread, only while methods of the publisher are called. None for none.
+            writes them in a background thread, only while methods of the publisher are called. None disables them.
 
     Raises:
         InvalidArgumentError: if an argument is invalid, a name is used twice or reserved, or an object has no

@@ -469,8 +469,8 @@ class Claim:
     Attributes:
         head: newest entry of this generation.
         data: bytes of the last committed entry, or of the claim before the first commit.
-        needs_snapshot: True if the next version must be a snapshot, because an entry was lost, or altered in transit
-            and perhaps unreadable.
+        needs_snapshot: True if the next version must be a snapshot, because an entry was lost, or was altered in
+            transit so that it may be unreadable.
     """
 
     def __init__(self, log: StreamLog, entry: Manifest, data: bytes, *, needs_snapshot: bool = False) -> None:
@@ -721,7 +721,7 @@ def _adopted(log: StreamLog, entry: Manifest, writer: str) -> Claim | None:
 
 
 def _append(log: StreamLog, draft: Manifest, sent: set[str]) -> tuple[Manifest, bytes] | None:
-    """Add the hash of ``draft`` to ``sent``, and append ``draft``. Return the entry and its bytes, or None if taken."""
+    """Append ``draft``, and add its hash to ``sent``. Return the entry and its bytes; None if the version is taken."""
     name, data = entry_name(draft.version), draft.to_json()
     entry = parse_manifest(name, data)
     sent.add(entry.xxh3)

@@ -2,7 +2,7 @@
 
 The log of the destination is always a copy of a contiguous range of the source's log that begins with a snapshot, with
 complete objects. Below the range are only the claims that started its stream and former streams. A killed mirror
-continues where it stopped. A mirror ends if another program appends to the destination.
+continues where it stopped. A mirror stops if another program appends to the destination.
 """
 
 from __future__ import annotations
@@ -475,7 +475,7 @@ def decide(log: _Seen, head: Manifest | None, *, is_checked: bool, is_due: bool)
 
 
 def _first(log: _Seen) -> Copy | str:
-    """Begin at the snapshot that leads to the pinned version, or at the newest snapshot if there is no pin."""
+    """Begin at the snapshot that leads to the pinned version, if possible, otherwise at the newest snapshot."""
     head = log.head()
     waits = f"waiting for the first snapshot: url={log.url}"
     if head is None:

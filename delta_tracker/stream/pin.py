@@ -1,6 +1,7 @@
 """Pins: objects ``control/pins/{counter}.json`` by which an operator returns all predictors to one version.
 
-The counters have no gaps, and an existing object is never overwritten. The pin with the highest counter applies.
+Counters are assigned without gaps, and an existing object is never overwritten. The pin with the highest counter
+applies.
 """
 
 from __future__ import annotations

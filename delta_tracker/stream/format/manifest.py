@@ -196,7 +196,7 @@ class Manifest:
 
     @property
     def committed(self) -> float:
-        """Time of the commit, from the store's clock if the entry was read from a store, or the publisher's clock."""
+        """Time of the commit, from the store's clock if the entry was read from a store, else from the publisher's."""
         return self.created if self.modified is None else self.modified
 
     @property
@@ -254,7 +254,7 @@ class Manifest:
 
     @property
     def schema(self) -> Schema:
-        """Format, tables, states and identities. Only versions with equal schemas can be merged."""
+        """Format, tables, states and identities. A delta has the schema of the version before it."""
         return self.format, self.tables, self.states, self.identities
 
     def having(self, takes: Callable[[str], bool]) -> Manifest:

@@ -244,7 +244,7 @@ def read_object(
 
 
 def check_size(stored: Part | Stored, size: int | None) -> None:
-    """Raise CorruptPartError unless ``size`` is the size in the record; None if the object does not exist."""
+    """Raise CorruptPartError unless ``size``, which is None for a missing object, is the size in the record."""
     if size != stored.num_bytes:
         found = "it does not exist" if size is None else f"it has {size} bytes instead of {stored.num_bytes}"
         raise CorruptPartError(stored.name, found)

@@ -177,7 +177,7 @@ def reason_of(error: Exception) -> str:
 
 
 def check_columns(table: TableSpec, columns: tuple[Range, ...]) -> None:
-    """Raise ValueError unless the ``columns``, ascending, cover the table's columns without gaps or overlaps."""
+    """Raise ValueError unless ``columns``, ascending, cover the table's columns without gaps and overlaps."""
     ends = [0, *(end for _, end in columns)]
     is_right = ends[-1] == table.dim and all(first < end for first, end in columns)
     if not is_right or columns != tuple(pairwise(ends)):

@@ -137,7 +137,7 @@ class PartReader:
             read checks the returned data.
         blocks: indices of the blocks to read; None for all. If given, the ids of other blocks are neither read nor
             checked, dense tensors are checked when they are read, and owners are not checked.
-        dense: names of dense tensors to check at once, together with the owners of ``blocks``; None for neither.
+        dense: names of dense tensors to check in the constructor, with the owners of ``blocks``; None for neither.
 
     Raises:
         CorruptPartError: if the bytes do not match the record. Later reads may also raise it.
@@ -295,7 +295,7 @@ class _Refusals(AbstractContextManager[None]):
 
 
 def read_training(storage: Storage, stored: Stored) -> StateReader:
-    """Return a reader of a rank's training state. The reader checks only the loaded bytes."""
+    """Return a reader of a rank's training state. It checks only what it loads, and raises CorruptPartError."""
     source = Ranged(storage, stored)
     with _Refusals(stored.name):
         span = _File(stored, {TRAINING_KEY: (torch.uint8, None)}, source).spans[TRAINING_KEY]

@@ -75,7 +75,7 @@ class Retention:
     Args:
         versions: maximum number of versions; None for no bound.
         seconds: maximum age of a version; None for no bound.
-        num_bytes: maximum total size in bytes of the objects of the newest versions; None for no bound.
+        num_bytes: maximum total size in bytes of the objects of a version and all newer versions; None for no bound.
         grace_seconds: time for which a superseded snapshot and the versions after it are kept.
 
     A heartbeat is deleted if it is not replaced for a day. A part that no entry names, a draft and the object of a
@@ -105,7 +105,7 @@ class Retention:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retained:
-    """Numbers of log entries, merged entries and orphans that a pass deleted, and sizes of the deleted objects."""
+    """Numbers of log entries, merged entries and orphans that a pass deleted, and size of the deleted objects."""
 
     versions: int = 0
     merged: int = 0

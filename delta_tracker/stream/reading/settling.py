@@ -117,7 +117,7 @@ class DoubtedStore(Store):
         return name in self._names
 
     def doubt(self, names: set[str]) -> bool:
-        """Make later reads of ``names`` bypass the caches. Return False if they already do so for all names."""
+        """Make later reads of ``names`` bypass the caches. Return False if all these reads already bypass them."""
         is_new = not names <= self._names
         self._names |= names
         return is_new

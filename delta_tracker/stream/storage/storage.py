@@ -267,7 +267,7 @@ class Storage:
             return self._store.has_directory(prefix)
 
     def objects(self, prefix: str, *, after: str | None = None) -> list[StoredObject]:
-        """Return the objects in the directory ``prefix``, sorted by name. If given, ``after`` precedes all their names.
+        """Return the objects in the directory ``prefix``, if given only those after ``after``, sorted by name.
 
         A local listing skips directories, and files with invalid object names; see :func:`list_files`.
         """
