@@ -278,7 +278,7 @@ class Follower(Forkable):
             return
         for manifest in newest:
             # A predictor with rows serves them, and states in its heartbeat why it stays at their version.
-            with suppress(*([] if self._reader.position is None else [ModelMismatchError])):
+            with suppress(*([] if self._reader.position is None else [ModelMismatchError, InvalidArgumentError])):
                 self._reader.writer.check_fits(manifest)
 
     @contextmanager

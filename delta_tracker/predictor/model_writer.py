@@ -209,9 +209,9 @@ class ModelWriter:
         held = self.specs or {}
         found = [] if receiver.fit is None else list(receiver.fit.differences.values())
         found += [
-            f"table {fqn!r} is missing in the stream but {spec} in the model: it keeps its values"
-            for fqn, spec in held.items()
-            if spec != MISSING and fqn not in receiver.specs and fqn in receiver.targets
+            f"{kind} {name!r} is missing in the stream but {spec} in the model: it keeps its values"
+            for name, spec in held.items()
+            if spec != MISSING and name not in receiver.specs and (kind := self.model.kind_of(name, receiver))
         ]
         for each in found:
             if each not in self.differences:

@@ -199,6 +199,11 @@ class ServedModel:
             found |= dict.fromkeys(manifest.dense, MISSING) | stated(dense, ())
         return found
 
+    def kind_of(self, name: str, receiver: Receiver) -> str:
+        """Return "table" or "dense tensor" for a name in the stream, or an empty string if the model lacks it."""
+        held = _tensors(self._model)
+        return "table" if name in receiver.targets else _DENSE if self._names.get(name, name) in held else ""
+
     def _warn_of_others(self, manifest: Manifest) -> None:
         """Warn of tables and dense parameters that are missing in the stream and therefore keep their values."""
         sent = {self._names.get(name, name).removesuffix(".weight") for name in (*manifest.tables, *manifest.dense)}

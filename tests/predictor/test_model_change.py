@@ -364,6 +364,44 @@ def test_dense_tensors_that_are_now_applied_are_read_at_once() -> None:
     assert torch.equal(model["w"], writer.dense["w"])
 
 
+def test_a_dense_tensor_that_the_stream_has_no_more_is_named() -> None:
+    writer = Writer(Storage("memory://"))
+    writer.dense = {"w": torch.randn(3)}
+    writer.snapshot()
+    model = {**writer.model(), "w": torch.zeros(3)}
+    predictor = _predictor(model, writer.storage)
+    predictor.sync()
+    former, writer.dense = writer.dense["w"], {}
+    writer.snapshot()
+    predictor.sync()
+    assert torch.equal(model["w"], former)
+    (text,) = predictor.status().differences
+    assert text == "dense tensor 'w' is missing in the stream but float32 [3] in the model: it keeps its values"
+    del model["w"]
+    writer.snapshot()
+    predictor.sync()
+    assert predictor.status().differences == ()
+
+
+@pytest.mark.parametrize("rule", ["stop", "continue"])
+def test_a_restarted_predictor_serves_its_rows_if_a_chosen_table_was_removed(rule: OnModelChange) -> None:
+    trainer = _Trainer()
+    version = trainer.restart(_OLD)
+    model = _model(_OLD)
+    first, second = (_predictor(model, trainer.storage, rule, tables=["a", "b"]) for _ in range(2))
+    first.sync()
+    before = trainer.at(version)
+    trainer.restart({"a": (6, 2)})
+    with pytest.raises(InvalidArgumentError, match="tables='b'"):
+        first.sync()
+    second.load_state_dict(first.state_dict())
+    second.follow()
+    eventually(lambda: isinstance(second.error, InvalidArgumentError))
+    with pytest.raises(InvalidArgumentError, match="tables='b'"):
+        second.stop()
+    assert _same(model, before)
+
+
 def test_heartbeats_metrics_and_commands_name_what_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trainer, monitor = _Trainer(Storage(tmp_path.as_uri())), Monitor()
     trainer.restart(_OLD)
