@@ -100,7 +100,7 @@ class SinkWriter(Forkable):
         raise InvalidArgumentError("state", state, "Omit it: the row store keeps the position with its rows")
 
     def after_fork_in_child(self) -> None:
-        """Make the next :meth:`restore` open the sink again. In a forked process, opening it raises an error."""
+        """Make the next :meth:`restore` raise an error: it opens the sink again, which fails in a forked process."""
         self._is_known = False
 
     def restore(self) -> None:

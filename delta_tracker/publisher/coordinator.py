@@ -41,8 +41,8 @@ class Draft:
         pending_rows: number of changed rows on this rank that ``top_k`` did not select. They stay pending.
         parts: parts of the version that this rank has already written.
         training: training state of this rank, whose tensors are being copied; None for a version without states.
-        owner_changes: FQN to a copy of two counts, ``[2]`` int64: the raw ids that gained a row of this rank since the
-            previous version, and those that lost one. None if the raw ids of the previous version are unknown.
+        owner_changes: by FQN, a host copy of two counts (``[2]`` int64): raw ids that gained a row of this rank since
+            the previous version, and raw ids that lost one. None if the raw ids of the previous version are unknown.
     """
 
     kind: Kind

@@ -171,7 +171,7 @@ class TrackerReader:
         Args:
             kind: ``"snapshot"`` or ``"delta"``.
             copied: for a snapshot, the part with the rows that :meth:`copy` returned; None if there are no such rows.
-            is_complete: for a delta, True to read all rows, without ``top_k``. The same on every rank.
+            is_complete: for a delta, True to read all changed rows despite ``top_k``. Must be the same on every rank.
 
         Returns:
             The contents of the version, and the uncommitted read for :meth:`end`.

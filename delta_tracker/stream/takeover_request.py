@@ -102,7 +102,7 @@ class TakeoverRequest:
 
 
 def request_takeover(storage: Storage, head: Manifest, *, force: bool = False) -> None:
-    """Request that a standby takes over from the publisher of ``head``. With ``force``, even if it is alive."""
+    """Request that a standby take over from the publisher of ``head``; with ``force``, from a live publisher too."""
     request = TakeoverRequest(stream=head.stream, generation=head.generation, time=time.time(), force=force)
     storage.replace(_REQUEST_NAME, encode(request))
 

@@ -93,7 +93,7 @@ class ConsumerHandle(Uncopied, remedy="Save or copy the tracker's state_dict(), 
         self._log.consumers.commit(self._log.consumers.uncommitted(delta))
 
     def abort(self, delta: Delta) -> None:
-        """Discard the uncommitted read that returned ``delta``. Its rows stay pending. Raises like :meth:`commit`."""
+        """Discard the uncommitted read that returned ``delta``. Its rows stay pending. Errors: see :meth:`commit`."""
         self._check_own(delta)
         self._log.consumers.abort(self._log.consumers.uncommitted(delta))
 

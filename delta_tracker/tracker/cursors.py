@@ -78,7 +78,7 @@ class Consumer(NamedTuple):
         return self.note if self.noted_at == self.position else None
 
     def moved(self, position: int, batch: int, carried: Mapping[str, ChangedRows] = _NO_ROWS) -> Consumer:
-        """Return a copy of the record at ``position``, with the carried rows ``carried`` and without reads.
+        """Return a copy with the cursor at ``position`` and ``batch``, the carried rows ``carried``, and no reads.
 
         The age of the carried rows is measured from this call.
         """
@@ -206,7 +206,7 @@ class Cursors:
         return since
 
     def merge_times(self, pinned: Collection[int]) -> None:
-        """Keep only the earliest time between neighboring positions in ``pinned``. Drop times before the first one."""
+        """Keep only the earliest recorded time between each two neighbors in ``pinned``, and none before the first."""
         ordered, times = sorted(pinned), dict[int, float]()
         for position, when in self._times.items():
             index = bisect_right(ordered, position)

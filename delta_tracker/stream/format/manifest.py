@@ -122,7 +122,7 @@ class DenseSpec:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype in torch."""
+        """The ``torch.dtype`` with the name :attr:`dtype_name`."""
         return torch_dtype(self.dtype_name)
 
     def __str__(self) -> str:

@@ -69,7 +69,7 @@ def _complete(future: Future[T], action: Callable[[], T]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Runtime:
-    """Time, randomness and threads of a reader or a publisher. A simulation replaces them.
+    """Functions for time, random numbers and threads that a reader or publisher calls. Simulations pass their own.
 
     Args:
         sleep: waits for a number of seconds. A reader's thread can be interrupted during the wait.

@@ -17,10 +17,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SeenLog:
-    """Log of a source during one round of a reader. Each object is read once, when a decision first needs it.
+    """Memoized view of a source's log for one round of a reader. Each object is read once, when it is first needed.
 
-    Each call of a method returns the same answer, or raises the same error. A decision therefore depends only on the
-    answers, and can be repeated. :class:`Entries`, :class:`Source` and :class:`Orders` document the methods.
+    Repeated calls of a method with the same arguments return the same answer or raise the same error. A decision
+    therefore depends only on the answers, and can be repeated. The methods are documented in :class:`Entries`,
+    :class:`Source` and :class:`Orders`.
 
     Args:
         is_doubted: True if a fault may be caused by a cache, so that the reader must not act on it yet.

@@ -202,7 +202,7 @@ class Lag:
         self._newest = -1, 0.0  # newest version seen, and the monotonic time at which it was seen first
 
     def looked(self, version: int, *, is_there: bool, began: float) -> None:
-        """Record whether the entry of ``version``, the next version, existed at the monotonic time ``began``."""
+        """Record whether the entry of the first version not yet applied existed at the monotonic time ``began``."""
         self.rested = None if is_there else (version - 1, began)
         if is_there and version > self._newest[0]:
             self._newest = version, began

@@ -127,7 +127,7 @@ class Store(ABC):
         """Return the size and the modification time of an object; None if it does not exist."""
 
     def has_any(self, names: Sequence[str]) -> bool:
-        """Return True if one of these objects, which are in one directory, exists."""
+        """Return True if any of the objects ``names`` exists. All names must be in the same directory."""
         return any(map(self.stat, names))
 
     def put(self, name: str, buffers: Iterable[memoryview]) -> None:

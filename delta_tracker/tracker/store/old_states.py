@@ -175,7 +175,7 @@ class Block:
             self._copy, self._at_copy = HostCopy(self.count), self._appended
 
     def poll(self) -> None:
-        """Update the bounds, and free the device memory of spilled states, once they are copied. Does not wait."""
+        """Update the bounds and free the device memory of spilled states if their copies have ended. Does not wait."""
         if self._spilled is not None and self._states is not None and self._spilled.is_done:
             self._states = None
         if self._copy is not None and self._copy.is_done:

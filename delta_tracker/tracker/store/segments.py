@@ -99,8 +99,8 @@ class SegmentStore(MarkedRows):
     def mark_all_later(self, key: int | None = None) -> None:
         """Request that the next :meth:`notice_writes` marks all rows. Allocates no memory. Any thread may call it.
 
-        If ``key`` is given, every :meth:`notice_writes` until the end of this write marks all rows, and so does the
-        first one afterwards.
+        If ``key``, the key of a write, is given, every :meth:`notice_writes` until that write ends marks all rows, and
+        so does the first one afterwards.
         """
         self._has_unmarked = True
         if key is not None and key not in self._lost:
