@@ -222,7 +222,7 @@ def check_fit(saved: Saved, job: Job, ignore: Collection[str] = (), stateless: C
         if name not in known:
             raise InvalidArgumentError("ignore", name, f"Pass some of {sorted(known)}")
     tables = {fqn: shard.table for fqn, shard in job.shards.items()}
-    remedy = f"{RestoreMismatchError.default}, or name these tables in ignore={{...}}"
+    remedy = f"{RestoreMismatchError.default}, or name these tables and the optimizers that step them in ignore={{...}}"
     _check_keys("tables that differ", saved.tables.keys() - set(ignore), tables.keys() - set(ignore), remedy)
     for fqn in _names(saved.tables, tables, ignore):
         check_same(f"table {fqn!r}", saved.tables.get(fqn), tables.get(fqn))
