@@ -41,8 +41,8 @@ class Draft:
         pending_rows: number of changed rows on this rank that ``top_k`` did not select. They stay pending.
         parts: parts of the version that this rank has already written.
         training: training state of this rank, whose tensors are being copied; None for a version without states.
-        owner_changes: by FQN, a host copy of two counts (``[2]`` int64): raw ids that gained a row of this rank since
-            the previous version, and raw ids that lost one. None if the raw ids of the previous version are unknown.
+        owner_changes: by FQN, a host copy of two counts (``[2]`` int64): how many raw ids gained a row of this rank
+            since the previous version, and how many lost one. None if the previous version's raw ids are unknown.
     """
 
     kind: Kind
@@ -230,7 +230,7 @@ class Coordinator:
             return put_training(self.storage, self._name("t"), buffers, taken.tree.num_bytes)
 
     def _name(self, role: str = "") -> str:
-        """Return a new name for an object of the next version: a part, states (``s``) or a training state (``t``)."""
+        """Return a new name for a part of the next version, or with ``role`` s or t, its states or training state."""
         return part_name(self.head.version + 1, self.head.generation, f"r{self.rank}{role}")
 
     def _open(self, url: Location) -> None:
@@ -247,7 +247,7 @@ class Coordinator:
 def _owner_changes(
     shares: Sequence[Mapping[str, Any]], identities: Mapping[str, Identity]
 ) -> dict[str, tuple[int, int]]:
-    """Return two counts by FQN over all ranks: raw ids that gained a row and that lost one. Empty if unknown."""
+    """Return, by FQN, how many raw ids gained a row and how many lost one on all ranks. Empty if unknown."""
     if not all("owner_changes" in share for share in shares):
         return {}
     found = dict.fromkeys(identities, (0, 0))

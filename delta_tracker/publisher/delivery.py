@@ -38,9 +38,9 @@ class Outcome:
 class Delivery:
     """Background threads of one rank that write and commit each version after its cut.
 
-    Each rank writes its share of the version and sends the description to rank 0. Rank 0 commits the version and sends
-    the outcome to all. While a rank writes, or rank 0 commits, the ranks exchange keep-alive messages. A dead rank is
-    thereby detected at once, and a suspended rank within the timeout.
+    Each rank writes its share of the version and sends a description of it to rank 0. Rank 0 commits the version and
+    sends the outcome to all. While a rank writes, or rank 0 commits, the ranks exchange keep-alive messages. A dead
+    rank is thereby detected at once, and a suspended rank within the timeout.
 
     Args:
         writer: writer of this rank's shares. On rank 0, it also commits.

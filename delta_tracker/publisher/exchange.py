@@ -59,7 +59,7 @@ class Vote(NamedTuple):
         tables: hash of the rank's tables.
         is_due: True to start a version.
         wants_snapshot: True if the version must be a snapshot.
-        is_complete: True if the next delta must contain all pending rows, without ``top_k``.
+        is_complete: True if the next delta must contain all pending rows despite ``top_k``.
         is_working: True while a snapshot is being copied, or a version is being written or committed.
         num_bytes: length in bytes of the rank's next message; 0 if the rank sends none.
     """
@@ -108,7 +108,7 @@ class Message:
 
 
 class Exchange:
-    """Communication between all ranks of the default process group. Without one, this process is the only rank.
+    """Communication between all ranks of the default process group; without a group, this process is the only rank.
 
     The methods :meth:`start_votes`, :meth:`count` and :meth:`exchange` are collectives: all ranks call them in the same
     order, from the training thread.

@@ -83,12 +83,12 @@ class HostCopier:
     buffers. This delays the later work of the current stream. If device memory runs out, smaller buffers are used, down
     to 4 MiB.
 
-    On other devices except the CPU, all rows are copied into one buffer, which is copied to the host when the returned
-    copy is waited for.
+    On other devices except the CPU, all rows are copied into one buffer. ``result()`` of the returned copy copies this
+    buffer to the host.
 
-    The device memory, freed after the copy, has the size of the rows, at most 512 MiB on CUDA. The host memory also has
-    the size of the rows. It is reused once the copies have been garbage-collected. Torch rounds the size of pinned
-    memory up to a power of two and never frees it. The CUDA path has not been tested on a GPU.
+    The buffers take the size of the rows in device memory, at most 512 MiB on CUDA, until the copy is complete. The
+    host memory also takes the size of the rows. It is reused once the copies have been garbage-collected. Torch rounds
+    the size of pinned memory up to a power of two and never frees it. The CUDA path has not been tested on a GPU.
     """
 
     def __init__(self) -> None:

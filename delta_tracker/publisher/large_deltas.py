@@ -1,4 +1,4 @@
-"""Warn about tables of which most rows are in each delta: :class:`LargeDeltas`."""
+"""Warn about tables if each delta contains most of their rows: :class:`LargeDeltas`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NUM_DELTAS = 10
 
 
 class LargeDeltas:
-    """Number of consecutive deltas that contain more than half of a table's rows, for each table."""
+    """Counter, for each table, of consecutive deltas that contain more than half of the table's rows."""
 
     def __init__(self) -> None:
         self._num_large: dict[str, int] = {}

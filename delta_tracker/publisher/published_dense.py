@@ -20,7 +20,7 @@ _MAX_NAMES = 5
 
 
 def chosen_dense(dense: DenseChoice | Literal[True], live: LiveTables) -> DenseChoice:
-    """Return ``dense`` as a choice that can be iterated repeatedly: the whole model if it is True."""
+    """Return ``dense`` in a form that can be iterated repeatedly, or the whole model if ``dense`` is True."""
     if dense is True:
         return live.model
     if isinstance(dense, Mapping):

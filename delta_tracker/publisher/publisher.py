@@ -88,7 +88,7 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
         notifier: notifier that sends a hint about each version to waiting predictors; None if predictors only poll.
         timeout: maximum wait for the other ranks, including the wait until every rank has built its publisher.
         monitor: monitor for the metrics; None for ``delta_tracker.monitor.MONITOR``.
-        runtime: clock, waits and threads of the publisher.
+        runtime: provider of the clock, waits and threads that the publisher uses.
         join: function that creates a process group of all ranks, see
             :class:`~delta_tracker.tracker.rank_group.RankGroup`.
         name: label ``publisher`` of the metrics; None for ``"publisher"``. If another publisher of this process has the
@@ -353,7 +353,7 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
 
         Every rank must call this method. It does not publish the other pending rows: to publish them, call
         :meth:`flush` first. The stream stays claimed. If the version fails, its error is logged, and the rows stay
-        pending. A running compaction or retention is interrupted after 10 seconds. The next run completes its work.
+        pending. A running compaction or retention is interrupted after 10 seconds. The next one completes its work.
 
         Raises:
             InvalidArgumentError: if called from another thread or process than the one that built the publisher. The
@@ -413,7 +413,7 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
 
 
 class _Standstill:
-    """Detector of loops that call ``Publisher.step`` but not ``tracker.step``. In these, no version is ever due."""
+    """Detector of loops that call ``Publisher.step`` but not ``tracker.step``: in these loops, no version is due."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress

@@ -236,7 +236,7 @@ class RankTables:
 
 
 def _shown(named: tuple[str, Identity]) -> str:
-    """Return a short text for a table and its identity. It contains a hash of the identity's up to 65,536 buckets."""
+    """Return a short text for a table and its identity. The (up to 65,536) buckets are represented by a hash."""
     fqn, identity = named
     digest = xxhash.xxh3_64_hexdigest(json.dumps(to_builtins(identity)).encode())
     return f"{fqn}: {len(identity.buckets)} buckets of {identity.hash_size} ids, {digest}"

@@ -50,8 +50,8 @@ class TrackerReader:
     Attributes:
         tables: schema and rows of this rank's tables.
         find_dense: function that returns the dense tensors that this rank writes, by name; None if none are published.
-        is_repairing: True if the next delta must contain all pending rows, without ``top_k``, because it repairs
-            earlier versions.
+        is_repairing: True if the next delta must contain all pending rows despite ``top_k``, because it repairs earlier
+            versions.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class TrackerReader:
 
     @property
     def has_changes(self) -> bool:
-        """True if a snapshot is needed, rows are pending, or there may be changes that only a cut can find.
+        """True if a snapshot is needed, rows are pending, or there may be changes that only :meth:`cut` can find.
 
         Waits for the device.
         """
@@ -273,7 +273,7 @@ class TrackerReader:
         self.handle.release()
 
     def _progress(self) -> tuple[int, int] | None:
-        """Return the number of batches and of updates after the last batch; None if only pending rows can change."""
+        """Return the number of batches and of updates since the last batch; None if every change is a pending row."""
         tables = self.tables
         if self.find_dense is not None or self._training is not None or tables.unfused or tables.latest.identities:
             return self.tracker.num_batches, self.tracker.progress.num_unstepped
@@ -290,7 +290,7 @@ class _UnreadError(Exception):
 
 
 def _count_owner_changes(read: Delta, identities: Iterable[str]) -> dict[str, SelectedRows]:
-    """Return by FQN the counts of raw ids that gained and lost a row, ``[2]`` int64. Does not wait for a device."""
+    """Return, by FQN, how many raw ids gained and how many lost a row, ``[2]`` int64. Does not wait for a device."""
     found = {}
     for fqn in identities:
         rows = read[fqn]

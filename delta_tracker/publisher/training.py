@@ -233,7 +233,7 @@ class TrainingCuts:
         return TakenState(tree, None if position is None else position.event_time, selections)
 
     def add(self, position: int, version: int) -> None:
-        """Record that ``version`` was committed, and was cut at ``position`` in the change log."""
+        """Record that ``version``, whose read ended at ``position`` in the change log, was committed."""
         self._cuts.append((position, version))
 
     def _consumers(self) -> dict[str, dict[str, object]]:
@@ -318,7 +318,7 @@ def _check_unfused(
     training_state: Mapping[str, Stateful],
     rank_state: Mapping[str, Stateful],
 ) -> None:
-    """Raise an error if the optimizer of a table is missing from the argument that saves it on all necessary ranks."""
+    """Raise an error unless ``rank_state`` (or ``training_state``, for a replicated table) contains the optimizer."""
     if not unfused:
         return
     of_ranks = set(_storages(rank_state))

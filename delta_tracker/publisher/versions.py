@@ -58,7 +58,7 @@ class Cut:
         after: number of the vote that decided on the cut, the same on all ranks.
         kind: ``"snapshot"`` or ``"delta"``.
         batch: number of the batch at the cut.
-        is_complete: for a delta, True to read all rows, without ``top_k``.
+        is_complete: for a delta, True to read all changed rows despite ``top_k``.
         copied: future of the part with the copied rows of a snapshot; None for a delta.
         outcome: future of the result.
         is_tried: True once this rank has started to read its rows. The read may have been interrupted.
@@ -81,8 +81,8 @@ class Call:
 
     Args:
         name: what the call publishes.
-        batch: number of the batch at which it was called.
-        last: number of the last vote of ``step()`` if it was not counted before this call; otherwise None.
+        batch: number of the batch at which the method was called.
+        last: number of the last vote of ``step()`` if that vote was not counted before this call; otherwise None.
         voted: number of votes that this rank had sent before this call's own vote; None until that vote is due.
     """
 
