@@ -198,7 +198,7 @@ class Job:
         states: optimizer states of each table with a fused optimizer and rows on this rank.
         training: names of the objects whose state all ranks share.
         rank: for each object with a state that differs by rank, True if it can load the states of another number of
-            ranks. The position in the data is :data:`DATA`.
+            ranks. The key of the position in the data is :data:`DATA`.
     """
 
     shards: Mapping[str, ShardSpec]
@@ -275,7 +275,7 @@ def _names(saved: Iterable[str], found: Iterable[str], ignore: Collection[str]) 
 
 
 def check_same(what: str, saved: object, found: object) -> None:
-    """Raise RestoreMismatchError if two values differ. ``what`` names them in the message. None is a missing value."""
+    """Raise RestoreMismatchError if two values of ``what`` differ. Pass None for a missing value."""
     if saved != found:
         missing = "missing"
         raise RestoreMismatchError(what, missing if saved is None else saved, missing if found is None else found)

@@ -80,9 +80,9 @@ def change_of(
 
 
 def _has_same_parameters(last: Manifest, saved: Saved, own: Job, ignore: Collection[str]) -> bool:
-    """Return True if no name in ``ignore`` changed, and all names kept their order, except tables that are fused.
+    """Return True if no name in ``ignore`` changed, and all names kept their order. Fused tables are not compared.
 
-    The optimizers that torch steps number their states by the order of the parameters.
+    Non-fused optimizers number their states by the order of the parameters.
     """
     held = {**{fqn: shard.table for fqn, shard in own.shards.items()}, **own.dense}
     former = {**saved.tables, **saved.dense}

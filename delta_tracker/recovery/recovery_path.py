@@ -102,7 +102,7 @@ def pending_rows(
     last: Manifest,
     shards: Mapping[str, ShardSpec],
 ) -> tuple[dict[str, dict[str, Tensor | None]], dict[str, object]]:
-    """Return the pending rows and the note of each consumer of a tracker after a restore of ``last``.
+    """Return the pending rows and the stream position of each consumer of a tracker after a restore of ``last``.
 
     Only the tables in ``shards`` are restored. All rows of other tables are pending.
 

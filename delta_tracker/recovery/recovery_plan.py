@@ -201,7 +201,7 @@ def prepare(log: StreamLog, path: Sequence[Manifest], job: LocalJob, applied: Ma
 
 
 def names_of_all_ranks(states: TrainingStates, ignore: Collection[str], url: str) -> list[str]:
-    """Return the names of the states that differ by rank. Raise NotRecoverableError if a rank lacks a needed one."""
+    """Return the names of per-rank states. Raise NotRecoverableError if a rank lacks one that is not in ``ignore``."""
     names = [set(states.names_of(rank)) for rank in range(states.world_size)]
     every = set().union(*names)
     for rank, each in enumerate(names):
@@ -234,7 +234,7 @@ def load_collisions(
 ) -> dict[str, tuple[object, list[dict[str, Any]]]]:
     """Return the managed-collision module of each table in ``owners``, and the saved states of its slots, by FQN.
 
-    Of the ``ranks``, reads only the states of those that had these slots.
+    The states are read only from those saved ``ranks`` that had these slots.
     """
     saved = {rank: states.collision_slots(rank) for rank in ranks} if owners else {}
     found = {}

@@ -38,9 +38,9 @@ class Restored:
         num_batches: number of batches that the model had been trained on.
         event_time: minimum over the ranks of the event time in seconds of the last batch trained on; None if unknown.
         world_size: number of ranks of the job that published the version.
-        rank_states: states of ranks in ``ignore`` that the user may load because the number of ranks changed, by name;
-            otherwise empty. Each value is a list of the states of all ranks of the published job, in rank order, with
-            None for a rank without this state. The key of the position in the data is ``"data"``.
+        rank_states: by name, states in ``ignore`` that differ by rank, for the user to load if the number of ranks
+            changed; otherwise empty. Each value is a list of the states of all ranks of the published job, in rank
+            order, with None for a rank without this state. The key of the position in the data is ``"data"``.
         differences: with ``on_model_change="continue"``, a message for each item that was not or only partly restored.
     """
 

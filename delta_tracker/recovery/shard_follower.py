@@ -83,7 +83,7 @@ class ShardFollower:
         return self.newest if Position.after(partial).names(self._log.read(partial.version)) else None
 
     def advance(self, until: float) -> bool:
-        """Apply entries until the monotonic time ``until`` or the end of the log. Return True if any was applied.
+        """Apply entries until the monotonic time ``until`` or the end of the log. Return True if one was applied.
 
         An entry that is in progress at ``until`` is completed. After an error of the store or of the stream, the method
         logs it, sets :attr:`error` and returns. Calls do nothing for up to five seconds, and then retry. Raises an

@@ -221,7 +221,7 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
         Raises:
             LivePublisherError: on all ranks, if the publisher is alive, or if another job has claimed the stream.
             TakeoverFailedError: on all ranks, if the takeover failed after the claim: call this method again. Without
-                ``force``, also if a version cannot be applied: nothing is claimed in this case.
+                ``force``, also raised if a version cannot be applied; nothing is claimed in this case.
             StreamReplacedError: on all ranks, if the stream had versions, but is now missing or contains only a claim.
             StorageError: if the store fails. If the claim was committed anyway, the next call uses it.
         """
@@ -245,7 +245,7 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
             return self._complete(exchange, claimed, began)
 
     def close(self) -> None:
-        """Close the standby. If it did not take over, the model still raises when it is called. Not a collective."""
+        """Close the standby. If it did not take over, the model still cannot be called. Not a collective."""
         self._ended = self._ended or "closed"
         self._recorder.close()
 

@@ -123,7 +123,7 @@ class RecoveryStream:
         self._reason = reason
 
     def _known(self, head: Manifest | None, version: int | None) -> int | None:
-        """Record the snapshot of ``head``. Return ``version``, or the newest recorded snapshot if it is None."""
+        """Record the snapshot of ``head``. Return ``version``, or if it is None, the newest recorded snapshot."""
         if head is not None and head.snapshot is not None:
             self._seen = head.snapshot
         return self._seen if version is None else version
@@ -187,8 +187,8 @@ class ServingStreams:
         """Check that the streams exist, and that they are exactly the serving streams of the trainer.
 
         ``version`` is a version of the recovery stream, or None. It lists the other consumers of the trainer's tracker,
-        with the stream of each if known. Raises InvalidArgumentError if a listed stream is missing in :attr:`storages`,
-        or if :attr:`storages` contains more unlisted streams than there are consumers with an unknown stream.
+        with the stream of each if known. Raises InvalidArgumentError if :attr:`storages` lacks a listed stream, or
+        contains more unlisted streams than there are consumers with an unknown stream.
         """
         storages = [open_storage(each) for each in self._urls]  # the directory may have been mounted meanwhile
         streams = [_stream_of(each) for each in storages]

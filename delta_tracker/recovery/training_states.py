@@ -41,7 +41,7 @@ class Consumer(Struct, frozen=True):
     """Saved position of a consumer of the tracker that is not the publisher's consumer.
 
     Args:
-        version: newest version whose rows the consumer had all read; None if there was no such version.
+        version: newest version of which the consumer had read all rows; None if there was no such version.
         left_out: ``[N]`` int64 global ids of rows of earlier versions that are still pending, by table FQN.
         place: stream position of the consumer's own publisher; None if the consumer has no publisher.
     """
