@@ -39,9 +39,9 @@ class StreamFence:
         """Make the current stream of each device wait for the streams of earlier uses.
 
         Args:
-            key: identifier of a use that queues work on the stream until :meth:`leave` is called with the same key. All
-                uses on other streams until then, and the first one afterwards, wait for this stream. None for a use
-                that queues all its work before the next call.
+            key: identifier of a use that queues work on the stream until :meth:`leave` is called with the same key.
+                Until then, uses on other streams wait for this stream, and so does the first use afterwards. None for a
+                use that queues all its work before the next call.
         """
         for device in self._devices:
             stream, used = torch.cuda.current_stream(device), self._used.get(device, [])
@@ -65,5 +65,5 @@ class StreamFence:
         return next(iter(self._used.get(device, ())), None)
 
     def leave(self, key: int) -> bool:
-        """End the use with ``key``. Return False if there is no such use. There is none on devices other than CUDA."""
+        """End the use with ``key``. Return False if there is no such use, which is always so without a CUDA device."""
         return self._open.pop(key, None) is not None

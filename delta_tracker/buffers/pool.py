@@ -85,7 +85,7 @@ class BufferPool:
             self._lock.release()
 
     def join(self, user: object) -> None:
-        """Register an object that uses the pool until :meth:`leave`. The pool holds only a weak reference to it."""
+        """Register ``user`` as a user of the pool until :meth:`leave` is called. Holds only a weak reference to it."""
         self._users.add(user)
 
     def leave(self, user: object) -> None:
@@ -148,7 +148,7 @@ class BufferPool:
 
 
 def capacity(num_bytes: int) -> int:
-    """Return the size in bytes of a new buffer for a request of ``num_bytes``, with room for slightly larger ones."""
+    """Return the size in bytes of a new buffer for ``num_bytes``, with room for slightly larger requests."""
     return num_bytes + num_bytes // 8  # untouched pages use no memory
 
 

@@ -45,7 +45,7 @@ class SortedMap(RawIdMap):
         return self.tensors()[1]
 
     def owners(self) -> Tensor:
-        """Return the raw id of each row, ``[R]`` int64 on the CPU. :data:`NO_OWNER` for default rows."""
+        """Return the raw id of each row, ``[R]`` int64 on the CPU. :data:`NO_OWNER` for a row without a raw id."""
         first, end = self.rows
         raw_ids, slots = (each.cpu() for each in self.tensors())
         if len(slots) and not first <= int(slots.min()) <= int(slots.max()) < end:
@@ -226,7 +226,7 @@ class RawIdIndex(SortedMap):
         return self._raw_ids, self._slots
 
     def refusal(self, identity: Identity) -> str:
-        """Check whether the index can use a stream's ``identity``. Return the reason if not, else an empty string."""
+        """Return an empty string if the index can use a stream's ``identity``, otherwise the reason why it cannot."""
         if identity.num_rows != self.rows[1]:
             return f"with a RawIdIndex of {self.rows[1]} rows"
         return ""

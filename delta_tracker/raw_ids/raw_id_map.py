@@ -146,7 +146,7 @@ class RawIdMap(ABC):
 
     @abstractmethod
     def refusal(self, identity: Identity) -> str:
-        """Check whether the mapping can use a stream's ``identity``. Return the reason if not, else an empty string."""
+        """Return an empty string if the mapping can use a stream's ``identity``, otherwise the reason why it cannot."""
 
     @abstractmethod
     def routes_by(self, identity: Identity) -> bool:
