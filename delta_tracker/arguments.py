@@ -78,7 +78,7 @@ def check_home(argument: str, path: Path) -> None:
 
 
 def refuse_unknown(kind: type, unknown: Mapping[str, object], **options: type) -> None:
-    """Raise InvalidArgumentError if ``unknown`` is not empty: keyword arguments that ``kind`` does not accept.
+    """Raise InvalidArgumentError if ``unknown``, the keyword arguments that ``kind`` does not accept, is not empty.
 
     The message names the class in ``options`` that accepts the argument, suggests a similar argument of ``kind``, or
     lists all arguments of ``kind``. ``options`` maps some arguments of ``kind`` to the classes of their values.

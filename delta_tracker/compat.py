@@ -11,7 +11,7 @@ The classes behave like TorchRec's, with these differences:
 - Old values in ``EMBEDDING`` mode and the states of several tables are exact. ``benchmarks/faults`` lists cases in
   which TorchRec returns wrong values. ``EMBEDDING`` mode also tracks an ``EmbeddingBagCollection``, which TorchRec
   rejects.
-- A read returns every tracked table. A table without changed rows has no ids. TorchRec omits a table before its first
+- A read returns every tracked table, with empty ids if no row of it changed. TorchRec omits a table before its first
   lookup and after ``clear()``, and raises an error if nothing was looked up since the last read.
 - An invalid argument raises :class:`TorchrecAssertionError`, where TorchRec uses an ``assert``.
 
@@ -74,7 +74,7 @@ def __getattr__(name: str) -> object:
 
 
 class TorchrecAssertionError(InvalidArgumentError, AssertionError):
-    """An argument is invalid. Programs that catch ``AssertionError``, which TorchRec's tracker raises, catch it too."""
+    """An argument is invalid. This is also an ``AssertionError``, the type that TorchRec's tracker raises."""
 
 
 @contextmanager
@@ -172,7 +172,7 @@ class ModelTrackerConfigs:
 
 
 class _RawLookups(lookups.DeltaStore):
-    """Store that accepts states in mode NONE, as TorchRec's store does. Only the stored lookups contain them."""
+    """Store that accepts states in mode NONE, as TorchRec's store does. The unique rows do not contain these states."""
 
     def _check_mode(self, states: Tensor | None) -> None:
         if self._mode is not UpdateMode.NONE:
@@ -365,7 +365,7 @@ def init_torchrec_delta_tracker(model: nn.Module, delta_tracker_config: DeltaTra
         model: a ``DistributedModelParallel``, or another model that :class:`~delta_tracker.ModelDeltaTracker` supports.
         delta_tracker_config: a :class:`DeltaTrackerConfig` of this module or of TorchRec.
 
-    Raises InvalidArgumentError if ``delta_tracker_config`` is another object, and the errors of
+    Raises InvalidArgumentError if ``delta_tracker_config`` is of another type, and the errors of
     :class:`~delta_tracker.ModelDeltaTracker`.
     """
     if not all(hasattr(delta_tracker_config, each.name) for each in fields(DeltaTrackerConfig)):

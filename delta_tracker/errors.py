@@ -200,7 +200,7 @@ class DetachedError(DeltaTrackerError, RuntimeError):
 
 
 class CheckpointError(DeltaTrackerError, ValueError):
-    """A saved state is malformed or incomplete, or does not fit the object that loads it, which is unchanged.
+    """A saved state is malformed, incomplete, or does not fit the object that loads it. The object is unchanged.
 
     ``reason`` describes the problem. ``part`` is the name of the malformed part, or None if no part is malformed.
     ``ranks`` are the ranks whose parts are missing, if they are known.
@@ -298,7 +298,7 @@ class LivePublisherError(StreamError, RuntimeError):
 
 
 class UnfinishedStepError(StreamError, RuntimeError):
-    """A version was not cut, because a training step was incomplete; the rows stay pending.
+    """No version was published, because a training step was incomplete; the rows stay pending.
 
     ``reason`` describes an update of rows that is in progress, or that was made after the last ``tracker.step()``.
     Training that resumed from such a version would apply the update twice.
@@ -365,8 +365,9 @@ class TakeoverFailedError(StreamError, RuntimeError):
     """The takeover of the stream at ``url`` failed; see ``reason``.
 
     If ``is_claimed`` is True, the stream was claimed with the entry ``version``. The next call completes the takeover.
-    Until then, the forward pass raises :class:`IncompleteModelError`. If it is False, nothing was claimed, because
-    ``version`` cannot be applied. ``applied`` is the last version that all ranks have applied; None if there is none.
+    Until then, the forward pass raises :class:`IncompleteModelError`. If ``is_claimed`` is False, nothing
+    was claimed, because ``version`` cannot be applied. ``applied`` is the last version that all ranks have applied, or
+    None.
     """
 
     def __init__(
@@ -629,9 +630,9 @@ class MirrorDivergedError(StreamError, RuntimeError):
 class ModelMismatchError(StreamError, ValueError):
     """A table or a dense tensor differs between the stream and the predictor's model; nothing was applied.
 
-    ``kind`` is "table" or "dense tensor", and ``name`` is the name of the table or tensor. ``expected`` describes the
-    one in the stream, and ``found`` the one in the model. If the model has none of this name, ``known`` lists the names
-    in the model. ``version`` is the version that does not fit, or None if it is unknown.
+    ``kind`` is "table" or "dense tensor", and ``name`` is the name of the table or tensor. ``expected`` describes it
+    in the stream, and ``found`` in the model. If the model contains no such name, ``known`` lists the names in the
+    model. ``version`` is the version that does not fit, or None if it is unknown.
     """
 
     version: int | None = None

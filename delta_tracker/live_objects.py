@@ -1,4 +1,4 @@
-"""Base classes of objects with hooks, locks or threads, which define their behavior on fork, pickle and copy."""
+"""Base classes that define how objects with hooks, locks or threads behave on fork, pickle and copy."""
 
 import os
 import weakref

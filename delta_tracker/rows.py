@@ -176,7 +176,7 @@ def split_by_mask(masks: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor
 
 
 def put_pieces(memory: Tensor, indices: Tensor, pieces: Iterable[Tensor]) -> None:
-    """Write the rows of several tensors in place, in order.
+    """Write the rows of ``pieces``, in order, to the rows ``indices`` of ``memory``.
 
     Args:
         memory: ``[R, C]`` tensor to write to.

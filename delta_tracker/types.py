@@ -183,7 +183,7 @@ class StateSpec:
 
     Args:
         name: name of the state, unique in its table.
-        dtype: float32, float16 or bfloat16, or its name in torch.
+        dtype: ``torch.float32``, ``torch.float16`` or ``torch.bfloat16``, or the name of one of them.
         width: ``columns`` for one number per column, ``range`` for one number per column range of :class:`TableStates`.
     """
 
@@ -344,13 +344,13 @@ class DeltaRows:
     Args:
         ids: ``[N]`` int64, local to the shard, ascending and unique.
         states: ``[N, ...]`` states of the rows, see :class:`TrackingMode`; None if the mode has no states or the read
-            had ``with_states=False``.
+            used ``with_states=False``.
         values: ``[N, D]`` values of the rows at the time of the read, in the table's dtype, columns in the order of
-            ``shard.columns``; None unless the read had ``with_values=True``.
+            ``shard.columns``; None unless the read used ``with_values=True``.
         shard: block that holds the rows; None if ``ids`` are not local to a shard.
         known: ``[N]`` bool, True where the old state is known; elsewhere the row in ``states`` is NaN. None if the
-            mode keeps no old states or the read had ``with_states=False``.
-        optimizer: states of the fused optimizer for the rows, in the optimizer's order; empty unless the read had
+            mode keeps no old states or the read used ``with_states=False``.
+        optimizer: states of the fused optimizer for the rows, in the optimizer's order; empty unless the read used
             ``with_optimizer=True``. Each state is ``[N, D]``, or ``[N, S]`` with one value for each of the shard's
             ``S`` column ranges.
         raw_ids: ``[N]`` int64 raw id that owned each row at the time of the read, 2**63 - 1 if no raw id owned it. None
