@@ -139,7 +139,7 @@ class UntrackedTrainingWarning(UserWarning):
     """Tracked tables receive no updates, probably because a copy of the model is trained instead.
 
     ``tables`` are the FQNs of these tables. ``num_updates`` is the number of updates of other tensors of the same size;
-    0 if no tensor of this size and no table was updated during 100 batches. Ignore the warning if the program updates
+    0 if neither a table nor a tensor of this size was updated in 100 batches. Ignore the warning if the program updates
     the tracked model in another way, for example with an average of the trained model.
     """
 
@@ -365,9 +365,8 @@ class TakeoverFailedError(StreamError, RuntimeError):
     """The takeover of the stream at ``url`` failed; see ``reason``.
 
     If ``is_claimed`` is True, the stream was claimed with the entry ``version``. The next call completes the takeover.
-    Until then, the forward pass raises :class:`IncompleteModelError`. If ``is_claimed`` is False, nothing
-    was claimed, because ``version`` cannot be applied. ``applied`` is the last version that all ranks have applied, or
-    None.
+    Until then, the forward pass raises :class:`IncompleteModelError`. If ``is_claimed`` is False, nothing was
+    claimed, because ``version`` cannot be applied. ``applied`` is the last version applied by all ranks, or None.
     """
 
     def __init__(
@@ -596,7 +595,7 @@ class StreamReplacedError(StreamError, RuntimeError):
 
 
 class OlderCopyError(StreamError, RuntimeError):
-    """The log at ``url`` ends at version ``newest``, below the applied ``version``: a lagging mirror or a backup."""
+    """The log at ``url``, a lagging mirror or a backup, ends at ``newest``, before the applied ``version``."""
 
     def __init__(self, url: str, newest: int, version: int) -> None:
         super().__init__(

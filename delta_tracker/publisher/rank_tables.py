@@ -208,7 +208,7 @@ class RankTables:
         ids: Tensor | None,
         owners: Tensor | None,
     ) -> None:
-        """Append selections of rows of ``shard`` (local ``ids`` ``[N]``; None for all) and views of their copies."""
+        """Append selections of the rows ``ids`` (None for all) of ``shard``, and functions that return their copies."""
         fqn = shard.table.fqn
         form: IdForm = "all" if ids is None else self._encodings[fqn].listed_form
         num_rows = shard.num_rows if ids is None else len(ids)

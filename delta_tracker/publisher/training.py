@@ -128,7 +128,7 @@ class TakenState:
 
     Args:
         tree: the state. Pass the copies of ``selections`` to its :meth:`StateTree.buffers`.
-        event_time: time of the last trained batch in seconds; None if unknown.
+        event_time: event time in seconds of the last batch trained on; None if unknown.
         selections: tensors of the state. Copy them together with the rows, before training continues.
     """
 
@@ -145,12 +145,12 @@ class TrainingCuts:
     Args:
         progress: progress of the training, with the position in the training data.
         handle: the publisher's consumer.
-        recovery: the user's objects. They must include the optimizers of tables that are not fused, because updates of
-            optimizer states cannot be found by comparing rows.
+        recovery: the user's objects. They must include all non-fused optimizers of tables, because updates of optimizer
+            states cannot be found by comparing rows.
 
     Raises:
         InvalidArgumentError: if a state cannot be encoded, or if an optimizer does not save its parameter groups.
-        UnsupportedModelError: if the optimizer of a table that is not fused is missing.
+        UnsupportedModelError: if a non-fused optimizer of a table is missing.
     """
 
     def __init__(

@@ -86,8 +86,8 @@ class ShardFollower:
         """Apply entries until the monotonic time ``until`` or the end of the log. Return True if one was applied.
 
         An entry that is in progress at ``until`` is completed. After an error of the store or of the stream, the method
-        logs it, sets :attr:`error` and returns. Calls do nothing for up to five seconds, and then retry. Raises an
-        error if the stream does not match the job or contains no training states.
+        logs it, sets :attr:`error` and returns. Further calls do nothing for up to five seconds, and then retry. Raises
+        an error if the stream does not match the job or contains no training states.
         """
         self._begin_again_if_restored()
         has_moved = False

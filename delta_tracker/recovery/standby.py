@@ -282,7 +282,7 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
         return {"call": call, "has_moved": has_moved, "version": self.version, "obstacle": obstacle}
 
     def _catch_up(self, exchange: Exchange, call: str, *, raises: bool) -> list[dict[str, Any]]:
-        """Apply all versions on all ranks. Return the last messages. If not ``raises``, raise only StorageError."""
+        """Apply all versions on all ranks. Return the last messages. Unless ``raises``, only StorageError is raised."""
 
         def act() -> dict[str, Any]:
             turn = self._advanced(call)

@@ -101,7 +101,7 @@ class TrainingStates:
         return cast("dict[str, dict[str, int | float]]", self._converted(rank, "kernels", numbers, dict[str, _Kernel]))
 
     def shards(self, rank: int, tables: Mapping[str, TableSpec]) -> dict[str, ShardSpec]:
-        """Return a rank's blocks of ``tables``, by FQN. ``tables`` must not have a fused optimizer."""
+        """Return a rank's blocks of ``tables``, by FQN. None of ``tables`` may have a fused optimizer."""
         held = self._library(rank, "shards", dict[str, dict[str, Any]])
         named = {fqn: held[fqn] for fqn in tables if fqn in held}
         for fqn, former in named.items():
