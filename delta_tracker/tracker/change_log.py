@@ -1,7 +1,7 @@
 """Change log of one rank: one row store per table, and the consumers that read the stores.
 
 A cut is a boundary in the log, at the same position in all stores. The rows that changed between two cuts are a segment
-of a store. This log is kept in memory. ``stream/log.py`` implements another log: that of a stream in an object store.
+of a store. This log is kept in memory. ``stream/log.py`` implements the log of a stream in an object store.
 """
 
 import threading

@@ -87,7 +87,7 @@ class ConsumerHandle(Uncopied, remedy="Save or copy the tracker's state_dict(), 
     def commit(self, delta: Delta) -> None:
         """Commit the uncommitted read that returned ``delta``: move the consumer's cursor to the end of the read.
 
-        Raises InvalidArgumentError if ``delta`` is of another consumer, StaleDeltaError if it is no longer uncommitted.
+        Raises InvalidArgumentError if ``delta`` belongs to another consumer, StaleDeltaError if the read has ended.
         """
         self._check_own(delta)
         self._log.consumers.commit(self._log.consumers.uncommitted(delta))
@@ -104,8 +104,8 @@ class ConsumerHandle(Uncopied, remedy="Save or copy the tracker's state_dict(), 
     def distrust(self, fqn: str, ids: Tensor) -> None:
         """Make rows pending for the consumer, with unknown old states, and abort its uncommitted read.
 
-        Call this method if the consumer's copy of these rows differs from its last read. For a table with managed
-        collisions, the copy must have the raw ids of its last read. ``ids`` are ``[N]`` integer local ids, in any
+        Call this method if the consumer's copy of these rows differs from the rows it last read. For a table with
+        managed collisions, the copy must have the raw ids of that read. ``ids`` are ``[N]`` integer local ids, in any
         order, duplicates allowed. Raises InvalidArgumentError if the table is not tracked or an id is not in the shard.
         """
         name = self._held()

@@ -189,7 +189,7 @@ class Cursors:
                     yield from read.delta.kept.values()
 
     def note_change(self, position: int) -> None:
-        """Record the current time as the time of the first change at ``position``, unless a time is recorded."""
+        """Record the current time as the time of the first change at ``position``, unless one is already recorded."""
         if position not in self._times:
             self._times[position] = time.monotonic()
 
@@ -206,7 +206,7 @@ class Cursors:
         return since
 
     def merge_times(self, pinned: Collection[int]) -> None:
-        """Keep only the earliest recorded time between each two neighbors in ``pinned``, and none before the first."""
+        """For each position in ``pinned``, keep the earliest time recorded from it to the next one. Drop the others."""
         ordered, times = sorted(pinned), dict[int, float]()
         for position, when in self._times.items():
             index = bisect_right(ordered, position)

@@ -52,8 +52,8 @@ class DataPosition(Uncopied, Generic[T], remedy="Save or copy its state_dict()")
 
     To detect every missing ``tracker.step()``, set ``max_ahead`` to the number of batches the pipeline fetches ahead.
 
-    To train several epochs, iterate again. At the end of an epoch, the position is after the last batch. If this state
-    is loaded, the loader must not return more batches of the epoch.
+    To train several epochs, iterate again. At the end of an epoch, the position is after the last batch. After a
+    restore of this position, the loader must not return more batches of the epoch.
 
     Args:
         loader: the loader. If it has a method ``load_rank_states(states)``, its position can be restored with another
@@ -198,8 +198,8 @@ class DataPosition(Uncopied, Generic[T], remedy="Save or copy its state_dict()")
         """Restore a position that :meth:`state_dict` returned.
 
         After the call, create new iterators and pipelines: an iterator that has returned a batch raises at its next
-        batch. Raises InvalidArgumentError if ``state`` is not a position, and the errors of the loader. If the call
-        raises, the position does not change.
+        batch. Raises InvalidArgumentError if ``state`` is not a position. Errors of the loader are passed on. If the
+        call raises, the position does not change.
         """
         num_batches, time, loader = _fields(state)
         packed = pack(loader, "data['loader']")
@@ -211,7 +211,7 @@ class DataPosition(Uncopied, Generic[T], remedy="Save or copy its state_dict()")
 
         Passes the loader states of all ranks to the loader's ``load_rank_states``. The loader must continue with this
         rank's share of the data. The number of batches is the maximum over the ranks, and the event time the minimum.
-        Raises the errors of :meth:`load_state_dict`, and InvalidArgumentError if the loader has no
+        Raises the same errors as :meth:`load_state_dict`, and InvalidArgumentError if the loader has no
         ``load_rank_states``.
 
         Args:

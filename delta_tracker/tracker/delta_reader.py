@@ -204,7 +204,7 @@ class DeltaReader:
         return torch.where(scores.isnan(), torch.inf, scores)
 
     def _checked_scores(self, fqn: str, scores: Tensor, rows: ChangedRows) -> Tensor:
-        """Check a score function's result, and return it as ``[N]`` float32, infinite for unknown old states."""
+        """Check a score function's result. Return it as ``[N]`` float32, with infinity for unknown old states."""
         if scores.shape == (len(rows),) and rows.known is not None:
             scores = torch.where(rows.known, scores, torch.inf)
         if scores.shape != (len(rows),) or bool(scores.isnan().any()):

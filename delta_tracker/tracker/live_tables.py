@@ -18,7 +18,7 @@ class LiveTables:
     """Read access to this rank's rows, optimizer states and raw ids of the tables during training.
 
     Used by components that copy more than the changed rows, such as a publisher. A view shares memory with the model:
-    copy it before the next batch to keep its values. Methods with an ``fqn`` raise InvalidArgumentError if the table is
+    copy it before the next batch to keep its values. Methods taking ``fqn`` raise InvalidArgumentError if the table is
     not tracked.
 
     Args:
@@ -123,7 +123,7 @@ class LiveTables:
     def unfused_storages(self) -> dict[str, tuple[set[int], bool]]:
         """Return the storage addresses of the weights of each table without a fused optimizer on this rank, by FQN.
 
-        The second element of a value is True for a DATA_PARALLEL table, whose optimizer state is equal on all ranks.
+        Each value is a pair: the addresses, and True for a DATA_PARALLEL table (its states are equal on all ranks).
         """
         return {
             fqn: (unfused_storages(shard), shard.spec.is_replicated)

@@ -27,7 +27,7 @@ class Lag:
     Args:
         batches: number of ``step()`` calls since the consumer's last committed read.
         seconds: seconds since the consumer's last committed read.
-        oldest_pending: age in seconds of the consumer's oldest pending row, or a bound on it (see
+        oldest_pending: age in seconds of the consumer's oldest pending row, or an upper bound (see
             :meth:`~delta_tracker.tracker.cursors.Cursors.pending_since`). None if no row is known to be pending.
         pending: number of pending rows by table FQN; empty if they were not counted.
     """
@@ -218,7 +218,7 @@ class LogConsumers:
             maintain(self._segments.compact)
 
     def clear(self, *consumers: str) -> None:
-        """Discard the pending rows of ``consumers``, and treat them as up to date, even those that were dropped.
+        """Discard the pending rows of ``consumers``. Dropped consumers among them count as up to date again.
 
         If the call is interrupted, all rows may become pending.
         """
@@ -346,7 +346,7 @@ class LogConsumers:
                 raise
 
     def abort(self, read: Read) -> None:
-        """Discard a read. Its rows stay pending. If it was committed, they become pending again, without old states.
+        """Discard a read, so that its rows are pending, with unknown old states if the read was already committed.
 
         An earlier uncommitted read of the consumer stays valid. Does nothing if the read was already discarded.
         """
@@ -382,7 +382,7 @@ class LogConsumers:
             maintain(*tasks, self._shed)
 
     def _due(self, *tasks: Callable[[], None], compacts: bool = True) -> Sequence[Callable[[], None]]:
-        """Return the maintenance tasks: compacting the log, if no hook does this, and enforcing ``max_bytes``."""
+        """Return ``tasks``, followed by compaction of the log if it is due and enforcement of ``max_bytes``."""
         # Compact at every sixteenth position also with auto_compact, because an idle model runs no output distribution.
         if compacts and (not self._writes.compacts_after_odist or self._segments.position % 16 == 0):
             tasks += (self._segments.compact,)

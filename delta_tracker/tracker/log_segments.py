@@ -109,9 +109,9 @@ class LogSegments:
     # Cuts
 
     def cut(self, fqns: Collection[str] | None = None) -> None:
-        """Start a segment in the stores of the tables ``fqns``. Mark the rows of writes in progress in it again.
+        """Start a segment in each store of the tables ``fqns``. Rows of writes in progress are marked in it again.
 
-        If ``fqns`` is None, includes the stores of all tables and of the owners of their slots.
+        If ``fqns`` is None, start a segment in the stores of all tables and of the owners of their slots.
         """
         with one_cut():
             if self.owners and fqns is None:
@@ -151,7 +151,7 @@ class LogSegments:
     ) -> dict[str, ChangedRows]:
         """Return the rows in ``carried`` and the rows marked in ``[start, stop)``, by table FQN.
 
-        If ``stop`` is None, there is no upper bound. A row that is in both has its old state from ``carried``.
+        If ``stop`` is None, there is no upper bound. For a row in both, the old state in ``carried`` is returned.
         """
         end = self.position + 1 if stop is None else stop
         rows, together = dict[str, ChangedRows](), dict[str, SegmentStore]()
@@ -205,7 +205,7 @@ class LogSegments:
         return former
 
     def with_former(self, rows: Mapping[str, ChangedRows]) -> dict[str, ChangedRows]:
-        """Return ``rows`` with ``former`` set for tables with managed collisions only, to ``NO_OWNER`` if unknown."""
+        """Return ``rows`` with ``former`` (``NO_OWNER`` if unknown) only for tables with managed collisions."""
         found = {}
         for fqn, each in rows.items():
             former = each.former if fqn in self.owners else None

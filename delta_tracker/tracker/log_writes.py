@@ -78,7 +78,7 @@ class LogWrites:
             self._segments.notice_writes(fqns)
 
     def acknowledge_writes(self, fqns: Iterable[str]) -> None:
-        """Ignore earlier in-place writes to the tables ``fqns``. Call it after a hook has reported their rows."""
+        """Ignore earlier in-place writes to the tables ``fqns``. Call it after a hook has reported the written rows."""
         with self.lock:
             for fqn in fqns:
                 self._segments.stores[fqn].acknowledge_writes()
@@ -86,7 +86,7 @@ class LogWrites:
     def mark_all_later(self, fqns: Collection[str], key: int | None = None) -> None:
         """Request that the next cut marks all rows of the tables ``fqns``, with unknown old states.
 
-        If ``key`` is given, every cut until the end of this write marks the rows, and so does the first cut afterwards.
+        If ``key`` is given, each cut marks the rows until the write ``key`` ends, and so does the first cut afterwards.
         If a cut cannot mark the rows, the read that made the cut fails, and the next cut marks them.
         """
         for fqn in fqns:
@@ -161,7 +161,7 @@ class LogWrites:
             return len(self._keys)
 
     def cut(self) -> None:
-        """Start a segment in all stores. Mark the rows of the writes in progress in it again."""
+        """Start a segment in each store, and mark the rows of the writes in progress in this segment again."""
         with self.lock:
             self._catch_up(self._segments.stores)
             self._segments.cut()
@@ -176,7 +176,7 @@ class LogWrites:
                 self._ended.popleft()  # last: an interrupted call is repeated
 
     def _catch_up(self, fqns: Iterable[str]) -> None:
-        """Enter the fence, end the writes that were queued to end, and mark the writes that no hook reported."""
+        """Enter the fence, end the writes whose end was queued, and mark rows of writes that no hook reported."""
         self._segments.fence.enter()
         if self._ended:
             self.end_writes()
@@ -198,7 +198,7 @@ def _check_keyed(kjt: object) -> None:
 def mark_lookup(writes: LogWrites, found: Discovery, kjt: KeyedIds, states: Tensor | None = None) -> None:
     """Mark the rows of a lookup as changed, and record their values from before the change.
 
-    Raises InvalidArgumentError, and marks no row, if no tracked table has any of the features, if an id on the CPU is
+    Raises InvalidArgumentError, and marks no row, if no feature belongs to a tracked table, if an id on the CPU is
     outside its table, or if the number or width of the rows in ``states`` is wrong.
 
     Args:

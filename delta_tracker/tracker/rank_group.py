@@ -41,7 +41,7 @@ class RankGroup:
 
     The constructor, :meth:`start_all_gather`, :meth:`all_gather`, :meth:`gather` and :meth:`add` are collectives: all
     ranks must call them in the same order, from one thread. Groups with different names may be created in any order.
-    The constructor waits for all ranks, using the default group's store, and logs missing ranks after some seconds. If
+    The constructor waits for all ranks, using the default group's store, and logs missing ranks after a few seconds. If
     a rank is missing or the store does not respond, it raises after ``timeout``. All ranks may then try again.
 
     After a rank is lost, every later operation of the group raises. Unlike ``torch.distributed.new_group``, the
@@ -187,7 +187,7 @@ class RankGroup:
 
     @contextmanager
     def _typed_errors(self) -> Iterator[None]:
-        """Convert a torch error to ``RankLostError``, and make all later calls raise it too."""
+        """Convert a torch error to ``RankLostError``, which all later calls then raise too."""
         try:
             yield
         except RankLostError as error:
@@ -329,7 +329,7 @@ class _Meeting:
         return number
 
     def _meet(self, store: dist.Store, number: int) -> str:
-        """Join an attempt. Wait until it ends or this rank must end it. Return the result to store."""
+        """Join an attempt. Wait until it ends or this rank must end it. Return the attempt's result, to be stored."""
         has_left = self._has_left.is_set
         store.set(f"{number}/{self._rank}", "here")
         if not has_left() and store.add(f"{number}/count", 1) == self._world_size and not has_left():

@@ -330,7 +330,7 @@ class _Search:
         ).reshape(-1, 3)
 
     def histograms(self, shift: int) -> Tensor:
-        """Return the cost of this rank's matching rows that are not due, by digit, ``[G, _NUM_BINS]`` int64."""
+        """Return the cost of this rank's rows that match the prefix and are not due, by digit, ``[G, _NUM_BINS]``."""
         costs = torch.zeros(len(self._groups), _NUM_BINS, dtype=torch.int64)
         counted = self._counted(lambda index, table: table.histogram(self._prefix[index], shift))
         for index, (histograms, group) in enumerate(zip(counted, self._groups, strict=True)):

@@ -28,7 +28,7 @@ class TrackedModel:
         found: the discovered tables and modules, replaced by :meth:`take`.
         shards: this rank's shard of each table, by table FQN.
         is_attached: True while the tracker's hooks are registered.
-        num_attached: number of times that the hooks were registered. The shards change only when this number does.
+        num_attached: number of times that the hooks were registered. The shards change only when this number changes.
     """
 
     def __init__(self, module: nn.Module, fqns_to_skip: Iterable[str], capture: Capture) -> None:
@@ -72,7 +72,7 @@ class TrackedModel:
         return all(shard.is_fused or shard.is_stepped for shard in self.shards.values() if shard.holders)
 
     def check_attached(self) -> None:
-        """Raise DetachedError without hooks, or UnsupportedModelError if a plain module was replaced or cast."""
+        """Raise DetachedError if detached, or UnsupportedModelError if a plain module was replaced or cast."""
         if not self.is_attached:
             raise DetachedError
         for table in self.found.plain:

@@ -89,7 +89,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
             overlaps with communication. False compacts after each read. Trackers that keep old states on a GPU always
             compact after reads.
         mode: the data that is kept for each changed row; a :class:`~delta_tracker.types.TrackingMode` or its name.
-        fqns_to_skip: tables not to track, given by FQN, by the FQN of a module above, or by one component of the FQN.
+        fqns_to_skip: tables not to track, given by FQN, by the FQN of a parent module, or by one component of the FQN.
         record: ``"updates"`` to record rows whose update is written, or ``"lookups"`` to also record all rows that are
             looked up, as TorchRec's tracker does. Plain modules support ``"updates"`` only.
         max_bytes: maximum size of the log on this rank, in bytes, including rows that top-k left out. If the log is
@@ -248,7 +248,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
 
     @property
     def store(self) -> Mapping[str, SegmentStore]:
-        """Store of each table's changed rows, by table FQN. Do not modify the stores. Read only between batches."""
+        """Store of each table's changed rows, by table FQN. Do not modify them. Read them only between batches."""
         return MappingProxyType(self._log.segments.stores)
 
     # Training
@@ -328,7 +328,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
             kjt: KeyedJaggedTensor of local ids. The ids of a feature are marked in each table that it is looked up in.
 
         Raises:
-            InvalidArgumentError: if no tracked table has any of the features, or an id on the CPU is outside its table.
+            InvalidArgumentError: if no feature belongs to a tracked table, or an id on the CPU is outside its table.
         """
         mark_lookup(self._log.writes, self._model.found, kjt)
 
@@ -585,8 +585,8 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         """Return a copy of this rank's current rows of several tables, by table FQN.
 
         Faster than one call to :meth:`read_rows` for each table. ``ids`` maps table FQNs to ``[N]`` integer local ids,
-        or to None for all rows. Without ``ids``, all rows of all tables are returned. Raises the errors of
-        :meth:`read_rows`.
+        or to None for all rows. Without ``ids``, all rows of all tables are returned. Raises the same errors
+        as :meth:`read_rows`.
         """
         if ids is not None and not isinstance(ids, Mapping):
             raise InvalidArgumentError("ids", ids, "Pass a mapping of table FQN to ids, or None for all tables")

@@ -24,8 +24,8 @@ _BYTE = torch.uint8
 def agree(action: Callable[[], Mapping[str, object] | None], group: RankGroup) -> None:
     """Call ``action`` on every rank and check that all ranks have the same result. A collective.
 
-    Call it before operations that would block forever if a rank failed or passed different arguments. ``action``
-    returns JSON values by name, or None. Raises RankFailedError if the results differ, or if only other ranks raised.
+    Call it before operations that block forever if a rank fails or passes different arguments. ``action`` returns JSON
+    values by name, or None. Raises RankFailedError if the results differ, or if ``action`` raised on other ranks only.
     """
     try:
         message: dict[str, object] = {"result": action() or {}}

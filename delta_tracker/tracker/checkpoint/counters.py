@@ -182,7 +182,7 @@ class MetricCounter:
             raise InvalidArgumentError(self._name, "a synchronized metric", remedy)
 
     def _only(self, field: str, states: Sequence[State]) -> State:
-        """Return ``field``, which cannot be merged, from the only element of ``states``; the default if it is empty."""
+        """Return the unmergeable ``field`` of the only element of ``states``, or its default if ``states`` is empty."""
         if states:
             return {name: each for name, each in states[0].items() if name == field or name.startswith(f"{field}.")}
         return {f"{field}.length": 0} if self._default_shape(field) is None else {field: self._default(field)}
@@ -207,7 +207,7 @@ class MetricCounter:
 
 
 def _reduction_name(reduction: object) -> str:
-    """Return a name of a state's reduction that is the same in every process. Includes the arguments of a partial."""
+    """Return a name of a state's reduction that is the same in every process. Contains a partial's arguments."""
     if reduction is None:
         return "None"
     if isinstance(reduction, partial):
@@ -265,7 +265,7 @@ class CounterSet:
         self.check_world_size(parts[0].world_size, world_size)
 
     def check_world_size(self, saved: int, found: int) -> None:
-        """Raise StateMismatchError if the two world sizes differ and a counter has a state that cannot be merged."""
+        """Raise StateMismatchError if ``saved`` and ``found`` differ and a counter's state cannot be merged."""
         unmerged = [
             f"{name!r} (state {field!r}: {reduction})"
             for name, counter in sorted(self._counters.items())
@@ -331,7 +331,7 @@ def counted_by(rank: int, world_size: int, parts: Sequence[RankHeader]) -> list[
 
 
 def _as_mergeable(name: str, counter: object) -> Mergeable:
-    """Return a Mergeable or a wrapper of a torchmetrics metric. Raise InvalidArgumentError for other types."""
+    """Return ``counter`` if it is a Mergeable, or an adapter of a metric. Raise InvalidArgumentError otherwise."""
     torchmetrics = sys.modules.get("torchmetrics")  # already imported if the caller has a metric
     if torchmetrics is not None and isinstance(counter, torch.nn.Module):
         inner = [each for each in counter.modules() if each is not counter and isinstance(each, torchmetrics.Metric)]

@@ -162,7 +162,7 @@ class RankHeader(Struct, kw_only=True, frozen=True, eq=False):
         return f"rank{self.rank}of{self.world_size}/"
 
     def row_layouts(self, fqn: str) -> dict[str, Layout]:
-        """Return the dtype and shape of a table's ``rows/{table}`` tensor by key without prefix; empty if missing."""
+        """Return the layout of a table's ``rows/{table}`` tensor, by key without prefix; empty if there is none."""
         num_bytes = sum(piece.room for piece in self.pieces.get(fqn, ()))
         return {f"rows/{fqn}": (torch.uint8, (num_bytes,))} if num_bytes else {}
 
@@ -392,7 +392,7 @@ def _decoded(kind: type, value: Any) -> object:  # noqa: ANN401  any JSON value
 
 
 def _named(found: dict[str, Any]) -> dict[str, Any]:
-    """Return a header whose shards are dicts. Releases before 0.1.0 saved each shard as a list without field names."""
+    """Return a header with its shards converted to dicts. Releases before 0.1.0 saved shards as lists of values."""
     shards = dict(found["shards"])
     for fqn, shard in shards.items():
         if isinstance(shard, list):

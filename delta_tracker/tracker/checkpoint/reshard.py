@@ -104,7 +104,7 @@ class Resharding:
         return LogState(num_batches, consumers, self._rows(HISTORY, tensors) if first.has_history else None)
 
     def _find(self, spec: ShardSpec, rank: int, missing: Sequence[int]) -> list[_SavedRows]:
-        """Return the parts from which to read a shard's rows. Raise CheckpointError if some are missing."""
+        """Return the parts from which to read a shard's rows. Raise CheckpointError if they do not cover the shard."""
         fqn = spec.table.fqn
         sharing = [part for part in self._parts if _shared_area(part.shards[fqn], spec)]
         copies = [part for part in sharing if part.shards[fqn].is_replicated]

@@ -30,7 +30,7 @@ def choose_engine(name: str | None, device: torch.device) -> type[RowSet]:
 
     Returns:
         A subclass of :class:`RowSet`. Call it with ``(num_rows, device)`` to create an empty set. If the engine was
-        selected by name and its package is not installed, this call and :meth:`RowSet.warm_up` raise
+        selected by name and its package is not installed, creating a set and :meth:`RowSet.warm_up` raise
         :class:`MissingExtraError`.
 
     Raises:
@@ -49,7 +49,7 @@ def choose_engine(name: str | None, device: torch.device) -> type[RowSet]:
 
 
 def is_engine_fault(error: BaseException) -> bool:
-    """Return True if an engine raised ``error``. False for MemoryError and RuntimeError, as memory may be full."""
+    """Return True if an engine raised ``error``. MemoryError and RuntimeError do not count: memory may be full."""
     if isinstance(error, MemoryError | RuntimeError):  # torch raises RuntimeError if host or device memory runs out
         return False
     frames = (frame for frame, _ in walk_tb(error.__traceback__))

@@ -35,8 +35,8 @@ class NumbaRows(RowSet):
     release the GIL. :meth:`mark_new` returns ids in the order of their first occurrence. The first set in a process
     loads the kernels from numba's cache or compiles them, which takes seconds.
 
-    The bits of the blocks are the *summary*. Some calls of :meth:`mark` do not update it. The next call that needs it,
-    or that follows an interrupted call, rebuilds it.
+    The bits of the blocks are the *summary*. Some calls of :meth:`mark` do not update it. The next call that needs the
+    summary, or that follows an interrupted call, computes it from the other bits.
 
     Raises:
         MissingExtraError: if numba is not installed or does not support the installed numpy.

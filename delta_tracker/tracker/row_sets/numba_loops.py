@@ -48,7 +48,7 @@ def _popcount(_typing: Typing, _word: types.Type) -> _Intrinsic:
 
 @intrinsic
 def _lowest(_typing: Typing, _word: types.Type) -> _Intrinsic:
-    """Return the position of the lowest bit set in an int64, or 64."""
+    """Return the position of the lowest bit set in an int64, or 64 if no bit is set."""
     undefined_for_0 = ir.Constant(ir.IntType(1), 0)
     return types.int64(types.int64), lambda _context, builder, _signature, args: builder.cttz(args[0], undefined_for_0)
 

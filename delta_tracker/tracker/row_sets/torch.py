@@ -240,7 +240,7 @@ def _no_marks(num_rows: int, device: torch.device) -> Tensor:
 def _sharing(
     sets: Sequence[TorchRows], ids: Sequence[Tensor]
 ) -> Iterator[tuple[Sequence[TorchRows], Sequence[Tensor]]]:
-    """Yield each group of sets that share a tensor, in the order of the tensor, with their ids."""
+    """Yield each group of sets that share a tensor, in the order of their marks in it, and the ids of each set."""
     groups: dict[int, list[int]] = {}
     for number, each in enumerate(sets):
         groups.setdefault(id(each.shared), []).append(number)

@@ -1,4 +1,4 @@
-"""Row stores. Each keeps the changed rows of one shard and returns the rows that changed since a position.
+"""Row stores. Each store keeps the changed rows of one shard and returns the rows that changed since a position.
 
 Open ``marked_rows.py`` first: it contains the base class. ``segments.py`` contains the store of tables whose writes are
 reported by hooks. ``shadow.py`` contains the store of all other tables, which compares the shard with a copy, and

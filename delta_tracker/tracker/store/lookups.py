@@ -167,7 +167,7 @@ class DeltaStore:
 
 
 def _check_same_kind(table: _Table, fqn: str, lookup: IndexedLookup) -> None:
-    """Raise InvalidArgumentError if the batch is older, or the device, state shape or state dtype differs."""
+    """Raise InvalidArgumentError if the batch is older than the table's, or device, state shape or dtype differ."""
     if lookup.batch_idx < table.newest_batch:
         remedy = f"Pass batches in ascending order: table {fqn!r} is at batch {table.newest_batch}"
         raise InvalidArgumentError("batch_idx", lookup.batch_idx, remedy)

@@ -118,7 +118,7 @@ class MarkedRows:
     def replace_engine(self, error: Exception) -> bool:
         """Switch to the torch engine if the current engine raised ``error``. Return True if it was replaced.
 
-        All rows of each segment with marked rows are then marked: the failed engine cannot list the marked rows.
+        In each segment with marked rows, all rows are then marked, as the failed engine cannot list the marked rows.
         """
         if self.engine is TorchRows or not is_engine_fault(error):
             return False
@@ -192,7 +192,7 @@ class MarkedRows:
     # Reading
 
     def unknown(self, ids: Tensor | None = None) -> ChangedRows:
-        """Return the rows ``ids``, ``[N]`` int64, or all rows for None, with unknown old states. Marks no row."""
+        """Return the rows ``ids``, ``[N]`` int64, with unknown old states. None returns all rows. Marks no row."""
         if ids is None:
             found = torch.arange(self.num_rows, device=self.device)
         else:
@@ -323,7 +323,7 @@ class MarkedRows:
             self._recycle(segment.rows)
 
     def drop_states(self, before: int | None) -> None:
-        """Drop the old states of segments that start before ``before``; of all if None. The rows stay marked."""
+        """Drop the old states of segments that start before ``before``; None drops all. The rows stay marked."""
         for segment in self._segments:
             if before is None or segment.start < before:
                 segment.states = None

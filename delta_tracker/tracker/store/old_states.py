@@ -39,7 +39,7 @@ class OldStates:
     :class:`~delta_tracker.buffers.pool.BufferPool`.
 
     Attributes:
-        pieces: pairs of ids ``[N]`` and old states ``[N, S]``, usually one for each marking call. No id is in two.
+        pieces: pairs of ids ``[N]`` and old states ``[N, S]``, usually one for each marking call. No id occurs twice.
     """
 
     def __init__(self) -> None:
@@ -260,7 +260,7 @@ class DeviceStates(OldStates):
     """Known old states of the rows of one segment on a device, in blocks.
 
     No method waits for the device, except :meth:`absorb`. In addition to the stored rows, one open block has room for
-    two batches of ids or at least 1 MiB, but for no more than all ``R`` rows. It is closed when the next batch might
+    two batches of ids and at least 1 MiB, but for no more than ``R`` rows. It is closed when the next batch might
     not fit. A closed block is trimmed to the size of its rows once the host knows their number: on CUDA, usually one or
     two batches later; on other devices, at the next :func:`settle`.
 
@@ -341,7 +341,7 @@ class DeviceStates(OldStates):
             self._blocks[-1].shrink()
 
     def spill(self, max_bytes: int) -> int:
-        """Start moving closed blocks to pinned host memory, oldest first. Return the bytes of the remaining blocks.
+        """Start moving closed blocks to pinned host memory, oldest first. Return the remaining blocks' size in bytes.
 
         ``max_bytes`` is the maximum size of the remaining blocks. Blocks with an unknown number of rows stay on the
         device and do not count.

@@ -117,9 +117,9 @@ class OwnerStore(MarkedRows):
         self.refusal = self._refusal(self.copy, None)
 
     def _refusal(self, owners: Tensor, slots: Tensor | None) -> str:
-        """Check whether the owners ``[R]`` can be published. Return the reason if not, otherwise an empty string.
+        """Check whether owners ``[R]`` can be published. Return the reason if they cannot, or an empty string.
 
-        ``slots`` are the ``[N]`` local slots to check; None for all slots. The source checks all owners.
+        ``slots`` are the ``[N]`` local slots to check; None for all slots. The source itself checks all owners.
         """
         if reason := self.source.refusal():
             return reason

@@ -99,7 +99,7 @@ class SegmentStore(MarkedRows):
     def mark_all_later(self, key: int | None = None) -> None:
         """Request that the next :meth:`notice_writes` marks all rows. Allocates no memory. Any thread may call it.
 
-        If ``key``, the key of a write, is given, every :meth:`notice_writes` until that write ends marks all rows, and
+        If ``key`` is given, every :meth:`notice_writes` until the write ``key`` ends marks all rows, and
         so does the first one afterwards.
         """
         self._has_unmarked = True
@@ -139,5 +139,5 @@ class SegmentStore(MarkedRows):
 
     @property
     def log_bytes(self) -> int:
-        """Size in bytes of the row sets, the old states and the ids of writes in progress, with reserved memory."""
+        """Size in bytes of the row sets, the old states and ids of writes in progress, including reserved memory."""
         return super().log_bytes + sum(ids.nbytes for ids in self.writes.values() if ids is not None)
