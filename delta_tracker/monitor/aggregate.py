@@ -112,7 +112,7 @@ class Aggregate:
         self._add_extremes(newer.min, newer.max, newer.last)
 
     def value(self, aggregation: str) -> float | None:
-        """Return an aggregate, such as ``mean`` or ``p95``. Returns None for ``histogram`` and undefined aggregates."""
+        """Return the aggregate named ``aggregation``, such as ``p95``; None for ``histogram`` or if undefined."""
         fraction = quantile_of(aggregation)
         if fraction is not None:
             return self._quantile(fraction)

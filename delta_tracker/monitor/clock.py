@@ -30,7 +30,7 @@ class Clock(Protocol):
 
 @dataclass(slots=True)
 class Progress:
-    """Clock, current step and last epoch of a monitor. All stats of its registry share one object.
+    """Clock, current step and last epoch of a monitor. All stats of a registry share one ``Progress``.
 
     Args:
         step: current training step; None until the step is set.

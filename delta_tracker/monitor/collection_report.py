@@ -1,4 +1,4 @@
-"""Report of a collection, which the collector delivers to the sinks, and the reports that it contains."""
+"""Report that the collector delivers to the sinks at each collection, and its parts: reports of windows and totals."""
 
 from __future__ import annotations
 

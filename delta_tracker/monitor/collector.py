@@ -194,7 +194,7 @@ class Collector:
         """Call each handler with its queued events, for about ``seconds`` in total. The remaining events stay queued.
 
         Each handler that is not muted is called with at least one event. If ``is_last`` is True and no thread can be
-        started, handlers are called in this thread. Returns True if a handler that succeeded has more events.
+        started, handlers are called in the calling thread. Returns True if events remain for a handler that succeeded.
         """
         self._is_woken = False
         events = self._events.take()

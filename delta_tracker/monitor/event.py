@@ -56,8 +56,8 @@ def _ids() -> Iterator[int]:
     """Return an iterator over nonzero 64-bit ids. Threads may share the iterator.
 
     The high 16 bits are the rank from the environment variable ``RANK``, or a random number if the variable is not
-    set. The low 48 bits are a counter with a random start. Ids of different ranks below 65536 never collide. Two
-    processes of the same rank use a common id with a probability of about (number of ids) / 2**48.
+    set. The low 48 bits are a counter with a random start. Ids of different ranks below 65536 never collide. The
+    probability that two processes of the same rank use a common id is about (number of ids) / 2**48.
     """
     rank = os.environ.get("RANK", "")
     high = int(rank) % 2**_RANK_BITS if rank.isdecimal() else secrets.randbits(_RANK_BITS)

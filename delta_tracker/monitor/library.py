@@ -5,9 +5,9 @@ Each tracker, publisher and predictor records these metrics through its own
 
     recorder.published_rows.cell(table=fqn).add(len(rows))
 
-A cell contains the records with the same label values. A counter is exported as 0 once its cell exists. Cells of
-counters of faults are created at start-up, for example with ``recorder.resyncs.cell(reason="gap")``, so that alerts
-detect the first increment.
+A cell contains the records with the same label values. A cell of a counter is exported as 0 until its first increment.
+Cells of counters of faults are created at start-up, for example with ``recorder.resyncs.cell(reason="gap")``, so that
+alerts detect the first increment.
 
 Names follow the conventions of Prometheus (https://prometheus.io/docs/practices/naming/): they start with a prefix and
 end with the unit. The Prometheus sinks append ``_total`` to the names of counters.

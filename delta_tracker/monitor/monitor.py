@@ -232,7 +232,7 @@ class Monitor(Forkable):
     # Progress
 
     def step(self, number: int | None = None) -> None:
-        """Set the current training step to ``number``; None to increment it. Reports of windows contain the step.
+        """Set the current training step to ``number``, or increment it if ``number`` is None. Window reports show it.
 
         Raises InvalidArgumentError if ``number`` is not a nonnegative integer.
         """

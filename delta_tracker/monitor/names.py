@@ -24,7 +24,7 @@ Labels = tuple[tuple[str, str], ...]
 
 
 def check_name(argument: str, name: object) -> str:
-    """Return ``name`` if it is a valid name of a stat or event. Error messages call the parameter ``argument``.
+    """Return ``name`` if it is a valid stat or event name. ``argument`` is the parameter's name in error messages.
 
     Raises:
         InvalidArgumentError: for an invalid name.
@@ -104,7 +104,7 @@ def order_labels(stat: str, names: tuple[str, ...], labels: Mapping[str, object]
 
 
 def labelled_call(stat: str, labels: Iterable[str], value: object) -> str:
-    """Return the Python code of a call that records ``value``. ``labels`` are its keyword arguments."""
+    """Return the Python code of a call that records ``value``. ``labels`` are the texts of its keyword arguments."""
     return f"{stat}.cell({', '.join(labels)}).add({value!r})"
 
 

@@ -77,7 +77,7 @@ class NvmlMetrics(MetricSource):
         )
 
     def _each(self, read: Any) -> Readings:  # noqa: ANN401
-        """Call ``read`` for each device. Return the results by device index, without devices that do not support it."""
+        """Call ``read`` for each device and return the results by index. Omits devices that do not support the call."""
         found: dict[str | tuple[str, ...], float] = {}
         for index, device in enumerate(self._devices):
             try:

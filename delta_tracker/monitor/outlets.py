@@ -69,7 +69,7 @@ class Guard:
 
 
 class Runner:
-    """Worker thread that runs functions with a deadline. If a call exceeds it, a new thread makes the next call.
+    """Worker thread that runs functions with a deadline. After a missed deadline, a new thread makes the next call.
 
     Not thread-safe. The worker is a daemon thread that :meth:`start` or the first :meth:`run` starts.
     """

@@ -74,7 +74,7 @@ class Recorder(MetricSource):
         self._record = record
 
     def close(self) -> None:
-        """Stop recording, remove the gauges and release the name.
+        """Stop recording, release the name and mark the gauges for removal.
 
         The gauges are removed after the next collection, which still reports them, or when another source is added.
         Counters and histograms remain, because they are totals of the process. Recorders created later with the same

@@ -63,9 +63,10 @@ class Registry:
             return known
 
     def add_source(self, source: MetricSource) -> None:
-        """Add a source, which is read once per collection. ``source.if_taken`` is the action if its name is in use.
+        """Add a source, which is read once per collection.
 
-        Raises InvalidArgumentError if the name is in use and ``source.if_taken`` is ``"refuse"``.
+        If its name is in use and ``source.if_taken`` is ``"replace"``, replace the other source. If it is ``"number"``,
+        append a number to the name of ``source``. If it is ``"refuse"``, raise InvalidArgumentError.
         """
         with self._lock:
             self.forget_ended()

@@ -90,7 +90,7 @@ class _OpenWindow:
 
 @dataclass(slots=True)
 class _Uncollected:
-    """Counts that the next collection reports for a cell.
+    """Closed windows and counts from which the next collection of a cell is computed.
 
     Args:
         num_lost: number of closed windows dropped because the queue was full.
@@ -231,7 +231,10 @@ class Cell:
             return Collected(list(new.windows), figures, figures.num_rejected - new.num_rejected, new.num_lost)
 
     def end_epoch(self, at: tuple[int | None, int | None] | None = None) -> None:
-        """Close the window if the policy has ``Window(epoch=True)``. ``at``: its step and epoch; default: current."""
+        """Close the window if the policy has ``Window(epoch=True)``.
+
+        ``at`` is the step and epoch at which the window closes; None for the current ones.
+        """
         if self._policy.window.epoch:
             with self._lock:
                 self.fold()

@@ -286,7 +286,7 @@ class Gauge(Stat):
         (self.cell(**labels).add if labels else self.add)(value)
 
     def set_function(self, function: Callable[[], float | None], /, **labels: object) -> None:
-        """Call a function for the value at each collection, and at each scrape of a Prometheus endpoint.
+        """Set a function that is called for the value at each collection, and at each scrape of a Prometheus endpoint.
 
         Scraped values are therefore current even if a collection is late. :meth:`remove` also removes the function.
 

@@ -75,7 +75,7 @@ class DeviceClassification(DeviceState):
         self._add(indices.device, torch.ones_like(indices, dtype=sum_dtype(indices.device)), indices)
 
     def absorb(self, growth: list[float], epoch_end: EpochEnd | None) -> None:
-        """Add new counts to the counts of the epoch, and set the gauges. If the epoch ended, then reset the counts."""
+        """Add ``growth`` to the counts of the epoch, and set the gauges. If ``epoch_end`` is set, reset the counts."""
         self._sums = [old + new for old, new in zip(self._sums, growth, strict=True)]
         if growth[-1]:
             self._rejected.add(round(growth[-1]) // 3)
@@ -87,7 +87,7 @@ class DeviceClassification(DeviceState):
                 gauge.cell().end_epoch(epoch_end)
 
     def figures(self) -> dict[str, float]:
-        """Return the accuracy, precision, recall and F1 of the epoch by name. Empty if nothing was counted."""
+        """Return the accuracy, precision, recall and F1 of the epoch by name; an empty dict if nothing was counted."""
         size = self._num_classes
         right, predicted, actual = (self._sums[index * size : (index + 1) * size] for index in range(3))
         num_seen = sum(actual)

@@ -2,9 +2,9 @@
 
 Notation: ``K`` is the number of sums of a state.
 
-Each value is added to sums on its own device. A reading is an asynchronous copy of the sums to the host, in order
-with other work on the device. The difference between two readings, called the growth, covers the values added
-between them. The sums are never reset, and no value is lost or counted twice.
+Each value is added to sums on its own device. A reading is an asynchronous copy of the sums to the host, which the
+device executes in order with its other work. The difference between two readings, called the growth, covers the values
+added between them. The sums are never reset, and no value is lost or counted twice.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class DeviceState(ABC):
     def _add(self, device: torch.device, growth: Tensor, indices: Tensor | None = None) -> None:
         """Add numbers to the sums on ``device``. Does not wait for the device.
 
-        ``growth`` contains ``K`` numbers, one for each sum. If ``indices`` is given, both are ``[N]``, and ``growth``
-        contains a number for the sum at each index.
+        ``growth`` contains ``K`` numbers, one for each sum. If ``indices`` is given, ``growth`` and
+        ``indices`` are ``[N]``, and ``growth[i]`` is added to the sum at ``indices[i]``.
         """
         with self._reader.lock:
             vector = self._vector(device)
@@ -103,7 +103,7 @@ def sum_dtype(device: torch.device) -> torch.dtype:
 
 @dataclass(slots=True)
 class _Copy:
-    """Copy of the sums of the states ``parts`` from one device. ``epoch_end`` is set if an epoch has ended."""
+    """Copy of one device's sums of the states ``parts``. ``epoch_end`` is set if it was started at an epoch's end."""
 
     numbers: HostCopy
     device: torch.device
@@ -208,7 +208,7 @@ class DeviceReader(MetricSource):
 def _start_copy(vectors: Sequence[Tensor], stream: Any) -> HostCopy:  # noqa: ANN401  torch's stubs lack it
     """Concatenate ``vectors`` and start to copy the result to the host on the CUDA stream ``stream``.
 
-    For devices other than CUDA, ``stream`` is None. There, a copy may block, so the thread that reads it also makes it.
+    For devices other than CUDA, ``stream`` is None, and the copy is made when it is read, because it may block.
     """
     with torch.cuda.stream(stream):
         return HostCopy(torch.cat([*vectors, vectors[0][:0]]))  # never one of the vectors themselves

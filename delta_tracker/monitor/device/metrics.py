@@ -1,7 +1,7 @@
 """Stats that accumulate values on a device. Recording does not wait for the device.
 
 A value may be a Python number or a tensor of any shape on any device. Values that are not finite are ignored and
-counted as rejected. The device checks the values. They are recorded when a copy of the sums to the host completes, so
+counted as rejected. The device checks the values. The sums are recorded when they have been copied to the host, so
 a window with ``Window(count=...)`` may contain more than ``count`` records.
 """
 
@@ -32,7 +32,7 @@ def reader_of(monitor: Monitor) -> DeviceReader:
 
 
 class _DeviceStat(DeviceState):
-    """Base class of stats on a device. An object records values in one cell, with fixed label values."""
+    """Base class of stats that accumulate on a device. Each instance records in one cell with fixed label values."""
 
     definer: ClassVar[Callable[..., Stat]] = Monitor.stat
     is_signed: ClassVar[bool] = True  # False to reject negative values
