@@ -108,8 +108,8 @@ def _both(
     """Return the rows of a table in two versions. If ``with_ids`` is True, return the raw ids of the rows instead.
 
     ``paths`` contains two lists of entries, each from a snapshot to a version. If the second list starts with
-    all entries of the first one, they are read only once. The results are memory-mapped from files in ``scratch``:
-    ``[rows, columns]`` in the table's dtype, or ``[rows]`` int64 raw ids.
+    all entries of the first one, these entries are read only once. The results are memory-mapped from files in
+    ``scratch``: ``[rows, columns]`` in the table's dtype, or ``[rows]`` int64 raw ids.
     """
     first, second = paths
     held = DenseSpec("int64", (spec.num_rows,)) if with_ids else rows_of(spec)

@@ -29,7 +29,7 @@ class Amount(Struct, frozen=True, rename={"num_bytes": "bytes"}):
 
 
 class OwnerChanges(Struct, frozen=True):
-    """Numbers of a table's rows that were assigned a new raw id (``admitted``) or only lost theirs (``evicted``)."""
+    """Numbers of rows that were assigned a new raw id (``admitted``) or lost theirs without a new one (``evicted``)."""
 
     admitted: int
     evicted: int

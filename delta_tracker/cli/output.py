@@ -122,7 +122,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, is_cut: b
 
 
 def facts(lines: Mapping[str, str]) -> Table:
-    """Return a :class:`rich.table.Table` with one row per name and value, without headings."""
+    """Return a :class:`rich.table.Table` with one row per name and value of ``lines``, without headings."""
     made = Table.grid(padding=(0, 2))
     made.add_column(style="bold", no_wrap=True)
     made.add_column(overflow="fold")

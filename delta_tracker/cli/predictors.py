@@ -50,7 +50,7 @@ class SeenPredictor:
     def behind(self) -> int | None:
         """Number of versions not yet applied; None if unknown.
 
-        If the predictor is live and its heartbeat contains this number, it is returned. Otherwise, the result is
+        If the predictor is live and its heartbeat contains this number, the result is this number. Otherwise, it is
         :attr:`lag_versions`, which also counts versions that were committed after the heartbeat.
         """
         if self.lag_versions is None or self.is_silent or self.beat.lag_versions is None:
@@ -119,7 +119,7 @@ class Skews:
             self.add(entry)
 
     def add(self, entry: Manifest | Entry) -> None:
-        """Update the skew of the publisher that committed ``entry``, which is identified by its generation."""
+        """Update the skew of the publisher that committed ``entry``. Each generation counts as one publisher."""
         skew = entry.skew
         self._found[entry.generation] = min(self._found.get(entry.generation, skew), skew, key=abs)
 

@@ -169,7 +169,7 @@ def read_figures(stream: Stream, max_versions: int, max_bytes: int) -> Figures:
 
 
 def _newest(sizes: Sequence[tuple[int, int]], max_bytes: int) -> list[tuple[int, int]]:
-    """Return the newest of ``sizes``, up to ``max_bytes`` in total. Versions without bytes are omitted."""
+    """Return the newest pairs (version, bytes) of ``sizes``, up to ``max_bytes`` in total. Omits pairs with 0 bytes."""
     left, found = max_bytes, []
     for version, num_bytes in reversed(sizes):
         left -= num_bytes
@@ -272,7 +272,7 @@ def _table(bins: Sequence[Bin], sent: Amount, moved: TableMovement) -> dict[str,
 def _quantiles(buckets: LogBuckets) -> dict[str, Any]:
     """Return the number of values (``count``), the quantiles ``p50``, ``p90`` and ``p99``, and the maximum (``max``).
 
-    The relative error of the quantiles and the maximum is at most 1.1 %. If there are no values, all of them are None.
+    The relative error of the quantiles and the maximum is at most 1.1 %. Both are None if there are no values.
     """
     names = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
     found = {name: buckets.quantile(fraction) if buckets.count else None for name, fraction in names.items()}

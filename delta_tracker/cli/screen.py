@@ -136,7 +136,7 @@ def _tables(view: View, lines: int, width: int) -> Table:
 
 
 def _rest(num_left: int, num_gone: int = 0) -> str:
-    """Return the end of a heading: the number of hidden rows or, if no row is hidden, of predictors that are gone."""
+    """Return the end of a heading: the number of hidden rows or, if it is 0, the number of predictors that are gone."""
     if num_left > 0:
         return f" (and {count(num_left)} more)"
     return f" (and {count(num_gone)} gone)" if num_gone else ""

@@ -127,7 +127,7 @@ class Number(click.FloatRange):
 
 @contextmanager
 def os_errors_of(option: str, value: object, remedy: str = "Choose another path") -> Iterator[None]:
-    """Context manager that converts OSError, except StorageError, to an InvalidArgumentError of ``option``."""
+    """Context manager that converts OSError, except StorageError, to an InvalidArgumentError about ``option``."""
     try:
         yield
     except StorageError:

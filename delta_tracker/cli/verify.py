@@ -109,7 +109,7 @@ class _Owners:
         self._held, self._new = {}, []
 
     def problems(self, manifest: Manifest, *, is_whole: bool) -> Iterator[str]:
-        """Yield a description of each problem after the version ``manifest``. First call :meth:`add` for all its rows.
+        """Yield a description of each problem after the version ``manifest``. Pass all its rows to :meth:`add` first.
 
         ``is_whole`` is False if some rows of the version could not be added.
         """
@@ -249,7 +249,7 @@ class _Check:
                 self._check_parts(manifest, partial(log.read_merged, merged))
 
     def _newest_snapshot(self, head: Manifest | None) -> tuple[int, bool]:
-        """Return the version of the newest snapshot (-1 for none), and True if ``head`` names a missing snapshot."""
+        """Return the version of the newest snapshot (-1 for none), and True if the snapshot of ``head`` is missing."""
         named = -1 if head is None or head.snapshot is None else head.snapshot
         try:
             snapshot = self.stream.log.newest_snapshot()
