@@ -217,7 +217,7 @@ class LmdbSink(RowSink):
             return list(islice(takewhile(lambda pair: pair[0].startswith(prefix), found), max_keys))
 
     def _change(self, changes: Mapping[bytes, bytes | None], value_bytes: int = 0) -> None:
-        """Buffer new values of keys; None deletes a key. Commit the buffer first if it would be too large."""
+        """Buffer new values of keys; None deletes a key. Commit the buffer first if it would exceed ``max_bytes``."""
         self._opened()
         num_bytes = len(changes) * (value_bytes + _OVERHEAD)
         if self._pending and self._pending_bytes + num_bytes > self._max_bytes:

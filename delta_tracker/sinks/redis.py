@@ -349,7 +349,7 @@ class RedisSink(RowSink):
 
 
 def _runs(slots: Tensor, max_gap: int) -> list[tuple[int, int]]:
-    """Split ascending slots into runs within one key and with gaps of at most ``max_gap`` rows. Return index ranges."""
+    """Return index ranges that split ascending ``slots`` by key and at each gap of more than ``max_gap`` rows."""
     if not len(slots):
         return []
     parts = slots // _SLOTS_PER_KEY

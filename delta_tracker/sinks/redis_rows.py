@@ -91,7 +91,7 @@ class RedisRows:
         self._redis.close()
 
     def _rows(self, table: str, ids: Tensor) -> LookedUp | None:
-        """Return the result of :meth:`rows`; None if the current stream, its tables or buckets changed meanwhile."""
+        """Return the result of :meth:`rows`; None if the current stream, its tables or its buckets have changed."""
         state = self._known or self.state()
         Lookup(state, table, ids)  # checks all ids before the first batch
         count = max(1, min(MAX_BATCH_ROWS, MAX_BATCH_BYTES // num_value_bytes(state.tables[table])))

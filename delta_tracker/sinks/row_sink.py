@@ -146,7 +146,7 @@ class RowSink(Protocol):
         """Return the id of the current stream, which readers read; None before the first :meth:`finish`."""
 
     def begin(self, state: SinkState) -> None:
-        """Store the state before the first row of version ``state.applying``. Does not change the current stream."""
+        """Store the state. Called before version ``state.applying`` is written. Does not change the current stream."""
 
     def write(self, stream: str, table: str, keys: Tensor, values: Tensor, version: int) -> None:
         """Write rows. Implementations may split the rows into batches, but must write each row atomically.
@@ -160,7 +160,7 @@ class RowSink(Protocol):
         """
 
     def write_defaults(self, stream: str, table: str, slots: Tensor, values: Tensor, version: int) -> None:
-        """Write default rows. Same arguments as :meth:`write`, with ``[N]`` int64 global row ids as ``slots``."""
+        """Write default rows. ``slots`` are ``[N]`` int64 global row ids. See :meth:`write` for the other arguments."""
 
     def delete(self, stream: str, table: str, keys: Tensor) -> None:
         """Delete the rows with the given keys (``[N]`` int64, unique). Ignore keys that are not stored."""
@@ -197,7 +197,7 @@ class RowSink(Protocol):
         """Yield the ``slots`` and ``owners`` of each entry of the table's log of owners, oldest first."""
 
     def finish(self, state: SinkState) -> None:
-        """Store the state after the last row of a version and make its stream the current one, in one atomic step.
+        """Store the state after the last row of a version, and make ``state.stream`` current, in one atomic step.
 
         When the call returns, the version is as durable as the settings of the store permit.
         """

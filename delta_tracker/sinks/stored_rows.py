@@ -112,7 +112,7 @@ class LookedUp:
     Args:
         values: ``[N, D]`` in the table's dtype. For a raw id that owns no row, the result is its default row, or zeros
             in a table without default rows.
-        versions: ``[N]`` int64, version that wrote each row; -1 for an id without a row of its own or a default row.
+        versions: ``[N]`` int64, version that wrote each row; -1 for an id with neither its own row nor a default row.
         is_own: ``[N]`` bool, False for raw ids that own no row.
         stream: id of the stream.
         version: newest complete version at the time of the lookup; the lowest one if it changed during the lookup.
