@@ -78,8 +78,8 @@ class _Run:
 class Follower(Forkable):
     """Background thread of a predictor that applies new versions by calling :meth:`Reader.advance` repeatedly.
 
-    It retries after any ``Exception`` or panic of Rust code. It ends only after a call of :meth:`stop` or after another
-    exception, such as ``SystemExit``.
+    It retries after any ``Exception`` or panic of Rust code. It ends only if :meth:`stop` is called or another
+    exception, such as ``SystemExit``, is raised.
 
     Attributes:
         error: error of the last attempt, or the error that ended the thread, without traceback; None without an error.
@@ -162,7 +162,7 @@ class Follower(Forkable):
             _logger.warning("predictor stopped with an error: %s", self.error)
 
     def wait(self, is_there: Callable[[], bool], seconds: float | None) -> bool:
-        """Return True once ``is_there()``, called after each version, is True; False after ``seconds``, if given."""
+        """Wait at most ``seconds`` until ``is_there()``, called after each version, is True. Return its last result."""
         if self._is_own_thread:
             raise InvalidArgumentError("wait()", "called in the thread of follow()", "Call it in another thread")
         waiter, end = SimpleQueue[None](), None if seconds is None else self._runtime.monotonic() + seconds
@@ -342,7 +342,7 @@ class Follower(Forkable):
         return has_moved
 
     def _survives(self, run: _Run, call: Callable[[], object]) -> bool:
-        """Return the result of ``call`` as a bool. Record an error or a Rust panic of ``call``, and return False."""
+        """Return ``bool(call())``. If ``call`` raises an error or a Rust panic, record it and return False."""
         try:
             return bool(call())
         except Exception as error:  # noqa: BLE001  every error is retried, for example of memory, the store or a user's target

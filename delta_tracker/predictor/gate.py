@@ -30,8 +30,8 @@ class Gate:
         max_drift: maximum relative difference between the RMS row norm of a table and its value in the last applied
             version of the same kind (snapshot or delta), as a fraction of the smaller of the two: 0.5 allows growth by
             half or shrinkage by a third. None disables the check. The first version of a kind is the baseline.
-        min_rows: minimum number of rows of a table in the version for the check of ``max_drift``. The norm of fewer
-            rows varies too much.
+        min_rows: minimum number of rows of a table in a version. If there are fewer, ``max_drift`` is not checked for
+            the table, since their norm varies too much.
 
     Example:
         >>> gate = Gate(max_drift=0.5)  # for Rollout(gate=gate)

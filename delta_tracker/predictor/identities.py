@@ -1,4 +1,4 @@
-"""Change the owners of rows, without letting a lookup of a raw id read the row of another raw id at any time.
+"""Change the owners of rows such that no lookup of a raw id ever reads the row of another raw id.
 
 The owner of a row is the raw id that a managed-collision module maps to it. The steps for each version are:
 
@@ -90,7 +90,7 @@ class OwnerChange:
         return int((self.final[self.slots - self.raw_ids.rows[0]] != NO_OWNER).sum())
 
     def unmap(self) -> int:
-        """Unmap the owners of the changed rows. Return the number of owners. Requires the lock for writing."""
+        """Unmap the owners of the changed rows, and return their number. Requires the lock for writing."""
         is_owned = self.former != NO_OWNER
         if bool(is_owned.any()):
             self.raw_ids.unmap(self.slots[is_owned], self.former[is_owned])
@@ -185,7 +185,7 @@ def find_maps(model: object, names: Mapping[str, str]) -> dict[str, tuple[RawIdM
 def check_hidden(manifest: Manifest, hidden: Collection[str], names: Mapping[str, str]) -> None:
     """Raise ModelMismatchError if a version has raw ids and a scripted or traced module of the model maps raw ids.
 
-    ``hidden`` is the result of :func:`traced_collisions`. Tensors that the version updates as dense are ignored.
+    ``hidden`` is the result of :func:`traced_collisions`. Dense tensors of the version are ignored.
     """
     left = sorted(set(hidden) - {names.get(name, name) for name in manifest.dense})
     if left and manifest.identities:

@@ -1,8 +1,8 @@
 """Synchronization of lookups in many threads with the thread that writes rows.
 
-:class:`TableLock` orders them on the host. Work that a thread launches on CUDA while it holds the lock may run after
-the lock is released. :class:`TableFence` orders this work on the devices: work on one stream runs in launch order, but
-work on different streams is ordered only by events.
+:class:`TableLock` orders lookups and writes on the host. Work that a thread launches on CUDA while it holds the lock
+may run after the lock is released. :class:`TableFence` orders this work on the devices: work on one stream runs in
+launch order, but work on different streams is ordered only by events.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ def specs_of(tables: Mapping[str, TableSpec], targets: Mapping[str, RowTarget]) 
 
 
 def stated(specs: Mapping[str, TableSpec | DenseSpec], with_raw_ids: Collection[str]) -> dict[str, str]:
-    """Return the texts of the sizes of tables and dense tensors, which say ``with raw ids`` for those tables."""
+    """Return each of ``specs`` as text, followed by ``with raw ids`` for the tables in ``with_raw_ids``, by name."""
     return {name: f"{spec}{' with raw ids' if name in with_raw_ids else ''}" for name, spec in specs.items()}
 
 
@@ -61,7 +61,7 @@ def fit(
     """Return the part of the version ``entry`` that fits a model.
 
     ``tables`` maps names in the stream to the size and dtype of the model's tables. ``dense`` maps names to the dtype
-    and shape of its dense tensors; None to apply no dense tensors. ``mapped`` are its tables with a raw id mapping.
+    and shape of the model's dense tensors; None to apply none. ``mapped`` are the model's tables with a raw id mapping.
 
     If only the number of rows of a table differs, the rows that exist in both are applied. A table of another width or
     dtype is left out. A table with raw ids is left out if it differs in any way, because the number of rows determines

@@ -108,8 +108,8 @@ class ModelWriter:
     def keeps_rows(self, manifest: Manifest, receiver: Receiver | None = None) -> bool:
         """Return False if a tensor of the model was replaced by a tensor of another size, or if this is unknown.
 
-        The model then lacks rows of the position, and only a snapshot can be applied next. ``manifest`` is the delta
-        after the position or the entry at the position. ``receiver`` is its result of :meth:`resolve`, if known.
+        Rows of applied versions are then missing, and only a snapshot can be applied next. ``manifest`` is the delta
+        after the position or the entry at the position. ``receiver`` is the result of ``resolve(manifest)``, if known.
         """
         own, held = self.model.specs(manifest) if receiver is None else receiver.specs, self.specs
         if held is None and not self.model.continues:  # saved without sizes: all that the stream has fitted

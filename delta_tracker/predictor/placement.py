@@ -1,7 +1,7 @@
 """Map the rows of a version to targets (the tables of the model).
 
-Each row is written once, with all columns that the version has. A trainer writes a table with column-wise sharding as
-several blocks. This module joins the blocks, since quantizing a row requires all of its columns.
+Each row is written once, with all columns that the version contains. A trainer writes a table with column-wise sharding
+as several blocks. This module joins the blocks, since quantizing a row requires all of its columns.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Chunk:
 
 
 def placements(rows: Iterable[BlockRows], targets: Mapping[str, RowTarget]) -> list[Placement]:
-    """Return the placements in ``targets`` of the disjoint blocks ``rows`` of a version. Reads and writes no values."""
+    """Assign ``rows``, disjoint blocks of a version, to ``targets``. Reads and writes no values."""
     by_table: defaultdict[str, list[BlockRows]] = defaultdict(list)
     for each in rows:
         by_table[each.block.table].append(each)
@@ -112,7 +112,7 @@ def _cells(parts: Sequence[BlockRows]) -> list[list[BlockRows]]:
 
 
 def _aligned(rows: Sequence[BlockRows]) -> list[tuple[BlockRows, ...]]:
-    """Group the rows of one row range by the column ranges that they have. The blocks of a group have the same ids."""
+    """Group the rows of one row range by their column ranges. The blocks of a group have the same ids."""
     if len(rows) == 1 or all(each.ids is None for each in rows):
         return [tuple(rows)]
     every = [torch.arange(*each.block.rows) if each.ids is None else each.ids for each in rows]

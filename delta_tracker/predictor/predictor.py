@@ -283,7 +283,7 @@ class Predictor(Uncopied, remedy="Save or copy its state_dict()"):
         """Wait until the thread of :meth:`follow` has applied a version. Does not poll the store.
 
         Args:
-            version: version to wait for, or any newer version; None to wait for the first version.
+            version: version to wait for; a newer version also ends the wait. None to wait for the first version.
             timeout: maximum number of seconds to wait; None for no limit.
 
         Returns:
@@ -356,7 +356,7 @@ class Predictor(Uncopied, remedy="Save or copy its state_dict()"):
         """End a :meth:`rollback`: the next :meth:`sync`, or a running :meth:`follow`, applies newer versions again.
 
         With ``follows_pins``, the pin or release of the stream then applies again. Without a rollback, this predictor
-        stops following the current pin of the stream, until the next pin.
+        ignores the current pin of the stream until the next pin is written.
         """
         self._reader.release()
 

@@ -21,7 +21,7 @@ _PATIENCE_SECONDS = 10.0
 
 
 def applied_entry(log: StreamLog, version: int) -> Manifest | None:
-    """Return the last entry up to ``version`` that is not a claim; None if an entry is missing."""
+    """Return the last snapshot or delta up to ``version``; None if an entry that leads to it is missing."""
     entry = log.read(version)
     while entry is not None and entry.kind == "claim" and entry.parent is not None:
         entry = log.read(entry.parent.version)
@@ -135,7 +135,7 @@ class PredictorGauges:
             self.recorder.poll_seconds.set(status.poll_seconds)
 
     def _added(self, name: str, total: int) -> int:
-        """Return the increase of the count ``name`` to ``total`` since the last call."""
+        """Return by how much the count ``name``, now ``total``, has increased since the last call."""
         added = max(0, total - self._counted[name])
         self._counted[name] += added
         return added
@@ -151,7 +151,7 @@ class PredictorGauges:
 class ServedAge:
     """Estimate of the age of a served version, based on an estimate of the store's clock.
 
-    A poll that finds no entry shows that the next entry is committed later; see
+    A poll that finds no entry shows that the next entry is committed after the poll; see
     :class:`~delta_tracker.stream.store_clock.StoreClock`.
 
     Attributes:

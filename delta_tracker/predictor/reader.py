@@ -146,7 +146,7 @@ class Reader:
         _logger.warning("rolled back to version %d of %s", version, self.storage.url)
 
     def release(self) -> None:
-        """End a rollback, or without one, stop following the current pin, from the next round on. Thread-safe."""
+        """End the rollback or, if there is none, ignore the current pin, from the next round on. Thread-safe."""
         self.orders.release()
         self.pinned, self.why = None, ""
 
@@ -329,7 +329,7 @@ class Reader:
         self.pinned, self.why = stay.pinned, stay.why
 
     def _doubt(self, state: _Round, doubt: Doubt) -> None:
-        """Read the object that may have caused a fault again, first from the cache, then bypassing the cache.
+        """Reread the object that may have caused a fault, first from the cache, then bypassing the cache.
 
         Raises StaleCacheError if no object is left to retry, but a stale cache may still be the cause.
         """
@@ -360,7 +360,7 @@ class Reader:
         state.view = replace(state.view, logs=tuple(logs))
 
     def _is_retired(self) -> bool:
-        """Return True if the pointer, read without caches, shows that retention has deleted the next version."""
+        """Return True if the pointer, read bypassing the caches, shows that retention has deleted the next version."""
         position, pointer = self.position, self.source.log.pointer
         if position is None or self.source.settling.has_read_pointer:
             return False
@@ -373,7 +373,7 @@ class Reader:
         return confirmed is not None and not confirmed.may_have(position.version + 1)
 
     def _use(self, state: _Round, log: SeenLog) -> Source:
-        """Make the source of a log current, and log the sources that could not be read. Return the source."""
+        """Switch to the source of ``log``, and return it. Log a message for each source that could not be read."""
         self._log_skipped(state, None)
         if log.source.number != self.sources.current.number:
             self._continue_from(self.sources.all[log.number])
@@ -415,7 +415,7 @@ class Resyncs:
         _logger.warning("resync of %s from version %s to %s: %s", url, before, after, str(fault))
 
     def log_once(self, level: int, text: str, error: StreamError, *what: object) -> None:
-        """Log a fault unless it was logged since the last version. ``text`` formats ``what`` and ``error``."""
+        """Log a fault unless it was logged since a version was applied. ``text`` formats ``what`` and ``error``."""
         key = text, *what, *kind_of(error)
         if key not in self.logged:
             self.logged.add(key)

@@ -390,7 +390,7 @@ def check_targets(manifest: Manifest, targets: Mapping[str, RowTarget]) -> None:
 
 
 def _refuse_trained(targets: Mapping[str, RowTarget], trained: Collection[tuple[str, int, int]]) -> None:
-    """Raise InvalidArgumentError for tables of a version that a tracker of this process tracks."""
+    """Raise InvalidArgumentError if a tracker of this process tracks the memory of one of ``targets``."""
     found = {
         fqn
         for fqn, target in targets.items()

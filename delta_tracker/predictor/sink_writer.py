@@ -2,15 +2,15 @@
 
 The steps for each version are:
 
-1. Store a state in which the version is being applied.
+1. Store a state that marks the version as being applied.
 2. Log the changed owners of rows. The log is read only after a crash and in step 6.
 3. Write the rows. In a table with raw ids, the key of a row is the raw id that owns it.
 4. Delete the rows of raw ids that own no row after the version.
-5. Store a state in which the version is complete. From then on, readers read this version.
+5. Store a state that marks the version as complete. From then on, readers read this version.
 6. Copy the log to the stored map of owners, and clear the log.
 
-The stored map therefore always belongs to the last complete version. After a crash before step 5, raw ids that are only
-in the log are deleted. After a later crash, step 6 is repeated.
+The stored map therefore always belongs to the last complete version. After a crash before step 5, the rows of raw ids
+that are only in the log are deleted. After a later crash, step 6 is repeated.
 """
 
 from __future__ import annotations
@@ -289,8 +289,8 @@ def _begun(
 ) -> SinkState:
     """Return the state to store before the first row of a version is written.
 
-    If the version is older than the version that readers currently read, the state already contains its number as
-    ``version``, because no row may be older than ``version``.
+    If this version is older than the version that readers currently read, the state already contains the number of
+    this version as ``version``, because no row may be older than ``version``.
     """
     begun = state.begun(manifest, is_elsewhere=is_elsewhere)
     if state.version is not None and manifest.version < state.version:

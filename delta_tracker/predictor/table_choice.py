@@ -48,7 +48,7 @@ class TableChoice:
         return self._taken[name]
 
     def narrowed(self, entry: Manifest) -> Manifest:
-        """Return a copy of ``entry`` with only the chosen tables and dense tensors; ``entry`` itself without patterns.
+        """Return a copy of ``entry`` with only the chosen tables and dense tensors; ``entry`` itself if all are chosen.
 
         Raises InvalidArgumentError if ``entry`` is a snapshot and a name or pattern matches nothing in it.
         """
