@@ -227,7 +227,7 @@ def _faults(state: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _tensor_faults(state: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the names of the tensors of a state that have invalid contents. Check their types first."""
+    """Yield the names of the tensors of a state that have invalid contents. Their types must be valid."""
     num_slots, length = state["zch_size"], len(state["history"])
     for names, size in ((("sorted", "mapping"), num_slots), (("iter",), 1)):
         yield from (name for name in names if len(state[name]) != size)

@@ -150,9 +150,9 @@ def local_owners(model: nn.Module, found: Discovery) -> dict[str, LocalOwners]:
     """Return a reader of the owners on this rank for each tracked table with managed collisions, by table FQN.
 
     Raises:
-        UnsupportedModelError: if the class of a managed-collision module is not supported, if the module is not in the
-            same module as its table or has an ``input_hash_func`` that TorchRec does not call, or if its ranges of
-            slots do not fit the sharding plan of the table.
+        UnsupportedModelError: if a managed-collision module has an unsupported class, is not in the same module as
+            its table, has an ``input_hash_func`` that TorchRec does not call, or has ranges of slots that do not fit
+            the sharding plan of the table.
     """
     torchrec = Torchrec()
     fqns = {id(module): fqn for fqn, module in found.modules.items()}

@@ -6,10 +6,10 @@ the node of a discarded output never runs, and a second backward pass runs both 
 between the two hooks, the end of the pass is detected when the autograd engine deletes the callbacks queued for it.
 
 The capture of a CUDA graph runs the hooks once, and replays of the graph run none. Once a lookup or a backward pass of
-a table was captured, every read of changes returns all rows of the table. The same holds for lookups that are compiled
-with ``fullgraph=True``.
+a table has been captured, every read of changes returns all rows of the table. The same holds for lookups that are
+compiled with ``fullgraph=True``.
 
-A deep copy of a model also calls the hooks. They ignore its lookups, since its rows are in other memory. TorchRec's
+A deep copy of a model also calls the hooks. They ignore lookups of the copy: its rows are in other memory. TorchRec's
 ``DistributedModelParallel.copy()`` to the same device does not copy the rows. Lookups of such a copy are reported.
 Backward passes of other copies are counted, to warn if a job trains a copy by mistake.
 """
@@ -217,7 +217,7 @@ class _Update:
             unknown: the write then ends with the backward pass.
         keys: thread id to key of the write. Several threads may run a backward pass of one graph.
         is_missed: True if a hook failed before it reported the start of the write.
-        token: set if the autograd engine could not store the token, whose deletion reports the end of the write.
+        token: token whose deletion reports the end of the write; set only if the autograd engine could not store it.
     """
 
     ids: Mapping[str, Tensor | None]

@@ -98,7 +98,7 @@ class Kernel:
 
 
 class _ViewedTensor(NamedTuple):
-    """Tensor ``owner[name]`` of a module that views share memory with. ``address`` is the address of its first item."""
+    """Tensor ``owner[name]`` of a module. Views share its memory; ``address`` is the address of its first item."""
 
     owner: Mapping[str, Tensor | None]
     name: str

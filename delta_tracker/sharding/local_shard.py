@@ -52,7 +52,7 @@ class LocalShard:
         is_fused: True if training updates the rows only inside backward passes; the same on every rank.
         num_replicas: number of ranks that hold a replica of the shard in 2D parallelism (``DMPCollection``), otherwise
             1.
-        is_stepped: True if the gradients are sparse, and hooks on the steps of optimizers report the rows that are
+        is_stepped: True if the gradients are sparse. Hooks on the steps of optimizers then report the rows that are
             written.
     """
 

@@ -2,8 +2,8 @@
 
 TorchRec's modules map raw ids to rows in two ways. ``MCHManagedCollisionModule`` keeps the raw ids sorted, and maps an
 unknown id to the last row of its range. ``HashZchManagedCollisionModule`` probes the rows that start at the hash of an
-id. With ``disable_fallback=True``, lookups of an unknown id find no row. Otherwise, they read the row of another id, so
-that modules without ``disable_fallback=True`` are rejected.
+id. With ``disable_fallback=True``, lookups of an unknown id find no row. Otherwise, they read the row of another id;
+modules without ``disable_fallback=True`` are therefore rejected.
 
 A trainer on several ranks has a default row on each rank. In a module that holds the rows of several ranks, ``remap``
 is replaced by a function that finds the default row by the trainer's buckets.
@@ -138,7 +138,7 @@ class _ModuleMap(RawIdMap):
 
     @abstractmethod
     def _refusals(self, identity: Identity, kind: str) -> Iterator[str]:
-        """Yield each reason of :meth:`refusal` for a module of the class ``kind`` in evaluation mode."""
+        """Yield the reasons to refuse the module in evaluation mode. ``kind`` is the name of its class."""
 
 
 class MchMap(_ModuleMap, SortedMap):
@@ -255,7 +255,7 @@ class HashMap(_ModuleMap):
         return slots[indices]
 
     def conflict(self, slots: Tensor, owners: Tensor) -> str:
-        """Return the reason if lookups of the raw ids ``owners`` would not find the rows ``slots``; otherwise empty."""
+        """Return the reason if lookups of ``owners`` would not find the rows ``slots``, otherwise an empty string."""
         if bool((owners == _EMPTY).any()):
             return f"mapped by a {type(self._module).__name__}, which reserves the raw id {_EMPTY} of a row"
         hash_size, num_buckets = self._module._input_hash_size, len(self._module._output_segments) - 1  # noqa: SLF001

@@ -57,7 +57,7 @@ def refuse_unseen_writes(model: nn.Module, found: Discovery) -> None:
 def _refuse_replicas(model: nn.Module, found: Discovery, torchrec: Torchrec) -> None:
     """Reject tables of a ``DMPCollection`` whose writes the hook on ``sync`` cannot report.
 
-    The sharding environment of a collection shows that it is in a ``DMPCollection``, even outside ``model``.
+    The 2D sharding environment of a collection shows that a ``DMPCollection`` contains it, even outside ``model``.
     """
     wrapped = {
         part
@@ -129,8 +129,8 @@ def refuse_unrecoverable(found: Discovery, collisions: Mapping[str, nn.Module]) 
     """Raise UnsupportedModelError if a version of a stream cannot contain the whole training state of the model.
 
     This rejects skipped tables, replicas in a ``DMPCollection``, fused optimizers with counters per row or a global
-    weight decay, and managed collisions in ``collisions`` (FQN to module) that are not an ``MCHManagedCollisionModule``
-    or have a custom eviction policy.
+    weight decay, and managed-collision modules in ``collisions`` (by FQN) that are not an
+    ``MCHManagedCollisionModule`` or have a custom eviction policy.
     """
     obstacles = {fqn: reason for fqn, module in collisions.items() if (reason := collision_obstacle(module))}
     obstacles |= dict.fromkeys(found.skipped, "in fqns_to_skip, so that its rows are not in a stream")
@@ -153,7 +153,7 @@ def refuse_unrecoverable(found: Discovery, collisions: Mapping[str, nn.Module]) 
 
 
 class _Optimizer(NamedTuple):
-    """Fused optimizer of some tables, with FBGEMM's names. ``tbe`` is the module of a kernel with this optimizer."""
+    """Fused optimizer of ``tables``, named as in FBGEMM. ``tbe`` is the module of a kernel with this optimizer."""
 
     name: str
     decay: str

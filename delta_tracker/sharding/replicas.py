@@ -173,7 +173,7 @@ class SyncHook(Watcher):
         return True
 
     def _capture_whole(self, ids: Mapping[str, Tensor | None]) -> None:
-        """Mark all rows of the tables whose ``ids`` are None, with their current states as old states."""
+        """Mark all rows of each table that ``ids`` maps to None. Their current states become their old states."""
         with one_cut():
             for group in self._groups:
                 for fqn, shard in group.shards.items():
@@ -225,7 +225,7 @@ def unstable_rows(shard: LocalShard, ids: Tensor | None, num_replicas: int) -> T
 def _is_stable(values: Tensor, num_replicas: int) -> Tensor:
     """Return True where the average of ``num_replicas`` equal values has the same bits as the value.
 
-    Implementations multiply by ``1 / num_replicas`` before the addition (NCCL) or after it. Both must keep the value.
+    Implementations multiply by ``1 / num_replicas`` before the addition (NCCL) or after it. Both must yield the value.
     """
     before = (values * (1 / num_replicas)) * num_replicas
     after = (values * num_replicas) * (1 / num_replicas)

@@ -57,7 +57,7 @@ class CachedTable:
         return torch.where((found >= 0).unsqueeze(1), cached.to(rows.dtype), rows)
 
     def write(self, ids: Tensor, values: Tensor, columns: tuple[int, int]) -> None:
-        """Overwrite those rows that are cached. See ``delta_tracker.row_target.RowCopies`` for the arguments."""
+        """Overwrite cached copies of rows. See ``delta_tracker.row_target.RowCopies`` for the arguments."""
         memory = self.tbe.lxu_cache_weights[:, slice(*columns)]
         found = self._indices(ids)
         # Selecting the cached rows would wait for the device. Instead, write one of the cached rows once more for each

@@ -52,7 +52,7 @@ class _Step:
         gradients: FQN, parameter, gradient and version counter of the gradient when ``rows`` was computed.
         versions: FQN to the version counter of the table's weight before the step.
         may_load: True if another hook may replace the momentum before the step.
-        is_counted: True if the step is in :attr:`StepHook.num_updates`.
+        is_counted: True if :attr:`StepHook.num_updates` includes the step.
     """
 
     key: int
@@ -76,7 +76,7 @@ class StepHook(Watcher):
 
     Attributes:
         num_updates: number of optimizer steps with a gradient for at least one table.
-        others: counter of steps that update no table, but a tensor with the shape and dtype of one, such as a copy.
+        others: counter of steps that update no table but a tensor of a table's shape and dtype, such as its copy.
     """
 
     def __init__(self, shards: Mapping[str, LocalShard], reports: Reports) -> None:
@@ -175,7 +175,7 @@ class StepHook(Watcher):
         return True
 
     def _versions(self) -> dict[str, int]:
-        """Return a counter for each reported table, by FQN, that every write to its weight increments."""
+        """Map the FQN of each reported table to a counter that every write to the table's weight increments."""
         named = num_named_writes()
         return {fqn: self._modules[fqn].weight._version + named for fqn in self._tables}  # noqa: SLF001
 
@@ -316,7 +316,7 @@ _STEPS = _Steps()
 
 
 def _deleted(hook: ref[StepHook], number: int, _: object) -> None:
-    """End the step of an optimizer that raised in the step and was deleted. Lock-free and thread-safe."""
+    """End the step of an optimizer that was deleted after its step had raised an error. Lock-free and thread-safe."""
     held = hook()
     if held is not None:
         held.forget(number)

@@ -27,7 +27,7 @@ UNSEEN = -1
 
 
 class HookListener(Protocol):
-    """Interface that receives the reports of hooks. A cut is the position up to which a read returns changes.
+    """Interface that receives the reports of hooks.
 
     Hooks call the methods in the thread of the lookup or write. Only the last three methods, which concern ``sync`` in
     2D parallelism, may wait for the device. Calls of :meth:`begin_write`, :meth:`end_write` and :meth:`end_write_later`
@@ -105,7 +105,7 @@ class Watcher:
 
     Hooks never raise. After an error, the next read returns all rows of the hook's tables, with unknown old states. If
     a hook fails before a write, all reads until the end of the write or of its backward pass return all rows too, and
-    so does the first read afterwards. This needs no memory, lock or device operation and therefore works after any
+    so does the first read afterwards. Marking needs no memory, lock or device operation and therefore works after any
     error. Errors are counted, and the first one is logged. While a CUDA graph is captured, hooks launch no operation.
 
     Args:

@@ -50,9 +50,9 @@ class WriteWatch:
     In-place operators of torch increment the counter, for example when values are copied into the tensors of a state
     dict. The following do not increment it: the fused backward pass, the reads of this module, collectives that write
     to a tensor (``broadcast``, ``all_reduce``, ``recv``), and writes through ``.data``, ``untyped_storage()``, DLPack,
-    numpy or a raw pointer. The fused optimizers of ``torch.optim`` do not either; hooks report their steps. The
-    tables of a kernel share one counter: a write to one table is reported for all of them. A call of a function in
-    :data:`delta_tracker.sharding.named_writers.NAMED_WRITERS` is reported for every table.
+    numpy or a raw pointer. Nor do the fused optimizers of ``torch.optim`` increment it; hooks report their
+    steps. The tables of a kernel share one counter: a write to one table is reported for all of them. A call of a
+    function in :data:`delta_tracker.sharding.named_writers.NAMED_WRITERS` is reported for every table.
 
     Args:
         shard: function that returns the current shard. Resharding the table changes its result.
@@ -67,7 +67,7 @@ class WriteWatch:
         self._named = num_named_writes()
 
     def __call__(self) -> bool:
-        """Return True if the weights were written or replaced since the previous call or, at first, since creation."""
+        """Return True if weights were written or replaced since the previous call; at the first call, since creation."""
         # Takes less than a microsecond for most shards.
         shard = self._shard()
         named, self._named = self._named, num_named_writes()
