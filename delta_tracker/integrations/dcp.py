@@ -207,7 +207,7 @@ class _SavedParts:
     def parts(self) -> list[RankHeader]:
         """Return the headers of all parts, without a collective; an empty list if there are none.
 
-        Raises InvalidArgumentError if the checkpoint has such states but none under ``key``, or several without a key.
+        Raises InvalidArgumentError if the checkpoint has only states under other keys, or several if ``key`` is None.
         """
         self._metadata = self._reader.read_metadata()
         found: dict[str, list[str]] = {}

@@ -235,9 +235,9 @@ class TrackerCallback(Callback):
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Add the tracker state to ``checkpoint``: on rank 0 the parts of all ranks, on other ranks this rank's part.
 
-        Lightning calls this on every rank. After ``fit``, this method saves the state at the end of ``fit`` or of a
-        checkpoint that was loaded since then, and whether weights were written afterwards. Before the first ``fit``,
-        and in the calls of ``trainer`` after a ``fit`` that raised, it saves an empty state, which marks every row when
+        Lightning calls this on every rank. After ``fit``, this method saves the state at the end of ``fit``, or that of
+        a checkpoint loaded since then, and records whether weights were written afterwards. Before the first ``fit``,
+        and in calls of ``trainer`` after a ``fit`` that raised, it saves an empty state, which marks every row when
         it is loaded.
         """
         if self._tracker is not None:
@@ -248,7 +248,7 @@ class TrackerCallback(Callback):
         checkpoint[_WRITTEN] = not saved.belongs_to(pl_module)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Publish the pending rows, and keep the tracker's state for later checkpoints. All ranks must call this.
+        """Publish pending rows, and keep the tracker's state for later checkpoints. All ranks must call this method.
 
         Raises:
             DeltaTrackerError: the errors of :meth:`~delta_tracker.publisher.publisher.Publisher.publish`. The rows then
@@ -262,7 +262,7 @@ class TrackerCallback(Callback):
         """Close the publisher and detach the tracker.
 
         Lightning does not call this method if ``fit`` raised an error. Callbacks can then still save a checkpoint, and
-        :meth:`setup` closes and detaches them in the next call of ``trainer``.
+        :meth:`setup` cleans up in the next call of ``trainer``.
         """
         self._release()
 
@@ -348,7 +348,7 @@ class CountersCallback(Callback):
         counters.load_state_dict(checkpoint.get(_COUNTERS_KEY, {}))
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Add the states to ``checkpoint``: on rank 0 the states of all ranks, on others those of this rank."""
+        """Add the states to ``checkpoint``: on rank 0 the states of all ranks, on other ranks this rank's states."""
         checkpoint[_COUNTERS_KEY] = self._counters.state_dict(strategy="gather_or_local")
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:

@@ -47,11 +47,11 @@ class Requests:
     bill deletions.
 
     Args:
-        puts: requests that write objects, including all requests of multipart uploads.
-        lists: requests that list objects, one for each page.
-        gets: requests that read an object, including objects that do not exist yet.
-        heads: requests for the size of an object.
-        deletes: requests that delete an object.
+        puts: number of requests that write objects, including all requests of multipart uploads.
+        lists: number of requests that list objects, one for each page.
+        gets: number of requests that read an object, including objects that do not exist yet.
+        heads: number of requests for the size of an object.
+        deletes: number of requests that delete an object.
     """
 
     puts: float = 0.0
@@ -153,7 +153,7 @@ class Forecast:
         """Maximum size in bytes of the sets of changed rows in the tracker of rank 0 (the rank with the most rows).
 
         There is at most one set for each consumer, one for newly changed rows, and one for an uncommitted read.
-        In a mode with old states, a set also has an id and an old state for each changed row.
+        In a mode with old states, a set also contains an id and an old state for each changed row.
         """
         load = self.workload
         num_sets, capture = 2 + load.consumers, CAPTURES[load.mode]
@@ -267,7 +267,7 @@ class Forecast:
 
     @property
     def longest_start_bytes(self) -> int | None:
-        """Maximum number of bytes that a new predictor reads; see :attr:`start_bytes`. None if that is None."""
+        """Maximum number of bytes that a new predictor reads; None if :attr:`start_bytes` is None."""
         if self.workload.snapshot_every is None:
             return None
         return self.snapshot.read_bytes + (self.workload.snapshot_every - 1) * self.delta.read_bytes

@@ -133,7 +133,7 @@ class Workload:
 def observe(log: StreamLog) -> Workload:
     """Estimate the workload of an existing stream from its last 100 entries. Reads no rows.
 
-    The time between versions is the median, and the number of ranks is the largest number of parts in a delta.
+    ``seconds`` is the median interval between versions, ``ranks`` the largest number of parts in a delta.
 
     Raises:
         InvalidArgumentError: if there is no stream, if these entries contain fewer than two deltas, or if the stream
