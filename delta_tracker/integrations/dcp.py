@@ -4,7 +4,7 @@ To save, pass the tracker or the :class:`~delta_tracker.RankCounters` itself: ``
 tracker}, checkpoint_id=path)``, or ``dcp.async_save``. The states can be loaded at any world size. To load tensors, DCP
 needs their keys and sizes, which depend on the changed rows and the world size of the save. :class:`SavedTracker` and
 :class:`SavedCounters` therefore read the keys and sizes from the checkpoint first. Afterwards they check that DCP has
-loaded each tensor, since some planners skip tensors, such as ``DefaultLoadPlanner(allow_partial_load=True)``.
+loaded each tensor, since some planners, such as ``DefaultLoadPlanner(allow_partial_load=True)``, skip tensors.
 """
 
 import os

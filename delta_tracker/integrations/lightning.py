@@ -32,8 +32,8 @@ _PACKAGES = ("pytorch_lightning", "lightning.pytorch")
 def _lightning_package() -> ModuleType:
     """Return the Lightning package that is already imported, otherwise the first one that is installed.
 
-    The packages define different classes. Without a list, ``Trainer(callbacks=callback)`` accepts only a callback of
-    its own package.
+    The packages define different classes. If ``callbacks`` is not a list but a single callback, ``Trainer`` accepts
+    only a callback of its own package.
     """
     for name in sorted(_PACKAGES, key=lambda name: sys.modules.get(name) is None):
         try:

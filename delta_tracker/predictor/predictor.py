@@ -185,8 +185,8 @@ class Predictor(Uncopied, remedy="Save or copy its state_dict()"):
         write rows until it ends.
 
         If tables are on CUDA devices, launch the lookups on the streams that are current at entry. These streams wait
-        for the last write of rows, and the next write waits for all work on them at exit. Neither entry nor exit waits
-        for the device. This has not been tested on a GPU.
+        for the last write of rows, and the next write waits for the work launched on them before exit.
+        Neither entry nor exit waits for the device. This has not been tested on a GPU.
 
         Raises FollowEndedError if a fork has left torn rows; see ``guide/serve.md`` for the rules for forks.
         """

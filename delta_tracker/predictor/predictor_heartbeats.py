@@ -10,7 +10,7 @@ from delta_tracker.stream.storage.storage import Location, open_storage
 
 
 class Heartbeats:
-    """Writer of a predictor's heartbeats to the store ``given``; if None, to the first writable store of ``reader``."""
+    """Writer of a predictor's heartbeats to ``given``, or if it is None, to the first writable store of ``reader``."""
 
     def __init__(self, reader: Reader, name: str, given: Location | None) -> None:
         stores = [each.storage for each in reader.sources.all] if given is None else [open_storage(given)]

@@ -133,9 +133,9 @@ def _is_prefix(name: str) -> bool:
 class ServedModel:
     """Access to the tables, dense tensors and mappings of raw ids of the model in a :class:`ModelTarget`.
 
-    ``continues`` is True if the part of a version that fits is applied. ``first_devices`` are the devices of the model
-    when this object was created. This object references the tensors of the last version until the next version, even if
-    the model replaces them.
+    ``continues`` is True if a version that fits only in part is applied in part. ``first_devices`` are the devices of
+    the model when this object was created. This object references the tensors of the last version until the next
+    version, even if the model replaces them.
     """
 
     def __init__(self, target: ModelTarget, choice: TableChoice) -> None:

@@ -68,7 +68,7 @@ class _Step:
 class StepHook(Watcher):
     """Hook that reports the rows that ``torch.optim`` optimizers write to ``nn.Embedding`` and ``nn.EmbeddingBag``.
 
-    Writes to a table that is compared with a copy are counted in :attr:`num_updates`, but not reported.
+    Steps that update only tables compared with a copy are counted in :attr:`num_updates`, but not reported.
 
     Args:
         shards: mapping of FQN to shard for the tables of these modules.

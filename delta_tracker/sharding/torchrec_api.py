@@ -54,7 +54,7 @@ def _wrappers() -> dict[type[nn.Module], str]:
 
 @dataclass(frozen=True, slots=True)
 class Torchrec:
-    """Classes of torch and torchrec that are searched for in a model.
+    """Classes of torch and torchrec whose instances are searched for in a model.
 
     Classes in modules that are not imported are left out, since no model can contain them.
 

@@ -67,7 +67,7 @@ class WriteWatch:
         self._named = num_named_writes()
 
     def __call__(self) -> bool:
-        """Return True if weights were written or replaced since the previous call; at the first call, since creation."""
+        """Return True if weights were written or replaced since the previous call; in the first, since creation."""
         # Takes less than a microsecond for most shards.
         shard = self._shard()
         named, self._named = self._named, num_named_writes()
