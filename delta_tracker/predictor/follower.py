@@ -277,9 +277,13 @@ class Follower(Forkable):
             _logger.info("the newest version was not checked before follow(): %s", error)
             return
         for manifest in newest:
-            # A predictor with rows serves them, and states in its heartbeat why it stays at their version.
-            with suppress(*([] if self._reader.position is None else [ModelMismatchError, InvalidArgumentError])):
+            try:
                 self._reader.writer.check_fits(manifest)
+            except (ModelMismatchError, InvalidArgumentError) as error:
+                # A predictor with rows serves them, and states in its heartbeat why it stays at their version.
+                is_changed = isinstance(error, ModelMismatchError) or error.argument == "tables"
+                if self._reader.position is None or not is_changed:
+                    raise
 
     @contextmanager
     def _held_lock(self) -> Iterator[None]:
