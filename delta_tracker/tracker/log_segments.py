@@ -205,7 +205,7 @@ class LogSegments:
         return former
 
     def with_former(self, rows: Mapping[str, ChangedRows]) -> dict[str, ChangedRows]:
-        """Return ``rows`` with ``former`` (``NO_OWNER`` if unknown) only for tables with managed collisions."""
+        """Return ``rows`` with former owners, ``NO_OWNER`` if unknown, for tables with managed collisions only."""
         found = {}
         for fqn, each in rows.items():
             former = each.former if fqn in self.owners else None

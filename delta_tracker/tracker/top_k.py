@@ -220,7 +220,7 @@ class _Rounds:
 
 
 class _Keys:
-    """Integer keys of the scores of one table in CPU memory, in the order of the scores.
+    """Integer keys of the scores of one table, in CPU memory. A higher score has a higher key.
 
     ``_under`` contains the keys of the rows that are not due and match the prefix.
     """

@@ -248,7 +248,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
 
     @property
     def store(self) -> Mapping[str, SegmentStore]:
-        """Store of each table's changed rows, by table FQN. Do not modify them. Read them only between batches."""
+        """Store of each table's changed rows, by FQN. Do not modify the stores. Read them only between batches."""
         return MappingProxyType(self._log.segments.stores)
 
     # Training

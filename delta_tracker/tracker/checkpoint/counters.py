@@ -45,7 +45,7 @@ class Mergeable(Protocol):
         """Return a copy of this rank's state, a mapping from field name to tensor or JSON value."""
 
     def merge(self, states: Sequence[State]) -> State:
-        """Return one state that combines ``states``; if ``states`` is empty, a new counter's state. No side effects."""
+        """Return the combination of ``states``, or a new counter's state if ``states`` is empty. No side effects."""
 
     def load_state_dict(self, state: State) -> None:
         """Replace the counter's state with ``state``, a result of :meth:`merge`."""

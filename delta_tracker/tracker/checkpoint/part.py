@@ -172,7 +172,7 @@ class RankHeader(Struct, kw_only=True, frozen=True, eq=False):
         return {**rows, **self.layouts}
 
     def rows(self, row_set: str, fqn: str, tensors: Mapping[str, Tensor]) -> ChangedRows | None:
-        """Return the rows of a table in a row set, with global ids; None if it contains none.
+        """Return the rows of a table in a row set, with global ids; None if there are no such rows.
 
         ``row_set`` is the index of a consumer or ``history``. ``tensors`` contains the part's tensors by key with
         prefix. Raises CheckpointError if the tensor does not contain valid rows of the rank's block.
