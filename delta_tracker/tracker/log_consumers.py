@@ -27,7 +27,7 @@ class Lag:
     Args:
         batches: number of ``step()`` calls since the consumer's last committed read.
         seconds: seconds since the consumer's last committed read.
-        oldest_pending: age in seconds of the consumer's oldest pending row, which may be inexact (see
+        oldest_pending: age in seconds of the consumer's oldest pending row, for some rows approximate (see
             :meth:`~delta_tracker.tracker.cursors.Cursors.pending_since`). None if no row is known to be pending.
         pending: number of pending rows by table FQN; empty if they were not counted.
     """
