@@ -173,7 +173,7 @@ class HeartbeatWriter:
 
 @dataclass(frozen=True, slots=True)
 class SeenHeartbeat:
-    """Heartbeat that was read from a store, and the Unix time of its write, from the store's clock."""
+    """Heartbeat read from a store, and the Unix time at which it was written, taken from the store's clock."""
 
     beat: Heartbeat
     modified: float
@@ -318,7 +318,7 @@ def evaluate(beat: Heartbeat, seconds_since: float, head: Manifest, *, order: Pi
 
 
 def _is_above(pin: Pin, beat: Heartbeat) -> bool:
-    """Return True if a predictor was above the pinned versions for longer than a reader needs to find the pin."""
+    """Return True if a predictor has been above ``pin.bad`` for longer than a reader needs to find the pin."""
     return any(age >= _PIN_SECONDS and version is not None and version > pin.bad for age, version, _ in beat.window)
 
 

@@ -1,7 +1,7 @@
 """Cache of parts in a directory that the predictors of one host share.
 
 The directory contains the files ``objects/{key}``, which are complete, and ``drafts/{key}``, which are being fetched.
-The key is made of the hash, size and body in the part's record, so that streams can share equal parts. A file in
+The key consists of the hash, size and body in the part's record, so that streams can share equal parts. A file in
 ``objects`` never changes: it is renamed into place after it was verified, and unlinked when it is evicted or damaged.
 """
 
@@ -84,9 +84,9 @@ class HostCache:
     def open(self, storage: Storage, part: Part) -> int | None:
         """Return a file descriptor of a verified copy of a part. Fetches the part from ``storage`` if it is not cached.
 
-        The caller must close the descriptor. If the result is None, read the part from ``storage``: it does not fit,
-        the disk is full, the directory fails (logged once until it works again), or the fetching process makes no
-        progress. Raises CorruptPartError, and caches nothing, if the part in ``storage`` does not match its record.
+        The caller must close the descriptor. Returns None if the part does not fit, the disk is full, the directory
+        fails (logged once until it works again), or the fetching process makes no progress: then read the part from
+        ``storage``. Raises CorruptPartError, and caches nothing, if the part in ``storage`` does not match its record.
         """
         if part.num_bytes > self._max_bytes:
             self.counts["bypasses"] += 1

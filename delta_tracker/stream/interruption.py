@@ -25,7 +25,7 @@ class Interrupted(BaseException):
 
 
 class _Thread(threading.local):
-    """Stop flag and event loop of a thread, which waits for responses in the loop. None outside interruptible()."""
+    """Stop flag of a thread, and event loop of its requests. The loop is None outside interruptible()."""
 
     loop: asyncio.SelectorEventLoop | None = None
 

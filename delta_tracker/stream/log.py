@@ -336,7 +336,7 @@ class StreamLog:
         return next((entry for each in reversed(found) if (entry := self.read_merged(each)) is not None), None)
 
     def successors(self, entry: Manifest) -> list[Manifest] | None:
-        """Return the entries after ``entry``, which was read earlier; None if the log now has another history."""
+        """Return the entries after ``entry``, which was read earlier; None if the log was replaced in the meantime."""
         there, found = self.read(entry.version), [entry]
         if there is None or (there.stream, there.link) != (entry.stream, entry.link):
             return None
@@ -384,12 +384,12 @@ class StreamLog:
     def claim(self, *, after: Link | None = None, writer: str | None = None, forks: bool = False) -> Claim:
         """Claim the stream: append a claim with the next generation, and return it.
 
-        If the store is empty, the claim starts a new stream. If the claim was altered in transit, another one follows.
+        If the store is empty, the claim starts a new stream. If a claim was altered in transit, appends another one.
 
         Args:
             after: link of the entry that the claim must follow; None to follow any entry.
             writer: id of the claim, 32 hex digits; None to generate one. If the newest entry is a claim with this id,
-                which an earlier call created without receiving the store's response, it is returned.
+                because an earlier call did not receive the store's response, that claim is returned.
             forks: True to start a new stream after the newest entry.
 
         Raises:
@@ -503,7 +503,7 @@ class Claim:
             LostEntryError: if the newest entry was deleted and ``entry`` is a delta. Nothing was committed. The stream
                 was claimed again.
             UnknownOutcomeError: if the store fails, and the entry may exist or may appear later. If so, the next commit
-                follows it. If the error has a ``directory``, the entry exists, but a power loss may undo it.
+                follows it. If the error names a ``directory``, the entry exists, but a power loss may undo it.
             StorageError: for other failures of the store. Nothing was committed.
         """
         if self._fenced is not None:

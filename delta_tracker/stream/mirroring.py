@@ -66,13 +66,13 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
     Raises InvalidArgumentError if ``source`` and ``destination`` are the same store, or ``destination`` is read-only.
 
     Args:
-        source: store of the stream. At an http url, reads of entries bypass caches, and reads of parts do not.
+        source: store of the stream. At an http url, reads of entries bypass caches, but reads of parts do not.
         destination: store of the copy.
         retention: bounds on the versions at the destination; None deletes nothing.
         memory_bytes: maximum size of an object that is held in memory. Larger objects are copied in pieces of 8 MiB.
-        pointer_seconds: minimum time between two writes of the destination's pointer object, in :meth:`run` only. None
-            to write none. Readers over http need the pointer object.
-        runtime: clock, waits, random numbers and threads to use.
+        pointer_seconds: minimum time between two writes of the destination's pointer object, which readers over http
+            need. Only :meth:`run` writes it. None disables the writes.
+        runtime: functions for time, random numbers and threads.
 
     Example:
         >>> mirror = Mirror(Storage("memory://"), Storage("memory://"))

@@ -51,8 +51,8 @@ def pin_version(
         MissingVersionError, NoSnapshotError, MalformedError, CorruptPartError: if an entry or an object that leads to
             the version is missing or damaged.
         PinError: if the stream is pinned and ``replaces`` is False, if another operator wrote a pin or a release in the
-            meantime, or if a running or interrupted retention pass may delete versions that lead to this one. A pin
-            that was written is undone.
+            meantime, or if a running or interrupted retention pass may delete versions that lead to this one. If
+            the pin was already written, it is undone.
         UnsupportedStoreError: if the store is at an http url.
         StorageError: if the store fails. The pin may have been written.
     """

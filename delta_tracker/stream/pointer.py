@@ -188,8 +188,8 @@ class PointerReader(Forkable):
     def newest(self, *, is_due: bool = True, past_cache: bool = False) -> HeadPointer | None:
         """Return the claimed pointer, or the confirmed pointer if no pointer is claimed; None if there is neither.
 
-        Reads the object if the last read is at least ``seconds`` ago; never with ``is_due=False``, and always with
-        ``past_cache``, which bypasses all caches.
+        Reads the object if the last read was at least ``seconds`` ago. Never reads it with ``is_due=False``; always
+        reads it with ``past_cache``, bypassing all caches.
         """
         is_awaited = past_cache or (self._claimed or self.confirmed) is None  # or for a read of another thread
         if (past_cache or (is_due and self._is_due())) and self._reading.acquire(blocking=is_awaited):
@@ -226,7 +226,7 @@ class PointerReader(Forkable):
                     self.confirmed = self._base = claimed
 
     def refuse(self, pointer: HeadPointer, trouble: StaleCacheError) -> None:
-        """Ignore a pointer whose entry is missing or has another hash when read without caches. Retried every 10 s."""
+        """Ignore ``pointer``, whose entry is missing or differs when read without caches, for at least 10 s."""
         with self._lock:
             self.trouble = self.trouble or trouble
             self._refused = pointer, self._runtime.monotonic(), trouble

@@ -51,7 +51,7 @@ class PointerWriter:
         self._writing = threading.Lock()
 
     def after(self, head: Manifest) -> None:
-        """Request that a pointer to a committed entry is written. Never blocks or raises.
+        """Request a write of the pointer to the committed entry ``head``. Never blocks or raises.
 
         If ``head`` is the entry of the previous call, the thread lists the log first, to find later entries.
         """
@@ -76,7 +76,7 @@ class PointerWriter:
         self._wake.set()
 
     def write_now(self, head: Manifest | None = None) -> None:
-        """Write a pointer to ``head``, by default the entry of the last :meth:`after`, unless it is unchanged."""
+        """Write a pointer to ``head``, by default that of the last :meth:`after`, unless the pointer is unchanged."""
         with self._writing:
             self._head = self._head if head is None else head
             if self._head is None:

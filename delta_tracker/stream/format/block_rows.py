@@ -63,7 +63,7 @@ class BlockRows:
         return self.block.num_rows * (self.block.row_bytes + states + num_ids * _ID_BYTES)
 
     def reader(self, column: Column) -> RowReader:
-        """Return the reader of ``column``: the values, the owners, or the state with this index."""
+        """Return the reader of ``column``: ``"values"``, ``"owners"``, or the index of a state."""
         if column == "owners":
             assert self.owners is not None, "all blocks of a table have owners, or none has"
             return self.owners
@@ -142,7 +142,7 @@ class BlockRows:
 
 
 def read_rows(read: RowReader, indices: Tensor) -> Tensor:
-    """Return the rows at ``indices``, ``[M]`` ascending int64, as ``[M, width]``. Reads one range of rows."""
+    """Return the rows at ``indices``, ``[M]`` ascending int64, as ``[M, width]``. Reads them as one range."""
     if not len(indices):
         return read(0, 0)
     first = int(indices[0])

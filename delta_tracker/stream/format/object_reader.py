@@ -253,7 +253,7 @@ def check_size(stored: Part | Stored, size: int | None) -> None:
 def checked_pieces(
     read: Callable[[int, int], NDArray[np.uint8] | None], stored: Part | Stored
 ) -> Iterator[NDArray[np.uint8]]:
-    """Yield an object in pieces, the last one only if all match the record. ``read`` returns None if it is missing."""
+    """Yield the pieces of an object, the last one only if all match the record. ``read`` returns None if missing."""
     # In format 2, the hash covers the digests of the pieces of the body; in format 1, it covers the whole object.
     whole, body = xxhash.xxh3_128(), PieceHasher()
     digests = bytearray()

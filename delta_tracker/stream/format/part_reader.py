@@ -132,12 +132,13 @@ class PartReader:
 
     Args:
         part: record of the part, from a checked manifest.
-        source: source of the part's bytes, from which some may have been read; None creates one with ``memory_bytes``.
+        source: source of the part's bytes, some of which it may have read; None creates one with ``memory_bytes``.
             With a :class:`Ranged`, the constructor reads and checks only the header and the row ids, and each later
             read checks the returned data.
         blocks: indices of the blocks to read; None for all. If given, the ids of other blocks are neither read nor
-            checked, dense tensors are checked when they are read, and owners are not checked.
-        dense: names of dense tensors to check in the constructor, with the owners of ``blocks``; None for neither.
+            checked, and ``dense`` selects the other checks of the constructor.
+        dense: if ``blocks`` is given, names of the dense tensors to check in the constructor, which then also checks
+            the owners of ``blocks``. With None, owners are not checked, and dense tensors only when they are read.
 
     Raises:
         CorruptPartError: if the bytes do not match the record. Later reads may also raise it.
@@ -295,7 +296,7 @@ class _Refusals(AbstractContextManager[None]):
 
 
 def read_training(storage: Storage, stored: Stored) -> StateReader:
-    """Return a reader of a rank's training state. It checks only what it loads, and raises CorruptPartError."""
+    """Return a reader of a rank's training state. It checks only loaded values, and raises CorruptPartError."""
     source = Ranged(storage, stored)
     with _Refusals(stored.name):
         span = _File(stored, {TRAINING_KEY: (torch.uint8, None)}, source).spans[TRAINING_KEY]

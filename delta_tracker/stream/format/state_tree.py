@@ -82,7 +82,7 @@ class StateTree:
     def buffers(self, tensors: Sequence[Tensor]) -> Iterator[memoryview]:
         """Yield buffers whose concatenation is the encoded state.
 
-        ``tensors`` are copies of :attr:`tensors` on the CPU, in the same order. They may have another shape.
+        ``tensors`` are copies of :attr:`tensors` on the CPU, in the same order. Their shapes may differ.
         """
         copies = iter(tensors)
         head = len(self.text).to_bytes(_SIZE_BYTES, "little") + self.text
@@ -107,7 +107,7 @@ def flatten(value: object, path: str, *, paths: Mapping[str, str] | None = None)
     Args:
         value: the state.
         path: name of the state in error messages.
-        paths: names of the root's values in error messages, by key; the root must be a dict. None for ``path[key]``.
+        paths: if the state is a dict, the name of each value in error messages, by key; None to use ``path[key]``.
 
     Raises:
         InvalidArgumentError: if a value cannot be encoded. The error contains the path of the value, such as

@@ -1,4 +1,4 @@
-"""Retention: deletion of versions and objects that no reader needs. FORMAT.md has the rules (Log and Pins).
+"""Retention: deletion of versions and objects that no reader needs. FORMAT.md specifies the rules, in Log and Pins.
 
 Versions are deleted oldest first, so that the entries that readers use form a contiguous range. These entries are kept:
 
@@ -133,7 +133,8 @@ class RetentionPasses:
     """Retention passes of a process that runs many of them over one log. Not thread-safe.
 
     A pass reads only the entries created since the last pass, and ends if there is no version or merged entry to
-    delete. Otherwise, and every ten minutes or less often, it runs :func:`retain`, which takes longer for a longer log.
+    delete. Otherwise, or if the last :func:`retain` was at least ten minutes ago (more for a long log), it runs
+    :func:`retain`, which reads all entries.
     """
 
     def __init__(self, log: StreamLog, retention: Retention, now: Callable[[], float] | None = None) -> None:
@@ -415,7 +416,7 @@ class _Left:
         )
 
     def advance(self, log: StreamLog) -> bool:
-        """Read the entries created since the last call. Return False if the log now has another history."""
+        """Read the entries created since the last call. Return False if a complete pass is needed instead."""
         found = log.successors(self.head)
         if found is None:
             return False

@@ -36,8 +36,8 @@ class Upkeep:
     """Maintenance of a stream, which its publisher runs in threads of rank 0.
 
     Args:
-        retention: bounds on the versions that the stream keeps. Other versions are deleted every 16 versions. Only
-            versions before a snapshot can be deleted: create snapshots with ``Cadence(snapshot_every=...)`` or
+        retention: bounds on the versions that the stream keeps. Every 16 versions, versions beyond them are deleted.
+            Only versions before a snapshot can be deleted: create snapshots with ``Cadence(snapshot_every=...)`` or
             ``compact_every``. None keeps all versions.
         compact_every: number of versions between two compactions, 2 or more; None disables compaction.
         pointer_seconds: minimum time between two writes of the pointer object ``control/head.json``, which readers over

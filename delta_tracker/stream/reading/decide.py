@@ -84,7 +84,7 @@ class View:
         logs: logs at the urls of the reader, beginning with the current one.
         faults: entries that could not be applied in this round.
         num_failures: number of consecutive rounds that failed.
-        looks_for_gap: True to check whether a missing next entry was deleted, or has not been committed.
+        looks_for_gap: True to check whether a missing next entry was deleted or has not been committed yet.
         catches_up: True to look for an entry that replaces many versions.
         surveys: True to check the other urls even if the log at the current url has no newer version.
         is_partial: True if some urls are not read in this round, because they failed.
@@ -104,7 +104,7 @@ class View:
 
     @property
     def is_patient(self) -> bool:
-        """True unless an unreadable object counts as lost after the next consecutive storage error."""
+        """True unless one more consecutive storage error makes an unreadable object count as lost."""
         return self.num_failures < NUM_TRIES - 1
 
     def fault_of(self, log: SeenLog, entry: Manifest) -> StreamError | None:
@@ -116,7 +116,7 @@ class View:
 
 
 class Rule(Enum):
-    """Rule of a decision, and when it applies. The table in ``guide/fleet.md`` describes the effects."""
+    """Rule that led to a decision. Its value states when it applies; see ``guide/fleet.md`` for the effects."""
 
     NEXT = "the next version is committed"
     CATCH_UP = "8 versions or more are not applied"
@@ -140,7 +140,7 @@ class Apply:
     Args:
         log: log to read them from.
         entries: the entries. If there are several, all are checked before the first row is written.
-        cause: fault because of which a resync is needed; None without a resync.
+        cause: fault that requires a resync; None without a resync.
         is_elsewhere: True if the entry may belong to another history than the applied version, so that rows are mixed
             while it is written. False for an order.
         order: pin or rollback that requires the entries, which then bypass the gate; None otherwise.

@@ -36,7 +36,7 @@ class Order:
 
     @classmethod
     def of(cls, pin: Pin) -> Order:
-        """Return the order that ``pin``, a pin or a release, gives."""
+        """Return the order for ``pin``, which may also be a release."""
         link = Link(pin.version, pin.xxh3)
         return cls(pin.counter, pin.kind, pin.stream, pin.version, link, pin.bad, pin=pin)
 
@@ -56,7 +56,7 @@ class Policy:
 
     Args:
         own: rollback of this process.
-        released: pin or release that no longer applies to this process. Earlier ones of its stream do not apply either.
+        released: pin or release that, with all earlier orders of its stream, no longer applies to this process.
     """
 
     follows_pins: bool = False
@@ -73,8 +73,9 @@ class Policy:
 class Orders:
     """Orders to one reader, including the last order that it has followed.
 
-    The newest order of all urls applies. It also applies if it was followed and is no longer found at any url, because
-    a mirror may lag. At a promoted mirror, orders of its stream take precedence over those of the former streams.
+    The newest order of all urls applies. An order that was followed still applies if it is no longer found at any
+    url, because a mirror may lag. At a promoted mirror, orders of its stream take precedence over those of the former
+    streams.
 
     Not thread-safe, except :meth:`release` and :attr:`followed`.
 

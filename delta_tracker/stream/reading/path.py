@@ -157,8 +157,8 @@ def is_next(merged: Manifest, position: Position) -> bool:
 def path_to(log: Entries, version: int, *, position: Position | None = None, of_any: bool = False) -> list[Manifest]:
     """Return the entries that lead to a version, in order: a snapshot and its successors up to the version.
 
-    The version must belong to the newest stream of the log, and so must ``position``, the position of the reader, if
-    given. With ``of_any``, the version may also belong to a former stream, or be below a malformed newest entry.
+    The version and the reader's ``position``, if given, must belong to the newest stream of the log. With ``of_any``,
+    the version may also belong to a former stream, or be below a malformed newest entry.
 
     Raises InvalidArgumentError if the version is invalid or has not been committed, StreamReplacedError if the position
     belongs to another stream, and the errors of :func:`path_to_entry`.
@@ -319,7 +319,7 @@ def continues(log: Entries, position: Position, merged: Manifest) -> bool:
 
 
 def is_forward(log: Entries, position: Position, entry: Manifest) -> bool:
-    """Return True if ``entry``, of the position's stream, is newer. In another copy, its version may be lower."""
+    """Return True if ``entry``, of the position's stream, is newer, possibly with a lower version in another copy."""
     if position.precedes(entry):
         return entry.version > position.version or _is_other_copy(log, position)
     return _is_restored(log, position, entry) and _is_other_copy(log, position)

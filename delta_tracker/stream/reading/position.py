@@ -72,14 +72,14 @@ class Position:
         return follows and entry.generation >= self.generation
 
     def precedes(self, entry: Manifest) -> bool:
-        """Return True if ``entry``, of the same stream, is newer than this position.
+        """Return True if ``entry``, an entry of the same stream, is newer than this position.
 
         The generation is compared first, because publishers fence each other by generations.
         """
         return (entry.generation, entry.version) > (self.generation, self.version)
 
     def is_long_before(self, entry: Manifest) -> bool:
-        """Return True if ``entry`` was committed more than ``SKEW_SECONDS``, the tolerated clock skew, later."""
+        """Return True if ``entry`` was committed over ``SKEW_SECONDS`` (tolerated clock skew) after this position."""
         return entry.created > self.created + SKEW_SECONDS
 
     def to_dict(self) -> dict[str, str | int]:
@@ -106,7 +106,7 @@ class Written:
 
     Args:
         stream: id of the stream, 32 hex digits; empty if nothing was written.
-        version: version that no row is older than; None until the first snapshot is complete.
+        version: version that all rows have reached; None until the first snapshot is complete.
         xxh3: 128-bit xxh3 of the entry of ``version``, in hex; None if ``version`` is None.
         generation: generation of that entry; None if ``version`` is None.
         created: Unix time at which that entry was committed, in whole seconds; None if ``version`` is None.

@@ -1,4 +1,4 @@
-"""Clock, waits, random numbers and threads: :class:`Runtime`."""
+"""Functions for time, random numbers and threads: :class:`Runtime`."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Runtime:
 
     Args:
         sleep: waits for a number of seconds. A reader's thread can be interrupted during the wait.
-        wait: waits for an event, or for a number of seconds. Returns True if the event is set.
+        wait: waits until an event is set, at most for a number of seconds. Returns True if the event is set.
         clock: returns the Unix time of this host in seconds.
         executor: takes a thread name prefix, and returns an executor that runs actions in one thread.
     """

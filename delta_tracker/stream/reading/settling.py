@@ -25,7 +25,7 @@ class Settling:
     The delay begins with the first fault at a stream position, and ends when a version is applied. It is the same for
     all faults at one position. During the delay, reads of the objects that may be affected bypass the caches, once in
     five minutes. The reader acts on a fault after ``seconds``, which must exceed the time for which a cache keeps a
-    404.
+    404 response.
 
     Attributes:
         has_read_pointer: True if the reader has read the pointer without caches during this delay.

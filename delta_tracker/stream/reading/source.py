@@ -64,7 +64,7 @@ class Source:
         self._listed_at = runtime.monotonic()  # of the last listing by a check for a gap, or of the construction
 
     def through(self, storage: Storage) -> Source:
-        """Return the same source, which reads from ``storage``, another view of its store."""
+        """Return a source for the same store, read through ``storage``, that shares the pins and the lag."""
         other = Source(self.number, storage, self.canary, runtime=self._runtime)
         other.pins, other.lag = self.pins, self.lag
         return other

@@ -358,10 +358,10 @@ def make_directory(directory: Path, *, fsync: bool) -> None:
 def list_files(
     directory: Path, prefix: str, after: str, *, needs_status: bool
 ) -> list[tuple[str, os.stat_result | None]]:
-    """Return the regular files in the folder ``prefix`` of a store whose paths are after ``after``, unordered.
+    """Return the regular files in the folder ``prefix`` of a store, unordered. Omits paths up to ``after``.
 
-    The paths are relative to ``directory``. If ``needs_status`` is False, the status may be None. This is faster,
-    because most systems list names without a status.
+    The paths are relative to ``directory``. If ``needs_status`` is False, the status may be None. The call is
+    then faster, because most systems list names without a status.
 
     Follows links to files. Skips directories, pipes, broken links, and files that are deleted during the call. The
     result is empty if ``prefix`` does not exist. Other failures raise OSError: if an entry of the log were missing from

@@ -49,7 +49,7 @@ class Storage:
 
     Args:
         url: ``file:///absolute/directory``, ``s3://bucket/prefix``, ``gs://...``, ``az://...``, ``memory://`` (a
-            separate store for each object), ``http://host/path`` or ``https://host/path``; or the path of a directory;
+            new store for each instance), ``http://host/path`` or ``https://host/path``; or the path of a directory;
             or a :class:`~delta_tracker.stream.storage.store.Store` of another kind, without the other arguments.
         create: True to create a missing local directory. If False, a missing directory is read as an empty store until
             it exists. If the directory is replaced, deleted or emptied later, writes, deletions and syncs raise
@@ -118,7 +118,7 @@ class Storage:
 
     @property
     def uncached(self) -> Storage:
-        """View of this store whose reads bypass HTTP caches, where they allow it; ``self`` if not at an http URL."""
+        """View of this store whose reads bypass HTTP caches, where these allow it; ``self`` if not at an http URL."""
         if self._uncached is None:
             store = self._store.past_caches()
             if store is self._store:
@@ -129,7 +129,7 @@ class Storage:
         return self._uncached
 
     def reopened(self) -> Storage:
-        """Return a store for the directory that is now at the URL; ``self`` if it is the same directory or missing.
+        """Return a store for the directory that is now at the URL; ``self`` if it is unchanged or missing.
 
         A publisher must not call this method, because its claim is in the directory that it opened.
         """
@@ -138,13 +138,13 @@ class Storage:
         return self if store is self._store else Storage(store)
 
     def put(self, name: str, buffers: Iterable[memoryview]) -> None:
-        """Write the concatenated ``buffers`` as an object, replacing one of the same name.
+        """Write the concatenated ``buffers`` as an object, replacing an existing object of the same name.
 
         Each buffer is written or copied before the next one is requested, so that its memory can then be reused. A
         remote object may have up to 80 GB, and its write needs up to 100 MB of memory. No partial object is visible.
 
         If a remote store refuses a request because of a concurrent one (409 on AWS), the write is retried for about a
-        second. For this, ``buffers`` must be iterable again, such as a :class:`Repeatable`, if it has more than 8 MiB.
+        second. For this, ``buffers`` of more than 8 MiB must be iterable again, such as a :class:`Repeatable`.
         """
         with self._operation("write", name, "put()"):
             self._store.put(name, buffers)
@@ -152,8 +152,8 @@ class Storage:
     def create(self, name: str, data: bytes) -> bool:
         """Write an object. Return False if an object with this name exists. If several writers race, one succeeds.
 
-        If the response of a failed call was lost, the object may exist. Raises :class:`WriteRefusedError` if the store
-        refused each attempt for a second (409 on AWS), and no such object exists.
+        If a call fails because the response was lost, the object may exist. Raises :class:`WriteRefusedError` if the
+        store refused each attempt for a second (409 on AWS), and no such object exists.
         """
         with self._operation("write", name, "create()"):
             for attempt in range(_CREATE_ATTEMPTS):
@@ -172,7 +172,7 @@ class Storage:
     def replace(self, name: str, data: bytes) -> None:
         """Write or replace a small object atomically: readers see the old or the new bytes, even after a power loss.
 
-        If the response of a failed call was lost, the object may have been written.
+        If a call fails because the response was lost, the object may have been written.
         """
         with self._operation("write", name, "replace()"):
             self._store.replace(name, data)
@@ -234,7 +234,7 @@ class Storage:
             return self._store.stat(name)
 
     def has_any(self, names: Sequence[str]) -> bool:
-        """Return True if one of these objects exists. Checks the first name only, as all must differ in digits only."""
+        """Return True if any of ``names`` exists. Validates only the first, because all must differ only in digits."""
         with self._operation("size", names[0]):
             return self._store.has_any(names)
 
@@ -267,7 +267,7 @@ class Storage:
             return self._store.has_directory(prefix)
 
     def objects(self, prefix: str, *, after: str | None = None) -> list[StoredObject]:
-        """Return the objects in the directory ``prefix``, if given only those after ``after``, sorted by name.
+        """Return the objects in the directory ``prefix``, sorted by name. Omits names up to ``after``, if given.
 
         A local listing skips directories, and files with invalid object names; see :func:`list_files`.
         """
@@ -275,7 +275,7 @@ class Storage:
             return sorted(self._store.objects(prefix, after or ""), key=operator.attrgetter("name"))
 
     def names(self, prefix: str, *, after: str | None = None) -> list[str]:
-        """Return the sorted names of the objects that :meth:`objects` returns. Faster than it in a local directory."""
+        """Return the sorted names of the objects that :meth:`objects` returns. Faster in a local directory."""
         with self._operation("list", prefix, "a listing", argument="prefix", after=after):
             return sorted(self._store.names(prefix, after or ""))
 
@@ -299,7 +299,7 @@ class Storage:
     def probe(self) -> None:
         """Check that the store rejects the second of two requests to create an object. Deletes the object afterwards.
 
-        Raises :class:`UnsupportedStoreError` if it accepts both, or does not support exclusive creation.
+        Raises :class:`UnsupportedStoreError` if the store accepts both, or does not support exclusive creation.
         """
         name = f"probe/{secrets.token_hex(16)}"
         try:

@@ -42,7 +42,7 @@ class Transfer:
 
 @dataclass(slots=True, eq=False)
 class Span:
-    """Bytes ``[begin, end)`` of an object to read. None for ``end`` reads to the end, at most ``max_bytes``."""
+    """Bytes ``[begin, end)`` of an object to read. With ``end=None``, to the end, at most ``max_bytes``."""
 
     url: str
     name: str
@@ -105,7 +105,7 @@ class Store(ABC):
 
     :class:`~delta_tracker.stream.storage.storage.Storage` checks an object's name, calls these methods, and converts
     OSError and obstore's errors to :class:`StorageError`. A write must not be visible before it is complete, and must
-    be durable when the call returns, except that :meth:`delete` may wait for :meth:`sync`. A read-only store
+    be durable when the call returns, but deletions may become durable only at :meth:`sync`. A read-only store
     (``is_read_only``) implements only :meth:`read` and :meth:`stat`. The attributes are those of
     :class:`~delta_tracker.stream.storage.storage.Storage`.
     """
