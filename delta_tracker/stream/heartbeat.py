@@ -50,7 +50,7 @@ State = Literal[
 STATES: tuple[State, ...] = get_args(State)
 """All states, the worst first."""
 Look = tuple[Time, Count | None, Count | None]
-"""One heartbeat in a window: age in seconds by the predictor's monotonic clock, version, and lag in versions."""
+"""One heartbeat in a window: age in seconds (predictor's monotonic clock), version, and lag in versions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -55,12 +55,12 @@ class HeadPointer:
     version: Count
     xxh3: Hex
     oldest: Count
-    """Lowest version such that the log has all entries from it to ``version``."""
+    """Lowest version such that the log contains all entries from there to ``version``."""
     snapshot: PointedSnapshot | None
     merged: Annotated[tuple[tuple[Count, Count], ...], Meta(max_length=MAX_POINTED)]
     """First and last version of each merged delta that no other merged delta covers, sorted by last version."""
     time: Time
-    """Unix time of the writer's host, in seconds; informative."""
+    """Unix time of the writer's host, in seconds, for information only."""
     older: Annotated[tuple[Count, ...], Meta(max_length=MAX_POINTED)] = ()
     """Versions below ``oldest`` in the log, ascending: the claims that a reader needs to follow a promotion."""
     snapshots: Annotated[tuple[Count, ...], Meta(max_length=MAX_POINTED)] = ()

@@ -1,4 +1,4 @@
-"""Lazy view of the rows of a block, used to write, read, merge and apply rows, and overlay of listed rows on it.
+"""Lazy views of the rows of blocks, which are written, read, merged and applied, and overlays of listed rows on them.
 
 A whole block contains all rows of its range, and may be copied while training continues. Listed rows are stored with
 their ids, and are newer. Readers and compaction first write the listed rows over those of the whole block, so that no

@@ -43,7 +43,7 @@ DENSE_DTYPES = {
     "U8": "uint8",
     "BOOL": "bool",
 }
-"""Names in torch of the dtypes of dense tensors, by their names in the format."""
+"""Torch names of the dtypes of dense tensors, by their names in the format."""
 DTYPE_NAMES = {name: stored for stored, name in DENSE_DTYPES.items()}
 
 MAX_ENTRY_BYTES = 64 << 20  # a manifest has about 300 bytes per rank and table

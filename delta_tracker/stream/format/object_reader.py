@@ -131,8 +131,8 @@ class Ranged:
 class Tensors:
     """Source that reads whole tensors of a part, checks each against its digest in the record, and keeps them.
 
-    Adjacent tensors are read with one request. The bytes before the first tensor are not checked, but a reader derives
-    them from the entry. ``keys`` lists the keys of the tensors to read, or the prefixes of keys up to the dot.
+    Adjacent tensors are read with one request. The header before the first tensor has no digest: a reader
+    compares it with the entry. ``keys`` lists the keys of the tensors to read, or the prefixes of keys up to the dot.
     """
 
     def __init__(self, storage: Storage, part: Part, keys: set[str]) -> None:

@@ -27,7 +27,7 @@ from delta_tracker.types import torch_dtype
 
 MAX_TEXT_BYTES = 64 << 20
 MAX_LEVELS = 64
-"""Largest number of values from the root to a value, both included."""
+"""Maximum depth of a state: number of values on the path from the root to a value, both included."""
 
 _SIZE_BYTES = 8
 _ALIGNMENT = 64

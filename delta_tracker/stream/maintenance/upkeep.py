@@ -22,7 +22,7 @@ _logger = logging.getLogger(__name__)
 
 RETAIN_EVERY = 16  # versions between two retention passes
 UPKEEP_STEPS = ("start", "compaction", "retention")
-"""What may fail: the start of the thread of a pass, or one of its steps."""
+"""Steps that may fail: starting the thread of a pass, compaction, and retention."""
 
 
 class _Step(NamedTuple):

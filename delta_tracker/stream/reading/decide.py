@@ -47,7 +47,7 @@ from delta_tracker.stream.reading.position import Position, Rows
 from delta_tracker.stream.reading.seen import SeenLog
 
 CACHE_FAULTS = (CorruptPartError, MalformedError, MissingVersionError, StreamReplacedError)
-"""Faults that a cache can cause by an old 404, a truncated or damaged object, or objects of a replaced stream."""
+"""Faults that a cache can cause with an old 404, a truncated or damaged object, or an object of a replaced stream."""
 
 OF_ALL_URLS = (HeldVersionError, ModelMismatchError, PartialRowsError)
 """Faults of an entry that does not fit the reader. They do not depend on the url from which the entry is read."""

@@ -20,13 +20,13 @@ class Rows(Enum):
     WHOLE = "whole"
     """Nothing else."""
     AHEAD = "ahead"
-    """Some rows of later versions: of an interrupted one, or saved after the position."""
+    """Some rows of later versions: of a partly written one, or because the rows were saved after the position."""
     MIXED = "mixed"
     """Rows of unrelated versions. Only a snapshot may be applied next."""
 
 
 class SavedPosition(Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """Position as plain values."""
+    """Position as plain values, for JSON."""
 
     stream: Hex
     version: Count
