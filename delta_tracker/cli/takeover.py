@@ -44,7 +44,7 @@ Examples:
 @click.option("--wait", default=0.0, metavar="SECONDS", type=Number(0), help="Time to wait for the claim of a standby.")
 @click.option("--cancel", "cancels", is_flag=True, help="Delete the request instead. Excludes the other options.")
 def command(stream: Stream, silence: float, wait: float, *, is_forced: bool, cancels: bool) -> int:
-    """Request or cancel a takeover. Return 1 if no publisher claims the stream in a nonzero time ``wait``, else 0."""
+    """Request or cancel a takeover. Return 1 if ``wait`` > 0 and no publisher claims the stream in time, else 0."""
     if cancels:
         source = click.get_current_context().get_parameter_source
         if any(source(name) is not ParameterSource.DEFAULT for name in ("is_forced", "wait", "silence")):
