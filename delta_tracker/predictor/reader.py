@@ -146,7 +146,7 @@ class Reader:
         _logger.warning("rolled back to version %d of %s", version, self.storage.url)
 
     def release(self) -> None:
-        """End the rollback or, if there is none, ignore the current pin, from the next round on. Thread-safe."""
+        """End the rollback, or ignore the current pin if there is none, in the next round. Thread-safe."""
         self.orders.release()
         self.pinned, self.why = None, ""
 

@@ -76,7 +76,7 @@ class Vote(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Message from one rank to the others: JSON values, or a description of the error ``failure``."""
+    """Message of one rank: ``content`` contains JSON values, or a description of ``failure`` if the rank failed."""
 
     content: Mapping[str, Any]
     failure: Exception | None = None

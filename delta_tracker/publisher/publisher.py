@@ -58,9 +58,9 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
     """Writer that publishes a tracker's changed rows to a stream, as versions that contain the rows of all ranks.
 
     Every rank builds a publisher in its training thread. In this thread, all ranks call :meth:`publish` or
-    :meth:`snapshot` at the same batch, or :meth:`step` after each batch. At the cut, each rank reads its own rows, and
-    background threads write them. Rank 0 commits the version by creating its manifest. After any failure, every row
-    stays pending.
+    :meth:`snapshot` at the same batch, or :meth:`step` after each batch. When a version starts (the cut), each rank
+    reads its own rows, and background threads write them. Rank 0 commits the version by creating its manifest. After
+    any failure, every row stays pending.
 
     Building a publisher claims the stream, fences every publisher of an older generation, and reserves the consumer.
     The first version is a snapshot, unless the tracker was loaded from a checkpoint; see ``guide/train.md``.

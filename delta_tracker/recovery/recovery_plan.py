@@ -50,7 +50,7 @@ class Plan:
         names: names of the dense tensors to read from the parts of the last entry.
         dense: values of the other dense tensors, by name: dense tensors of rank 0, then buffers of this rank.
         consumers: result of :func:`pending_rows`.
-        rerouted: FQNs of the tables in which lookups of unknown raw ids read other rows than in the version.
+        rerouted: FQNs of the tables in which lookups of unknown raw ids read different rows from those in the version.
         change: parts of the version and of the job that are not restored.
     """
 

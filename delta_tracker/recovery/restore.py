@@ -87,7 +87,7 @@ def restore(  # noqa: PLR0913  all but two have a default
             that differ by rank, in the version or in this job. The name of the position in the data is ``"data"``.
         on_model_change: "stop" to raise an error if the version does not fit the job; "continue" to restore the parts
             that both contain, see ``guide/recover.md``. Pass the same value on all ranks.
-        timeout: maximum time to wait for the slowest rank, in each of four steps. One step reads and writes all rows.
+        timeout: maximum time to wait for the slowest rank in each of four steps. One of them reads and writes all rows.
 
     Raises:
         NotRecoverableError: if the version does not exist or contains no states, or if an object in the store is

@@ -197,7 +197,7 @@ class RowSink(Protocol):
         """Yield the ``slots`` and ``owners`` of each entry of the table's log of owners, oldest first."""
 
     def finish(self, state: SinkState) -> None:
-        """Store the state after the last row of a version, and make ``state.stream`` current, in one atomic step.
+        """Store ``state`` and make ``state.stream`` current, in one atomic step, once a version's rows are written.
 
         When the call returns, the version is as durable as the settings of the store permit.
         """

@@ -115,7 +115,7 @@ class DataPosition(Uncopied, Generic[T], remedy="Save or copy its state_dict()")
 
     @property
     def event_time(self) -> float | None:
-        """Time in seconds of the last batch trained on; None before the first batch or without ``event_time``."""
+        """Time in seconds of the last batch trained on; None before the first batch or without the argument."""
         return self._event_time
 
     @property

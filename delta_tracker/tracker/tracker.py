@@ -94,8 +94,8 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
             looked up, as TorchRec's tracker does. Plain modules support ``"updates"`` only.
         max_bytes: maximum size of the log on this rank, in bytes, including rows that top-k left out. If the log is
             larger, the consumer that lags furthest is dropped, and its next read raises
-            :class:`~delta_tracker.errors.NeedsSnapshotError`. None for no limit. Old states in pinned host memory count
-            towards the limit: a CUDA device keeps 64 MiB of old states per table, in addition to the newest ones.
+            :class:`~delta_tracker.errors.NeedsSnapshotError`. None for no limit. A CUDA device keeps the newest old
+            states and 64 MiB more per table; all others are in pinned host memory, and count towards the limit, too.
         engine: name of the row set implementation, see
             :func:`~delta_tracker.tracker.row_sets.engines.choose_engine`. If it fails later, the torch engine replaces
             it.

@@ -152,8 +152,8 @@ class DeviceReader(MetricSource):
     def begin(self, epoch_end: EpochEnd | None = None) -> None:
         """Start to copy the sums of all states, each on the CUDA stream that last updated the state.
 
-        Deleted states are removed after all copies were started. If a copy cannot be started, deleted states are kept
-        for the next call. ``epoch_end`` is the step and epoch number at the end of an epoch; None otherwise.
+        Deleted states are dropped from the reader once all copies have been started. If a copy cannot be started, they
+        are kept for the next call. ``epoch_end`` is the step and epoch number at the end of an epoch; None otherwise.
         """
         with self.lock:
             deleted = [self.deleted[index] for index in range(len(self.deleted))]  # a destructor may append meanwhile

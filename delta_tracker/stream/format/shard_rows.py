@@ -27,7 +27,7 @@ def wanted(part: Part, shards: Mapping[str, ShardSpec]) -> set[int]:
 
 
 def local_rows(ids: Tensor, shard: ShardSpec) -> Tensor:
-    """Return the local ids of the rows of ``ids``, ``[N]`` int64 global ids, that are in ``shard``."""
+    """Return the local ids of those rows in ``ids``, ``[N]`` int64 global ids, that belong to ``shard``."""
     local = ids - shard.row_offset
     return local[(local >= 0) & (local < shard.num_rows)]
 

@@ -52,11 +52,11 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """Choices of one process about the orders that its reader follows.
+    """Pins, releases and rollbacks (orders) that the reader of one process follows or ignores.
 
     Args:
         own: rollback of this process.
-        released: pin or release that, with all earlier orders of its stream, no longer applies to this process.
+        released: newest pin or release that the process ignores, together with all earlier ones of the same stream.
     """
 
     follows_pins: bool = False

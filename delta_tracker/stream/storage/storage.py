@@ -209,8 +209,8 @@ class Storage:
     ) -> NDArray[np.uint8] | None:
         """Return the bytes ``[begin, end)`` of an object; None if it does not exist.
 
-        ``transfer`` is as in :meth:`read`. Raises :class:`StorageError` if the object is too short, before memory is
-        allocated.
+        ``transfer`` is as in :meth:`read`. Raises :class:`StorageError` if the object is too short; no memory is
+        allocated in that case.
         """
         if not 0 <= begin <= end:
             raise InvalidArgumentError("begin, end", (begin, end), "Pass 0 <= begin <= end")

@@ -52,7 +52,7 @@ class Span:
     end: int | None = None
 
     def memory(self, num_bytes: int) -> NDArray[np.uint8]:
-        """Return memory for the bytes of an object with ``num_bytes`` bytes.
+        """Return a buffer for this span of an object whose size is ``num_bytes``.
 
         Raises MalformedError if the object has more than ``max_bytes``, and StorageError if it ends before ``end``.
         """
@@ -65,7 +65,7 @@ class Span:
         return np.empty(num_bytes, dtype=np.uint8) if self.out is None else self.out[:num_bytes]
 
     def of(self, data: bytes) -> NDArray[np.uint8]:
-        """Return the bytes of this span from ``data``, all bytes of an object."""
+        """Return the bytes of this span. ``data`` contains the whole object."""
         memory = self.memory(len(data))
         memory.data[:] = memoryview(data)[self.begin : self.begin + len(memory)]
         return memory

@@ -295,7 +295,7 @@ class MarkedRows:
 
     @property
     def compact_waits(self) -> bool:
-        """True if :meth:`compact` waits for the device, because old states are kept and the device is not the CPU."""
+        """True if :meth:`compact` waits for the device: old states are kept, and the device is not the CPU."""
         return self.pads and self.keeps_states
 
     def compact(self, pinned: Collection[int]) -> None:
