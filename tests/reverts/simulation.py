@@ -26,9 +26,7 @@ REVERTS = {
             "a gate ignores dense tensors",
             Replaces("GateKeeper.measure", "tensor.is_floating_point()", "False"),
         ),
-        Revert(
-            "a rollback leads past a canary", Replaces("Reader.rollback", "source.canary is not None", "False")
-        ),
+        Revert("a rollback leads past a canary", Replaces("Reader.rollback", "source.canary is not None", "False")),
         Revert("a pin leads past a canary", Replaces("_to_pin", "view.policy.is_canary", "False")),
         Revert("the raw ids of a version are not mapped in a model", DoesNothing("ModelWriter._map")),
         Revert("a row store keeps raw ids of an interrupted version", DoesNothing("SinkWriter._undo")),
