@@ -423,7 +423,7 @@ class Delta(Mapping[str, DeltaRows]):
         ([7, 42], 2)
     """
 
-    __slots__ = ("_left_out", "_rows", "batches", "consumer", "kept", "start", "stop")
+    __slots__ = ("_left_out", "_rows", "batches", "consumer", "held_back", "start", "stop")
 
     def __init__(
         self,
@@ -436,8 +436,8 @@ class Delta(Mapping[str, DeltaRows]):
         left_out: Mapping[str, ChangedRows] | None = None,
     ) -> None:
         self._rows = MappingProxyType(dict(rows))
-        kept = {fqn: rows for fqn, rows in left_out.items() if len(rows)} if left_out else {}
-        self.kept = MappingProxyType(kept)
+        held_back = {fqn: rows for fqn, rows in left_out.items() if len(rows)} if left_out else {}
+        self.held_back = MappingProxyType(held_back)
         """Rows of :attr:`left_out` without a copy. Do not modify the tensors: the tracker shares them."""
         self._left_out: Mapping[str, ChangedRows] | None = None
         self.consumer = consumer
@@ -462,7 +462,7 @@ class Delta(Mapping[str, DeltaRows]):
     def left_out(self) -> Mapping[str, ChangedRows]:
         """Mapping from table FQN to the changed rows that top-k left out. The first access copies the rows."""
         if self._left_out is None:
-            self._left_out = MappingProxyType({fqn: rows.copy() for fqn, rows in self.kept.items()})
+            self._left_out = MappingProxyType({fqn: rows.copy() for fqn, rows in self.held_back.items()})
         return self._left_out
 
     @property
@@ -473,7 +473,7 @@ class Delta(Mapping[str, DeltaRows]):
     @property
     def pending_rows(self) -> int:
         """Number of changed rows that top-k left out, in all tables on this rank."""
-        return sum(map(len, self.kept.values()))
+        return sum(map(len, self.held_back.values()))
 
     def __repr__(self) -> str:
         tables = {fqn: len(rows) for fqn, rows in self._rows.items()}

@@ -296,6 +296,8 @@ class Reader:
                 self._in_a_row += not state.has_waited  # a version that a cache delayed shows no distance
             case Rule.START:
                 self._in_a_row = _CATCH_UP
+                if version is not None:
+                    _logger.warning("%s: url=%s former=%s", self.why, self.storage.url, version)
             case Rule.CATCH_UP:
                 self._in_a_row = _CATCH_UP
                 self.gauges.recorder.merged_catch_ups.cell().add(1)

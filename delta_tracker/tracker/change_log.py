@@ -115,8 +115,8 @@ class ChangeLog:
             consumers = {
                 each.name: PendingState(
                     each.batch,
-                    {} if each.is_behind else segments.changed_since(each.position, each.carried),
-                    each.is_behind,
+                    {} if each.was_dropped else segments.changed_since(each.position, each.carried),
+                    each.was_dropped,
                     each.note,
                 )
                 for each in known
@@ -152,7 +152,7 @@ class ChangeLog:
                     at = segments.position
                     moved = known.moved(at, each.batch, pending[name])
                     moved = moved._replace(note=each.note, noted_at=at, restored_at=at)
-                    cursors.consumers[name] = moved.dropped(at, None) if each.is_behind else moved
+                    cursors.consumers[name] = moved.dropped(at, None) if each.was_dropped else moved
                 cursors.origin, cursors.num_batches = origin, state.num_batches
             except BaseException:  # out of memory, or interrupted: some marks are lost
                 segments.mark_all_later()

@@ -115,7 +115,7 @@ class ConsumerHandle(Uncopied, remedy="Save or copy the tracker's state_dict(), 
     @property
     def needs_snapshot(self) -> bool:
         """True if the consumer was dropped because the log exceeded ``max_bytes``. It then needs all rows."""
-        return self._record.is_behind
+        return self._record.was_dropped
 
     def others(self) -> dict[str, tuple[int, dict[str, Tensor]]]:
         """Return the cursor position and the carried rows of each other consumer, by name. Does not read the log.
@@ -129,7 +129,7 @@ class ConsumerHandle(Uncopied, remedy="Save or copy the tracker's state_dict(), 
         return {
             each.name: (each.position, {fqn: rows.ids for fqn, rows in each.carried.items() if len(rows)})
             for each in others
-            if not each.is_transient and not each.is_behind
+            if not each.is_transient and not each.was_dropped
         }
 
     def note_of(self, name: str) -> object:

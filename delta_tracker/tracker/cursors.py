@@ -65,7 +65,7 @@ class Consumer(NamedTuple):
     carried: Mapping[str, ChangedRows] = _NO_ROWS  # by table FQN
     carried_since: float | None = None  # time of the oldest change of a carried row, or a bound on it
     reads: tuple[Read, ...] = ()  # those that can be committed; any other change of the consumer discards them
-    is_behind: bool = False  # True if the consumer was dropped and needs a snapshot
+    was_dropped: bool = False  # True if the consumer was dropped and needs a snapshot
     holder: str | None = None  # description of the owner that reserved the consumer
     is_transient: bool = False  # True if it exists only while a snapshot is copied; it is not saved in checkpoints
     note: object = None  # JSON value that the owner has set, or that was loaded with a state
@@ -86,7 +86,7 @@ class Consumer(NamedTuple):
         rows = {fqn: rows for fqn, rows in carried.items() if len(rows)} if carried else _NO_ROWS
         since = now if rows else None
         moved = self._replace(position=position, batch=batch, moved_at=now, carried=rows, carried_since=since)
-        return moved._replace(reads=(), is_behind=False)
+        return moved._replace(reads=(), was_dropped=False)
 
     def dropped(self, position: int, since: float | None) -> Consumer:
         """Return a copy of the record that is marked as dropped: it needs a snapshot and has no pending rows.
@@ -95,7 +95,7 @@ class Consumer(NamedTuple):
         """
         oldest = self.moved_at if since is None else since
         moved = self.moved(position, self.batch)
-        return moved._replace(moved_at=self.moved_at, carried_since=oldest, is_behind=True)
+        return moved._replace(moved_at=self.moved_at, carried_since=oldest, was_dropped=True)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -106,13 +106,13 @@ class PendingState:
         batch: ``step()`` count at the consumer's last committed read.
         rows: pending rows by table FQN, with the old states that the tracking mode keeps. Tables without pending rows
             may be missing.
-        is_behind: True if the consumer was dropped and needs a snapshot. ``rows`` is then empty.
+        was_dropped: True if the consumer was dropped and needs a snapshot. ``rows`` is then empty.
         note: the owner's note, a JSON value; None if not set.
     """
 
     batch: int
     rows: Mapping[str, ChangedRows]
-    is_behind: bool = False
+    was_dropped: bool = False
     note: object = None
 
 
@@ -168,7 +168,7 @@ class Cursors:
         """
         pinned = set()
         for each in self.consumers.values():
-            if not each.is_behind:
+            if not each.was_dropped:
                 pinned.add(each.position)
                 for read in each.reads:
                     pinned.add(read.stop)
@@ -186,7 +186,7 @@ class Cursors:
             yield from each.carried.values()
             for read in each.reads:
                 if read.delta is not None:
-                    yield from read.delta.kept.values()
+                    yield from read.delta.held_back.values()
 
     def note_change(self, position: int) -> None:
         """Record the current time as the time of the first change at ``position``, unless one is already recorded."""

@@ -90,8 +90,8 @@ class DeltaReader:
                     for fqn, changed in read.rows.items():
                         sent = changed if with_states or changed.states is None else changed.without_states()
                         if fqn in chosen:
-                            kept, other = chosen[fqn]
-                            sent, left_out[fqn] = sent.take(kept), changed.take(other)
+                            first, others = chosen[fqn]
+                            sent, left_out[fqn] = sent.take(first), changed.take(others)
                         rows[fqn] = self._rows(
                             fqn, sent, with_states=with_states, with_values=with_values, with_optimizer=with_optimizer
                         )

@@ -184,7 +184,7 @@ class LogConsumers:
                 if each.is_transient:
                     continue
                 pending: Mapping[str, int] = {}
-                if each.is_behind:
+                if each.was_dropped:
                     pending = {fqn: store.num_rows for fqn, store in segments.stores.items()}
                 elif counts:
                     # No notice_writes() here: a hook in another thread may not have acknowledged its write yet.
@@ -278,7 +278,7 @@ class LogConsumers:
                 self._release_abandoned()
             segments, cursors = self._segments, self._cursors
             known = self._known[consumer]
-            if known.is_behind:
+            if known.was_dropped:
                 raise NeedsSnapshotError(consumer, self._max_bytes)
             batches = known.batch, cursors.num_batches
             read = Read(consumer, known.position, segments.position + 1, batches)
@@ -329,8 +329,8 @@ class LogConsumers:
             if self._received is not None and delta is not None and not known.is_transient:
                 tasks.append(partial(self._received, delta))
             moved = known.moved(read.stop, read.batches[1])
-            if delta is not None and delta.kept:
-                carried = {fqn: rows.aged() for fqn, rows in delta.kept.items()}
+            if delta is not None and delta.held_back:
+                carried = {fqn: rows.aged() for fqn, rows in delta.held_back.items()}
                 moved = moved._replace(carried=carried, carried_since=self._cursors.pending_since(known))
             self._segments.is_compact = False
             due = self._due(*tasks)
@@ -397,7 +397,7 @@ class LogConsumers:
             elif oldest is None:
                 return
             else:
-                readers = [each for each in self._known.values() if not each.is_behind]
+                readers = [each for each in self._known.values() if not each.was_dropped]
                 hindmost = min(readers, key=lambda each: each.position)
                 self._writes.cut()
                 self._known[hindmost.name] = hindmost.dropped(segments.position, cursors.pending_since(hindmost))

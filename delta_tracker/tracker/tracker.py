@@ -397,7 +397,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
 
         The name is optional if there is only one consumer. Raises InvalidArgumentError for an unknown consumer.
         """
-        return self._log.consumers.find(consumer).is_behind
+        return self._log.consumers.find(consumer).was_dropped
 
     def clear(self, consumer: str | None = None) -> None:
         """Discard the pending rows of a consumer, or of all consumers if no name is given.

@@ -212,7 +212,9 @@ def test_mixed_tables_start_at_the_pin_of_the_new_stream(fleet: Fleet, state: st
     fleet.assert_holds(predictor, good)
 
 
-def test_an_interrupted_resync_to_another_stream_is_not_continued_in_the_former_one(fleet: Fleet) -> None:
+def test_an_interrupted_resync_to_another_stream_is_not_continued_in_the_former_one(
+    fleet: Fleet, caplog: pytest.LogCaptureFixture
+) -> None:
     predictor = fleet.join(is_fragile=True, follows_pins=False)
     predictor.sync()
     name = _entry_parts(fleet, fleet.published("delta"))[0]
@@ -225,6 +227,7 @@ def test_an_interrupted_resync_to_another_stream_is_not_continued_in_the_former_
     fleet.fails(predictor, after=1)
     fleet.storage.create(name, stored)
     assert steps(predictor) == [newest]
+    assert "mixed ones" in caplog.text
 
 
 # Rows that are newer than the position

@@ -69,7 +69,7 @@ def dump(tracker: ModelDeltaTracker, state: LogState, file: Path) -> None:
             "weights": tracker.read_rows(fqn),
         }
         for name, consumer in state.consumers.items():
-            assert not consumer.is_behind
+            assert not consumer.was_dropped
             rows = consumer.rows.get(fqn)
             if rows is None:
                 continue

@@ -194,7 +194,7 @@ def test_memory_for_further_states_is_released_before_a_consumer_is_dropped() ->
             log.writes.end_write(batch, ["t"])
             log.consumers.step()
             assert log.segments.memory().log_bytes <= 10_000 + 100 * _ROW_BYTES + 1000
-        assert not log.consumers.find("a").is_behind
+        assert not log.consumers.find("a").was_dropped
         assert held(log.consumers.read("a").rows["t"].ids).tolist() == list(range(100))
 
 

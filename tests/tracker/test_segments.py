@@ -343,8 +343,8 @@ def test_a_row_set_kept_for_reuse_drops_no_consumer(always_spare: None) -> None:
             log.consumers.commit(log.consumers.read(name))
             log.consumers.step()
             assert log.segments.memory().log_bytes <= 1500
-    assert not log.consumers.find("a").is_behind
-    assert not log.consumers.find("b").is_behind
+    assert not log.consumers.find("a").was_dropped
+    assert not log.consumers.find("b").was_dropped
 
 
 @pytest.mark.promise("independent")

@@ -119,7 +119,7 @@ class Rule(Enum):
     """Rule that led to a decision. Its value states when it applies; see ``guide/fleet.md`` for the effects."""
 
     NEXT = "the next version is committed"
-    CATCH_UP = "8 versions or more are not applied"
+    CATCH_UP = "a start, or 8 versions applied in a row, did not reach the newest"
     START = "the tables have no rows of the stream yet, or mixed ones"
     RESYNC = "the next version cannot be applied"
     PIN = "a pin or a rollback applies"

@@ -82,12 +82,12 @@ class SavedConsumer(Struct, array_like=True, forbid_unknown_fields=True, frozen=
     Args:
         name: the consumer's name.
         batch: ``step()`` count at the consumer's last committed read.
-        is_behind: True if the consumer was dropped and needs a snapshot.
+        was_dropped: True if the consumer was dropped and needs a snapshot.
     """
 
     name: str
     batch: _Count
-    is_behind: bool
+    was_dropped: bool
 
 
 class Piece(Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
@@ -265,7 +265,7 @@ def pack(
         "mode": mode,
         "num_batches": state.num_batches,
         "shards": {fqn: asdict(spec) for fqn, spec in shards.items()},
-        "consumers": [[name, each.batch, each.is_behind] for name, each in state.consumers.items()],
+        "consumers": [[name, each.batch, each.was_dropped] for name, each in state.consumers.items()],
         "has_history": state.history is not None,
         "annotations": {name: each.note for name, each in state.consumers.items() if each.note is not None},
         "pieces": pieces,

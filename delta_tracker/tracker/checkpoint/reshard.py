@@ -95,11 +95,11 @@ class Resharding:
         used = {saved.part.rank: saved.part for several in self._saved.values() for saved in several}
         consumers = {}
         for number, consumer in enumerate(first.consumers):
-            is_behind = any(part.consumers[number].is_behind for part in used.values())
-            rows = {} if is_behind else self._rows(str(number), tensors)
+            was_dropped = any(part.consumers[number].was_dropped for part in used.values())
+            rows = {} if was_dropped else self._rows(str(number), tensors)
             batch = max(part.consumers[number].batch for part in self._parts)
             # The note is that of the lowest rank.
-            consumers[consumer.name] = PendingState(batch, rows, is_behind, first.annotations.get(consumer.name))
+            consumers[consumer.name] = PendingState(batch, rows, was_dropped, first.annotations.get(consumer.name))
         num_batches = max(part.num_batches for part in self._parts)
         return LogState(num_batches, consumers, self._rows(HISTORY, tensors) if first.has_history else None)
 
