@@ -315,10 +315,7 @@ class RestoreMismatchError(StreamError, ValueError):
     ``what`` names the property that differs: its value is ``saved`` in the version, and ``found`` in this job.
     """
 
-    default = (
-        "Build the job like the one that published the version, or restore what both have with "
-        "restore(..., on_model_change='continue')"
-    )
+    default = "Build the job like that of the version, or pass on_model_change='continue' to restore what both have"
 
     def __init__(self, what: str, saved: object, found: object, remedy: str = default) -> None:
         super().__init__(f"{what} is {saved} in the version but {found} in this job; nothing was restored", remedy)

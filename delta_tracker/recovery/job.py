@@ -61,6 +61,12 @@ class LocalJob:
     world_size: int
     on_model_change: OnModelChange = "stop"
 
+    @property
+    def omissions(self) -> str:
+        """Arguments that say what is not restored, as text. They must be the same on all ranks."""
+        ignore = f"ignore={sorted(map(str, self.ignore))}"
+        return ignore if self.on_model_change == "stop" else f"{ignore}, on_model_change={self.on_model_change!r}"
+
     def check(self) -> None:
         """Raise InvalidArgumentError if an argument of the restore call is invalid."""
         if not isinstance(self.model, nn.Module):

@@ -175,10 +175,8 @@ class Restoration:
                 if error.version is not None:
                     raise
                 nothing = error.reason  # raised on all ranks, which may start without a restore
-        ignore = f"ignore={sorted(map(str, self.job.ignore))}"
-        if self.job.on_model_change != "stop":
-            ignore += f", on_model_change={self.job.on_model_change!r}"
-        return {"chosen": chosen, "nothing": nothing, "version": f"version={self.version!r}", "ignore": ignore}
+        version = f"version={self.version!r}"
+        return {"chosen": chosen, "nothing": nothing, "version": version, "ignore": self.job.omissions}
 
     def _prepare(self, version: int, xxh3: str) -> dict[str, Any]:
         log = StreamLog(open_storage(self.url))

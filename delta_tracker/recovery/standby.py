@@ -30,6 +30,7 @@ from delta_tracker.errors import (
 from delta_tracker.live_objects import Uncopied
 from delta_tracker.monitor.monitor import Monitor
 from delta_tracker.monitor.recorder import Recorder
+from delta_tracker.predictor.model_fit import OnModelChange
 from delta_tracker.publisher.exchange import Exchange, Message, Phase, check_alike
 from delta_tracker.publisher.training import Recovery
 from delta_tracker.recovery.job import LocalJob
@@ -85,7 +86,7 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
     ``guide/recover.md`` describes the limits, and what to do after a failure.
 
     The constructor and all methods except :meth:`close` are collectives. For the arguments ``model``, ``tracker``,
-    ``recovery``, ``data`` and ``ignore``, and their errors, see ``restore``.
+    ``recovery``, ``data``, ``ignore`` and ``on_model_change``, and their errors, see ``restore``.
 
     Args:
         url: url of the recovery stream, or its storage. The stream must be published with ``recovery=``.
@@ -113,6 +114,7 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
         recovery: Recovery | None = None,
         data: DataPosition[Any] | None = None,
         ignore: Collection[str] = (),
+        on_model_change: OnModelChange = "stop",
         serving: Sequence[Location] = (),
         name: str = "standby",
         look_seconds: float = 1.0,
@@ -126,7 +128,7 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
         with self._meeting("Standby(...)") as exchange:
             ranks = exchange.rank, exchange.group.world_size
             objects = Recovery() if recovery is None else recovery
-            self._job = LocalJob(model, tracker, objects, data, ignore, *ranks)
+            self._job = LocalJob(model, tracker, objects, data, ignore, *ranks, on_model_change)
             messages = exchange.exchange(Phase.BUILDING, Message.of(lambda: self._build(url, name, serving)))
             check_alike(messages, "ignore", "serving", action="restore")
         self._is_first = self._job.rank == 0
@@ -262,7 +264,7 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
         self._log = StreamLog(open_storage(url))
         self._serving = ServingStreams(self._log, serving)
         serving_streams = f"{len(self._serving.storages)} serving streams"
-        return {"ignore": f"ignore={sorted(map(str, job.ignore))}", "serving": serving_streams}
+        return {"ignore": job.omissions, "serving": serving_streams}
 
     def _turn(self, silence: float | None) -> dict[str, Any]:
         if silence is not None:

@@ -156,7 +156,7 @@ def test_a_job_like_that_of_the_version_is_built(tmp_path: Path, build: Callable
     job = build(tmp_path)
     before = [each.detach().clone() for each in job.model.parameters()]
     error = refused(RestoreMismatchError, job.restore)
-    assert "Build the job like the one that published the version" in error.remedy or "ignore" in error.remedy
+    assert "Build the job like that of the version" in error.remedy or "ignore" in error.remedy
     assert all(torch.equal(one, two) for one, two in zip(before, job.model.parameters(), strict=True))
     fitting = _Job(tmp_path)
     fitting.restore()

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from delta_tracker import restore
-from delta_tracker.errors import InvalidArgumentError
+from delta_tracker import ModelDeltaTracker, Publisher, Recovery, Standby, Storage, restore
+from delta_tracker.errors import InvalidArgumentError, RestoreMismatchError
 from tests.ranks import RankPool
 from tests.recovery.restore_cases import same
 from tests.recovery.test_restore import _COPIED, cells, load, spec
@@ -95,5 +95,63 @@ def test_rows_that_exist_in_both_are_restored(two_ranks: RankPool, stream: Path,
 
 
 def test_a_rule_must_be_one_of_two(tmp_path: Path) -> None:
-    with pytest.raises(InvalidArgumentError, match=r"Pass one of \('stop', 'continue'\)"):
-        restore(torch.nn.EmbeddingBag(2, 2), tmp_path.as_uri(), on_model_change="skip")  # type: ignore[arg-type]
+    for call in (restore, Standby):
+        with pytest.raises(InvalidArgumentError, match=r"Pass one of \('stop', 'continue'\)"):
+            call(torch.nn.EmbeddingBag(2, 2), tmp_path.as_uri(), on_model_change="skip")  # type: ignore[operator]
+
+
+class _Job:
+    """A model of some tables of width 2, with a publisher once it has published."""
+
+    def __init__(self, **sizes: int) -> None:
+        self.model = torch.nn.ModuleDict({name: torch.nn.Embedding(size, 2) for name, size in sizes.items()})
+        self.tracker = ModelDeltaTracker(self.model)
+        self.optimizer = torch.optim.Adagrad(self.model.parameters(), lr=0.5)
+        self.recovery = Recovery(training_state={"optimizer": self.optimizer}, heartbeat_seconds=None)
+        self.publisher: Publisher | None = None
+
+    def publish(self, url: Any, row: int = 0) -> str:
+        """Train a row of each table, and publish it. Return the kind of the version."""
+        self.optimizer.zero_grad()
+        torch.stack([table(torch.tensor([row])).sum() for table in self.model.values()]).sum().backward()
+        self.optimizer.step()
+        self.tracker.step()
+        self.publisher = self.publisher or Publisher(self.tracker, url, recovery=self.recovery)
+        return self.publisher.publish().kind
+
+    def standby(self, storage: Storage, **options: Any) -> Standby:
+        return Standby(self.model, storage, tracker=self.tracker, recovery=self.recovery, look_seconds=0.0, **options)
+
+    def rows(self, name: str) -> torch.Tensor:
+        return self.model[name].weight.detach().clone()
+
+
+def test_a_standby_of_a_changed_model_takes_over_with_what_both_have() -> None:
+    storage, former, job = Storage("memory://"), _Job(a=6, b=6), _Job(a=9, c=4)
+    before = {name: job.rows(name) for name in ("a", "c")}
+    former.publish(storage)
+    with pytest.raises(RestoreMismatchError, match="or pass on_model_change='continue'"):
+        job.standby(storage).sync()
+    standby = job.standby(storage, on_model_change="continue")
+    standby.sync()
+    former.publish(storage, row=3)
+    taken = standby.take_over(force=True)
+    assert job.rows("a")[:6].equal(former.rows("a"))
+    assert job.rows("a")[6:].equal(before["a"][6:])
+    assert job.rows("c").equal(before["c"])
+    assert {each.split("'")[1] for each in taken.restored.differences} == {"a", "b", "c", "optimizer"}
+    assert [job.publish(taken.recovery), job.publish(taken.recovery)] == ["snapshot", "delta"]
+
+
+def test_a_standby_follows_a_trainer_that_becomes_like_it() -> None:
+    storage, former, changed, job = Storage("memory://"), _Job(a=6, b=6), _Job(a=9, c=4), _Job(a=9, c=4)
+    former.publish(storage)
+    standby = job.standby(storage, on_model_change="continue")
+    standby.sync()
+    former.publish(storage, row=3)  # not applied before the change
+    restore(changed.model, storage, tracker=changed.tracker, recovery=changed.recovery, on_model_change="continue")
+    assert [changed.publish(storage), changed.publish(storage, row=2)] == ["snapshot", "delta"]
+    taken = standby.take_over(force=True)
+    assert taken.restored.differences == ()
+    assert all(job.rows(name).equal(changed.rows(name)) for name in ("a", "c"))
+    assert job.publish(taken.recovery) == "delta"
