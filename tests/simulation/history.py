@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -67,6 +68,7 @@ class History:
         head: newest version of the trainer's stream, None for none.
         orders: pins and releases, the oldest first. A promotion removes those that the mirror lacks.
         ordered: all pins and releases by their stream and counter.
+        digests: hashes of the entries that each version has had.
         clock_seconds: most by which the clocks of two hosts may differ.
     """
 
@@ -77,6 +79,7 @@ class History:
     head: Key | None = None
     orders: list[Order] = field(default_factory=list)
     ordered: dict[Key, Order] = field(default_factory=dict)
+    digests: dict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
     clock_seconds: float = 0.0
 
     def absorb(self, store: Store, copy: Copy) -> list[Entry]:
@@ -96,6 +99,7 @@ class History:
             elif self.head in self.copies:
                 self.copies[key] = self.copies[self.head]
             self.created[key], self.kinds[key], self.head = entry.created, entry.kind, key
+            self.digests[entry.version].add(entry.digest)
         return found
 
     def written(self, stream: str, version: int) -> set[tuple[str, str]]:
@@ -164,10 +168,11 @@ class History:
         self.head = head
         return lost
 
-    def promoted(self, store: Store, stream: str, version: int) -> None:
+    def promoted(self, store: Store, fork: Entry) -> None:
         """Continue with a stream that was forked at a mirror, whose orders count from now on."""
         assert self.head is not None, "a mirror has a version"
-        key = stream, version
+        key = stream, version = fork.stream, fork.version
+        self.digests[version].add(fork.digest)
         before = next(former for former in reversed(self.streams) if (former, version - 1) in self.copies)
         self.copies[key], self.created[key] = self.copies[before, version - 1], SCHEDULER.now
         self.streams.append(stream)

@@ -61,8 +61,9 @@ def check(reader: Reader, history: History, encoding: str | None, *, is_complete
     is_led = is_pinned or (reader.is_following and is_on_the_way)
     _check_gate(reader, Copy(held, {}), version, is_led=is_led)
     _check_held(reader, place, history, is_led=is_led)
-    if reader.floor is not None and place < reader.floor and not is_pinned and not is_on_the_way:
-        raise RuleError("backwards", f"{reader.describe()} from {reader.floor} to {place} without an order")
+    floor = reader.floor
+    if floor is not None and place < floor and (place[0] < floor[0] or not (is_pinned or is_on_the_way)):
+        raise RuleError("backwards", f"{reader.describe()} from {floor} to {place} without an order of this stream")
     _check_canary(reader, place, history, key)
     _check_orders(reader, place, history, key, is_on_the_way=is_on_the_way)
     if Copy(held, {}).is_healthy:

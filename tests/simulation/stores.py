@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import os
 import shutil
@@ -19,7 +20,8 @@ from tests.simulation.threads import EPOCH, SCHEDULER
 _FOLDERS = ("log", "parts", "merged", "control", "drafts", "probe")
 _AWAY = ".away"
 _P, _T = ParamSpec("_P"), TypeVar("_T")
-_DAMAGES = ("missing", "page", "empty", "cut", "folder", "flipped")
+_ENTRY_DAMAGES = ("missing", "page", "empty", "cut", "folder")
+_DAMAGES = (*_ENTRY_DAMAGES, "flipped")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,7 @@ class Entry:
         is_merged: True for a merged entry.
         created: time in seconds, by the clock of its publisher.
         committed: time in seconds, by the clock of the store.
+        digest: hash of the bytes of the entry.
     """
 
     stream: str
@@ -43,6 +46,7 @@ class Entry:
     is_merged: bool
     created: float
     committed: float
+    digest: str
 
 
 def _alone(method: Callable[_P, _T]) -> Callable[_P, _T]:
@@ -132,6 +136,17 @@ class Store:
             files = files[-3:]  # a predictor may need them next
         choice, place = divmod(choice // 2, len(files))
         self._damage(files[place], _DAMAGES[how], choice)
+
+    @_alone
+    def damage_entry(self, choice: int) -> str | None:
+        """Damage one of the newest entries, except the last two, and return its name; None if there is none."""
+        paths = [] if self.is_failing or self.is_unmounted else sorted((self.path / "log").glob("*.json"))[-7:-2]
+        paths = [path for path in paths if path.is_file()]
+        if not paths:
+            return None
+        choice, place = divmod(choice, len(paths))
+        self._damage(paths[place], _ENTRY_DAMAGES[choice % len(_ENTRY_DAMAGES)], choice)
+        return paths[place].name
 
     def _damage(self, path: Path, how: str, choice: int) -> None:
         is_part = path.parent.name == "parts"
@@ -342,6 +357,15 @@ class Store:
         return found
 
     @_alone
+    def digests(self) -> dict[int, str]:
+        """Return the hash of each entry of the log by its version, except of those that were damaged here."""
+        if self.is_failing or self.is_unmounted:
+            return {}
+        damaged = {path for path, _ in self._damaged}
+        paths = [path for path in sorted((self.path / "log").glob("*.json")) if path not in damaged]
+        return {int(path.stem): _digest(path.read_bytes()) for path in paths}
+
+    @_alone
     def has_entry(self, stream: str, version: int) -> bool:
         """Return True if the log has the entry of a version."""
         path = self.path / "log" / f"{version:020d}.json"
@@ -361,11 +385,18 @@ def _names_of(entries: Iterable[dict[str, Any]]) -> Iterator[str]:
 
 
 def _described(path: Path, *, is_merged: bool) -> Entry:
-    fields = json.loads(path.read_bytes())
+    data = path.read_bytes()
+    fields = json.loads(data)
     parent, version = fields["parent"], fields["version"]
     first = version if not is_merged else 0 if parent is None else parent["version"] + 1
     committed = path.stat().st_mtime
-    return Entry(fields["stream"], first, version, fields["kind"], is_merged, fields["created"], committed)
+    return Entry(
+        fields["stream"], first, version, fields["kind"], is_merged, fields["created"], committed, _digest(data)
+    )
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
 
 
 def _block(folder: Path) -> None:

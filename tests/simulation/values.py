@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import NamedTuple
@@ -193,9 +193,46 @@ _RAW_ID_RESTORES = (
     "publish train mirror publish promote_lagging publish restart_trainer publish sync",
 )
 _RAW_ID_SHARE = 0.08
+
+
+class _Opening(NamedTuple):
+    """First operations of a schedule, which are about its first predictor.
+
+    Args:
+        steps: kinds of operations, each with its ``who`` after an ``@``, by default 0, and its ``choice`` after a
+            colon, by default a random one.
+        readers: options of that predictor, see ``_OPTIONS``; all options that are not named.
+    """
+
+    steps: str
+    readers: Mapping[str, tuple[int, ...]] = MappingProxyType({})
+
+
+_FREE = {"gate": (0,), "canary": (0,)}
+_BOTH = {"order": (1, 2, 6)}  # the first store and its mirror
+_CANARY = {"gate": (0,), "canary": (4, 5, 6)}
+_OPENINGS = (
+    _Opening(  # a canary, whose stream ends before a pin that it does not allow yet
+        "publish join publish advance:2 publish mirror sync:0 lose promote snapshot pin:0 sync:0 sync:0 settle",
+        {**_CANARY, **_BOTH, "follows_pins": (1,)},
+    ),
+    _Opening(  # a pin of a stream that has ended, seen by a predictor of mixed rows of the next one
+        "publish join publish pin:1 mirror sync:0 promote:7 snapshot sync:0 advance:4 sync:0 advance:4 sync:0 burst "
+        "snapshot retain:0 interrupt fail@1 sync:0 sync:0 sync:0 advance:4 sync:0 repair@1 settle",
+        {**_FREE, "order": (1,), "kind": (2, 4), "follows_pins": (1,)},
+    ),
+    _Opening(  # an older copy, with the generation of lost versions
+        "publish join publish back_up restart_trainer:0 publish publish publish sync:0 return_backup:0 sync settle",
+        {**_FREE, "order": (0, 1, 3)},
+    ),
+    _Opening(  # a mirror that lags reads damaged entries
+        "publish mirror join burst damage_entry mirror damage_entry mirror sync repair:1 mirror sync settle",
+    ),
+)
+_OPENING_SHARE = 0.5
 _RESTORES = 4, 1  # modulus and rest of the choices by which restart_trainer restores the newest version
 _SEQUENCE_SHARE = 0.3
-INSERTED = {"follow", "advised", "spoil_copy", "set_clock", "slow", "choose"} | {
+INSERTED = {"follow", "advised", "spoil_copy", "set_clock", "slow", "choose", "damage_entry"} | {
     kind for each in _SEQUENCES for kind in each.split() if kind not in WEIGHTS
 }
 """Kinds of operations that plain schedules lack."""
@@ -340,6 +377,8 @@ def _widened(schedule: Schedule, chance: random.Random) -> Schedule:
         steps[place:place] = [_in_sequence(kind, who, chance) for kind in chance.choice(sequences).split()]
     if not schedule.has_raw_ids:  # a world with raw ids has one table
         steps = _with_tables(steps, random.Random(f"{schedule.seed} tables"))
+    if (opened := random.Random(f"{schedule.seed} opening")).random() < _OPENING_SHARE:
+        steps = [*_first(opened), *steps]
     ranks = 1 if schedule.has_raw_ids else chance.choice([1, 2, 3, 4])
     return replace(schedule, operations=tuple(steps), has_buckets=has_buckets, ranks=ranks)
 
@@ -366,6 +405,16 @@ def _with_tables(steps: list[Operation], chance: random.Random) -> list[Operatio
         for step in steps
     ]
     return _inserted(steps, "choose", _CHOOSE_SHARE, chance)
+
+
+def _first(chance: random.Random) -> Iterator[Operation]:
+    """Yield the first operations of a schedule."""
+    opening = chance.choice(_OPENINGS)
+    for step in opening.steps.split():
+        words, _, choice = step.partition(":")
+        kind, _, who = words.partition("@")
+        number = _join(chance, opening.readers) if kind == "join" else chance.randrange(20000)
+        yield Operation(kind, int(who or 0), int(choice or number))
 
 
 def _in_sequence(kind: str, who: int, chance: random.Random) -> Operation:

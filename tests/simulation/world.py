@@ -495,7 +495,16 @@ class World:
         if store.is_lost or store.is_former or store.is_unmounted or self._primary.is_lost:
             return None
         keeps = ["--keep-versions", str(2 + choice % 3)] if choice % 5 == 0 else []
-        return f"{store.path.name}: {self._command('mirror', '--once', self._primary.url, store.url, *keeps)[1]}"
+        said = self._command("mirror", "--once", self._primary.url, store.url, *keeps)[1]
+        self._check_mirror(store)
+        return f"{store.path.name}: {said}"
+
+    def _check_mirror(self, store: Store) -> None:
+        """Check that each entry of a mirror has the bytes that a publisher has written."""
+        known = self._history.digests
+        wrong = [version for version, digest in store.digests().items() if digest not in known.get(version, {digest})]
+        if wrong:
+            raise RuleError("mirror", f"{store.path.name} has other bytes than were published as versions {wrong}")
 
     def _mirror_of(self, who: int) -> Store:
         return self._stores[(self._stores.index(self._primary) + 1 + who % 2) % 3]
@@ -592,7 +601,7 @@ class World:
             return text
         fork = store.following(newest.version)[0]
         self._primary, former.is_former = store, True
-        self._history.promoted(store, fork.stream, fork.version)
+        self._history.promoted(store, fork)
         return f"{store.path.name} after version {newest.version}, trainer {said}"
 
     def _rebuild(self, who: int, choice: int) -> str | None:
@@ -774,6 +783,10 @@ class World:
 
     def _damage(self, who: int, choice: int) -> None:
         self._stores[who % 3].damage(choice)
+
+    def _damage_entry(self, who: int, choice: int) -> str | None:
+        """Damage an entry that a mirror or a predictor may read next."""
+        return self._primary.damage_entry(choice)
 
     def _forge(self, who: int, choice: int) -> str | None:
         """Replace a pointer, or write a pin of a version that is not there and delete it again."""
@@ -1128,6 +1141,7 @@ class World:
         for is_first in (True, False):
             code, text = self._command("mirror", "--once", self._primary.url, store.url)
             self._say(f"last mirror to {store.path.name}: {code} {text}")
+            self._check_mirror(store)
             if code == 0:
                 break
             if self._primary.has_lost_parts and not is_first:
