@@ -33,6 +33,11 @@ def stated(specs: Mapping[str, TableSpec | DenseSpec], with_raw_ids: Collection[
     return {name: f"{spec}{' with raw ids' if name in with_raw_ids else ''}" for name, spec in specs.items()}
 
 
+def difference(kind: str, name: str, in_stream: object, in_model: object) -> str:
+    """Return a sentence about a table or dense tensor that differs; ``kind`` is "table" or "dense tensor"."""
+    return f"{kind} {name!r} is {in_stream} in the stream but {in_model} in the model"
+
+
 @dataclass(frozen=True, slots=True)
 class Fit:
     """Part of a version that fits a model and is applied.
@@ -80,9 +85,8 @@ def fit(
             taken[fqn] = own
             effect = f"rows from {min(own.num_rows, table.num_rows)} on "
             effect += "are left out" if own.num_rows < table.num_rows else "keep their values"
-        differences[fqn] = f"table {fqn!r} is {table}{words[0]} in the stream but {found} in the model: {effect}"
+        differences[fqn] = f"{difference('table', fqn, f'{table}{words[0]}', found)}: {effect}"
     for name, spec in entry.dense.items():
         if dense is not None and (held := dense.get(name)) != spec:
-            text = f"dense tensor {name!r} is {spec} in the stream but {held or MISSING} in the model: it is left out"
-            differences[name] = text
+            differences[name] = f"{difference('dense tensor', name, spec, held or MISSING)}: it is left out"
     return Fit(taken, entry.dense.keys() - differences.keys(), differences)

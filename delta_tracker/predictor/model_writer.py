@@ -19,7 +19,7 @@ from delta_tracker.predictor.identities import (
     version_owners,
 )
 from delta_tracker.predictor.lock import TableFence, TableLock
-from delta_tracker.predictor.model_fit import MISSING, stated
+from delta_tracker.predictor.model_fit import MISSING, difference, stated
 from delta_tracker.predictor.placement import Chunk, Placement
 from delta_tracker.predictor.predictor_gauges import PredictorGauges
 from delta_tracker.predictor.served_model import ModelTarget, Receiver, ServedModel
@@ -209,7 +209,7 @@ class ModelWriter:
         held = self.specs or {}
         found = [] if receiver.fit is None else list(receiver.fit.differences.values())
         found += [
-            f"{kind} {name!r} is missing in the stream but {spec} in the model: it keeps its values"
+            f"{difference(kind, name, MISSING, spec)}: it keeps its values"
             for name, spec in held.items()
             if spec != MISSING and name not in receiver.specs and (kind := self.model.kind_of(name, receiver))
         ]

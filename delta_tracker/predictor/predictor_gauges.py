@@ -11,6 +11,7 @@ from delta_tracker.monitor.recorder import Recorder
 from delta_tracker.predictor.status import Status
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.log import StreamLog
+from delta_tracker.stream.reading.path import last_with_rows
 from delta_tracker.stream.reading.position import Position
 from delta_tracker.stream.reading.runtime import REAL, Runtime
 from delta_tracker.stream.storage.url import shown_url
@@ -18,14 +19,6 @@ from delta_tracker.stream.store_clock import StoreClock
 
 # A store that takes longer to show the lag does not answer.
 _PATIENCE_SECONDS = 10.0
-
-
-def applied_entry(log: StreamLog, version: int) -> Manifest | None:
-    """Return the last snapshot or delta up to ``version``; None if an entry that leads to it is missing."""
-    entry = log.read(version)
-    while entry is not None and entry.kind == "claim" and entry.parent is not None:
-        entry = log.read(entry.parent.version)
-    return entry
 
 
 class PredictorGauges:
@@ -109,7 +102,7 @@ class PredictorGauges:
         if position is None:
             return
         with suppress(StreamError):
-            self.served = applied_entry(log, position.version)
+            self.served = last_with_rows(log, log.read(position.version))
             self.reads(position.stream, self._source[1])
 
     def failed_over(self, url: str) -> None:

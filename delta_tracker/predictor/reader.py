@@ -20,13 +20,13 @@ from delta_tracker.errors import (
     kind_of,
     unraised,
 )
-from delta_tracker.predictor.predictor_gauges import PredictorGauges, applied_entry
+from delta_tracker.predictor.predictor_gauges import PredictorGauges
 from delta_tracker.predictor.version_writer import VersionWriter
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.pin import newest_pin
 from delta_tracker.stream.reading.decide import FAULTS, Apply, Doubt, Fail, Fault, Rule, Stay, View, decide
 from delta_tracker.stream.reading.orders import Orders, Policy
-from delta_tracker.stream.reading.path import path_to
+from delta_tracker.stream.reading.path import last_with_rows, path_to
 from delta_tracker.stream.reading.position import Position, Rows
 from delta_tracker.stream.reading.runtime import REAL, Runtime
 from delta_tracker.stream.reading.seen import SeenLog
@@ -191,7 +191,7 @@ class Reader:
         """Compare the model with the entry of a loaded position, in the first source that has it."""
         for source in self.sources.due():
             with suppress(MalformedError, StorageError):
-                entry = applied_entry(source.log, position.version)
+                entry = last_with_rows(source.log, source.log.read(position.version))
                 if entry is not None and entry.stream == position.stream:
                     self._is_checked = True
                     self.writer.keeps_rows(entry)

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from contextlib import suppress
 
 import torch
 from torch import Tensor
 
-from delta_tracker.errors import CorruptPartError, InvalidArgumentError, MalformedError
-from delta_tracker.stream.format.manifest import Manifest, Schema
+from delta_tracker.errors import CorruptPartError, InvalidArgumentError, MalformedError, StorageError
+from delta_tracker.predictor.model_fit import MISSING, difference, stated
+from delta_tracker.publisher.rank_tables import RankSchema
+from delta_tracker.stream.format.manifest import DenseSpec, Manifest, Schema
 from delta_tracker.stream.format.shard_rows import rows_of
 from delta_tracker.stream.log import StreamLog
+from delta_tracker.stream.reading.path import last_with_rows
 from delta_tracker.stream.reading.position import Position
 from delta_tracker.types import ShardSpec
 
@@ -70,6 +74,22 @@ def rows_to_repair(
         _logger.warning("a version after the checkpoint is unreadable; all rows are sent: %s", error)
         return None
     return None if link != claim.link else {fqn: torch.unique(torch.cat(ids)) for fqn, ids in found.items()}
+
+
+def warn_of_changes(log: StreamLog, claim: Manifest, schema: RankSchema, dense: Mapping[str, Tensor] | None) -> None:
+    """Log how the tables and the published ``dense`` tensors differ from those of the stream's newest version."""
+    specs = {name: DenseSpec(tensor.dtype, tuple(tensor.shape)) for name, tensor in (dense or {}).items()}
+    own = stated(schema.tables, schema.identities), stated(specs, ())
+    with suppress(MalformedError, StorageError):
+        newest = last_with_rows(log, claim)
+        if newest is None or newest.kind == "claim":
+            return
+        held = stated(newest.tables, newest.identities), {} if dense is None else stated(newest.dense, ())
+        for kind, before, after in zip(("table", "dense tensor"), held, own, strict=True):
+            for name in sorted(before.keys() | after):
+                if (found := before.get(name, MISSING)) != (given := after.get(name, MISSING)):
+                    text = difference(kind, name, found, given)
+                    _logger.warning("the model differs from version %d of the stream: %s", newest.version, text)
 
 
 def _may_continue(log: StreamLog, claim: Manifest, schema: Schema) -> bool:

@@ -19,7 +19,7 @@ from delta_tracker.publisher.exchange import Exchange, Message, Phase
 from delta_tracker.publisher.host_copies import SelectedRows
 from delta_tracker.publisher.published_dense import chosen_dense, published_dense, warn_of_dense
 from delta_tracker.publisher.rank_tables import EncodingChoice, RankSchema, RankTables, choose_encodings
-from delta_tracker.publisher.repair import rows_to_repair
+from delta_tracker.publisher.repair import rows_to_repair, warn_of_changes
 from delta_tracker.publisher.training import Recovery, TrainingCuts, check_recoverable
 from delta_tracker.raw_ids import NO_OWNER
 from delta_tracker.sharding.dense import DenseChoice
@@ -118,8 +118,8 @@ class TrackerReader:
         """Make the rows of all versions after the loaded checkpoint pending, so that the next version repairs them.
 
         A collective. If a rank has not loaded a checkpoint or cannot find these rows, or if the versions have states
-        and the model was not restored from a stream, the next version must be a snapshot instead. Raises the errors of
-        :meth:`Coordinator.check_same_store`.
+        and the model was not restored from a stream, the next version must be a snapshot instead. Rank 0 logs how the
+        model differs from the stream. Raises the errors of :meth:`Coordinator.check_same_store`.
         """
         tracker = self.tracker
         rows: dict[str, Tensor] | None = None
@@ -143,6 +143,9 @@ class TrackerReader:
             self._has_snapshot = self.is_repairing = True
             if self._training is not None and isinstance(self.handle.note, Mapping):
                 self._training.add(self.handle.position, Position.from_dict(self.handle.note).version)
+        if writer.is_first:
+            dense = None if self.find_dense is None else self.find_dense()
+            warn_of_changes(StreamLog(writer.storage), writer.head, self.tables.current(), dense)
         self._note(writer.head)
 
     def copy(self) -> list[BlockRows]:

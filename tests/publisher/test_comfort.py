@@ -45,6 +45,33 @@ def test_enums_are_accepted_by_name(tmp_path: Path) -> None:
             assert {block.encoding for block in part.blocks} == {Encoding.INT8}
 
 
+def test_a_changed_model_is_compared_with_the_stream_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def model(num_rows: int, *others: nn.Module) -> ModelDeltaTracker:
+        return ModelDeltaTracker(nn.Sequential(nn.EmbeddingBag(num_rows, 2, sparse=True), *others))
+
+    with Publisher(model(9, nn.Linear(2, 1)), tmp_path, dense=True) as publisher:
+        publisher.snapshot()
+    for _ in range(2):  # the first one ends before its first version
+        caplog.clear()
+        changed = model(9, nn.Linear(2, 3), nn.EmbeddingBag(4, 2, sparse=True))
+        with Publisher(changed, tmp_path, dense=True) as publisher:
+            found = [each.getMessage() for each in caplog.records if "differs" in each.getMessage()]
+            assert found == [
+                f"the model differs from version 1 of the stream: {each}"
+                for each in (
+                    "table '2' is missing in the stream but 4 x 2 float32 in the model",
+                    "dense tensor '1.bias' is float32 [1] in the stream but float32 [3] in the model",
+                    "dense tensor '1.weight' is float32 [1, 2] in the stream but float32 [3, 2] in the model",
+                )
+            ]
+    with Publisher(changed, tmp_path) as publisher:
+        publisher.snapshot()
+    caplog.clear()
+    with Publisher(changed, tmp_path, dense=False) as publisher:
+        publisher.publish()
+    assert "differs" not in caplog.text
+
+
 def test_with_closes_the_publisher_also_after_an_error(tmp_path: Path) -> None:
     tracker = _tracker()
     for number in range(2):  # the consumer is free again

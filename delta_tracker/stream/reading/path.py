@@ -76,6 +76,13 @@ def newest_readable(log: Entries) -> Manifest | None:
     return next((each for each in found if each is not None), None)
 
 
+def last_with_rows(log: Entries, entry: Manifest | None) -> Manifest | None:
+    """Return the last snapshot or delta up to ``entry``; None if an entry that leads to it is missing."""
+    while entry is not None and entry.kind == "claim" and entry.parent is not None:
+        entry = log.read(entry.parent.version)
+    return entry
+
+
 def next_entry(log: Entries, position: Position, entry: Manifest | None) -> Manifest | None:
     """Check ``entry``, the result of :meth:`Source.next` for ``position``, and return it.
 
