@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from delta_tracker.arguments import check_count, check_switch, is_number
-from delta_tracker.errors import HeldVersionError, InvalidArgumentError, unraised
+from delta_tracker.errors import HeldVersionError, InvalidArgumentError
 from delta_tracker.stream.format.manifest import Link, Manifest, Merged
 from delta_tracker.stream.format.part_reader import Contents
 
@@ -54,8 +54,7 @@ class GateKeeper:
     """Checker of versions against the bounds of a gate. Versions that it rejects are held.
 
     Attributes:
-        held: error of the last held version, without its traceback; None if no version was held since the last applied
-            version.
+        held: last error of :meth:`Reader.advance` about a held version; None if a version was applied since.
     """
 
     def __init__(self, gate: Gate) -> None:
@@ -108,8 +107,7 @@ class GateKeeper:
         self._sizes.clear()
 
     def _hold(self, manifest: Manifest, reason: str) -> NoReturn:
-        self.held = HeldVersionError(manifest.version, reason)
-        raise unraised(self.held)  # the traceback of a raised error keeps the rows of the version alive
+        raise HeldVersionError(manifest.version, reason)
 
     def measure(self, manifest: Manifest, contents: Contents) -> tuple[Measure, str]:
         """Return the RMS norms of tables with ``min_rows`` rows or more, and an error text about non-finite values."""

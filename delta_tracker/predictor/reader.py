@@ -115,6 +115,8 @@ class Reader:
                 destination.save_order(followed)
         except StreamError as error:
             self.why = f"{Rule.FAULT.value}: {type(error).__name__}"
+            if isinstance(error, HeldVersionError) and self.writer.gate is not None:
+                self.writer.gate.held = unraised(error)  # its traceback would keep the rows of the version alive
             if isinstance(error, StaleCacheError):
                 raise
             if not isinstance(error, NoSnapshotError | StorageError):

@@ -303,6 +303,20 @@ def test_a_new_predictor_starts_below_a_held_snapshot(writer: Writer) -> None:
     assert model[FQN].eq(2.0).all()
 
 
+def test_the_error_and_the_status_name_the_same_version(writer: Writer) -> None:
+    publish(writer, "snapshot", math.nan)
+    newest = publish(writer, "snapshot", math.nan)
+    predictor, _ = predictor_of(writer)
+    for _ in range(2):
+        with pytest.raises(HeldVersionError) as caught:
+            predictor.sync()
+        assert caught.value.version == newest.version
+        assert predictor.status().error == f"HeldVersionError: {caught.value}"
+    predictor.accept(newest.version)
+    assert predictor.sync() == newest.version
+    assert predictor.error is None
+
+
 def test_acceptance_survives_a_failing_store(writer: Writer) -> None:
     publish(writer, "snapshot", 1.0)
     predictor, _ = predictor_of(writer)
