@@ -13,9 +13,9 @@ from delta_tracker.stream.heartbeat_metrics import show_heartbeats, show_stream
 _HELP = """Serve the state of a stream at /metrics for Prometheus, until Ctrl-C or SIGTERM.
 
 The process reads only the stream, so it needs no change of the trainer. It exports the newest version and its age, the
-age of the publisher's heartbeat (versions with states only), and the lags and heartbeats of the predictors that have a
-name. It waits for a stream that does not exist yet. If the stream cannot be read, the ages are missing and
-delta_tracker_outlet_errors_total increases. Needs the extra "prometheus".
+age of the publisher's heartbeat (versions with states only), and the lags, model differences and heartbeats of the
+predictors that have a name. It waits for a stream that does not exist yet. If the stream cannot be read, the ages are
+missing and delta_tracker_outlet_errors_total increases. Needs the extra "prometheus".
 
 \b
 Examples:

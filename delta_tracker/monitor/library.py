@@ -161,6 +161,11 @@ class LibraryMetrics:
     model_differences = _gauge(
         "Tables and dense tensors that differ between a predictor's model and its stream; see Status.", "predictor"
     )
+    heartbeat_model_differences = _gauge("Differences of a predictor's model, from its heartbeat.", "predictor")
+    pinned_version = _gauge(
+        "Version of the pin or rollback that a predictor follows; missing without one.", "predictor"
+    )
+    held_version = _gauge("Version that a predictor's gate holds; missing if it holds none.", "predictor")
     # Standby
     standby_version = _gauge("Newest version applied by this standby.", "standby")
     standby_lag_versions = _gauge("Versions of the stream that this standby has not applied.", "standby")

@@ -158,7 +158,7 @@ class Predictor(Uncopied, remedy="Save or copy its state_dict()"):
         )
         beats = None if name is None else Heartbeats(self._reader, name, heartbeats)
         self._follower = Follower(self._reader, beats)
-        self._gauges.begin(self._reader.storage.url, FAULTS)
+        self._gauges.begin(self._reader.storage.url, FAULTS, self._gate)
 
     @property
     def manifest(self) -> Manifest | None:

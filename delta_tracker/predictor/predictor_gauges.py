@@ -8,6 +8,7 @@ from contextlib import suppress
 
 from delta_tracker.errors import CorruptPartError, StorageError, StreamError
 from delta_tracker.monitor.recorder import Recorder
+from delta_tracker.predictor.gate import GateKeeper
 from delta_tracker.predictor.status import Status
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.log import StreamLog
@@ -41,7 +42,7 @@ class PredictorGauges:
         self._asked: float | None = None  # monotonic time since which the store is asked for the lag
         self._counted: Counter[str] = Counter()  # operations of stores and results of the host cache in the counters
 
-    def begin(self, url: str, faults: Iterable[type[Exception]]) -> None:
+    def begin(self, url: str, faults: Iterable[type[Exception]], gate: GateKeeper | None = None) -> None:
         """Initialize the counters, such as resyncs by type of fault, to 0, and register the gauges of age and lag."""
         self.reads("", url)
 
@@ -52,6 +53,9 @@ class PredictorGauges:
         self.recorder.served_age_seconds.set_function(of_served(self.age.seconds))
         self.recorder.served_event_age_seconds.set_function(of_served(self.age.event_seconds))
         self.recorder.predictor_skew_seconds.set_function(of_served(lambda _: self.age.skew_seconds))
+        self.recorder.held_version.set_function(
+            lambda: None if gate is None or gate.held is None else gate.held.version
+        )
         self.recorder.predictor_lag_versions.set_function(lambda: self._known_lag(0))
         self.recorder.predictor_lag_seconds.set_function(lambda: self._known_lag(1))
         self.recorder.refused_parts.cell(reason="corrupt")
@@ -122,10 +126,12 @@ class PredictorGauges:
                 self.recorder.store_requests.cell(operation=operation).add(added)
         for result, total in status.counts.cache.items():
             getattr(self.recorder, f"cache_{result}").cell().add(self._added(result, total))
-        if status.poll_seconds is None:
-            self.recorder.poll_seconds.remove()
-        else:
-            self.recorder.poll_seconds.set(status.poll_seconds)
+        gauges = self.recorder.poll_seconds, self.recorder.pinned_version
+        for gauge, value in zip(gauges, (status.poll_seconds, status.pinned), strict=True):
+            if value is None:
+                gauge.remove()
+            else:
+                gauge.set(value)
 
     def _added(self, name: str, total: int) -> int:
         """Return by how much the count ``name``, now ``total``, has increased since the last call."""

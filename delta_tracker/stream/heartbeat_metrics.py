@@ -62,6 +62,8 @@ class _Heartbeats(MetricSource):
             self._log_skew(seen)
             name = seen.beat.name
             readings[metrics.heartbeat_age_seconds, name] = max(0.0, self._clock.now() - seen.modified)
+            differences = seen.beat.differences
+            readings[metrics.heartbeat_model_differences, name] = differences.count("; ") + bool(differences)
             if seen.beat.lag_versions is not None:
                 readings[metrics.heartbeat_lag_versions, name] = seen.beat.lag_versions
             if seen.beat.lag_seconds is not None:

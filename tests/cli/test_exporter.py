@@ -56,7 +56,7 @@ def test_it_serves_ages_lags_and_heartbeats(writer: Writer) -> None:
     for path in path_of(writer, "log").iterdir():
         date(path, 100)
     PublisherHeartbeatWriter(writer.storage).write(writer.claim.head)
-    leave(writer, beat(writer, "host-7", version=2, lag_versions=2, lag_seconds=7.0))
+    leave(writer, beat(writer, "host-7", version=2, lag_versions=2, lag_seconds=7.0, differences="a; b"))
     stream = f'{{url="{url_of(writer)}"}}'
     with _exporter(url_of(writer)) as url:
         found = _awaited(url, "delta_tracker_heartbeat_age_seconds")
@@ -66,6 +66,7 @@ def test_it_serves_ages_lags_and_heartbeats(writer: Writer) -> None:
         assert found[f"delta_tracker_publisher_heartbeat_age_seconds{stream}"] < _DEADLINE_SECONDS
         assert found['delta_tracker_heartbeat_lag_versions{predictor="host-7"}'] == 2
         assert found['delta_tracker_heartbeat_lag_seconds{predictor="host-7"}'] == 7
+        assert found['delta_tracker_heartbeat_model_differences{predictor="host-7"}'] == 2
 
 
 def test_the_first_numbers_do_not_wait_for_an_interval(writer: Writer) -> None:

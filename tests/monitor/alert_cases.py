@@ -283,6 +283,7 @@ def _read_only(fleet: Fleet, begin: int) -> None:
         ("heartbeat_age_seconds", {"predictor": "host-4"}),
     ):
         _from(fleet, begin, name, _EXPORTER, labels, value=lambda place: 10.0 + INTERVAL_SECONDS * place)
+    _from(fleet, begin, "heartbeat_model_differences", _EXPORTER, {"predictor": "host-5"}, value=lambda _: 1)
 
 
 _OLD = {"ServedRowsOld": [{**target, **_PREDICTOR} for target in (_FIRST, _SECOND)]}
@@ -358,6 +359,7 @@ CASES = (
             "StreamOld": [{**_EXPORTER, **_READ}],
             "PredictorStale": [{**_EXPORTER, "predictor": "host-3"}],
             "PredictorSilent": [{**_EXPORTER, "predictor": "host-4"}],
+            "ModelDiffers": [{**_EXPORTER, "predictor": "host-5"}],
         },
     ),
 )

@@ -158,6 +158,14 @@ PANELS = (
     Panel(row="Health", title="Resyncs", metric="resyncs", by=("predictor", "reason")),
     Panel(row="Health", title="Failed attempts to follow", metric="follow_errors", by=("predictor", "reason")),
     Panel(row="Health", title="Differences of the model", metric="model_differences", by=("predictor",)),
+    Panel(
+        row="Health",
+        title="Differences of the model by heartbeat",
+        metric="heartbeat_model_differences",
+        by=("predictor",),
+    ),
+    Panel(row="Health", title="Pinned version", metric="pinned_version", by=("predictor",)),
+    Panel(row="Health", title="Version held by the gate", metric="held_version", by=("predictor",)),
     Panel(row="Health", title="Publish failures", metric="publish_failures", by=("publisher", "reason")),
     Panel(row="Health", title="Fences", metric="fences", by=("publisher",)),
     Panel(row="Health", title="Refused parts", metric="refused_parts", by=("predictor", "reason")),
@@ -269,7 +277,10 @@ ALERTS = (
     ),
     Alert(
         name="DeltaTrackerModelDiffers",
-        expression=f"{exposed_name('model_differences')} > 0",
+        expression=(
+            f"{exposed_name('model_differences')} > 0 or ({exposed_name('heartbeat_model_differences')} > 0 "
+            f"unless on (predictor) {exposed_name('model_differences')})"
+        ),
         minutes=15,
         severity="ticket",
         summary="The model of a predictor differs from its stream, and lacks rows of some tables.",

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from delta_tracker import ModelTarget, Predictor, RawIdIndex, Storage
-from delta_tracker.errors import CorruptPartError, InvalidArgumentError, StorageError
+from delta_tracker import Gate, ModelTarget, Predictor, RawIdIndex, Rollout, Storage
+from delta_tracker.errors import CorruptPartError, HeldVersionError, InvalidArgumentError, StorageError
 from delta_tracker.monitor import MONITOR, Monitor
 from delta_tracker.raw_ids import NO_OWNER
 from delta_tracker.stream.maintenance.compaction import compact
@@ -39,6 +39,28 @@ def test_a_predictor_counts_applied_and_skipped_versions(tmp_path: Path) -> None
     assert figures.of("apply_seconds", predictor="predictor") == 2
     assert figures.of("resyncs", predictor="predictor", reason="CorruptPartError") == 1
     assert figures.of("refused_parts", predictor="predictor", reason="corrupt") == 1
+
+
+def test_a_predictor_exports_the_version_that_its_gate_holds_and_that_of_a_rollback() -> None:
+    writer, monitor = Writer(Storage("memory://")), Monitor()
+    first = writer.snapshot()
+    predictor = Predictor(writer.model(), writer.storage, rollout=Rollout(gate=Gate()), monitor=monitor)
+    predictor.sync()
+
+    def shown() -> list[float | None]:
+        return [Figures(monitor).of(name, predictor="predictor") for name in ("held_version", "pinned_version")]
+
+    writer.table.fill_(float("nan"))
+    held = writer.snapshot()
+    with pytest.raises(HeldVersionError):
+        predictor.sync()
+    assert shown() == [held.version, None]
+    predictor.rollback(first.version)
+    assert shown() == [None, first.version]
+    predictor.release()
+    predictor.accept(held.version)
+    predictor.sync()
+    assert shown() == [None, None]
 
 
 def test_a_predictor_counts_admitted_and_evicted_raw_ids() -> None:
