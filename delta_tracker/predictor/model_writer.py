@@ -60,7 +60,7 @@ class ModelWriter:
         specs: size in the model of each table and dense tensor of the applied versions, by name in the stream; None if
             these sizes are unknown.
         differences: sentences about differences between the model and the last version; see :class:`Status`.
-        resolve: the method :meth:`ServedModel.resolve` of the model.
+        resolve, has_moved: methods of the :class:`ServedModel`.
     """
 
     def __init__(self, target: ModelTarget, gauges: PredictorGauges, choice: TableChoice) -> None:
@@ -68,7 +68,7 @@ class ModelWriter:
         self.identities: Mapping[str, Identity] = {}
         self._gauges, self._chunk_rows = gauges, target.chunk_rows
         self.lock, self.fence, self.model = TableLock(), TableFence(), ServedModel(target, choice)
-        self.resolve = self.model.resolve
+        self.resolve, self.has_moved = self.model.resolve, self.model.has_moved
         self.fence.cover(self.model.first_devices)
         self.written = Written(stream="")
         self.position: Position | None = None

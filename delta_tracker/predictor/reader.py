@@ -75,7 +75,7 @@ class Reader:
         self._in_a_row = _CATCH_UP  # versions applied since the end of the log was seen
         self._num_failures = 0  # consecutive rounds that failed
         self._surveyed_at = float("-inf")  # monotonic time of the last look at all sources
-        self._is_checked = True  # False if the model was not compared with a loaded position
+        self._is_checked = True  # False if the model was not compared with a loaded position, or was changed since
         self.orders.load(writer.destination.written)
 
     @property
@@ -201,6 +201,15 @@ class Reader:
 
     # One round
 
+    def _has_changed(self, state: _Round) -> bool:
+        """Return True if a tensor of the model was replaced by one of another size, so that a snapshot must follow."""
+        if state.view.position is None:
+            return False
+        self._is_checked = False
+        self._check_loaded(state.view.position)
+        state.view, before = replace(state.view, position=self.position), state.view
+        return state.view.position != before.position
+
     def _begin(self, position: Position | None, *, looks_for_gap: bool) -> _Round:
         sources = self.sources.due()
         for each in sources:
@@ -234,6 +243,8 @@ class Reader:
                         return True
                 case Doubt():
                     self._doubt(state, decision)
+                case Stay() if state.looks_for_gap and self.writer.destination.has_moved() and self._has_changed(state):
+                    pass
                 case Stay():
                     self._stay(state, decision)
                     return False

@@ -151,6 +151,12 @@ class ServedModel:
         self._has_raw_ids = bool(self._indexes) or (isinstance(model, nn.Module) and has_collisions(model))
         self.first_devices = Receiver(tables, dense, self.raw_ids() if self._has_raw_ids else {}).devices
         self._found: tuple[object, Receiver] | None = None  # what the last receiver depends on, and it
+        self._memory = _memory(model)  # at the last call of has_moved()
+
+    def has_moved(self) -> bool:
+        """Return True if a plain tensor of the model was replaced since the last call."""
+        before, self._memory = self._memory, _memory(self._model)
+        return before != self._memory
 
     def resolve(self, manifest: Manifest) -> Receiver:
         """Return the model's current tensors for a version. Raise ModelMismatchError if the version does not fit."""

@@ -86,6 +86,10 @@ class SinkWriter(Forkable):
         del manifest, receiver
         return True
 
+    def has_moved(self) -> bool:
+        """Return False: the tables of a row store are never replaced."""
+        return False
+
     def reading(self) -> AbstractContextManager[Served]:
         """Raise InvalidArgumentError. For lookups, use a reader of the row store instead."""
         raise InvalidArgumentError("reading()", "with a row store", "Use a reader of the row store, such as LmdbRows")

@@ -244,6 +244,34 @@ def test_a_table_that_is_replaced_while_a_predictor_runs_is_written_from_a_snaps
     assert _same(model, trainer.tables)
 
 
+@pytest.mark.parametrize("is_pinned", [False, True])
+@pytest.mark.parametrize("rule", ["stop", "continue"])
+def test_a_table_that_is_replaced_while_no_version_comes_is_noticed(rule: OnModelChange, is_pinned: bool) -> None:
+    trainer = _Trainer()
+    trainer.restart(_OLD)
+    newest = trainer.train(1)
+    model = _model(_OLD)
+    predictor = _predictor(model, trainer.storage, rule, rollout=Rollout(follows_pins=is_pinned))
+    if is_pinned:
+        pin_version(trainer.storage, newest)
+    predictor.sync()
+    model["b"] = torch.zeros(4, 2)
+    if rule == "stop":
+        with pytest.raises(ModelMismatchError, match="table 'b'"):
+            predictor.sync()
+    else:
+        assert predictor.sync() == newest
+        assert _same(model, _expected(model, trainer.tables))
+        assert "rows from 4 on are left out" in predictor.status().differences[0]
+    model["b"] = torch.zeros(6, 2)
+    assert predictor.sync() == newest
+    assert _same(model, trainer.tables)
+    num_rows = predictor.status().counts.rows
+    model["b"] = model["b"].clone()  # a move of the model
+    assert predictor.sync() == newest
+    assert predictor.status().counts.rows == num_rows
+
+
 def test_a_restarted_predictor_of_the_same_model_reads_no_snapshot() -> None:
     trainer = _Trainer()
     trainer.restart({**_OLD, "b": (9, 2)})

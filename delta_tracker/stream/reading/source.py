@@ -165,6 +165,8 @@ class Sources:
 
     def due(self) -> list[Source]:
         """Return the current source, and then the others that may be read, in the order of preference."""
+        if len(self.all) == 1:
+            return [self.current]
         now = self._monotonic()
         others = [each for each in self.all if each is not self.current and now >= self._due_at[each.number]]
         return [self.current, *others]
