@@ -16,6 +16,7 @@ The state is a dict with these keys:
   - ``collisions``: FQN of each table with managed collisions to the state of its module on this rank, see
     :func:`~delta_tracker.sharding.collision_states.collision_state`.
   - ``batches``: number of steps of the tracker.
+  - ``parameters``: name of each torch optimizer in ``training`` or ``rank`` to the result of :func:`group_names`.
 
 - ``training``, empty except on rank 0, and ``rank``: states of the user's objects by name.
 - ``data``: state of the :class:`~delta_tracker.DataPosition`; None if there is none.
@@ -25,7 +26,7 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol, runtime_checkable
@@ -37,7 +38,7 @@ from delta_tracker.arguments import check_seconds, check_type
 from delta_tracker.errors import InvalidArgumentError, UnfinishedStepError, UnsupportedModelError
 from delta_tracker.publisher.host_copies import SelectedRows
 from delta_tracker.sharding.collision_states import collision_state
-from delta_tracker.sharding.dense import dense_tensors
+from delta_tracker.sharding.dense import dense_tensors, parameter_names
 from delta_tracker.sharding.torchrec_api import Torchrec
 from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.format.state_tree import StateTree, flatten
@@ -221,10 +222,14 @@ class TrainingCuts:
         with the path of a value that cannot be encoded, and propagates errors of ``state_dict`` methods.
         """
         position = self._progress.data_position
+        training, rank = _states("training_state", self._training), _states("rank_state", self._rank)
+        names, objects = parameter_names(self._live.model), {**self._training, **self._rank}
+        grouped = {name: group_names(objects[name], each, names) for name, each in {**training, **rank}.items()}
+        parameters = {name: groups for name, groups in grouped.items() if groups is not None}
         state = {
-            "library": self._library(published),
-            "training": _states("training_state", self._training),
-            "rank": _states("rank_state", self._rank),
+            "library": {**self._library(published), "parameters": parameters},
+            "training": training,
+            "rank": rank,
             "data": None if position is None else position.state_dict(),
         }
         tree = flatten(state, "state", paths={"training": "training_state", "rank": "rank_state"})
@@ -310,6 +315,29 @@ def _states(argument: str, objects: Mapping[str, Stateful]) -> dict[str, object]
                 "Call its save_param_groups(True): its state has no param_groups, so its learning rate would be lost"
             )
             raise InvalidArgumentError(f"{argument}[{name!r}]", type(value), remedy)
+    return found
+
+
+def group_names(
+    optimizer: object, state: object, names: Mapping[int, Sequence[str]]
+) -> list[list[Sequence[str]]] | None:
+    """Return the names of the parameters of each group of an optimizer, in the order in which ``state`` numbers them.
+
+    ``names`` is the result of :func:`~delta_tracker.sharding.dense.parameter_names`. A parameter outside the model has
+    its name in the group's ``param_names`` as its only name, or no name. None for an object whose state does not number
+    parameters, such as TorchRec's optimizers, which use names instead.
+    """
+    groups: list[dict[str, Any]] = getattr(optimizer, "param_groups", None) or []
+    numbered = state.get("param_groups") if isinstance(state, Mapping) else None
+    if not groups or not isinstance(numbered, list) or len(groups) != len(numbered):
+        return None
+    found = []
+    for group, each in zip(groups, numbered, strict=True):
+        held, numbers = list(group["params"]), each.get("params", ())
+        if len(held) != len(numbers) or not all(isinstance(number, int) for number in numbers):
+            return None
+        own = [[f"{name} (param_names)"] for name in group.get("param_names", ())] or [[] for _ in held]
+        found.append([names.get(id(parameter), other) for parameter, other in zip(held, own, strict=True)])
     return found
 
 

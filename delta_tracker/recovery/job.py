@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -25,7 +25,8 @@ from delta_tracker.errors import (
     UnfinishedStepError,
 )
 from delta_tracker.predictor.model_fit import OnModelChange
-from delta_tracker.publisher.training import Recovery, Stateful, check_recovery
+from delta_tracker.publisher.training import Recovery, Stateful, check_recovery, group_names
+from delta_tracker.recovery.optimizer_parameters import GROUPS, OUTSIDE, Parameters, places, renumbered
 from delta_tracker.recovery.training_states import DATA, TrainingStates
 from delta_tracker.sharding.local_shard import LocalShard
 from delta_tracker.sharding.optimizer_rows import table_states
@@ -41,7 +42,6 @@ _REMEDY = (
     "DistributedDataParallel, but modules inside it, build it with find_unused_parameters=True, or pass "
     "init_data_parallel=False to DistributedModelParallel"
 )
-GROUPS = "param_groups"
 # Schedulers add these keys to the groups of an optimizer; a job may ignore its scheduler. Names of parameters are
 # optional, and the parameters are compared on their own.
 _OPTIONAL = {"initial_lr", "swa_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "param_names", "params"}
@@ -113,11 +113,12 @@ class LocalJob:
                     remedy = "Call restore() between two batches, without a pipeline that has looked up rows"
                     raise InvalidArgumentError("model", error.reason, remedy) from error
 
-    def load(self, states: TrainingStates, ignore: Collection[str]) -> None:
+    def load(self, states: TrainingStates, ignore: Collection[str], parameters: Parameters) -> None:
         """Load the training states of a version into all objects that are not in ``ignore``."""
         for name, each in self.recovery.training_state.items():
             if name not in ignore:
-                self._load(f"training_state[{name!r}]", each.load_state_dict, states.load(0, "training", name))
+                state = _renumbered(states.load(0, "training", name), each, states, (0, "training", name), parameters)
+                self._load(f"training_state[{name!r}]", each.load_state_dict, state)
         # The data is first: its loader could draw numbers from random generators, which are usually in rank_state.
         of_rank: dict[str, Any] = {**({} if self.data is None else {DATA: self.data}), **self.recovery.rank_state}
         for name, each in of_rank.items():
@@ -125,7 +126,9 @@ class LocalJob:
                 continue
             what = DATA if each is self.data else f"rank_state[{name!r}]"
             if self.world_size == states.world_size:
-                self._load(what, each.load_state_dict, states.of_rank(self.rank, name))
+                state = states.of_rank(self.rank, name)
+                state = _renumbered(state, each, states, (self.rank, "rank", name), parameters)
+                self._load(what, each.load_state_dict, state)
             else:
                 self._load(what, each.load_rank_states, states.of_all_ranks(name))
 
@@ -305,7 +308,12 @@ def _listed(states: TableStates) -> str:
 
 
 def check_objects(
-    argument: str, objects: Mapping[str, Stateful], states: TrainingStates, rank: int, ignore: Collection[str]
+    argument: str,
+    objects: Mapping[str, Stateful],
+    states: TrainingStates,
+    rank: int,
+    ignore: Collection[str],
+    parameters: Parameters,
 ) -> None:
     """Check that the optimizers and schedulers in ``objects`` can load the saved states of ``rank``. Reads no tensors.
 
@@ -317,39 +325,90 @@ def check_objects(
         what = f"{argument}[{name!r}]"
         path = (argument.removesuffix("_state"), name)
         if getattr(each, GROUPS, None):
-            _check_groups(what, each, states, rank, path)
+            _check_groups(what, each, states, (rank, *path), parameters)
         elif isinstance(each, LRScheduler):
             _check_scheduler(what, each, states, rank, path)
 
 
-def _check_groups(what: str, optimizer: Stateful, states: TrainingStates, rank: int, path: tuple[str, str]) -> None:
+def _check_groups(
+    what: str, optimizer: Stateful, states: TrainingStates, path: tuple[int, str, str], parameters: Parameters
+) -> None:
     own = optimizer.state_dict()
     if not (isinstance(own, Mapping) and GROUPS in own):
         remedy = "Call its save_param_groups(True): its state has no param_groups, so its learning rate would be lost"
         raise InvalidArgumentError(what, type(optimizer), remedy)
-    fields = states.fields(rank, *path)
+    fields = states.fields(*path)
     if fields is None or GROUPS not in fields:
         kind = f"that of an optimizer ({type(optimizer).__name__})"
         raise RestoreMismatchError(f"the state of {what}", f"another one, with the keys {fields or 'none'},", kind)
-    saved_groups, own_groups = states.load(rank, *path, GROUPS), own[GROUPS]
+    saved_groups, own_groups = states.load(*path, GROUPS), own[GROUPS]
     saved_names, own_names = _parameters(saved_groups), _parameters(own_groups)
     is_keyed = any(isinstance(name, str) for names in own_names for name in names)
     if is_keyed:  # TorchRec's optimizers, which load groups and states by the names of the parameters
-        saved_states = states.fields(rank, *path, "state") or []
+        saved_states = states.fields(*path, "state") or []
         own_states = sorted(map(str, own["state"]))
         check_same(f"the list of parameters with a state of {what}", sorted(saved_states), own_states)
         saved_groups, own_groups = _by_parameters(saved_groups), _by_parameters(own_groups)
         saved_names, own_names = _parameters(saved_groups), _parameters(own_groups)
+    matching = _matching(optimizer, own, states, path, parameters)
+    if matching is not None:
+        check_same(f"the number of groups of {what}", len(saved_groups), len(own_groups))
+        _check_matching(what, path[-1], *matching, is_ordered=isinstance(optimizer, optim.LBFGS))
     else:
-        saved_sizes, own_sizes = [[len(names) for names in each] for each in (saved_names, own_names)]
-        check_same(f"the list of the numbers of parameters of each group of {what}", saved_sizes, own_sizes)
-    check_same(f"the list of the parameters of each group of {what}", saved_names, own_names)
+        if not is_keyed:
+            saved_sizes, own_sizes = [[len(names) for names in each] for each in (saved_names, own_names)]
+            check_same(f"the list of the numbers of parameters of each group of {what}", saved_sizes, own_sizes)
+        check_same(f"the list of the parameters of each group of {what}", saved_names, own_names)
+    if not (is_keyed or parameters.is_same) and (matching is None or f"{OUTSIDE} (2)" in matching[1]):
+        raise RestoreMismatchError(
+            f"the list of the names of the parameters of {what}",
+            "missing",
+            "needed, because tables or dense tensors changed or moved",
+            f"Name {path[-1]!r} in ignore={{...}}, or restore the unchanged job first and publish a version with names",
+        )
     optional = set() if is_keyed else _OPTIONAL
     for number, (saved, found) in enumerate(zip(saved_groups, own_groups, strict=True)):
         group = f"param_groups[{number}] of {what}"
         _check_keys(f"keys that differ in {group}", saved.keys() - optional, found.keys() - optional)
         if _CLASS_KEY in saved:
             check_same(f"{_CLASS_KEY} in {group}", saved[_CLASS_KEY], found[_CLASS_KEY])
+
+
+def _matching(
+    each: Stateful, own: object, states: TrainingStates, path: tuple[int, str, str], parameters: Parameters
+) -> tuple[dict[str, tuple[int, int]], dict[str, tuple[int, int]]] | None:
+    """Return the places of the parameters to restore in the version and in the job; None if either has no names."""
+    saved, found = states.parameters(*path), group_names(each, own, parameters.names)
+    if saved is None or found is None:
+        return None
+    kept = () if isinstance(each, optim.LBFGS) else parameters.kept  # its state is that of all parameters
+    return places(saved, kept), places(found, kept)
+
+
+def _check_matching(
+    what: str, name: str, saved: Mapping[str, tuple[int, int]], own: Mapping[str, tuple[int, int]], *, is_ordered: bool
+) -> None:
+    remedy = f"Name {name!r} in ignore={{...}}, or give the optimizer the parameters that it had, in the same groups"
+    _check_keys(f"parameters that differ in {what}", saved, own, remedy)
+    for parameter, (group, _) in saved.items():
+        if group != own[parameter][0]:
+            raise RestoreMismatchError(f"the group of {parameter!r} in {what}", group, own[parameter][0], remedy)
+    if is_ordered and list(saved) != list(own):
+        raise RestoreMismatchError(f"the order of the parameters of {what}", list(saved), list(own), remedy)
+
+
+def _renumbered(
+    state: Any,  # noqa: ANN401  the state of an object of the user
+    each: Stateful,
+    states: TrainingStates,
+    path: tuple[int, str, str],
+    parameters: Parameters,
+) -> Any:  # noqa: ANN401
+    if not getattr(each, GROUPS, None):
+        return state
+    own = each.state_dict()
+    matching = _matching(each, own, states, path, parameters)
+    return state if matching is None else renumbered(state, own, *matching)
 
 
 def _check_scheduler(what: str, scheduler: LRScheduler, states: TrainingStates, rank: int, path: Sequence[str]) -> None:

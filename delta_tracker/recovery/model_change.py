@@ -7,8 +7,10 @@ from dataclasses import dataclass, replace
 
 from delta_tracker.errors import RestoreMismatchError
 from delta_tracker.predictor.model_fit import fit
-from delta_tracker.recovery.job import GROUPS, Job, LocalJob, Saved, check_objects, check_optimizer
+from delta_tracker.recovery.job import Job, LocalJob, Saved, check_objects, check_optimizer
+from delta_tracker.recovery.optimizer_parameters import GROUPS, Parameters
 from delta_tracker.recovery.training_states import TrainingStates
+from delta_tracker.sharding.dense import parameter_names
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.types import TableSpec
 
@@ -22,6 +24,7 @@ class Change:
         stateless: FQNs of the tables whose rows are restored without their optimizer states.
         ignore: names of everything that is not restored.
         differences: messages, one for each item that is not restored or only partly restored.
+        parameters: parameters of the job's model, to match those of torch optimizers.
         unloaded: names of ignored per-rank states for the user to load; empty if the number of ranks is the same.
     """
 
@@ -29,17 +32,22 @@ class Change:
     stateless: Collection[str] = ()
     ignore: Collection[str] = ()
     differences: tuple[str, ...] = ()
+    parameters: Parameters
     unloaded: Collection[str] = ()
 
 
 def change_of(
     last: Manifest, saved: Saved, own: Job, job: LocalJob, states: TrainingStates, with_raw_ids: Collection[str]
 ) -> Change:
-    """Return what a restore of ``last`` leaves out because it is missing or different in the version or the job.
+    """Return what a restore of ``last`` leaves out: ``job.ignore``, and what is missing or different on either side.
 
-    ``with_raw_ids`` contains the FQNs of the job's tables with managed collisions. If a parameter changed, the states
-    of all non-fused optimizers are left out, because these states do not name their parameters.
+    Nothing is compared with ``on_model_change="stop"``. ``with_raw_ids`` contains the FQNs of the job's tables with
+    managed collisions. If a parameter changed, a non-fused optimizer whose saved parameters have no names is left out.
     """
+    is_same, names = _has_same_parameters(last, saved, own, set(job.ignore)), parameter_names(job.model)
+    if job.on_model_change == "stop":
+        parameters = Parameters(names, _kept(saved, own, job.ignore), is_same)
+        return Change(tables=last.tables, ignore=job.ignore, parameters=parameters)
     ignore, rank = set(job.ignore), job.rank if states.world_size == job.world_size else None
     entry = replace(last, dense=saved.dense).having(lambda name: name not in ignore)
     found = fit(entry, {fqn: shard.table for fqn, shard in own.shards.items()}, own.dense, with_raw_ids)
@@ -47,36 +55,55 @@ def change_of(
     for name in sorted({*own.shards, *own.dense} - {*saved.tables, *saved.dense} - ignore):
         differences[name] = f"{name!r} is missing in the version: it keeps its values"
     stateless = {fqn for fqn in found.tables if fqn in differences and fqn not in saved.states and fqn not in own.fused}
+    differences |= {f"{fqn} states": f"the states of {fqn!r} are not restored" for fqn in sorted(stateless)}
     for fqn in found.tables.keys() - stateless:
         try:
             check_optimizer(fqn, saved, own)
         except RestoreMismatchError as error:
             stateless.add(fqn)
             differences[f"{fqn} states"] = f"{_difference(error)}: the states of {fqn!r} are not restored"
-    is_same = all(name.removesuffix(" states") in own.fused for name in differences)
-    is_same = is_same and _has_same_parameters(last, saved, own, ignore)
+    is_same = is_same and all(name.removesuffix(" states") in own.fused for name in differences)
+    left_out = {*ignore, *stateless, *(differences.keys() - found.tables.keys() - set(found.dense))}
+    parameters = Parameters(names, _kept(saved, own, left_out), is_same)
     own_names, saved_names = {*own.training, *own.rank}, {*saved.training, *saved.rank}
     for name in sorted((own_names ^ saved_names) - ignore):
         where = "this job" if name in saved_names else "the version"
         differences[name] = f"the state {name!r} is missing in {where}: it is not restored"
-    for argument, source in (("training_state", 0), ("rank_state", rank)):
-        for name, each in getattr(job.recovery, argument).items():
-            if name in ignore or name in differences:
-                continue
-            if not is_same and getattr(each, GROUPS, None):
-                differences[name] = f"parameters of the optimizer {name!r} may have changed: it is not restored"
-                continue
-            try:
-                check_objects(argument, {} if source is None else {name: each}, states, source or 0, ())
-            except RestoreMismatchError as error:
-                differences[name] = f"{_difference(error)}: it is not restored"
+    differences |= _unfit_objects(job, states, rank, ignore | differences.keys(), parameters)
     kept = {*found.tables, *found.dense}
     return Change(
         tables={**last.tables, **found.tables},
         stateless=stateless,
         ignore=ignore | {name for name in differences if name not in kept and not name.endswith(" states")},
         differences=tuple(differences.values()),
+        parameters=parameters,
     )
+
+
+def _unfit_objects(
+    job: LocalJob, states: TrainingStates, rank: int | None, left_out: Collection[str], parameters: Parameters
+) -> dict[str, str]:
+    """Return why the state of each object that is not in ``left_out`` is not restored, by name."""
+    found = {}
+    for argument, source in (("training_state", 0), ("rank_state", rank)):
+        for name, each in getattr(job.recovery, argument).items():
+            if name in left_out:
+                continue
+            path = source or 0, argument.removesuffix("_state"), name
+            if not parameters.is_same and getattr(each, GROUPS, None) and states.parameters(*path) is None:
+                found[name] = f"parameters of the optimizer {name!r} may have changed: it is not restored"
+                continue
+            try:
+                check_objects(argument, {} if source is None else {name: each}, states, path[0], (), parameters)
+            except RestoreMismatchError as error:
+                found[name] = f"{_difference(error)}: it is not restored"
+    return found
+
+
+def _kept(saved: Saved, own: Job, left_out: Collection[str]) -> set[str]:
+    """Return the names of the parameters that are in ``left_out`` or whose optimizer is fused."""
+    fused = {*saved.states, *own.fused}
+    return {*left_out, *(f"{fqn}.weight" for fqn in {*saved.tables, *own.shards} if fqn in fused or fqn in left_out)}
 
 
 def _has_same_parameters(last: Manifest, saved: Saved, own: Job, ignore: Collection[str]) -> bool:

@@ -158,14 +158,12 @@ def prepare(log: StreamLog, path: Sequence[Manifest], job: LocalJob, applied: Ma
         rank=rank_names,
         world_size=states.world_size,
     )
-    change = Change(tables=last.tables, ignore=job.ignore)
-    if job.on_model_change == "continue":
-        change = change_of(last, saved, described, job, states, every_owner.keys())
+    change = change_of(last, saved, described, job, states, every_owner.keys())
     ignore, stateless = change.ignore, change.stateless
     check_fit(replace(saved, tables=change.tables), described, ignore, stateless)
-    check_objects("training_state", job.recovery.training_state, states, 0, ignore)
+    check_objects("training_state", job.recovery.training_state, states, 0, ignore, change.parameters)
     if is_same:
-        check_objects("rank_state", job.recovery.rank_state, states, own, ignore)
+        check_objects("rank_state", job.recovery.rank_state, states, own, ignore, change.parameters)
     for name, tensor in buffers.items():
         if name not in ignore and described.dense.get(name) != spec_of(tensor):
             raise RestoreMismatchError(f"the buffer {name!r}", spec_of(tensor), described.dense.get(name) or "missing")

@@ -194,7 +194,7 @@ class Restoration:
 
     def _load(self, plan: Plan) -> dict[str, Any]:
         job = self.job
-        job.load(plan.states, plan.change.ignore)
+        job.load(plan.states, plan.change.ignore, plan.change.parameters)
         self._unloaded = {name: plan.states.of_all_ranks(name) for name in plan.change.unloaded}
         if job.tracker is not None:
             job.tracker.checkpoint.restore_from_stream(plan.last.batches[1], *plan.consumers)

@@ -114,6 +114,20 @@ class TrainingStates:
             raise self._error(rank, "shards", f"it has no tables {missing}")
         return {fqn: found[fqn] for fqn in tables}
 
+    def parameters(self, rank: int, kind: str, name: str) -> list[list[list[str]]] | None:
+        """Return the names of the parameters of each group of the optimizer ``name``; None if it was saved without.
+
+        See :func:`~delta_tracker.publisher.training.group_names`. ``kind`` is ``"training"`` or ``"rank"``.
+        """
+        if "parameters" not in self.keys(rank, "library"):
+            return None
+        found = self._library(rank, "parameters", dict[str, list[list[list[str]]]]).get(name)
+        if found is not None:
+            sizes = [len(group["params"]) for group in self.load(rank, kind, name, "param_groups")]
+            if sizes != [len(group) for group in found]:
+                raise self._error(rank, "parameters", f"{name!r} has {sizes} parameters in its groups")
+        return found
+
     def dense(self) -> dict[str, Tensor]:
         """Return the dense tensors that are in the training states instead of the parts of the version, by name."""
         return self._library(0, "dense", dict[str, Tensor])

@@ -91,6 +91,16 @@ def _parts(dense: DenseChoice) -> list[tuple[str, str | nn.Module]]:
     return found
 
 
+def parameter_names(model: nn.Module) -> dict[int, list[str]]:
+    """Return all names of each parameter of a model on this rank, ascending, by the parameter's ``id()``."""
+    torchrec, found = Torchrec(), dict[int, set[str]]()
+    for fqn, module in walk(model, torchrec):
+        is_leaf = torchrec.holder(module) is not None or has_unknown_rows(module, torchrec)
+        for name, parameter in module.named_parameters(fqn, recurse=is_leaf, remove_duplicate=False):
+            found.setdefault(id(parameter), set()).add(name)
+    return {address: sorted(names) for address, names in found.items()}
+
+
 def dense_parameters(model: nn.Module, tables: Collection[str]) -> list[str]:
     """Return the names of the trainable parameters that are not split over ranks, except weights of ``tables``."""
     every = _tensors(model, model)

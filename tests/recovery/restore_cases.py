@@ -177,7 +177,18 @@ class Trainer:
         }
         states = {name: each.state_dict() for name, each in (*self.training_state.items(), *self.rank_state.items())}
         states["data"] = self.data.state_dict()
-        return {"tables": tables, "dense": dense, "states": states, "batches": self.tracker.num_batches}
+        moments = {
+            name.removesuffix(".weight"): {key: value.clone() for key, value in self.optimizer.state[parameter].items()}
+            for name, parameter in self.model.named_parameters()
+            if parameter in self.optimizer.state
+        }
+        return {
+            "moments": moments,
+            "tables": tables,
+            "dense": dense,
+            "states": states,
+            "batches": self.tracker.num_batches,
+        }
 
 
 def published(rank: int, world_size: int, path: str, spec: dict[str, Any]) -> None:

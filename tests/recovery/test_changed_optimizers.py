@@ -1,51 +1,140 @@
-"""Optimizers that torch steps, restored into a job whose parameters may have changed."""
+"""Optimizers that torch steps, restored into a job whose parameters changed, moved or are ignored."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from unittest import mock
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn, optim
 
 from delta_tracker import ModelDeltaTracker, Publisher, Recovery, Storage, restore
+from delta_tracker.errors import RestoreMismatchError
+from delta_tracker.publisher import training
+
+_Groups = Callable[[nn.Module], optim.Optimizer]
 
 
-def _job(sizes: Mapping[str, int]) -> tuple[nn.ModuleDict, torch.optim.Optimizer]:
-    model = nn.ModuleDict({name: nn.EmbeddingBag(size, 2, sparse=True) for name, size in sizes.items()})
-    return model, torch.optim.Adagrad(model.parameters(), lr=0.1)
+class _Model(nn.Module):
+    """Tables of the sizes that are numbers, and dense layers of the widths that are lists."""
+
+    def __init__(self, sizes: Mapping[str, int | list[int]]) -> None:
+        super().__init__()
+        for name, size in sizes.items():
+            layer = nn.EmbeddingBag(size, 2) if isinstance(size, int) else nn.Linear(*size, bias=False)
+            self.add_module(name, layer)
+
+    def states(self, optimizer: optim.Optimizer, name: str = "exp_avg") -> dict[str, Tensor]:
+        return {
+            key: optimizer.state[parameter][name].clone()
+            for key, parameter in self.named_parameters()
+            if name in optimizer.state[parameter]
+        }
 
 
-def _sums(model: nn.ModuleDict, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    return {name: optimizer.state[bag.weight]["sum"].clone() for name, bag in model.items()}
+def _adam(model: nn.Module) -> optim.Optimizer:
+    return optim.Adam(model.parameters(), lr=0.1)
+
+
+def _step(model: nn.Module, optimizer: optim.Optimizer) -> None:
+    for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+        parameter.grad = torch.randn(parameter.shape)
+    optimizer.step()
+
+
+@contextmanager
+def _without_names() -> Iterator[None]:
+    """Publish as a release that did not save the names of the parameters."""
+    with mock.patch.object(training, "group_names", return_value=None):
+        yield
+
+
+def _publish(sizes: Mapping[str, int | list[int]], build: _Groups = _adam) -> tuple[Storage, dict[str, Tensor]]:
+    """Train and publish; return the stream and the optimizer's states."""
+    torch.manual_seed(1)
+    storage, model = Storage("memory://"), _Model(sizes)
+    optimizer, tracker = build(model), ModelDeltaTracker(model)
+    _step(model, optimizer)
+    tracker.step()
+    with Publisher(tracker, storage, recovery=Recovery(training_state={"optimizer": optimizer})) as publisher:
+        publisher.publish()
+    tracker.detach()
+    return storage, model.states(optimizer)
+
+
+_SIZES: dict[str, int | list[int]] = {"a": 6, "b": 6, "c": [2, 2], "d": [2, 2]}
+_CASES: list[tuple[dict[str, int | list[int]], list[str], list[str]]] = [
+    (_SIZES, [], []),
+    ({"b": 6, "a": 6, "c": [2, 2], "d": [2, 2]}, [], []),
+    ({"d": [2, 2], "b": 6, "c": [2, 2], "a": 6}, [], []),
+    (_SIZES, ["a"], ["a"]),
+    ({"b": 6, "c": [2, 2], "d": [2, 2]}, ["a"], []),
+    ({"new": 6, **_SIZES}, ["new"], ["new"]),
+    ({"a": 9, "b": 6, "d": [2, 2], "c": [2, 2]}, ["a"], ["a"]),
+    ({"b": 6, "d": [2, 2], "e": [2, 2], "a": 6}, ["c.weight", "e.weight"], ["e"]),
+]
+
+
+@pytest.mark.parametrize(("sizes", "ignore", "kept"), _CASES)
+@pytest.mark.parametrize("is_trained", [True, False])
+@pytest.mark.parametrize("on_model_change", ["stop", "continue"])
+def test_states_follow_the_names_of_their_parameters(
+    sizes: Mapping[str, int | list[int]],
+    ignore: Collection[str],
+    kept: Collection[str],
+    on_model_change: str,
+    *,
+    is_trained: bool,
+) -> None:
+    storage, saved = _publish(_SIZES)
+    model = _Model(sizes)
+    optimizer = optim.Adam(model.parameters(), lr=0.3)
+    if is_trained:
+        _step(model, optimizer)
+    before = model.states(optimizer)
+    recovery = Recovery(training_state={"optimizer": optimizer})
+    names = ignore if on_model_change == "stop" else [name for name in ignore if name in ("a", "c.weight")]
+    restored = restore(model, storage, recovery=recovery, ignore=names, on_model_change=on_model_change)
+    assert "optimizer" not in str(restored.differences)
+    expected = {f"{name}.weight": (before if name in kept else saved).get(f"{name}.weight") for name in sizes}
+    found = model.states(optimizer)
+    assert found.keys() == {name for name, each in expected.items() if each is not None}
+    assert all(torch.equal(each, expected[name]) for name, each in found.items())
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    _step(model, optimizer)
 
 
 @pytest.mark.parametrize(
     ("sizes", "ignore", "is_same"),
     [
-        ({"a": 6, "b": 6}, (), True),
-        ({"a": 6, "b": 6}, ["a"], True),
-        ({"b": 6, "a": 6}, (), False),
-        ({"a": 6, "b": 9}, ["b"], False),
-        ({"a": 6, "c": 6}, ["b", "c"], False),
+        (_SIZES, [], True),
+        (_SIZES, ["a"], True),
+        (_CASES[1][0], [], False),
+        (_CASES[2][0], [], False),
+        ({"a": 9, "b": 6, "c": [2, 2], "d": [2, 2]}, ["a"], False),
+        ({"new": 6, "b": 6, "c": [2, 2], "d": [2, 2]}, ["a", "new"], False),
+        ({"b": 6, "a": 6, "c": [2, 2], "d": [2, 2]}, ["optimizer"], True),
     ],
 )
-def test_states_are_restored_only_if_the_parameters_are_the_same(
-    sizes: Mapping[str, int], ignore: Collection[str], is_same: bool
+def test_a_stream_without_names_is_restored_only_where_the_order_is_the_same(
+    sizes: Mapping[str, int | list[int]], ignore: Collection[str], *, is_same: bool
 ) -> None:
-    storage = Storage("memory://")
-    model, optimizer = _job({"a": 6, "b": 6})
-    tracker, recovery = ModelDeltaTracker(model), Recovery(training_state={"optimizer": optimizer})
-    (model["a"](torch.tensor([[1]])).sum() + model["b"](torch.tensor([[2]])).sum()).backward()
-    optimizer.step()
-    tracker.step()
-    with Publisher(tracker, storage, recovery=recovery) as publisher:
-        publisher.publish()
-    tracker.detach()
-    saved = _sums(model, optimizer)
-    model, optimizer = _job(sizes)
-    before, recovery = _sums(model, optimizer), Recovery(training_state={"optimizer": optimizer})
-    restored = restore(model, storage, recovery=recovery, ignore=ignore, on_model_change="continue")
-    assert ("optimizer" in str(restored.differences)) != is_same
-    expected = saved if is_same else before
-    assert all(torch.equal(each, expected[name]) for name, each in _sums(model, optimizer).items())
+    with _without_names():
+        storage, saved = _publish(_SIZES)
+    model = _Model(sizes)
+    optimizer = _adam(model)
+    _step(model, optimizer)
+    before, recovery = model.states(optimizer), Recovery(training_state={"optimizer": optimizer})
+    if not is_same:
+        with pytest.raises(
+            RestoreMismatchError, match=r"names of the parameters of training_state\['optimizer'\] is mi"
+        ):
+            restore(model, storage, recovery=recovery, ignore=ignore)
+        restored = restore(model, storage, recovery=recovery, ignore=ignore, on_model_change="continue")
+        assert "parameters of the optimizer 'optimizer' may have changed" in str(restored.differences)
+    else:
+        restore(model, storage, recovery=recovery, ignore=ignore)
+    expected = saved if is_same and "optimizer" not in ignore else before
+    assert all(torch.equal(each, expected[name]) for name, each in model.states(optimizer).items())

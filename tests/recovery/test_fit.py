@@ -15,6 +15,7 @@ from torchrec.optim.keyed import KeyedOptimizerWrapper
 
 from delta_tracker.errors import InvalidArgumentError, RestoreMismatchError
 from delta_tracker.recovery.job import Job, Saved, check_fit, check_objects
+from delta_tracker.recovery.optimizer_parameters import Parameters
 from delta_tracker.recovery.training_states import DATA, TrainingStates
 from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.format.manifest import Block, DenseSpec, Part
@@ -204,8 +205,10 @@ def _groups(*counts: int) -> optim.Adam:
 def _check(saved: Any, found: Any) -> None:
     writer = Writer(Storage("memory://"), states=_SUMS)
     state = saved if isinstance(saved, int | list) else saved.state_dict()
-    writer.training.append(pack({"training": {"each": state}, "rank": {}, "data": None}, "state"))
-    check_objects("training_state", {"each": found}, TrainingStates(writer.storage, writer.snapshot()), 0, [])
+    writer.training.append(pack({"library": {}, "training": {"each": state}}, "state"))
+    check_objects(
+        "training_state", {"each": found}, TrainingStates(writer.storage, writer.snapshot()), 0, [], Parameters()
+    )
 
 
 @pytest.mark.parametrize(
