@@ -182,23 +182,10 @@ class EventLog:
             self.dropped("overrun")
         self._wake()
 
-    def is_enabled(self, name: str, severity: Severity = Severity.INFO) -> bool:
-        """Return True if the rule for ``name`` accepts ``severity``. Use this to skip computing an event's data.
-
-        Does not check the limits on the rate or the sampling.
-        """
-        return severity >= (self._gates.get(name) or self._gate(name)).rule.severity
-
     def rule(self, pattern: str, rule: EventRule) -> None:
         """Set the rule for events whose names match a shell pattern. If several rules match, the last one applies."""
         self._rules = {**{key: old for key, old in self._rules.items() if key != pattern}, pattern: rule}
         self._gates = {}
-
-    def subscribe(self, pattern: str, handler: Handler, severity: Severity = Severity.DEBUG) -> Subscription:
-        """Subscribe a handler to events; see :meth:`~delta_tracker.monitor.monitor.Monitor.on`."""
-        subscription = Subscription(self, pattern, severity, handler)
-        self.subscriptions = (*self.subscriptions, subscription)
-        return subscription
 
     def take(self) -> list[Event]:
         """Remove all queued events and return them, oldest first."""

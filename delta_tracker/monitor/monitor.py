@@ -212,7 +212,9 @@ class Monitor(Forkable):
         Raises InvalidArgumentError if ``handler`` is not callable.
         """
         check_function("handler", handler, "lambda event: print(event.message)")
-        return self.events.subscribe(pattern, handler, severity)
+        subscription = Subscription(self.events, pattern, severity, handler)
+        self.events.subscriptions = (*self.events.subscriptions, subscription)
+        return subscription
 
     def limit_events(self, pattern: str, **rule: Any) -> None:  # noqa: ANN401  the fields of EventRule
         """Limit the events whose names match a shell pattern by severity, rate or random sampling.

@@ -4,6 +4,8 @@ To record these metrics, call
 ``monitor.registry.add_source(NvmlMetrics(monitor.registry, grams_per_kilowatt_hour=380))``.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from delta_tracker.errors import InvalidArgumentError, import_optional
@@ -11,8 +13,7 @@ from delta_tracker.monitor.polled_stats import MetricSource, Passive, Readings
 from delta_tracker.monitor.registry import Registry
 from delta_tracker.monitor.stat import Definition, Kind
 
-_MILLI = 1e-3
-_JOULES_PER_KILOWATT_HOUR = 3_600_000
+_MILLIJOULES_PER_KILOWATT_HOUR = 3_600_000_000
 
 
 class NvmlMetrics(MetricSource):
@@ -37,19 +38,32 @@ class NvmlMetrics(MetricSource):
         self._nvml = pynvml = import_optional("pynvml", "nvidia-ml-py", "nvml")
         pynvml.nvmlInit()
         self._devices = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-        self._intensity = grams_per_kilowatt_hour
-        gauges = (
-            ("gpu_utilisation_ratio", "Fraction of time in which a kernel ran.", "ratio", self._utilisation),
-            ("gpu_memory_used_bytes", "Memory used by all processes.", "bytes", self._memory),
-            ("gpu_power_watts", "Power draw.", "watts", self._power),
-        )
-        counters = [("gpu_energy_joules", "Energy used since the driver was loaded.", "joules", self._energy)]
-        if self._intensity is not None:
-            counters.append(("gpu_emissions_grams", "Carbon dioxide of the energy used.", "grams", self._emissions))
+        rates, memory = pynvml.nvmlDeviceGetUtilizationRates, pynvml.nvmlDeviceGetMemoryInfo
+        power, energy = pynvml.nvmlDeviceGetPowerUsage, pynvml.nvmlDeviceGetTotalEnergyConsumption
+        gauge, counter = Kind.GAUGE, Kind.COUNTER
+        metrics: list[tuple[Kind, str, str, Callable[[Any], float]]] = [
+            (
+                gauge,
+                "gpu_utilisation_ratio",
+                "Fraction of time in which a kernel ran.",
+                lambda gpu: rates(gpu).gpu / 100,
+            ),
+            (gauge, "gpu_memory_used_bytes", "Memory used by all processes.", lambda gpu: memory(gpu).used),
+            (gauge, "gpu_power_watts", "Power draw.", lambda gpu: power(gpu) / 1000),
+            (counter, "gpu_energy_joules", "Energy used since the driver was loaded.", lambda gpu: energy(gpu) / 1000),
+        ]
+        if grams_per_kilowatt_hour is not None:
+            grams = grams_per_kilowatt_hour / _MILLIJOULES_PER_KILOWATT_HOUR
+            text = "Carbon dioxide of the energy used."
+            metrics.append((counter, "gpu_emissions_grams", text, lambda gpu: energy(gpu) * grams))
         self._passives = [
-            Passive(registry.define(Definition(name=name, kind=kind, help=text, unit=unit, labels=("device",))), read)
-            for kind, group in ((Kind.GAUGE, gauges), (Kind.COUNTER, counters))
-            for name, text, unit, read in group
+            Passive(
+                registry.define(
+                    Definition(name=name, kind=kind, help=text, unit=name.rpartition("_")[2], labels=("device",))
+                ),
+                partial(self._each, read),
+            )
+            for kind, name, text, read in metrics
         ]
 
     def read(self, *, is_last: bool) -> None:
@@ -57,26 +71,7 @@ class NvmlMetrics(MetricSource):
         for passive in self._passives:
             passive.read(is_last=is_last)
 
-    def _utilisation(self) -> Readings:
-        return self._each(lambda device: self._nvml.nvmlDeviceGetUtilizationRates(device).gpu / 100)
-
-    def _memory(self) -> Readings:
-        return self._each(lambda device: self._nvml.nvmlDeviceGetMemoryInfo(device).used)
-
-    def _power(self) -> Readings:
-        return self._each(lambda device: self._nvml.nvmlDeviceGetPowerUsage(device) * _MILLI)
-
-    def _energy(self) -> Readings:
-        return self._each(lambda device: self._nvml.nvmlDeviceGetTotalEnergyConsumption(device) * _MILLI)
-
-    def _emissions(self) -> Readings:
-        assert self._intensity is not None, "emissions are registered only with an intensity"
-        grams_per_joule = self._intensity / _JOULES_PER_KILOWATT_HOUR
-        return self._each(
-            lambda device: self._nvml.nvmlDeviceGetTotalEnergyConsumption(device) * _MILLI * grams_per_joule
-        )
-
-    def _each(self, read: Any) -> Readings:  # noqa: ANN401
+    def _each(self, read: Callable[[Any], float]) -> Readings:
         """Call ``read`` for each device and return the results by index. Omits devices that do not support the call."""
         found: dict[str | tuple[str, ...], float] = {}
         for index, device in enumerate(self._devices):

@@ -7,7 +7,6 @@ from delta_tracker.errors import import_optional
 from delta_tracker.monitor.buckets import LogBuckets
 from delta_tracker.monitor.clock import NS
 from delta_tracker.monitor.collection_report import CollectionReport, WindowReport
-from delta_tracker.monitor.event import Event
 from delta_tracker.monitor.names import Labels, label_pairs
 from delta_tracker.monitor.sinks.base_sink import Sink
 
@@ -34,7 +33,9 @@ class TensorBoardSink(Sink):
         for report in collection.windows:
             self._write_window(report)
         for event in collection.events:
-            self._write_event(event)
+            data = ", ".join(f"{key}={value}" for key, value in event.data.items())
+            text = f"{event.severity.name} {event.phase}: {event.message} {data}"
+            self._writer.add_text(event.name, text, walltime=event.time_ns * NS)
         self._writer.flush()
 
     def close(self) -> None:
@@ -64,11 +65,6 @@ class TensorBoardSink(Sink):
             global_step=report.window.axis_position,
             walltime=report.window.time_ns * NS,
         )
-
-    def _write_event(self, event: Event) -> None:
-        data = ", ".join(f"{key}={value}" for key, value in event.data.items())
-        text = f"{event.severity.name} {event.phase}: {event.message} {data}"
-        self._writer.add_text(event.name, text, walltime=event.time_ns * NS)
 
 
 def limits(buckets: LogBuckets) -> list[tuple[float, int]]:
