@@ -87,6 +87,15 @@ class PostLookupHook(Watcher):
         self._after_write = untraced(self._write_ends, self._omitted)
         handle: RemovableHandle = kernel.module.register_forward_hook(untraced(self._post_lookup, self._omitted))
         self._removals.append(handle.remove)
+        if kernel.has_cache:
+            handle = kernel.module.register_forward_pre_hook(untraced(self._pre_lookup, self._omitted))
+            self._removals.append(handle.remove)
+
+    def _pre_lookup(self, module: object, args: tuple[Any, ...]) -> None:
+        """Keep a lookup on a stream of its own from moving rows to and from the cache while a read flushes it."""
+        del module, args
+        if not is_capturing():
+            self._contained(self._listener.order_lookup, otherwise=None)
 
     def _post_lookup(self, module: object, args: tuple[Any, ...], output: Tensor) -> None:
         original = self._kernel.module

@@ -53,6 +53,11 @@ class Kernel:
     def _cached(self) -> list[CachedTable | None]:
         return [cached_table(tbe_of(self.module), slot) if self.is_fused else None for slot in range(len(self.slots))]
 
+    @property
+    def has_cache(self) -> bool:
+        """True if lookups move rows between a table and a cache on the device."""
+        return any(each is not None for each in self._cached)
+
     def weight(self, slot: int) -> Tensor:
         """Return a view of the weights of a slot, ``[rows, columns]``.
 

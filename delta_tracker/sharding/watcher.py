@@ -34,6 +34,9 @@ class HookListener(Protocol):
     with the same key refer to the same write. A cut is the point up to which a read returns changes.
     """
 
+    def order_lookup(self) -> None:
+        """Make the current stream wait for earlier reads, since a lookup will load rows into a cache on the device."""
+
     def looked_up(self, ids: Mapping[str, Tensor | None]) -> None:
         """Handle a lookup of the rows ``ids`` (table FQN to ``[N]`` local ids, None for all)."""
 

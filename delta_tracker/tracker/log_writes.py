@@ -58,6 +58,11 @@ class LogWrites:
         """Queue the end of the write ``key`` for the next cut, write or ``step()``. Does not acquire the lock."""
         self._ended.append(key)
 
+    def order_lookup(self) -> None:
+        """Make the current stream wait for earlier uses of the rows, and the next use wait for the current stream."""
+        with self.lock:
+            self._segments.fence.enter()
+
     def looked_up(self, ids: Mapping[str, Tensor | None]) -> None:
         """Mark looked-up rows as changed. ``ids`` are local ids by table FQN, None for all rows."""
         segments = self._segments

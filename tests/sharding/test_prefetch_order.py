@@ -1,4 +1,4 @@
-"""A flush of cached rows never overlaps a prefetch of the same kernel."""
+"""A flush of cached rows never overlaps a prefetch or a lookup of the same kernel."""
 
 from __future__ import annotations
 
@@ -7,10 +7,16 @@ import random
 import fbgemm_gpu  # noqa: F401  it has the operators
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from delta_tracker.sharding.kernel_memory import reading_in_place
+from delta_tracker.monitor.monitor import Monitor
+from delta_tracker.monitor.recorder import Recorder
+from delta_tracker.sharding.kernel_hooks import PostLookupHook
+from delta_tracker.sharding.kernel_memory import Kernel, reading_in_place
 from delta_tracker.sharding.row_cache import between_prefetches
+from delta_tracker.sharding.watcher import Reports
+from delta_tracker.tracker.change_log import ChangeLog
+from delta_tracker.tracker.store.segments import SegmentStore
 from tests.fake_streams.cached_kernel import CachedKernel
 from tests.fake_streams.simulation import fake_streams
 from tests.sweeps import SWEEPS_ARE_WHOLE
@@ -67,6 +73,65 @@ def _train(seed: int) -> None:
         assert torch.equal(found.cpu(), expected)
 
 
+class _Lookups(nn.Module):
+    """TorchRec's module around a kernel with a cache. The forward pass loads the rows of its batch into the cache."""
+
+    def __init__(self, kernel: CachedKernel) -> None:
+        super().__init__()
+        self.emb_module = kernel
+        self.flush, self.split_embedding_weights = kernel.flush, kernel.split_embedding_weights
+
+    def forward(self, ids: Tensor) -> Tensor:
+        self.emb_module.prefetch(ids)
+        return self.emb_module.lookup(ids)
+
+
+def _train_on_lookup_stream(seed: int) -> None:
+    """Train as ``TrainPipelineFusedSparseDist`` does, whose lookups run on a stream that waits for no other stream.
+
+    The backward pass of a lookup runs on its stream, too. The current stream waits for lookups, and not for the
+    backward pass. Rows are read between two batches, or between lookup and backward pass.
+    """
+    draw = random.Random(seed)
+    rows = torch.arange(_ROWS * 2.0).view(_ROWS, 2)
+    kernel = CachedKernel(rows, _SLOTS)
+    lookups, current = torch.cuda.Stream(), torch.cuda.current_stream()
+    lookups.wait_stream(current)
+    log = ChangeLog({"t": SegmentStore(_ROWS, "cuda", engine="torch")}, ["a"], delete_on_read=True, max_bytes=None)
+    module = _Lookups(kernel)
+    memory = Kernel(module, (("t", 1),), is_fused=True)
+    hook = PostLookupHook(memory, Reports(log.writes, Recorder("tracker", log, monitor=Monitor())), lookups=False)
+    reads: list[tuple[Tensor, Tensor]] = []
+
+    def read() -> None:
+        found = log.consumers.read("a")
+        reads.append((memory.weight(0).clone(), rows.clone()))
+        log.consumers.commit(found)
+
+    for step in range(5):
+        slots = draw.sample(range(_SLOTS), _BATCH)
+        ids = [slot + _SLOTS * draw.randrange(_ROWS // _SLOTS) for slot in slots]
+        with torch.cuda.stream(lookups):
+            there = _there(ids)
+            reads.append((module(there), rows[ids]))
+        current.wait_stream(lookups)
+        if draw.random() < 0.3:
+            read()
+        rows[ids] = rows[ids] + 100 * (step + 1)
+        with torch.cuda.stream(lookups):
+            log.writes.begin_write(step, {"t": there})
+            kernel.update(there, rows[ids].pin_memory().to(_CUDA, non_blocking=True))
+            log.writes.end_write(step, {"t": there})
+        if draw.random() < 0.7:
+            read()
+    hook.remove()
+    torch.cuda.synchronize()
+    kernel.flush()
+    reads.append((kernel.split_embedding_weights()[0], rows))
+    for found, expected in reads:
+        assert torch.equal(found.cpu(), expected)
+
+
 def _there(ids: list[int]) -> Tensor:
     return torch.tensor(ids).pin_memory().to(_CUDA, non_blocking=True)
 
@@ -76,6 +141,13 @@ def test_reads_and_prefetches_in_any_order_corrupt_no_row() -> None:
     for seed in range(_ORDERS):
         with fake_streams(seed):
             _train(seed)
+
+
+@pytest.mark.sweep("long")
+def test_reads_and_lookups_on_a_stream_of_their_own_corrupt_no_row() -> None:
+    for seed in range(_ORDERS):
+        with fake_streams(seed):
+            _train_on_lookup_stream(seed)
 
 
 def test_a_kernel_that_does_not_prefetch_waits_for_nothing() -> None:
