@@ -187,6 +187,12 @@ class EventLog:
         self._rules = {**{key: old for key, old in self._rules.items() if key != pattern}, pattern: rule}
         self._gates = {}
 
+    def subscribe(self, pattern: str, handler: Handler, severity: Severity = Severity.DEBUG) -> Subscription:
+        """Subscribe a handler to events; see :meth:`~delta_tracker.monitor.monitor.Monitor.on`."""
+        subscription = Subscription(self, pattern, severity, handler)
+        self.subscriptions = (*self.subscriptions, subscription)
+        return subscription
+
     def take(self) -> list[Event]:
         """Remove all queued events and return them, oldest first."""
         taken = []

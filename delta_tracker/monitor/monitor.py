@@ -212,9 +212,7 @@ class Monitor(Forkable):
         Raises InvalidArgumentError if ``handler`` is not callable.
         """
         check_function("handler", handler, "lambda event: print(event.message)")
-        subscription = Subscription(self.events, pattern, severity, handler)
-        self.events.subscriptions = (*self.events.subscriptions, subscription)
-        return subscription
+        return self.events.subscribe(pattern, handler, severity)
 
     def limit_events(self, pattern: str, **rule: Any) -> None:  # noqa: ANN401  the fields of EventRule
         """Limit the events whose names match a shell pattern by severity, rate or random sampling.

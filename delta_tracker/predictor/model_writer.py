@@ -60,15 +60,15 @@ class ModelWriter:
         specs: size in the model of each table and dense tensor of the applied versions, by name in the stream; None if
             these sizes are unknown.
         differences: sentences about differences between the model and the last version; see :class:`Status`.
-        resolve, has_moved: methods of the :class:`ServedModel`.
+        resolve, notice_move: methods of the :class:`ServedModel`.
     """
 
     def __init__(self, target: ModelTarget, gauges: PredictorGauges, choice: TableChoice) -> None:
         self.manifest: Manifest | None = None
         self.identities: Mapping[str, Identity] = {}
-        self._gauges, self._chunk_rows = gauges, target.chunk_rows
+        self._gauges = gauges
         self.lock, self.fence, self.model = TableLock(), TableFence(), ServedModel(target, choice)
-        self.resolve, self.has_moved = self.model.resolve, self.model.has_moved
+        self.resolve, self.notice_move = self.model.resolve, self.model.notice_move
         self.fence.cover(self.model.first_devices)
         self.written = Written(stream="")
         self.position: Position | None = None
@@ -164,7 +164,7 @@ class ModelWriter:
         """Write the rows of ``placements`` in chunks. Lookups may run between two chunks."""
         with self._gauges.apply_timer():
             for placement in placements:
-                for chunk in placement.chunks(self._chunk_rows):
+                for chunk in placement.chunks(self.model.chunk_rows):
                     with self.lock.writing(), self.fence.writing():
                         chunk.write()
                     self.fence.throttle()

@@ -201,8 +201,8 @@ class Reader:
 
     # One round
 
-    def _has_changed(self, state: _Round) -> bool:
-        """Return True if a tensor of the model was replaced by one of another size, so that a snapshot must follow."""
+    def _notice_change(self, state: _Round) -> bool:
+        """Compare a model, of which a tensor was replaced, with the version. Return True if a snapshot must follow."""
         if state.view.position is None:
             return False
         self._is_checked = False
@@ -243,8 +243,10 @@ class Reader:
                         return True
                 case Doubt():
                     self._doubt(state, decision)
-                case Stay() if state.looks_for_gap and self.writer.destination.has_moved() and self._has_changed(state):
-                    pass
+                case Stay() if (
+                    state.looks_for_gap and self.writer.destination.notice_move() and self._notice_change(state)
+                ):
+                    pass  # the next decision is to begin with a snapshot
                 case Stay():
                     self._stay(state, decision)
                     return False

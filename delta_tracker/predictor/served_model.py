@@ -141,7 +141,8 @@ class ServedModel:
     def __init__(self, target: ModelTarget, choice: TableChoice) -> None:
         self._model = model = target.model
         self._choice = choice
-        self._takes_dense, self.continues = target.dense, target.on_model_change == "continue"
+        self._takes_dense, self.chunk_rows = target.dense, target.chunk_rows
+        self.continues = target.on_model_change == "continue"
         tables, dense = find_targets(model), _tensors(model)
         self._rule = Names(target.names, {*tables, *dense})
         self._names = self._rule.of(target.raw_ids)  # of the last resolved version
@@ -151,9 +152,9 @@ class ServedModel:
         self._has_raw_ids = bool(self._indexes) or (isinstance(model, nn.Module) and has_collisions(model))
         self.first_devices = Receiver(tables, dense, self.raw_ids() if self._has_raw_ids else {}).devices
         self._found: tuple[object, Receiver] | None = None  # what the last receiver depends on, and it
-        self._memory = _memory(model)  # at the last call of has_moved()
+        self._memory = _memory(model)  # at the last call of notice_move()
 
-    def has_moved(self) -> bool:
+    def notice_move(self) -> bool:
         """Return True if a plain tensor of the model was replaced since the last call."""
         before, self._memory = self._memory, _memory(self._model)
         return before != self._memory

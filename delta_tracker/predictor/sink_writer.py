@@ -86,7 +86,7 @@ class SinkWriter(Forkable):
         del manifest, receiver
         return True
 
-    def has_moved(self) -> bool:
+    def notice_move(self) -> bool:
         """Return False: the tables of a row store are never replaced."""
         return False
 
