@@ -654,6 +654,10 @@ class ModelMismatchError(StreamError, ValueError):
         return self.advising(self.remedy)
 
 
+class MissingTableError(StreamError, InvalidArgumentError):
+    """A name or pattern of ``Predictor(tables=[...])`` matches nothing in a snapshot. Nothing was applied."""
+
+
 class PartialRowsError(StreamError, ValueError):
     """A version contains only part of a column range that the predictor must write as a whole. Nothing was applied.
 

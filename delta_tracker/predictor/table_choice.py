@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import TypeVar
 
-from delta_tracker.errors import InvalidArgumentError
+from delta_tracker.errors import InvalidArgumentError, MissingTableError
 from delta_tracker.stream.format.manifest import Manifest
 
 T = TypeVar("T")
@@ -50,14 +50,14 @@ class TableChoice:
     def narrowed(self, entry: Manifest) -> Manifest:
         """Return a copy of ``entry`` with only the chosen tables and dense tensors; ``entry`` itself if all are chosen.
 
-        Raises InvalidArgumentError if ``entry`` is a snapshot and a name or pattern matches nothing in it.
+        Raises MissingTableError if ``entry`` is a snapshot and a name or pattern matches nothing in it.
         """
         if not self.patterns or entry.kind == "claim":
             return entry
         names = (*entry.tables, *entry.dense)
         for pattern in self.patterns if entry.kind == "snapshot" else ():
             if not any(_matches(pattern, name) for name in names):
-                raise InvalidArgumentError("tables", pattern, f"Pass names of the stream, which has {sorted(names)}")
+                raise MissingTableError("tables", pattern, f"Pass names of the stream, which has {sorted(names)}")
         return entry.having(self.takes)
 
     def saved(self) -> dict[str, str]:

@@ -15,6 +15,7 @@ from delta_tracker import ModelDeltaTracker, ModelTarget, Predictor, Publisher, 
 from delta_tracker.errors import (
     CorruptPartError,
     MalformedError,
+    MissingTableError,
     MissingVersionError,
     ModelMismatchError,
     NoSnapshotError,
@@ -105,6 +106,13 @@ def test_a_table_of_another_name_is_mapped(tmp_path: Path) -> None:
     refused(ModelMismatchError, job.serve(model).sync, "names={stream: model}")
     assert job.serve(ModelTarget(model, names={"0": "1"})).sync() == 1
     assert torch.equal(model[1].weight, job.model[0].weight)
+
+
+@pytest.mark.advice("MissingTableError: TableChoice.narrowed")
+def test_a_name_that_the_stream_lacks_is_replaced_by_one_that_it_has(tmp_path: Path) -> None:
+    job, model = Job(tmp_path), small_model()
+    refused(MissingTableError, job.serve(model, tables=["1"]).sync, "names of the stream, which has ['0'")
+    assert job.is_served_by(model, job.serve(model, tables=["0"]).sync())
 
 
 @pytest.mark.advice("ModelMismatchError: _refuse_shared_memory")

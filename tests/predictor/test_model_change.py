@@ -428,6 +428,10 @@ def test_a_restarted_predictor_serves_its_rows_if_a_chosen_table_was_removed(rul
     with pytest.raises(InvalidArgumentError, match="tables='b'"):
         second.stop()
     assert _same(model, before)
+    trainer.restart(_OLD)
+    last = trainer.train(1)
+    assert first.sync() == last, "it continues with a snapshot that has the table again"
+    assert _same(model, trainer.tables)
 
 
 def test_heartbeats_metrics_and_commands_name_what_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

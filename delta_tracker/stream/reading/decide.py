@@ -17,6 +17,7 @@ from delta_tracker.errors import (
     CorruptPartError,
     HeldVersionError,
     MalformedError,
+    MissingTableError,
     MissingVersionError,
     ModelMismatchError,
     NoSnapshotError,
@@ -49,7 +50,7 @@ from delta_tracker.stream.reading.seen import SeenLog
 CACHE_FAULTS = (CorruptPartError, MalformedError, MissingVersionError, StreamReplacedError)
 """Faults that a cache can cause with an old 404, a truncated or damaged object, or an object of a replaced stream."""
 
-OF_ALL_URLS = (HeldVersionError, ModelMismatchError, PartialRowsError)
+OF_ALL_URLS = (HeldVersionError, MissingTableError, ModelMismatchError, PartialRowsError)
 """Faults of an entry that does not fit the reader. They do not depend on the url from which the entry is read."""
 
 FAULTS = (*CACHE_FAULTS, *OF_ALL_URLS)
@@ -488,7 +489,7 @@ def _newest(log: SeenLog, view: View, found: Iterable[Manifest], cause: StreamEr
         if fault is None:
             rule = Rule.START if cause is None else Rule.RESYNC
             return Apply(log, (snapshot,), rule, cause, is_elsewhere=cause is not None)
-        if isinstance(fault, ModelMismatchError):
+        if isinstance(fault, MissingTableError | ModelMismatchError):
             raise fault  # with an older one, the mismatch would remain unnoticed
         if isinstance(fault, StorageError) and view.is_patient:
             raise fault
