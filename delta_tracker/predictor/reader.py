@@ -177,17 +177,19 @@ class Reader:
 
     def _path_back(self, version: int) -> tuple[Source, list[Manifest]]:
         """Return the first source that has ``version`` of the reader's stream, and the entries that lead to it."""
-        sources, errors = self.sources.due(), list[Exception]()
+        sources, errors = self.sources.due(), dict[Source, Exception]()
         for source in sources:
-            with suppress(StorageError):
+            try:
                 self.orders.newest(source.number, at_once=True)  # the rollback overrules it
+            except StorageError as error:
+                errors[source] = error
         for source in sources[: None if self.position else 1]:
             try:
-                self.orders.newest(source.number, at_once=True)
-                return source, path_to(source.log, version, position=self.position)
+                if source not in errors:
+                    return source, path_to(source.log, version, position=self.position)
             except (InvalidArgumentError, StreamError) as error:
-                errors.append(error)
-        raise errors[0]
+                errors[source] = error
+        raise errors[sources[0]]
 
     def _check_loaded(self, position: Position) -> None:
         """Compare the model with the entry of a loaded position, in the first source that has it."""

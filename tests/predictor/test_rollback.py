@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from delta_tracker import ModelTarget, Predictor, RowTarget
+from delta_tracker import ModelTarget, Predictor, Rollout, RowTarget
 from delta_tracker.errors import (
     CorruptPartError,
     InvalidArgumentError,
@@ -24,6 +24,7 @@ from delta_tracker.errors import (
 from delta_tracker.stream.format.manifest import Merged, entry_name
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.maintenance.retention import Retention, retain
+from delta_tracker.stream.pinning import pin_version
 from delta_tracker.stream.storage.storage import Storage
 from tests.predictor.breaking import Breaking
 from tests.predictor.serving import assert_holds, empty_model, eventually
@@ -402,3 +403,16 @@ def test_a_lookup_sees_the_version_that_a_failed_rollback_has_begun() -> None:
     assert predictor.sync() == 2
     with predictor.reading() as view:
         assert tuple(view) == (2, None)
+
+
+def test_a_rollback_asks_for_pins_once() -> None:
+    writer = Writer(WrappedStorage(Storage("memory://")))
+    version = writer.snapshot().version
+    writer.delta([1])
+    pin_version(writer.storage, version)
+    predictor = Predictor(writer.model(), writer.storage, rollout=Rollout(follows_pins=True))
+    predictor.sync()
+    writer.storage.take()
+    predictor.rollback(version)
+    asked = [each.name for each in writer.storage.take() if each.name.startswith("control")]
+    assert len(set(asked)) == len(asked) > 0, asked

@@ -234,9 +234,9 @@ def _asks_others(decision: Decision, view: View) -> bool:
         return view.surveys
     if isinstance(error, OF_ALL_URLS):
         return False
-    if isinstance(error, NoSnapshotError | StorageError):  # it may be over soon
+    if isinstance(error, StorageError):  # it may be over soon
         return view.num_failures >= NUM_TRIES - 2
-    return isinstance(error, (OlderCopyError, *CACHE_FAULTS))
+    return isinstance(error, (NoSnapshotError, OlderCopyError, *CACHE_FAULTS))
 
 
 def _at(log: SeenLog, view: View) -> Apply | Stay | Doubt:
