@@ -1,18 +1,20 @@
 """Checks of arguments that many classes share."""
 
 import difflib
+import functools
 import inspect
 import math
 import os
 import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable
 from numbers import Real
 from pathlib import Path
-from typing import TypeGuard
+from typing import Any, TypeGuard, TypeVar
 
 from delta_tracker.errors import InvalidArgumentError
 
+_T = TypeVar("_T")
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
@@ -77,20 +79,32 @@ def check_home(argument: str, path: Path) -> None:
         raise InvalidArgumentError(argument, str(path), f"Write {expanded}: ~ is not expanded")
 
 
-def refuse_unknown(kind: type, unknown: Mapping[str, object], **options: type) -> None:
-    """Raise InvalidArgumentError if ``unknown``, the keyword arguments that ``kind`` does not accept, is not empty.
+def refuses_unknown(**options: type) -> Callable[[type[_T]], type[_T]]:
+    """Return a class decorator that makes the constructor raise InvalidArgumentError for unknown keyword arguments.
 
-    The message names the class in ``options`` that accepts the argument, suggests a similar argument of ``kind``, or
-    lists all arguments of ``kind``. ``options`` maps some arguments of ``kind`` to the classes of their values.
+    The message names the class in ``options`` that accepts the argument, suggests a similar argument, or lists all.
+    ``options`` maps some arguments to the classes of their values.
     """
-    for name, value in unknown.items():
-        known = [each for each in inspect.signature(kind).parameters if each != "unknown"]
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
-        remedy = f"Write {near[0]}=" if near else f"Pass arguments of {kind.__name__}: {', '.join(known)}"
-        for argument, option in options.items():
-            if name in inspect.signature(option).parameters:
-                remedy = f"Write {argument}={option.__name__}({name}=...)"
-        raise InvalidArgumentError(name, value, remedy)
+
+    def decorate(kind: type[_T]) -> type[_T]:
+        construct, known = kind.__init__, list(inspect.signature(kind).parameters)
+
+        @functools.wraps(construct)
+        def checked(self: _T, *args: Any, **given: Any) -> None:  # noqa: ANN401
+            for name, value in given.items():
+                if name not in known:
+                    near = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
+                    remedy = f"Write {near[0]}=" if near else f"Pass arguments of {kind.__name__}: {', '.join(known)}"
+                    for argument, option in options.items():
+                        if name in inspect.signature(option).parameters:
+                            remedy = f"Write {argument}={option.__name__}({name}=...)"
+                    raise InvalidArgumentError(name, value, remedy)
+            construct(self, *args, **given)
+
+        setattr(kind, "__init__", checked)  # noqa: B010  mypy rejects the assignment
+        return kind
+
+    return decorate
 
 
 def check_seconds(argument: str, seconds: object) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from typing import Any
 
 import numpy as np
 import pytest
 
+import delta_tracker
 from delta_tracker import Cadence, Gate, ModelTarget, Recovery, Retention, Rollout, TopK, Upkeep
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.stream.reading.canary import Canary
@@ -54,3 +57,23 @@ def test_a_switch_is_true_or_false(value: object) -> None:
         ModelTarget({}, dense=value)  # type: ignore[arg-type]
     with pytest.raises(InvalidArgumentError, match="follows_pins="):
         Rollout(follows_pins=value)  # type: ignore[arg-type]
+
+
+_RESULTS = {"DeltaRows", "IndexedLookup", "Memory", "ShardSpec", "TableSpec", "Takeover"}  # the library makes them
+
+
+@pytest.mark.promise("refused")
+@pytest.mark.parametrize(
+    "kind",
+    [
+        kind
+        for name in sorted({*delta_tracker.__all__} - _RESULTS)
+        if is_dataclass(kind := getattr(delta_tracker, name)) and isinstance(kind, type)
+    ],
+)
+def test_a_misspelled_argument_is_named_with_a_similar_one(kind: Any) -> None:
+    name = fields(kind)[-1].name
+    with pytest.raises(InvalidArgumentError, match=rf"^{name}e=3 .*Write {name}="):
+        kind(**{f"{name}e": 3})
+    with pytest.raises(InvalidArgumentError, match=f"Pass arguments of {kind.__name__}: "):
+        kind(qqq=3)

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import NoReturn
 
-from delta_tracker.arguments import check_count, check_switch, is_number
+from delta_tracker.arguments import check_count, check_switch, is_number, refuses_unknown
 from delta_tracker.errors import HeldVersionError, InvalidArgumentError
 from delta_tracker.stream.format.manifest import Link, Manifest, Merged
 from delta_tracker.stream.format.part_reader import Contents
@@ -18,6 +18,7 @@ Measure = dict[tuple[str, str], float]
 """Mapping of (kind of version, table FQN) to the RMS row norm of the table in a version; see :class:`Gate`."""
 
 
+@refuses_unknown()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gate:
     """Bounds on the values of a version. A predictor holds a version that violates them; see :class:`Rollout`.

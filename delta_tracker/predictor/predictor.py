@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Never, Self
+from typing import Self
 
-from delta_tracker.arguments import check_count, check_switch, check_type, is_number, refuse_unknown
+from delta_tracker.arguments import check_count, check_switch, check_type, is_number, refuses_unknown
 from delta_tracker.errors import InvalidArgumentError, WaitTimeoutError
 from delta_tracker.live_objects import Uncopied
 from delta_tracker.monitor.monitor import Monitor
@@ -38,6 +38,7 @@ from delta_tracker.stream.reading.source import Sources
 from delta_tracker.stream.storage.storage import Location, Storage
 
 
+@refuses_unknown()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
     """Rules that determine which versions a predictor applies, and when.
@@ -65,6 +66,7 @@ class Rollout:
         check_switch("follows_pins", self.follows_pins)
 
 
+@refuses_unknown(rollout=Rollout)
 class Predictor(Uncopied, remedy="Save or copy its state_dict()"):
     """Reader of a stream that applies each version once, in order, to the tables of a model.
 
@@ -99,7 +101,6 @@ class Predictor(Uncopied, remedy="Save or copy its state_dict()"):
         heartbeats: url or store to write heartbeats to; None for the first writable ``url``, or for the url in use
             after a failover if it is writable.
         runtime: clock, waits, random numbers and threads of the predictor.
-        unknown: not accepted; the error suggests a similar argument.
 
     Raises:
         InvalidArgumentError: for an invalid argument, such as a model without tables.
@@ -126,9 +127,7 @@ class Predictor(Uncopied, remedy="Save or copy its state_dict()"):
         heartbeats: Location | None = None,
         monitor: Monitor | None = None,
         runtime: Runtime = REAL,
-        **unknown: Never,
     ) -> None:
-        refuse_unknown(Predictor, unknown, rollout=Rollout)
         check_type("cache", None if isinstance(cache, str | Path) else cache, HostCache, "'/var/cache/streams'")
         if isinstance(model, str | Path | Storage):
             raise InvalidArgumentError("model", model, "Pass the model first, and then the url of the stream")

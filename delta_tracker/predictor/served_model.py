@@ -11,7 +11,7 @@ from typing import cast, get_args
 import torch
 from torch import Tensor, nn
 
-from delta_tracker.arguments import check_count, check_switch
+from delta_tracker.arguments import check_count, check_switch, refuses_unknown
 from delta_tracker.errors import InvalidArgumentError, ModelMismatchError
 from delta_tracker.live_objects import num_announced, trained_memory
 from delta_tracker.predictor.identities import check_hidden, check_indexes, check_maps, find_maps
@@ -39,6 +39,7 @@ Model = nn.Module | Mapping[str, Tensor | RowTarget]
 NameChoice = Mapping[str, str] | Callable[[str], str]
 
 
+@refuses_unknown()
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelTarget:
     """Model that a predictor writes to, and how it differs from the trainer's model.

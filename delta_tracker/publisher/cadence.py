@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
-from delta_tracker.arguments import is_number
+from delta_tracker.arguments import is_number, refuses_unknown
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.reading.runtime import Runtime
@@ -17,6 +17,7 @@ _RANKS_PER_CALL = 16
 _MAX_CALLS_PER_VOTE = 16
 
 
+@refuses_unknown()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cadence:
     """Schedule of :meth:`Publisher.step`. A version starts once any rank has reached one of the bounds.

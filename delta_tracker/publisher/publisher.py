@@ -10,11 +10,11 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, Never, Self
+from typing import Any, Self
 
 from msgspec import to_builtins
 
-from delta_tracker.arguments import check_type, refuse_unknown
+from delta_tracker.arguments import check_type, refuses_unknown
 from delta_tracker.errors import (
     FencedError,
     InvalidArgumentError,
@@ -54,6 +54,7 @@ _STANDSTILL_CALLS = 20  # more than the micro-batches of an accumulated batch us
 _PATIENCE = 0.75  # wait for a sign of life of a rank, of the timeout; the rest is the time between two signs
 
 
+@refuses_unknown(cadence=Cadence, recovery=Recovery, upkeep=Upkeep)
 class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a new Publisher after it is loaded"):
     """Writer that publishes a tracker's changed rows to a stream, as versions that contain the rows of all ranks.
 
@@ -93,7 +94,6 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
             :class:`~delta_tracker.tracker.rank_group.RankGroup`.
         name: label ``publisher`` of the metrics; None for ``"publisher"``. If another publisher of this process has the
             name, ``-2``, ``-3``, ... is appended.
-        unknown: not accepted; the error suggests a similar argument.
 
     Raises:
         ReservedConsumerError: if the consumer is already reserved.
@@ -144,9 +144,7 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
         name: str | None = None,
         runtime: Runtime = REAL,
         join: Join = RankGroup,
-        **unknown: Never,
     ) -> None:
-        refuse_unknown(Publisher, unknown, cadence=Cadence, recovery=Recovery, upkeep=Upkeep)
         _check_tracker(tracker)
         self._caller = threading.get_ident(), os.getpid()
         self._still = _Standstill(tracker.progress)

@@ -34,7 +34,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from delta_tracker.arguments import check_seconds, check_type
+from delta_tracker.arguments import check_seconds, check_type, refuses_unknown
 from delta_tracker.errors import InvalidArgumentError, UnfinishedStepError, UnsupportedModelError
 from delta_tracker.publisher.host_copies import SelectedRows
 from delta_tracker.sharding.collision_states import collision_state
@@ -72,6 +72,7 @@ class Stateful(Protocol):
         """Load a state that :meth:`state_dict` returned."""
 
 
+@refuses_unknown()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovery:
     """Training state that a publisher writes with each version, and from which a restore or a standby continues.

@@ -15,7 +15,7 @@ from dataclasses import KW_ONLY, dataclass
 import torch
 from torch import Tensor
 
-from delta_tracker.arguments import check_count, check_switch, is_number
+from delta_tracker.arguments import check_count, check_switch, is_number, refuses_unknown
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.tracker.rank_group import TORCH_TIMEOUT, RankGroup
 from delta_tracker.types import DeltaRows
@@ -29,6 +29,7 @@ _HEADER = 3  # number of columns of the header, see _Search.header()
 _FAILED = 2  # index of the header's column that is above 0 if a rank failed
 
 
+@refuses_unknown()
 @dataclass(frozen=True, slots=True)
 class TopK:
     """Size limit of a delta (the budget), and the score that ranks the changed rows.

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import TypeVar
 
-from delta_tracker.arguments import check_count, is_number
+from delta_tracker.arguments import check_count, is_number, refuses_unknown
 from delta_tracker.errors import InvalidArgumentError, MissingVersionError, NoSnapshotError
 from delta_tracker.stream.format.manifest import Manifest, Merged, entry_name
 from delta_tracker.stream.log import StreamLog
@@ -66,6 +66,7 @@ _NAMES = {
 }  # folder to the names of those of its objects that may be orphans
 
 
+@refuses_unknown()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retention:
     """Bounds on the number, age and size of the versions that a stream keeps.

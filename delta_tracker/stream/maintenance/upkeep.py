@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from delta_tracker.arguments import check_count, check_seconds, check_type
+from delta_tracker.arguments import check_count, check_seconds, check_type, refuses_unknown
 from delta_tracker.errors import MalformedError, StorageError, kind_of, unraised
 from delta_tracker.stream.interruption import Interrupted, interruptible
 from delta_tracker.stream.log import StreamLog
@@ -31,6 +31,7 @@ class _Step(NamedTuple):
     run: Callable[[], bool]  # returns False if it changed nothing
 
 
+@refuses_unknown()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Upkeep:
     """Maintenance of a stream, which its publisher runs in threads of rank 0.

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from delta_tracker.arguments import check_count, is_number
+from delta_tracker.arguments import check_count, is_number, refuses_unknown
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.log import StreamLog
 
 
+@refuses_unknown()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Canary:
     """Distance that a predictor keeps from the newest version. Pass exactly one argument.
