@@ -25,8 +25,8 @@ from delta_tracker.errors import (
     UnfinishedStepError,
 )
 from delta_tracker.predictor.model_fit import OnModelChange
-from delta_tracker.publisher.training import Recovery, Stateful, check_recovery, group_names
-from delta_tracker.recovery.optimizer_parameters import GROUPS, OUTSIDE, Parameters, places, renumbered
+from delta_tracker.publisher.training import Recovery, Stateful, check_recovery
+from delta_tracker.recovery.optimizer_parameters import GROUPS, OUTSIDE, Match, Parameters, matched
 from delta_tracker.recovery.training_states import DATA, TrainingStates
 from delta_tracker.sharding.local_shard import LocalShard
 from delta_tracker.sharding.optimizer_rows import table_states
@@ -117,18 +117,16 @@ class LocalJob:
         """Load the training states of a version into all objects that are not in ``ignore``."""
         for name, each in self.recovery.training_state.items():
             if name not in ignore:
-                state = _renumbered(states.load(0, "training", name), each, states, (0, "training", name), parameters)
+                state = _state(each, states, (0, "training", name), parameters)
                 self._load(f"training_state[{name!r}]", each.load_state_dict, state)
         # The data is first: its loader could draw numbers from random generators, which are usually in rank_state.
         of_rank: dict[str, Any] = {**({} if self.data is None else {DATA: self.data}), **self.recovery.rank_state}
         for name, each in of_rank.items():
             if name in ignore:
                 continue
-            what = DATA if each is self.data else f"rank_state[{name!r}]"
+            what, path = (DATA, (DATA,)) if each is self.data else (f"rank_state[{name!r}]", ("rank", name))
             if self.world_size == states.world_size:
-                state = states.of_rank(self.rank, name)
-                state = _renumbered(state, each, states, (self.rank, "rank", name), parameters)
-                self._load(what, each.load_state_dict, state)
+                self._load(what, each.load_state_dict, _state(each, states, (self.rank, *path), parameters))
             else:
                 self._load(what, each.load_rank_states, states.of_all_ranks(name))
 
@@ -333,7 +331,7 @@ def check_objects(
 def _check_groups(
     what: str, optimizer: Stateful, states: TrainingStates, path: tuple[int, str, str], parameters: Parameters
 ) -> None:
-    own = optimizer.state_dict()
+    own, remedy = optimizer.state_dict(), f"Name {path[-1]!r} in ignore={{...}}"
     if not (isinstance(own, Mapping) and GROUPS in own):
         remedy = "Call its save_param_groups(True): its state has no param_groups, so its learning rate would be lost"
         raise InvalidArgumentError(what, type(optimizer), remedy)
@@ -350,22 +348,20 @@ def _check_groups(
         check_same(f"the list of parameters with a state of {what}", sorted(saved_states), own_states)
         saved_groups, own_groups = _by_parameters(saved_groups), _by_parameters(own_groups)
         saved_names, own_names = _parameters(saved_groups), _parameters(own_groups)
-    matching = _matching(optimizer, own, states, path, parameters)
-    if matching is not None:
+    match = matched(optimizer, own, states, path, parameters)
+    if match is not None:
         check_same(f"the number of groups of {what}", len(saved_groups), len(own_groups))
-        _check_matching(what, path[-1], *matching, is_ordered=isinstance(optimizer, optim.LBFGS))
+        _check_match(what, match, remedy, is_ordered=isinstance(optimizer, optim.LBFGS))
     else:
         if not is_keyed:
             saved_sizes, own_sizes = [[len(names) for names in each] for each in (saved_names, own_names)]
             check_same(f"the list of the numbers of parameters of each group of {what}", saved_sizes, own_sizes)
         check_same(f"the list of the parameters of each group of {what}", saved_names, own_names)
-    if not (is_keyed or parameters.is_same) and (matching is None or f"{OUTSIDE} (2)" in matching[1]):
-        raise RestoreMismatchError(
-            f"the list of the names of the parameters of {what}",
-            "missing",
-            "needed, because tables or dense tensors changed or moved",
-            f"Name {path[-1]!r} in ignore={{...}}, or restore the unchanged job first and publish a version with names",
-        )
+    is_by_order = not is_keyed and (match is None or f"{OUTSIDE} (2)" in match.own)
+    if (parameters.is_moved and is_by_order) or (parameters.is_changed and (is_keyed or is_by_order)):
+        remedy += "" if is_keyed else ", or restore the unchanged job and publish a version, which has the names"
+        kind = f"the size or the order of parameters that {what} may have"
+        raise RestoreMismatchError(kind, "one", "another", remedy)
     optional = set() if is_keyed else _OPTIONAL
     for number, (saved, found) in enumerate(zip(saved_groups, own_groups, strict=True)):
         group = f"param_groups[{number}] of {what}"
@@ -374,41 +370,24 @@ def _check_groups(
             check_same(f"{_CLASS_KEY} in {group}", saved[_CLASS_KEY], found[_CLASS_KEY])
 
 
-def _matching(
-    each: Stateful, own: object, states: TrainingStates, path: tuple[int, str, str], parameters: Parameters
-) -> tuple[dict[str, tuple[int, int]], dict[str, tuple[int, int]]] | None:
-    """Return the places of the parameters to restore in the version and in the job; None if either has no names."""
-    saved, found = states.parameters(*path), group_names(each, own, parameters.names)
-    if saved is None or found is None:
-        return None
-    kept = () if isinstance(each, optim.LBFGS) else parameters.kept  # its state is that of all parameters
-    return places(saved, kept), places(found, kept)
+def _check_match(what: str, match: Match, remedy: str, *, is_ordered: bool) -> None:
+    remedy += ", or give the optimizer the parameters that it had, in the same groups"
+    _check_keys(f"parameters that differ in {what}", match.saved, match.own, remedy)
+    for name, (group, _) in match.saved.items():
+        if group != match.own[name][0]:
+            raise RestoreMismatchError(f"the group of {name!r} in {what}", group, match.own[name][0], remedy)
+    if is_ordered and list(match.saved) != list(match.own):
+        raise RestoreMismatchError(f"the parameters of {what}", list(match.saved), list(match.own), remedy)
 
 
-def _check_matching(
-    what: str, name: str, saved: Mapping[str, tuple[int, int]], own: Mapping[str, tuple[int, int]], *, is_ordered: bool
-) -> None:
-    remedy = f"Name {name!r} in ignore={{...}}, or give the optimizer the parameters that it had, in the same groups"
-    _check_keys(f"parameters that differ in {what}", saved, own, remedy)
-    for parameter, (group, _) in saved.items():
-        if group != own[parameter][0]:
-            raise RestoreMismatchError(f"the group of {parameter!r} in {what}", group, own[parameter][0], remedy)
-    if is_ordered and list(saved) != list(own):
-        raise RestoreMismatchError(f"the order of the parameters of {what}", list(saved), list(own), remedy)
-
-
-def _renumbered(
-    state: Any,  # noqa: ANN401  the state of an object of the user
-    each: Stateful,
-    states: TrainingStates,
-    path: tuple[int, str, str],
-    parameters: Parameters,
-) -> Any:  # noqa: ANN401
+def _state(each: Stateful, states: TrainingStates, path: tuple[Any, ...], parameters: Parameters) -> Any:  # noqa: ANN401
+    """Return the saved state at ``path`` as ``each`` can load it."""
+    state = states.load(*path)
     if not getattr(each, GROUPS, None):
         return state
     own = each.state_dict()
-    matching = _matching(each, own, states, path, parameters)
-    return state if matching is None else renumbered(state, own, *matching)
+    match = matched(each, own, states, path, parameters)
+    return state if match is None else match.renumbered(state, own)
 
 
 def _check_scheduler(what: str, scheduler: LRScheduler, states: TrainingStates, rank: int, path: Sequence[str]) -> None:

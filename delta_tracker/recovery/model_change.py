@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from delta_tracker.errors import RestoreMismatchError
 from delta_tracker.predictor.model_fit import fit
 from delta_tracker.recovery.job import Job, LocalJob, Saved, check_objects, check_optimizer
-from delta_tracker.recovery.optimizer_parameters import GROUPS, Parameters
+from delta_tracker.recovery.optimizer_parameters import Parameters
 from delta_tracker.recovery.training_states import TrainingStates
 from delta_tracker.sharding.dense import parameter_names
 from delta_tracker.stream.format.manifest import Manifest
@@ -44,9 +44,10 @@ def change_of(
     Nothing is compared with ``on_model_change="stop"``. ``with_raw_ids`` contains the FQNs of the job's tables with
     managed collisions. If a parameter changed, a non-fused optimizer whose saved parameters have no names is left out.
     """
-    is_same, names = _has_same_parameters(last, saved, own, set(job.ignore)), parameter_names(job.model)
+    is_changed, is_moved = _is_changed(saved, own, job.ignore), _is_moved(last, saved, own)
+    names = parameter_names(job.model)
     if job.on_model_change == "stop":
-        parameters = Parameters(names, _kept(saved, own, job.ignore), is_same)
+        parameters = Parameters(names, _kept(saved, own, job.ignore), is_changed, is_moved)
         return Change(tables=last.tables, ignore=job.ignore, parameters=parameters)
     ignore, rank = set(job.ignore), job.rank if states.world_size == job.world_size else None
     entry = replace(last, dense=saved.dense).having(lambda name: name not in ignore)
@@ -62,9 +63,9 @@ def change_of(
         except RestoreMismatchError as error:
             stateless.add(fqn)
             differences[f"{fqn} states"] = f"{_difference(error)}: the states of {fqn!r} are not restored"
-    is_same = is_same and all(name.removesuffix(" states") in own.fused for name in differences)
+    is_changed = is_changed or any(name.removesuffix(" states") not in own.fused for name in differences)
     left_out = {*ignore, *stateless, *(differences.keys() - found.tables.keys() - set(found.dense))}
-    parameters = Parameters(names, _kept(saved, own, left_out), is_same)
+    parameters = Parameters(names, _kept(saved, own, left_out), is_changed, is_moved)
     own_names, saved_names = {*own.training, *own.rank}, {*saved.training, *saved.rank}
     for name in sorted((own_names ^ saved_names) - ignore):
         where = "this job" if name in saved_names else "the version"
@@ -89,12 +90,8 @@ def _unfit_objects(
         for name, each in getattr(job.recovery, argument).items():
             if name in left_out:
                 continue
-            path = source or 0, argument.removesuffix("_state"), name
-            if not parameters.is_same and getattr(each, GROUPS, None) and states.parameters(*path) is None:
-                found[name] = f"parameters of the optimizer {name!r} may have changed: it is not restored"
-                continue
             try:
-                check_objects(argument, {} if source is None else {name: each}, states, path[0], (), parameters)
+                check_objects(argument, {} if source is None else {name: each}, states, source or 0, (), parameters)
             except RestoreMismatchError as error:
                 found[name] = f"{_difference(error)}: it is not restored"
     return found
@@ -106,20 +103,21 @@ def _kept(saved: Saved, own: Job, left_out: Collection[str]) -> set[str]:
     return {*left_out, *(f"{fqn}.weight" for fqn in {*saved.tables, *own.shards} if fqn in fused or fqn in left_out)}
 
 
-def _has_same_parameters(last: Manifest, saved: Saved, own: Job, ignore: Collection[str]) -> bool:
-    """Return True if no name in ``ignore`` changed, and all names kept their order. Fused tables are not compared.
-
-    Non-fused optimizers number their states by the order of the parameters.
-    """
+def _is_changed(saved: Saved, own: Job, ignore: Collection[str]) -> bool:
+    """Return True if a table or dense tensor in ``ignore`` differs. Fused tables are not compared."""
     held = {**{fqn: shard.table for fqn, shard in own.shards.items()}, **own.dense}
     former = {**saved.tables, **saved.dense}
-    if any(held.get(name) != former.get(name) and name not in own.fused for name in ignore):
-        return False
-    groups = [saved.tables, last.dense, saved.dense.keys() - last.dense.keys()]
-    for group in ({name for name in names if name in held and name not in own.fused} for names in groups):
+    return any(held.get(name) != former.get(name) and name not in own.fused for name in ignore)
+
+
+def _is_moved(last: Manifest, saved: Saved, own: Job) -> bool:
+    """Return True if tables or dense tensors that both have are in another order. Fused tables are not compared."""
+    held, former = [*own.shards, *own.dense], [*saved.tables, *saved.dense]
+    for names in (saved.tables, last.dense, saved.dense.keys() - last.dense.keys()):
+        group = {name for name in names if name in held and name not in own.fused}
         if [name for name in former if name in group] != [name for name in held if name in group]:
-            return False
-    return True
+            return True
+    return False
 
 
 def _difference(error: RestoreMismatchError) -> str:

@@ -1,4 +1,4 @@
-"""Match the parameters of a torch optimizer with those of a saved state by name."""
+"""Match the parameters of a torch optimizer with those of its saved state by name: :func:`matched`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from torch import optim
+
+from delta_tracker.publisher.training import Stateful, group_names
+from delta_tracker.recovery.training_states import TrainingStates
 
 GROUPS = "param_groups"
 OUTSIDE = "a parameter outside the model"
@@ -18,52 +23,63 @@ class Parameters:
     Args:
         names: result of :func:`~delta_tracker.sharding.dense.parameter_names`.
         kept: names of the parameters whose states in a torch optimizer are not restored.
-        is_same: True if the version has the same parameters in the same order.
+        is_changed: True if a parameter that is not restored differs from that in the version.
+        is_moved: True if the parameters have another order in the version.
     """
 
     names: Mapping[int, Sequence[str]] = field(default_factory=dict)
     kept: Collection[str] = ()
-    is_same: bool = True
+    is_changed: bool = False
+    is_moved: bool = False
 
 
-def places(groups: Sequence[Sequence[Sequence[str]]], kept: Collection[str]) -> dict[str, tuple[int, int]]:
-    """Return the group and the place in it of each parameter that has a name outside ``kept`` or none, by its names.
+@dataclass(frozen=True, slots=True)
+class Match:
+    """Group and number of each parameter to restore in the saved and in the own state of an optimizer, by its names."""
+
+    saved: Mapping[str, tuple[int, int]]
+    own: Mapping[str, tuple[int, int]]
+
+    def renumbered(self, state: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the saved ``state`` with the numbers of ``own``. Other parameters keep their state in ``own``."""
+        sources, saved = {number: self.saved[name][1] for name, (_, number) in self.own.items()}, state["state"]
+        values = {key: value for key, value in own["state"].items() if key not in sources}
+        values |= {key: value for key, value in saved.items() if not isinstance(key, int)}
+        values |= {number: saved[source] for number, source in sources.items() if source in saved}
+        groups = []
+        for each, found in zip(state[GROUPS], own[GROUPS], strict=True):
+            names = {key: found[key] for key in ("params", "param_names") if key in found}
+            groups.append({**{key: value for key, value in each.items() if key != "param_names"}, **names})
+        return {**state, "state": values, GROUPS: groups}
+
+
+def matched(
+    optimizer: Stateful, own: Mapping[str, Any], states: TrainingStates, path: tuple[Any, ...], parameters: Parameters
+) -> Match | None:
+    """Match the parameters of ``own``, the state of ``optimizer`` in the job, with those of the state at ``path``.
+
+    Return None if either state has no names for the numbers of its parameters.
+    """
+    saved_names, own_names = states.parameters(*path), group_names(optimizer, own, parameters.names)
+    if saved_names is None or own_names is None:
+        return None
+    kept = () if isinstance(optimizer, optim.LBFGS) else parameters.kept  # it has one state for all parameters
+    saved = _numbers(saved_names, states.load(*path, GROUPS), kept)
+    return Match(saved, _numbers(own_names, own[GROUPS], kept))
+
+
+def _numbers(
+    names: Sequence[Sequence[Sequence[str]]], groups: Sequence[Mapping[str, Any]], kept: Collection[str]
+) -> dict[str, tuple[int, int]]:
+    """Return the group and number of each parameter that has no name or one outside ``kept``, by its names.
 
     Parameters with the same names, such as the column ranges of a table, are counted.
     """
     counts, found = Counter[str](), dict[str, tuple[int, int]]()
-    for number, group in enumerate(groups):
-        for place, names in enumerate(group):
-            if not names or not set(names) <= set(kept):
-                name = ", ".join(names) or OUTSIDE
+    for group, (each, held) in enumerate(zip(names, groups, strict=True)):
+        for own, number in zip(each, held["params"], strict=True):
+            if not own or not set(own) <= set(kept):
+                name = ", ".join(own) or OUTSIDE
                 counts[name] += 1
-                found[name if counts[name] == 1 else f"{name} ({counts[name]})"] = number, place
+                found[name if counts[name] == 1 else f"{name} ({counts[name]})"] = group, number
     return found
-
-
-def renumbered(
-    state: Mapping[str, Any],
-    own: Mapping[str, Any],
-    saved_places: Mapping[str, tuple[int, int]],
-    own_places: Mapping[str, tuple[int, int]],
-) -> dict[str, Any]:
-    """Return the saved ``state`` of a torch optimizer with the numbers of ``own``, the current state in the job.
-
-    Parameters without a place keep their state in ``own``.
-    """
-    saved_ids, own_ids = ([list(group["params"]) for group in each[GROUPS]] for each in (state, own))
-    sources = {
-        own_ids[group][place]: saved_ids[saved_places[name][0]][saved_places[name][1]]
-        for name, (group, place) in own_places.items()
-    }
-    numbers = {number for group in saved_ids for number in group}
-    values = {key: value for key, value in state["state"].items() if key not in numbers}
-    for number in (number for group in own_ids for number in group):
-        held, key = (state["state"], sources[number]) if number in sources else (own["state"], number)
-        if key in held:
-            values[number] = held[key]
-    groups = []
-    for saved, found in zip(state[GROUPS], own[GROUPS], strict=True):
-        names = {key: found[key] for key in ("params", "param_names") if key in found}
-        groups.append({**{key: value for key, value in saved.items() if key != "param_names"}, **names})
-    return {**state, "state": values, GROUPS: groups}

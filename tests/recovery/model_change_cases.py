@@ -13,6 +13,14 @@ from delta_tracker.stream.storage.storage import Storage
 from tests.recovery.restore_cases import attempt, same, spec_of, warm
 
 
+def reordered(rank: int, world_size: int, path: str, spec: dict[str, Any]) -> None:
+    """Restore into an optimizer with another order of its parameters, then save the state."""
+    trainer = warm(spec_of(**spec), rank, reshards=True, reverses=True)
+    trainer.restore(path, ignore=["random"])
+    torch.save(trainer.held(), Path(path) / f"reordered-{rank}of{world_size}.pt")
+    trainer.train(1)
+
+
 def changed(rank: int, world_size: int, path: str, spec: dict[str, Any]) -> dict[str, Any]:
     """Restore what the version and the job both have; save the state before and after. Then train and publish."""
     trainer = warm(spec_of(**spec), rank)

@@ -87,7 +87,7 @@ class ReshardingLoader(Loader):
 class Trainer:
     """Model, optimizers, tracker and loader of one rank."""
 
-    def __init__(self, spec: Spec, rank: int, *, learning_rate: float = 0.1, seed: int = 0, reshards: bool = False):
+    def __init__(self, spec: Spec, rank: int, *, learning_rate: float = 0.1, seed: int = 0, **options: Any):
         self.spec = spec
         with mock.patch.object(models, "Model", Counting):
             self.model = shard(spec, learning_rate=learning_rate)
@@ -98,10 +98,15 @@ class Trainer:
         for name, parameter in self.model.named_parameters():
             if name.removesuffix(".weight") not in fused:
                 (own if name.removesuffix(".weight") in sharded else common).append(parameter)
+        if options.get("reverses"):  # also the fused tables of this rank, which the optimizer does not step
+            fused_weights = [
+                each for name, each in self.model.named_parameters() if name.removesuffix(".weight") in fused
+            ]
+            common = [*fused_weights, *common[::-1]]
         self.optimizer = torch.optim.Adam(common, lr=0.05)
         self.own = torch.optim.Adam(own, lr=0.05) if own else None
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.5)
-        self.loader = (ReshardingLoader if reshards else Loader)(spec, rank)
+        self.loader = (ReshardingLoader if options.get("reshards") else Loader)(spec, rank)
         self.data = DataPosition(self.loader, event_time=lambda features: 10.0 + rank)
         self.tracker.attach_data(self.data)
         if seed:

@@ -97,6 +97,19 @@ def test_rows_that_exist_in_both_are_restored(two_ranks: RankPool, stream: Path,
             assert same(each, (former if is_kept else saved_states)[name]), name
 
 
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_an_optimizer_may_have_another_order_of_its_parameters(
+    two_ranks: RankPool, four_ranks: RankPool, stream: Path, tmp_path: Path, world_size: int
+) -> None:
+    shutil.copytree(stream, tmp_path, dirs_exist_ok=True)
+    pool, made = {2: two_ranks, 4: four_ranks}[world_size], spec(world_size, _COPIED, is_moved=world_size == 4)
+    pool.run("tests.recovery.model_change_cases:reordered", path=str(tmp_path), spec=made)
+    saved = load(tmp_path, "saved", 2)[0]["moments"]
+    assert len(saved) > 2
+    for held in load(tmp_path, "reordered", world_size):
+        assert same(held["moments"], saved)
+
+
 def test_a_rule_must_be_one_of_two(tmp_path: Path) -> None:
     for call in (restore, Standby):
         with pytest.raises(InvalidArgumentError, match=r"Pass one of \('stop', 'continue'\)"):
