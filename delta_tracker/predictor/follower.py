@@ -1,7 +1,5 @@
 """Background thread of a predictor: polls for versions, applies them, and retries after errors."""
 
-from __future__ import annotations
-
 import logging
 import threading
 import traceback

@@ -11,8 +11,6 @@ The owner of a row is the raw id that a managed-collision module maps to it. The
 After each step, a lookup of a raw id reads its own row, as of the previous or the new version, or its default row.
 """
 
-from __future__ import annotations
-
 import logging
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping

@@ -5,8 +5,6 @@ may run after the lock is released. :class:`TableFence` orders this work on the 
 launch order, but work on different streams is ordered only by events.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence

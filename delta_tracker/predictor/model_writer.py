@@ -1,7 +1,5 @@
 """Writer of versions to a model in this process, between its lookups."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

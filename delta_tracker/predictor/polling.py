@@ -1,7 +1,5 @@
 """Schedules of the polls and gap checks of a follower. The poll interval depends on new versions, hints and errors."""
 
-from __future__ import annotations
-
 from delta_tracker.stream.reading.runtime import REAL, Runtime
 
 # A poll requests only the next entry. If it is missing, a check at this interval shows whether it was deleted or is not

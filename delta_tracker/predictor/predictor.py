@@ -1,7 +1,5 @@
 """Predictor: applies the versions of a stream to a model that serves lookups."""
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence

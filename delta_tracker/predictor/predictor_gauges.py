@@ -1,7 +1,5 @@
 """Metrics of a predictor, and the age of the rows that it serves."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Heartbeats that report the version and the lag of a predictor: :class:`Heartbeats`."""
 
-from __future__ import annotations
-
 from delta_tracker.errors import DeltaTrackerError, InvalidArgumentError, StreamError
 from delta_tracker.predictor.reader import Reader
 from delta_tracker.predictor.status import error_text

@@ -13,8 +13,6 @@ The stored map therefore always belongs to the last complete version. After a cr
 that are only in the log are deleted. After a later crash, step 6 is repeated.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace

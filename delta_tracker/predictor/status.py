@@ -1,7 +1,5 @@
 """State of a predictor: the versions that a lookup reads, and the status for monitoring."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Choice of the tables of a stream that a predictor applies: :class:`TableChoice`."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase

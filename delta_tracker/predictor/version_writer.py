@@ -1,7 +1,5 @@
 """Validation and writing of versions, to a model in this process or to a row store: :class:`VersionWriter`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 from delta_tracker.errors import ModelMismatchError, StreamReplacedError

@@ -1,7 +1,5 @@
 """Bounds that determine when ``Publisher.step`` publishes."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 

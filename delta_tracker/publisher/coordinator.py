@@ -1,7 +1,5 @@
 """Write a version from all ranks: each rank writes its parts, and rank 0 creates the manifest."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from operator import itemgetter

@@ -1,7 +1,5 @@
 """Combine the states that each rank declares for its column ranges into the states of whole tables."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Warn about tables if each delta contains most of their rows: :class:`LargeDeltas`."""
 
-from __future__ import annotations
-
 import logging
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """Choice of the dense tensors that a publisher sends with each version."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 from typing import Literal

@@ -1,7 +1,5 @@
 """Heartbeats of a publisher, which show that its training thread advances: :class:`Heartbeats`."""
 
-from __future__ import annotations
-
 from concurrent.futures import Future, wait
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Schema and copied rows of this rank's tables in a version. Rows are encoded when they are written."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ A checkpoint contains the stream position of the consumer. Predictors may have a
 trainer does not know. The rows of these versions are treated as changed and are published again.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 from contextlib import suppress

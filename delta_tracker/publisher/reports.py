@@ -1,7 +1,5 @@
 """Report the results of a publisher's versions as an error, log records and metrics: :class:`Reports`."""
 
-from __future__ import annotations
-
 import logging
 
 from delta_tracker.errors import (

@@ -1,7 +1,5 @@
 """Read the rows of a version from the tracker, and commit or abort the read afterwards."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping

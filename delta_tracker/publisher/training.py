@@ -22,8 +22,6 @@ The state is a dict with these keys:
 - ``data``: state of the :class:`~delta_tracker.DataPosition`; None if there is none.
 """
 
-from __future__ import annotations
-
 import logging
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence

@@ -3,8 +3,6 @@
 The file begins with the states of a version, and :func:`decide`, the pure function that selects the next step.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Collection, Mapping
 from concurrent.futures import Future

@@ -1,7 +1,5 @@
 """States of the global random generators of a process: :class:`RandomStates`."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any

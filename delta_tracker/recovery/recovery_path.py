@@ -1,7 +1,5 @@
 """Find the entries to apply to restore a version, and the rows that are pending for consumers afterwards."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 

@@ -1,7 +1,5 @@
 """Compare a version with the job on this rank, and restore it: :func:`prepare` and :class:`Plan`."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

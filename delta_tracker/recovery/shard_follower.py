@@ -1,7 +1,5 @@
 """Follow a stream of versions with states on one rank: :class:`ShardFollower`. Calls no collectives."""
 
-from __future__ import annotations
-
 import logging
 from collections import deque
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Streams that a standby reads and claims. No function here is a collective."""
 
-from __future__ import annotations
-
 import logging
 import os
 import secrets

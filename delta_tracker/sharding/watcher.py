@@ -1,7 +1,5 @@
 """Base class and shared parts of the hooks: listener interface, wrapped methods, and uncompiled functions."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import logging

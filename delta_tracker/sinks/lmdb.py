@@ -3,8 +3,6 @@
 Notation: ``N`` is the number of rows in a call, ``D`` the number of columns of the table.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import socket

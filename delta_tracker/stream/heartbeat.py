@@ -4,8 +4,6 @@
 stream does not depend on heartbeats, which may be missing, old or forged. Retention deletes them after a day.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import re

@@ -3,8 +3,6 @@
 To start the export, call ``show_heartbeats("s3://bucket/stream")``.
 """
 
-from __future__ import annotations
-
 import logging
 
 from delta_tracker.monitor.monitor import Monitor, program_monitor

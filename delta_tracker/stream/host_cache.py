@@ -5,8 +5,6 @@ The key consists of the hash, size and body in the part's record, so that stream
 ``objects`` never changes: it is renamed into place after it was verified, and unlinked when it is evicted or damaged.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import logging

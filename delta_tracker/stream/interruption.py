@@ -4,8 +4,6 @@ The flag is thread-local, so that it does not have to be passed down to the stor
 flag is never interrupted.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import threading

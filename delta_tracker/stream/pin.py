@@ -4,8 +4,6 @@ Counters are assigned without gaps, and an existing object is never overwritten.
 applies.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import re

@@ -1,7 +1,5 @@
 """Write pins and releases: predictors that follow pins return to a version, or continue from a snapshot."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import replace

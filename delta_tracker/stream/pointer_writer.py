@@ -1,7 +1,5 @@
 """Background writer of the pointer object: :class:`PointerWriter`."""
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

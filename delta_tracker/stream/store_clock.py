@@ -1,7 +1,5 @@
 """Estimate of a store's current time, so that ages do not depend on the clocks of two hosts."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable
 

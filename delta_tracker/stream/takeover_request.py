@@ -4,8 +4,6 @@ A request is the object ``control/takeover.json``, a JSON object with the fields
 the generation to fence, so that only one standby takes over and the object does not have to be deleted.
 """
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 

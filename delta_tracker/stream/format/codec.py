@@ -24,8 +24,6 @@ FBGEMM's implementations differ from this one as follows:
 - ``INT4``: FBGEMM needs a multiple of four columns, this implementation needs an even number of columns.
 """
 
-from __future__ import annotations
-
 import zlib
 from typing import assert_never
 

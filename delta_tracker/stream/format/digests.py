@@ -1,7 +1,5 @@
 """Digests of the pieces of an object of format 2, so that a reader can check a range without reading the rest."""
 
-from __future__ import annotations
-
 import xxhash
 
 PIECE_BYTES = 8 << 20

@@ -1,7 +1,5 @@
 """Readers of a stream's objects, which check the bytes against the objects' records."""
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial

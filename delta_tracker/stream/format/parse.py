@@ -4,8 +4,6 @@ The decoders of msgspec check types and limits, and end at the first invalid ele
 no more memory than a valid one of its size. The functions below check conditions on several fields.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

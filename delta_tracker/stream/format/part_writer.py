@@ -4,8 +4,6 @@ The file is written directly from the tensors' memory, chunk by chunk, and can b
 ``safetensors`` package returns a copy of all bytes, which makes a publish several times slower.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Find the rows of a version that are in the shards of one rank."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

@@ -8,8 +8,6 @@ have the same encoding and columns. Otherwise, the rows are decoded and split at
 readers get bitwise identical values.
 """
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Upkeep: background retention and compaction in the publisher's process."""
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections.abc import Callable, Sequence

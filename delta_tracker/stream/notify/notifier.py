@@ -4,8 +4,6 @@ A hint consists of a stream's id and a version. It may be lost, repeated, late, 
 to find out which versions exist.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Hints about new versions through Redis Streams. Requires the extra ``redis``."""
 
-from __future__ import annotations
-
 from urllib.parse import urlsplit
 
 from delta_tracker.arguments import is_number

@@ -1,7 +1,5 @@
 """Canary: the distance that a predictor keeps from the newest version."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from delta_tracker.arguments import check_count, is_number, refuses_unknown

@@ -1,7 +1,5 @@
 """Entries that replace many versions at once, for a reader that is far behind: :class:`CatchUp`."""
 
-from __future__ import annotations
-
 from delta_tracker.stream.format.manifest import Manifest, Merged, entry_name
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.reading.path import Allows, is_next, readable

@@ -4,8 +4,6 @@ A reader only moves forward: to a newer version of its stream, or to a stream th
 tables whose rows are mixed, and a log that was replaced by an unrelated one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace

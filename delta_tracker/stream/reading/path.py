@@ -3,8 +3,6 @@
 The argument ``allows`` returns False for an entry that the reader must not apply yet. None allows every entry.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress

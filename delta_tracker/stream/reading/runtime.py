@@ -1,7 +1,5 @@
 """Functions for time, random numbers and threads: :class:`Runtime`."""
 
-from __future__ import annotations
-
 import random
 import threading
 import time

@@ -1,7 +1,5 @@
 """Handling of faults that an HTTP cache may have caused, and that may disappear without an action."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 

@@ -1,7 +1,5 @@
 """Store in a local directory (``file://``), and functions for atomic and durable writes to local files."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import itertools

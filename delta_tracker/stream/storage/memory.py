@@ -1,7 +1,5 @@
 """Store in the memory of this process, at ``memory://``."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable
 

@@ -1,7 +1,5 @@
 """Parsing and validation of store URLs, options and object names."""
 
-from __future__ import annotations
-
 import difflib
 import math
 import os

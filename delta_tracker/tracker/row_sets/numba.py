@@ -3,8 +3,6 @@
 Notation: ``R`` is the number of rows of the shard, ``N`` the number of ids in an argument.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from functools import cache

@@ -16,8 +16,6 @@ GIL. No kernel passes an array to another function that is compiled by :func:`_l
 each such call, which takes longer than the work on one id.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 
