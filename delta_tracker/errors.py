@@ -69,7 +69,9 @@ class InvalidArgumentError(DeltaTrackerError, ValueError):
 
     def __init__(self, argument: str, value: object, remedy: str) -> None:
         is_state = argument.endswith("()") and isinstance(value, str)
-        problem = f"{argument} cannot be called: {value}" if is_state else f"{argument}={_brief(value)} cannot be used"
+        text = " ".join(line.strip() for line in _shown(value).splitlines())
+        shown = text if len(text) <= _MAX_REPR else f"{text[:_MAX_REPR]}..."
+        problem = f"{argument} cannot be called: {value}" if is_state else f"{argument}={shown} cannot be used"
         super().__init__(problem, remedy)
         self.argument, self.value = argument, value
 
@@ -842,12 +844,6 @@ def _distribution() -> str | None:
     except Exception:  # noqa: BLE001  the metadata of any package may be malformed
         return None
     return names.pop() if len(names) == 1 else None
-
-
-def _brief(value: object) -> str:
-    """Return the result of :func:`_shown` as a single line, truncated to 500 characters."""
-    text = " ".join(line.strip() for line in _shown(value).splitlines())
-    return text if len(text) <= _MAX_REPR else f"{text[:_MAX_REPR]}..."
 
 
 def _shown(value: object, depth: int = 0) -> str:

@@ -276,7 +276,7 @@ class Follower(Forkable):
             return
         for manifest in newest:
             try:
-                self._reader.writer.check_fits(manifest)
+                self._reader.writer.resolve(manifest)
             except (ModelMismatchError, InvalidArgumentError) as error:
                 # A predictor with rows serves them, and states in its heartbeat why it stays at their version.
                 is_changed = isinstance(error, ModelMismatchError) or error.argument == "tables"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -264,10 +264,11 @@ class Reader:
         """Apply entries. If one has a fault, record the fault for the next decision and return False."""
         storage, entries = decision.log.source.storage, decision.entries
         entry = entries[0]
+        first = next((each for each in entries if each.kind != "claim"), entry)  # the first with rows
         try:
             if decision.order is None:
                 keeps_rows = self.writer.apply(entry, storage, is_elsewhere=decision.is_elsewhere)
-            elif keeps_rows := (first := _first_with_rows(entries)).kind != "delta" or self.writer.keeps_rows(first):
+            elif keeps_rows := first.kind != "delta" or self.writer.keeps_rows(first):
                 for entry in self.writer.check_path(entries, storage):  # noqa: B007  the faulty one, after an error
                     pass
                 self.orders.start(decision.order)
@@ -478,10 +479,6 @@ class _Round:
     looks_for_gap: bool
     retry: Source | None = None
     has_waited: bool = False
-
-
-def _first_with_rows(entries: Sequence[Manifest]) -> Manifest:
-    return next((each for each in entries if each.kind != "claim"), entries[0])
 
 
 def _subject(fault: StreamError) -> str:

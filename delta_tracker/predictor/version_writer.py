@@ -39,10 +39,6 @@ class VersionWriter:
         """Discard buffered data. Call this before reading an object again or from another store."""
         self._buffer = PartBuffer()
 
-    def check_fits(self, entry: Manifest) -> None:
-        """Raise an error if the tables of a version do not fit the destination."""
-        self._resolve(entry)
-
     def keeps_rows(self, entry: Manifest) -> bool:
         """Return False if the model no longer has the rows of its position; see :meth:`ModelWriter.keeps_rows`."""
         narrowed = self._choice.narrowed(entry)
@@ -56,7 +52,7 @@ class VersionWriter:
             raise StreamReplacedError(storage.url, entry.version)
         gate = self.gate if entry.kind != "claim" else None
         try:
-            receiver, narrowed = self._resolve(entry)
+            receiver, narrowed = self.resolve(entry)
         except ModelMismatchError:
             if entry.kind != "delta" or self.keeps_rows(entry):
                 raise
@@ -80,7 +76,7 @@ class VersionWriter:
         identities = self.destination.identities
         for entry in entries:
             yield entry
-            receiver, narrowed = self._resolve(entry)
+            receiver, narrowed = self.resolve(entry)
             identities = identities_after(narrowed, identities)
             contents = self._contents(entry, narrowed, storage)
             receiver.placements(contents)
@@ -88,7 +84,7 @@ class VersionWriter:
 
     def write_path(self, entries: Sequence[Manifest], storage: Storage) -> None:
         """Write a path that :meth:`check_path` has checked. Bypasses the gate and replaces its baseline."""
-        resolved = [self._resolve(entry) for entry in entries]
+        resolved = [self.resolve(entry) for entry in entries]
         if self.gate is not None:
             self.gate.restart()
         for entry, (receiver, narrowed) in zip(entries, resolved, strict=True):
@@ -98,7 +94,7 @@ class VersionWriter:
             if self.gate is not None:
                 self.gate.passed(entry, self.gate.measure(entry, contents)[0])
 
-    def _resolve(self, entry: Manifest) -> tuple[Receiver, Manifest]:
+    def resolve(self, entry: Manifest) -> tuple[Receiver, Manifest]:
         """Return the receiver of a version, and the entry with only the tables and dense tensors to apply."""
         chosen = self._choice.narrowed(entry)
         try:

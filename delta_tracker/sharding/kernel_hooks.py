@@ -83,9 +83,9 @@ class PostLookupHook(Watcher):
         is_counted = kernel.is_fused or lookups
         self._counts = {fqn: reports.recorder.lookups.cell(table=fqn) for fqn in self._tables if is_counted}
         self._index_type = getattr(kernel.module, "_embedding_table_index_type", torch.int64)
-        self._before_write = untraced(self._write_begins, self._omitted)
-        self._after_write = untraced(self._write_ends, self._omitted)
-        handle: RemovableHandle = kernel.module.register_forward_hook(untraced(self._post_lookup, self._omitted))
+        self._before_write = untraced(self._write_begins, self.omitted)
+        self._after_write = untraced(self._write_ends, self.omitted)
+        handle: RemovableHandle = kernel.module.register_forward_hook(untraced(self._post_lookup, self.omitted))
         self._removals.append(handle.remove)
         if kernel.has_cache:
             handle = kernel.module.register_forward_pre_hook(untraced(self._pre_lookup, self._omitted))

@@ -89,10 +89,6 @@ class StepHook(Watcher):
         _STEPS.add(self)
         self._removals.append(partial(_STEPS.remove, self))
 
-    def omitted(self) -> None:
-        """Record that a compiled graph runs optimizer steps without calling this hook."""
-        self._omitted()
-
     def forget(self, number: int) -> None:
         """End the unfinished step of an optimizer, if there is one. ``number`` is the ``id()`` of the optimizer."""
         step = self._steps.pop(number, None)
@@ -145,7 +141,8 @@ class StepHook(Watcher):
         if step.is_computed_inside:
             late = self._rows(optimizer, step)
             if _has_others(optimizer, "post"):  # they may have changed the gradients since
-                late |= self._all_rows_of(optimizer)
+                held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+                late |= {fqn: None for fqn in self._tables if id(self._modules[fqn].weight) in held}
         else:
             # Another hook may have replaced a gradient after this hook read it.
             late = {fqn: None for fqn, _, gradient, version in step.gradients if gradient._version != version}  # noqa: SLF001
@@ -224,11 +221,6 @@ class StepHook(Watcher):
         }
         if found := [fqn for size in updated for fqn in sizes[size]]:
             self.others.count(found)
-
-    def _all_rows_of(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor | None]:
-        """Return None, which means all rows, for each reported table whose weight is a parameter of an optimizer."""
-        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        return {fqn: None for fqn in self._tables if id(self._modules[fqn].weight) in held}
 
     def _aliased(self, parameter: Tensor) -> list[str]:
         """Return the FQNs of the reported tables whose weight shares the storage of ``parameter``."""

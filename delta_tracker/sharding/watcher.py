@@ -167,7 +167,7 @@ class Watcher:
     def _captured(self) -> None:
         self._unseen("replays of a CUDA graph call no hook")
 
-    def _omitted(self) -> None:
+    def omitted(self) -> None:
         """Record that a lookup or write is compiled with ``fullgraph=True`` and will not call the hook."""
         self._unseen("code that is compiled with fullgraph=True calls no hook; compile it without")
 

@@ -128,10 +128,6 @@ class LookedUp:
 
 
 @lru_cache(maxsize=4)
-def _parsed(data: bytes) -> SinkState:
-    return SinkState.from_json(data)
-
-
 def current_state(data: bytes | None) -> SinkState:
     """Parse the stored state of the current stream. Results are cached for the last few values of ``data``.
 
@@ -139,7 +135,7 @@ def current_state(data: bytes | None) -> SinkState:
     """
     if data is None:
         raise MalformedSinkError("its current stream", "it has no state")
-    return _parsed(data)
+    return SinkState.from_json(data)
 
 
 class Lookup:

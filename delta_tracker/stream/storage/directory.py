@@ -158,7 +158,9 @@ class DirectoryStore(Store):
         folder = name.rpartition("/")[0]
         for each in ("drafts", folder):
             if not self._has_folder(each, writes=True):
-                make_folder(self.directory, each)
+                # Not parents=True: if a volume is not mounted, that would create the store on another disk.
+                for path in (*reversed(list(Path(each).parents)[:-1]), each):
+                    (self.directory / path).mkdir(exist_ok=True)
         target, draft = self.directory / name, self.directory / "drafts" / secrets.token_hex(8)
         descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
@@ -390,14 +392,6 @@ def _status(entry: os.DirEntry[str]) -> os.stat_result | None:
         if error.errno in _NOWHERE or (isinstance(error, PermissionError) and entry.is_symlink()):
             return None
         raise
-
-
-def make_folder(directory: Path, folder: str) -> None:
-    """Create a missing folder in the directory of a store, which must exist."""
-    # Not parents=True: if a volume is not mounted, that would create the store on another disk.
-    path = Path(folder)
-    for each in (*reversed(list(path.parents)[:-1]), path):
-        (directory / each).mkdir(exist_ok=True)
 
 
 def lock(file: int | IO[str], kind: int = fcntl.LOCK_EX) -> bool:

@@ -1,6 +1,7 @@
 """Choose an engine, the subclass of ``RowSet`` that records which rows of a shard changed."""
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import wraps
 from traceback import walk_tb
 from typing import Concatenate, ParamSpec, TypeVar
@@ -41,7 +42,11 @@ def choose_engine(name: str | None, device: torch.device) -> type[RowSet]:
         'TorchRows'
     """
     if name is None:
-        return NumbaRows if NumbaRows.serves(device) and _has_numba() else TorchRows
+        if NumbaRows.serves(device):
+            with suppress(MissingExtraError):
+                load_loops()
+                return NumbaRows
+        return TorchRows
     serving = [known for known, engine in ENGINES.items() if engine.serves(device)]
     if name not in serving:
         raise InvalidArgumentError("engine", name, f"Use one of {serving} on {device}, or None to have one chosen")
@@ -80,11 +85,3 @@ def retried(
         return checked
 
     return decorate
-
-
-def _has_numba() -> bool:
-    try:
-        load_loops()
-    except MissingExtraError:
-        return False
-    return True

@@ -8,9 +8,7 @@ and 9.0. They have not been tested on a GPU yet, and the engine is used only if 
 import os
 from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import cache
 from itertools import accumulate
-from types import ModuleType
 from typing import NamedTuple, Self
 
 import torch
@@ -58,7 +56,7 @@ class TritonRows(RowSet):
 
     def __init__(self, num_rows: int, device: torch.device) -> None:
         super().__init__(num_rows, device)
-        self._programs = _load_programs()
+        self._programs = import_optional("delta_tracker.tracker.row_sets.triton_programs", "triton", "triton")
         self._num_blocks = -(-num_rows // _ROWS_PER_BLOCK)
         # A tensor created in inference mode cannot be written in place outside it.
         with torch.inference_mode(mode=False):
@@ -205,8 +203,3 @@ class TritonRows(RowSet):
         # Triton launches on the current device, which may differ from the set's.
         with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
             getattr(self._programs, name)[grid](*arguments, **constants)
-
-
-@cache
-def _load_programs() -> ModuleType:
-    return import_optional("delta_tracker.tracker.row_sets.triton_programs", "triton", "triton")
