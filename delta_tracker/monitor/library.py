@@ -47,6 +47,7 @@ class _Metric(Generic[_S]):
 
 _counter = partial(_Metric[Counter], Kind.COUNTER, max_cells=_MAX_CELLS)
 _gauge = partial(_Metric[Gauge], Kind.GAUGE, max_cells=_MAX_CELLS)
+_time = partial(_Metric[Gauge], Kind.GAUGE, max_cells=_MAX_CELLS, unit="seconds")
 _seconds = partial(_Metric[Histogram], Kind.HISTOGRAM, unit="seconds")
 
 
@@ -94,40 +95,33 @@ class LibraryMetrics:
     published_version = _gauge("Newest version committed by this publisher.", "publisher")
     applied_version = _gauge("Newest version applied by this predictor.", "predictor")
     consumer_lag_batches = _gauge("Batches since a consumer's last committed read.", "tracker", "consumer")
-    consumer_lag_seconds = _gauge(
-        "Seconds since a consumer's last committed read.", "tracker", "consumer", unit="seconds"
-    )
+    consumer_lag_seconds = _time("Seconds since a consumer's last committed read.", "tracker", "consumer")
     predictor_lag_versions = _gauge("Versions of the stream that this predictor has not applied.", "predictor")
-    predictor_lag_seconds = _gauge(
-        "Age of the oldest version that this predictor has not applied; 0 if it is up to date.",
-        "predictor",
-        unit="seconds",
+    predictor_lag_seconds = _time(
+        "Age of the oldest version that this predictor has not applied; 0 if it is up to date.", "predictor"
     )
-    served_age_seconds = _gauge(
-        "Time since the commit of the version that this predictor serves, by the store's clock.",
-        "predictor",
-        unit="seconds",
+    served_age_seconds = _time(
+        "Time since the commit of the version that this predictor serves, by the store's clock.", "predictor"
     )
-    served_event_age_seconds = _gauge(
+    served_event_age_seconds = _time(
         "Time since the event time of the version that this predictor serves; only for streams with event times.",
         "predictor",
-        unit="seconds",
     )
     heartbeat_lag_versions = _gauge("Versions that a predictor has not applied, from its heartbeat.", "predictor")
-    heartbeat_lag_seconds = _gauge(
-        "Age of the oldest version that a predictor has not applied, from its heartbeat.", "predictor", unit="seconds"
+    heartbeat_lag_seconds = _time(
+        "Age of the oldest version that a predictor has not applied, from its heartbeat.", "predictor"
     )
-    heartbeat_age_seconds = _gauge("Seconds since a predictor's last heartbeat.", "predictor", unit="seconds")
+    heartbeat_age_seconds = _time("Seconds since a predictor's last heartbeat.", "predictor")
     stream_version = _gauge("Newest version of a stream.", "url")
-    stream_age_seconds = _gauge("Time since the commit of the newest version.", "url", unit="seconds")
+    stream_age_seconds = _time("Time since the commit of the newest version.", "url")
     stream_pending_rows = _gauge("Changed rows that the newest version has left for later ones.", "url")
-    publisher_heartbeat_age_seconds = _gauge(
-        "Seconds since the last heartbeat of the publisher; only for versions with states.", "url", unit="seconds"
+    publisher_heartbeat_age_seconds = _time(
+        "Seconds since the last heartbeat of the publisher; only for versions with states.", "url"
     )
-    oldest_pending_seconds = _gauge("Age of a consumer's oldest pending row.", "tracker", "consumer", unit="seconds")
+    oldest_pending_seconds = _time("Age of a consumer's oldest pending row.", "tracker", "consumer")
     # Requests of a predictor
     store_requests = _counter("Requests of a predictor to its store.", "predictor", "operation")
-    poll_seconds = _gauge("Current interval between a predictor's polls.", "predictor", unit="seconds")
+    poll_seconds = _time("Current interval between a predictor's polls.", "predictor")
     past_cache_reads = _counter("Reads past the HTTP cache, after a fault in a cached object.", "predictor")
     merged_catch_ups = _counter("Merged versions and snapshots that a predictor applied to catch up.", "predictor")
     failovers = _counter("Times that a predictor continued from another source.", "predictor")
@@ -149,13 +143,10 @@ class LibraryMetrics:
     refused_parts = _counter("Parts that a predictor rejected.", "predictor", "reason")
     publish_failures = _counter("Versions that failed to publish.", "publisher", "reason")
     upkeep_failures = _counter("Compactions and retentions of a publisher that failed.", "publisher", "step")
-    publisher_skew_seconds = _gauge(
-        "Clock of the publisher minus the store's, at the last version.", "publisher", unit="seconds"
-    )
-    predictor_skew_seconds = _gauge(
+    publisher_skew_seconds = _time("Clock of the publisher minus the store's, at the last version.", "publisher")
+    predictor_skew_seconds = _time(
         "Clock of the predictor minus the store's; 0 unless modification times contradict the predictor's clock.",
         "predictor",
-        unit="seconds",
     )
     hook_errors = _counter("Exceptions caught in the tracker's hooks.", "tracker", "table")
     model_differences = _gauge(
