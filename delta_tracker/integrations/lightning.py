@@ -122,6 +122,9 @@ class TrackerCallback(Callback):
             cadence: its :meth:`~delta_tracker.publisher.publisher.Publisher.step` is called after each batch. It is
             built when training starts, so that a search by Lightning's ``Tuner`` claims no stream.
 
+    Attributes:
+        publisher: publisher that ``publish`` returned; None before the first batch and after ``fit``.
+
     Raises:
         InvalidArgumentError: if ``build`` or ``publish`` is not callable.
 
@@ -144,7 +147,7 @@ class TrackerCallback(Callback):
         self._build = build
         self._publish = publish
         self._tracker: ModelDeltaTracker | None = None
-        self._publisher: Publisher | None = None
+        self.publisher: Publisher | None = None
         self._saved: _Saved | None = None  # None before the first fit or checkpoint
 
     @staticmethod
@@ -166,11 +169,6 @@ class TrackerCallback(Callback):
         if self._tracker is None:
             raise DetachedError().advising("Use it while Trainer.fit() runs, from on_fit_start to on_fit_end")
         return self._tracker
-
-    @property
-    def publisher(self) -> Publisher | None:
-        """Publisher of the current ``fit``; None if publishing is disabled or training has not started."""
-        return self._publisher
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Move this callback to the front of ``trainer.callbacks``, and clean up after an earlier ``fit`` that raised.
@@ -273,14 +271,14 @@ class TrackerCallback(Callback):
         self._tracker = None
 
     def _open_publisher(self) -> Publisher | None:
-        if self._publisher is None and self._publish is not None:
-            self._publisher = self._publish(self.tracker)
-        return self._publisher
+        if self.publisher is None and self._publish is not None:
+            self.publisher = self._publish(self.tracker)
+        return self.publisher
 
     def _close_publisher(self) -> None:
-        if self._publisher is not None:
-            self._publisher.close()
-        self._publisher = None
+        if self.publisher is not None:
+            self.publisher.close()
+        self.publisher = None
 
     def _state(self) -> Mapping[str, Tensor]:
         # A strategy may save on rank 0, or on every rank.

@@ -74,6 +74,9 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
             need. Only :meth:`run` writes it. None disables the writes.
         runtime: functions for time, random numbers and threads.
 
+    Attributes:
+        head: newest entry of the destination after the last :meth:`step`; None before the first copied entry.
+
     Example:
         >>> mirror = Mirror(Storage("memory://"), Storage("memory://"))
         >>> mirror.step()
@@ -101,18 +104,13 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
         self._passes = None if retention is None else RetentionPasses(self._to, retention)
         self._pointer_seconds = pointer_seconds
         self._runtime = runtime
-        self._head: Manifest | None = None  # newest entry of the destination
+        self.head: Manifest | None = None
         self._checked_at: float | None = None  # monotonic time of the last check; None to read the destination again
         self._merged_at = self._pinned_at = _NEVER  # monotonic times
         self._num_pins = 0  # that this object has copied, or found at the destination
         self._num_copied = 0  # entries since the last retention
         self._has_claims = False  # that were copied by copy_claims()
         self._noted = ""  # last note that was logged
-
-    @property
-    def head(self) -> Manifest | None:
-        """Newest entry of the destination after the last :meth:`step`; None before the first copied entry."""
-        return self._head
 
     def step(self) -> bool:
         """Copy the objects of the next entry, then the entry itself. Return False if the source has no next entry yet.
@@ -142,7 +140,7 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
 
         Skips deltas that another merged delta covers, and entries whose objects were deleted from the source.
         """
-        head = self._head
+        head = self.head
         if head is None:
             return 0
         found = _useful(self._source.merged(), head, set(self._to.merged()))
@@ -153,9 +151,9 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
 
         Readers of a former stream need these claims to continue with the current stream.
         """
-        if self._head is None:
+        if self.head is None:
             return 0
-        log, head, num_copied = self._source, self._head, 0
+        log, head, num_copied = self._source, self.head, 0
         for claim in forks([each for each in log.versions() if each <= head.version], head.stream, log.readable):
             is_missing = self._to.storage.size(entry_name(claim.version)) is None
             if is_missing and (data := _read(log, claim.version)) is not None:
@@ -207,7 +205,7 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
         with nullcontext() if pointer is None else closing(pointer):
             while not stop.is_set():
                 try:
-                    has_copied, head = self.step(), self._head
+                    has_copied, head = self.step(), self.head
                     if pointer is not None and head is not None and head is not pointed:
                         pointed = head
                         pointer.after(head)
@@ -253,11 +251,11 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
     def _decide(self) -> Copy | str:
         is_checked, now = self._checked_at is not None, self._runtime.monotonic()
         if not is_checked:
-            self._head = self._newest(self._to.versions())
+            self.head = self._newest(self._to.versions())
         is_due = self._checked_at is None or now - self._checked_at >= _CHECK_SECONDS
         log = _Seen(self._source, self._diverged)
-        decision = decide(log, self._head, is_checked=is_checked, is_due=is_due)
-        if self._head is None:
+        decision = decide(log, self.head, is_checked=is_checked, is_due=is_due)
+        if self.head is None:
             self._checked_at = _NEVER
         elif not is_checked or (is_due and isinstance(decision, str)):
             self._checked_at = now
@@ -282,7 +280,7 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
             return False
         self._copy_objects(entry, is_merged=merged is not None and merged.last == entry.version)
         self._create(decision.data, entry.version)
-        self._head = entry
+        self.head = entry
         self._num_copied += 1
         return True
 
@@ -311,7 +309,7 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
                 is_kept_for_claim = log.precedes_claim(entry)
                 if is_merged and is_kept_for_claim:
                     return
-                is_passed = is_kept_for_claim and self._head is not None
+                is_passed = is_kept_for_claim and self.head is not None
                 if entry.merges is None and (is_passed or log.read(entry.version) is None):
                     raise (_emptied(log) or self._diverged(entry.version, _DELETED)) from error
                 raise error.advising(_REPAIR) from error
