@@ -67,9 +67,8 @@ class Passive(MetricSource):
         self._callback = callback
         self._totals: dict[tuple[str, ...], float] = {}
 
-    def read(self, *, is_last: bool) -> None:
+    def read(self, *, is_last: bool) -> None:  # noqa: ARG002
         """Call the callback and record its readings. No-op if the stat is disabled."""
-        del is_last
         if not self._stat.enabled:
             return
         readings = self._callback()

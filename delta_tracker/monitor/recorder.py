@@ -87,9 +87,8 @@ class Recorder(MetricSource):
         """True after :meth:`close`, or after the owner was garbage-collected."""
         return self._is_closed or self._owner() is None
 
-    def read(self, *, is_last: bool) -> None:
+    def read(self, *, is_last: bool) -> None:  # noqa: ARG002
         """Call the function passed to :meth:`watch`, or remove the gauges if the owner was garbage-collected."""
-        del is_last
         owner, record = self._owner(), self._record
         if owner is None:
             self.end()

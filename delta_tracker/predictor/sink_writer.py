@@ -79,9 +79,8 @@ class SinkWriter(Forkable):
         self._hold(state)
         self._is_known = True
 
-    def keeps_rows(self, manifest: Manifest, receiver: Receiver | None = None) -> bool:
+    def keeps_rows(self, manifest: Manifest, receiver: Receiver | None = None) -> bool:  # noqa: ARG002
         """Return True: the tables of a row store are never replaced."""
-        del manifest, receiver
         return True
 
     def notice_move(self) -> bool:

@@ -65,8 +65,7 @@ class LoadHook(Watcher):
         )
         self._removals.append(handle.remove)
 
-    def _after_load(self, module: nn.Module, keys: object) -> None:
-        del keys
+    def _after_load(self, module: nn.Module, keys: object) -> None:  # noqa: ARG002
         if module is not self._module and not self._contained(lambda: self._shares_rows(module), otherwise=True):
             return  # a copy of the model
         for fqn in self._tables:

@@ -154,8 +154,7 @@ class PostLookupHook(Watcher):
         if not self._contained(watch, otherwise=False):
             self._unseen("a hook could not be registered; build a new tracker")
 
-    def _write_begins(self, update: _Update, grad_outputs: object) -> None:
-        del grad_outputs
+    def _write_begins(self, update: _Update, grad_outputs: object) -> None:  # noqa: ARG002
         if not self._contained(partial(self._begin, update), otherwise=False):
             update.is_missed = True
 
@@ -175,8 +174,7 @@ class PostLookupHook(Watcher):
             self._contained(lambda: self._count(update.ids), otherwise=None)
         return True
 
-    def _write_ends(self, update: _Update, grad_inputs: object, grad_outputs: object) -> None:
-        del grad_inputs, grad_outputs
+    def _write_ends(self, update: _Update, grad_inputs: object, grad_outputs: object) -> None:  # noqa: ARG002
         self._contained(partial(self._end, update), otherwise=None)
 
     def _end(self, update: _Update) -> None:

@@ -70,14 +70,12 @@ class PlainTable:
             return
         raise UnsupportedModelError({self._fqn: reason}, remedy, problem=_LOST)
 
-    def weight(self, slot: int) -> Tensor:
+    def weight(self, slot: int) -> Tensor:  # noqa: ARG002
         """Return a detached view of the module's weight, ``[rows, columns]``."""
-        del slot
         return self.module.weight.detach()
 
-    def memory(self, slot: int) -> Tensor | None:
+    def memory(self, slot: int) -> Tensor | None:  # noqa: ARG002
         """Return a detached view of the module's weight; None if the weight is missing or not strided."""
-        del slot
         weight: Tensor | None = self.module._parameters.get("weight")  # noqa: SLF001
         return None if weight is None or weight.layout is not torch.strided else weight.detach()
 
@@ -85,9 +83,8 @@ class PlainTable:
         """Return a copy of the rows ``ids`` (``[N]`` int64), ``[N, columns]``."""
         return take_rows(self.weight(slot), ids)
 
-    def optimizer_states(self, slot: int) -> list[Tensor]:
+    def optimizer_states(self, slot: int) -> list[Tensor]:  # noqa: ARG002
         """Return an empty list: the optimizer is not fused and keeps its states itself."""
-        del slot
         return []
 
     def weight_slots(self) -> list[tuple[Mapping[str, Tensor | None], str]]:

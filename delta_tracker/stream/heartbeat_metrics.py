@@ -50,9 +50,8 @@ class _Heartbeats(MetricSource):
         self._metrics = monitor.metrics
         self._shown: set[tuple[Gauge, str]] = set()
 
-    def read(self, *, is_last: bool) -> None:
+    def read(self, *, is_last: bool) -> None:  # noqa: ARG002
         """Set the gauges of each predictor from its heartbeat. Remove the values of predictors that are gone."""
-        del is_last
         metrics = self._metrics
         readings: dict[tuple[Gauge, str], float] = {}
         found, _ = see_heartbeats(self._storage, self._clock, max_age=self._gone_seconds, limit=_LIMIT)
@@ -86,9 +85,8 @@ class _Newest(MetricSource):
         self.name = f"newest version of {log.storage.url}"
         self._log, self._metrics, self._clock = log, monitor.metrics, StoreClock()
 
-    def read(self, *, is_last: bool) -> None:
+    def read(self, *, is_last: bool) -> None:  # noqa: ARG002
         """Set the gauges, or remove their values if the stream cannot be read."""
-        del is_last
         url, metrics = self._log.storage.url, self._metrics
         gauges = (
             metrics.stream_version,

@@ -50,22 +50,20 @@ class Capture:
             return table.dim * table.dtype.itemsize
         return torch.float32.itemsize if self.keeps_old else 0
 
-    def states(self, shard: LocalShard, rows: ChangedRows) -> Tensor | None:
+    def states(self, shard: LocalShard, rows: ChangedRows) -> Tensor | None:  # noqa: ARG002
         """Return the ``states`` of a delta for changed rows. ``rows`` contains old states if :attr:`keeps_old`.
 
         Returns:
             ``[N, ...]``, NaN for rows whose old state is required but unknown; None in a mode without states.
         """
-        del shard, rows
         return None
 
-    def scores(self, values: Tensor, states: Tensor) -> Tensor:
+    def scores(self, values: Tensor, states: Tensor) -> Tensor:  # noqa: ARG002
         """Return the default scores of rows for top-k, ``[N]`` float32. Larger changes have higher scores.
 
         ``values`` is ``[N, D]``, the current values of the rows; the method may overwrite it. ``states`` is the result
         of :meth:`states`.
         """
-        del values, states
         raise AssertionError("the mode has no scores")
 
 
@@ -81,9 +79,8 @@ class EmbeddingCapture(Capture):
         """Return the current values of the rows ``ids``, ``[N, D]``."""
         return read_rows(shard, ids)
 
-    def states(self, shard: LocalShard, rows: ChangedRows) -> Tensor | None:
+    def states(self, shard: LocalShard, rows: ChangedRows) -> Tensor | None:  # noqa: ARG002
         """Return the values of each row at the consumer's last committed read, ``[N, D]``; NaN if unknown."""
-        del shard
         return rows.states
 
     def scores(self, values: Tensor, states: Tensor) -> Tensor:
@@ -114,9 +111,8 @@ class MomentumLastCapture(Capture):
         norms: Tensor = torch.linalg.vector_norm(read_optimizer(shard, rows.ids)[0].float(), dim=1)
         return norms
 
-    def scores(self, values: Tensor, states: Tensor) -> Tensor:
+    def scores(self, values: Tensor, states: Tensor) -> Tensor:  # noqa: ARG002
         """Return ``states``: the states of this mode are the scores."""
-        del values
         return states
 
 

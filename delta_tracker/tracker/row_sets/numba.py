@@ -64,9 +64,8 @@ class NumbaRows(RowSet):
         self._is_settled = True  # summary and count match the words
 
     @classmethod
-    def warm_up(cls, device: torch.device) -> None:
+    def warm_up(cls, device: torch.device) -> None:  # noqa: ARG003
         """Import the compiled kernels. Raise MissingExtraError if numba is missing or does not support numpy."""
-        del device
         load_loops()
 
     @classmethod
