@@ -135,7 +135,8 @@ class ConsumerHandle(Uncopied, remedy="Save or copy the tracker's state_dict(), 
     def note_of(self, name: str) -> object:
         """Return the note of the consumer ``name``; None if it has none or its cursor moved after the note was set."""
         self._held()
-        return self._log.consumers.find(name).current_note
+        found = self._log.consumers.find(name)
+        return found.note if found.noted_at == found.position else None
 
     def wait_for_updates(self, seconds: float) -> None:
         """Wait at most ``seconds`` until no update of rows and optimizer states is in progress.

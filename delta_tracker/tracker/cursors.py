@@ -72,11 +72,6 @@ class Consumer(NamedTuple):
     noted_at: int | None = None  # position when the note was set or loaded
     restored_at: int | None = None  # position at the last load of a state
 
-    @property
-    def current_note(self) -> object:
-        """The owner's note; None if the cursor has moved since the note was set."""
-        return self.note if self.noted_at == self.position else None
-
     def moved(self, position: int, batch: int, carried: Mapping[str, ChangedRows] = _NO_ROWS) -> Consumer:
         """Return a copy with the cursor at ``position`` and ``batch``, the carried rows ``carried``, and no reads.
 

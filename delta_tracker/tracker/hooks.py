@@ -121,7 +121,8 @@ class TrackerHooks:
             state = [*(hook.others.versions() for hook in hooks), *num_recorded.values()]
             self._num_idle = self._num_idle + 1 if state == self._idle else 0
             self._idle = state
-            if self._num_idle >= _MANY_BATCHES and self._model.reports_updates:
+            shards = [shard for shard in self._model.shards.values() if shard.holders]
+            if self._num_idle >= _MANY_BATCHES and all(each.is_fused or each.is_stepped for each in shards):
                 self._warn(Counter(dict.fromkeys(self._model.found.tables, 0)), 0, stacklevel=5)
 
     def _of_updates(self) -> list[PostLookupHook | StepHook]:

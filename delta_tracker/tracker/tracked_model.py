@@ -66,11 +66,6 @@ class TrackedModel:
             raise InvalidArgumentError("fqn", fqn, f"Pass one of the tracked tables {sorted(self.shards)}")
         return self.shards[fqn]
 
-    @property
-    def reports_updates(self) -> bool:
-        """True if hooks report the updates of all tables on this rank. No table is then compared with a copy."""
-        return all(shard.is_fused or shard.is_stepped for shard in self.shards.values() if shard.holders)
-
     def check_attached(self) -> None:
         """Raise DetachedError if detached, or UnsupportedModelError if a plain module was replaced or cast."""
         if not self.is_attached:

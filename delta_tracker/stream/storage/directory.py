@@ -159,7 +159,7 @@ class DirectoryStore(Store):
         for each in ("drafts", folder):
             if not self._has_folder(each, writes=True):
                 # Not parents=True: if a volume is not mounted, that would create the store on another disk.
-                for path in (*reversed(list(Path(each).parents)[:-1]), each):
+                for path in (*reversed(list(Path(each).parents)[:-1]), Path(each)):
                     (self.directory / path).mkdir(exist_ok=True)
         target, draft = self.directory / name, self.directory / "drafts" / secrets.token_hex(8)
         descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -299,14 +299,17 @@ def _no_directory(name: str, path: str, status: os.stat_result) -> tuple[str, st
 def sync_names(directory: Path, name: str) -> None:
     """Flush creations and deletions of names to disk, in the folder ``name`` and the folders above it."""
     for path in (Path(name), *Path(name).parents):
-        try:
-            descriptor = os.open(directory / path, os.O_RDONLY | os.O_DIRECTORY)
-        except FileNotFoundError:
-            continue
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        with suppress(FileNotFoundError):
+            sync_path(directory / path)
+
+
+def sync_path(path: Path) -> None:
+    """Flush a file or the names in a directory to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def delete_draft(draft: Path) -> bool:
