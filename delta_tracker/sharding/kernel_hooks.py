@@ -88,7 +88,7 @@ class PostLookupHook(Watcher):
         handle: RemovableHandle = kernel.module.register_forward_hook(untraced(self._post_lookup, self.omitted))
         self._removals.append(handle.remove)
         if kernel.has_cache:
-            handle = kernel.module.register_forward_pre_hook(untraced(self._pre_lookup, self._omitted))
+            handle = kernel.module.register_forward_pre_hook(untraced(self._pre_lookup, self.omitted))
             self._removals.append(handle.remove)
 
     def _pre_lookup(self, module: object, args: tuple[Any, ...]) -> None:
