@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.simulation.stores import Entry, Store
 from tests.simulation.threads import SCHEDULER
-from tests.simulation.trainer import Copy
+from tests.simulation.trainer import Copy, num_common
 
 Key = tuple[str, int]
 """Stream and version."""
@@ -108,8 +108,21 @@ class History:
         before = self.copies.get((stream, version - 1))
         if kind == "claim" or (kind == "delta" and before is None):
             return set()
-        is_whole = kind == "snapshot" or before is None
+        is_whole = kind == "snapshot" or before is None or before.shapes != self.copies[stream, version].shapes
         return {(kind, name) for name, each in tensors.items() if is_whole or not each.equal(before.tensors[name])}
+
+    def kept(self, key: Key, held: Mapping[str, Tensor], before: Mapping[str, Tensor], encoding: str | None) -> str:
+        """Return which rows a reader has, but not the version, that are neither as before nor of any version."""
+        found = []
+        for name, tensor in held.items():
+            num_rows = num_common(name, self.copies[key].tensors, held)
+            rest = torch.arange(len(tensor)) >= (len(tensor) if num_rows is None else num_rows)
+            for copy in (Copy(before, {}), *self.copies.values()) if rest.any() else ():
+                is_same = copy is not self.copies[key]
+                rest &= ~(copy.equal_rows(name, tensor, encoding) if is_same else torch.zeros_like(rest))
+            if rest.any():
+                found.append(f"{name} rows {rest.nonzero().flatten().tolist()}")
+        return ", ".join(found)
 
     def has_rows(self, stream: str, versions: range, held: Mapping[str, Tensor], encoding: str | None) -> bool:
         """Return True if each row of a reader is that of one of some versions."""

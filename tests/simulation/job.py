@@ -47,6 +47,8 @@ class _Standby:
 class JobTrainer:
     """Trainer of sharded tables. See :class:`~tests.simulation.trainer.Trainer`."""
 
+    number = 0
+
     def __init__(self, schedule: Schedule, seed: int) -> None:
         self.clock = SCHEDULER.clock
         self._job = Job(f"trainer {seed}", schedule.ranks, lambda rank: Trainer(schedule, seed + rank, Monitor()))

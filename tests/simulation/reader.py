@@ -16,6 +16,7 @@ from tests.simulation.history import Order, Place
 from tests.simulation.served import Choice, Served, ServedRows, served
 from tests.simulation.stores import Store
 from tests.simulation.threads import SCHEDULER, Clock, Process
+from tests.simulation.trainer import TABLES, Copy, num_common
 from tests.simulation.values import Schedule, options_of
 from tests.simulation.web import Web
 
@@ -43,6 +44,8 @@ class Settings:
         is_sharded: True for tables that several ranks train.
         choice: the tables that it applies.
         has_changed_model: True if its model lacks the other tables, and it applies what fits.
+        continues: True if it applies what fits.
+        number: number of its model.
         monitor: monitor of the predictor.
     """
 
@@ -57,15 +60,28 @@ class Settings:
     is_sharded: bool
     choice: Choice
     has_changed_model: bool
+    continues: bool
+    number: int
     monitor: Monitor
 
     @classmethod
     def of(
-        cls, choice: int, stores: list[Store], cache: Path, web: Web | None, schedule: Schedule, monitor: Monitor
+        cls,
+        choice: int,
+        stores: list[Store],
+        cache: Path,
+        web: Web | None,
+        schedule: Schedule,
+        monitor: Monitor,
+        number: int,
     ) -> Settings:
-        """Return the settings of a number: one below 9 has none, and one url or several."""
+        """Return the settings of a number: one below 9 has none, and one url or several.
+
+        ``number`` is that of the trainer's model.
+        """
         options, is_sharded = options_of(choice), schedule.ranks > 1
         kind, tables = _KINDS[options["kind"]], 0 if schedule.has_raw_ids else options["tables"]
+        has_changed_model = kind == "tables" and tables > 0 and schedule.seed % 4 > 1
         return cls(
             stores=tuple(stores[index] for index in _ORDERS[options["order"]]),
             canary=_CANARIES[options["canary"]],
@@ -77,7 +93,9 @@ class Settings:
             has_raw_ids=schedule.has_raw_ids,
             is_sharded=is_sharded,
             choice=Choice(tables, is_sharded=is_sharded),
-            has_changed_model=kind == "tables" and tables > 0 and schedule.seed % 4 > 1,
+            has_changed_model=has_changed_model,
+            continues=has_changed_model or options["model"] % 2 == 1,
+            number=number if options["model"] > 1 else 0,
             monitor=monitor,
         )
 
@@ -120,6 +138,7 @@ class Reader:
         is_interrupted: True from an error of what it writes to until a call succeeds.
         is_following: True while a thread of its own follows.
         clock: wall clock of its host.
+        before: what lookups read at its last check.
     """
 
     name: str
@@ -154,7 +173,7 @@ class Reader:
             else ModelTarget(
                 self.served.target,
                 raw_ids=self.served.raw_ids or {},
-                on_model_change="continue" if settings.has_changed_model else "stop",
+                on_model_change="continue" if settings.continues else "stop",
             ),
             [
                 store.opened_by_predictor() if settings.web is None else settings.web.store_of(store)
@@ -175,6 +194,7 @@ class Reader:
             has_raw_ids=settings.has_raw_ids,
             is_sharded=settings.is_sharded,
             choice=settings.choice,
+            number=settings.number,
         )
         return cls(name, settings, to)
 
@@ -182,6 +202,7 @@ class Reader:
         """Keep the values of the tables that are not applied."""
         copy = {} if self.has_row_store else self.served.copy()
         self._others = {name: each for name, each in copy.items() if not self.settings.choice.takes(name)}
+        self.before = self.served.copy() if copy else {}
 
     def load(self, tables: dict[str, Tensor]) -> None:
         """Replace the tables by saved ones."""
@@ -191,6 +212,33 @@ class Reader:
     def copy(self) -> dict[str, Tensor]:
         """Return what lookups read, of the tables that are applied."""
         return {name: each for name, each in self.served.copy().items() if self.settings.choice.takes(name)}
+
+    def fits(self, copy: Copy, stream: str) -> bool:
+        """Return True if a version fits its model, its row store and its choice of tables."""
+        settings = self.settings
+        if settings.has_raw_ids:
+            return True
+        shapes = {name: each for name, each in copy.shapes.items() if settings.choice.takes(name)}
+        if not settings.has_changed_model and not settings.choice.is_in(shapes):
+            return False
+        if isinstance(self.served, ServedRows):
+            stated = self.served.stated
+            is_begun = stated is not None and (stated.stream, stated.version) != (stream, None)
+            held = self.served.shapes(stream) if is_begun else {}
+            return not held or held == {name: each for name, each in shapes.items() if name in TABLES}
+        if settings.continues:
+            return any(num_common(name, copy.tensors, self.before) != 0 for name in shapes if name in TABLES)
+        return all(num_common(name, copy.tensors, self.before) is None for name in shapes)
+
+    def left_out(self, copy: Copy) -> tuple[str, ...]:
+        """Names of the tables and dense tensors of a version that it does not apply, sorted."""
+        held = copy.tensors if self.has_row_store else self.before
+        others = [
+            name
+            for name in copy.tensors
+            if not self.settings.choice.takes(name) or num_common(name, copy.tensors, held) == 0
+        ]
+        return tuple(sorted(name.removesuffix(".weight") if name in TABLES else name for name in others))
 
     @property
     def written(self) -> set[str]:
@@ -293,6 +341,28 @@ class Reader:
         after.clock = self.clock
         return after
 
+    def changed(self, number: int, saved: Saved | None) -> Reader:
+        """Return the reader after a restart of its process with another model, or with another row store.
+
+        Args:
+            number: number of the model.
+            saved: position and tables to continue with. Tables of another size are new ones. None for no position.
+        """
+        after = Reader.new(self.name, replace(self.settings, number=number))
+        after.clock = self.clock
+        if saved is None or self.has_row_store or "version" not in saved.state:
+            return after
+        copy = after.served.copy()
+        fitting = {name: each for name, each in saved.tables.items() if num_common(name, saved.tables, copy) is None}
+        after.load({**copy, **fitting})
+        after.predictor.load_state_dict(saved.state)
+        after.is_continued, after.may_serve_held, after.is_interrupted = True, self.may_serve_held, self.is_interrupted
+        if fitting.keys() == copy.keys():
+            after.floor, after.pinned, after.seen = self.floor, self.pinned, self.seen
+        else:
+            after.is_interrupted = True  # it states the saved version until it has read a snapshot
+        return after
+
     def released(self) -> None:
         """End its own rollback, or else the pins that it may have followed."""
         self.predictor.release()
@@ -308,5 +378,7 @@ class Reader:
         words += [repr(settings.gate)] if settings.gate is not None else []
         words += [f"of {', '.join(settings.choice.patterns)}"] if settings.choice.patterns else []
         words += ["in a changed model"] if settings.has_changed_model else []
+        words += [f"in model {settings.number}"] if settings.number else []
+        words += ["applies what fits"] if settings.continues else []
         words += ["with pins"] if settings.follows_pins else []
         return " ".join([*words, settings.kind]).strip()

@@ -7,6 +7,7 @@
   of the log leads past a version that its gate holds.
 - It stays at its own rollback.
 - Tables that it leaves out have their former rows, and it names them.
+- The version fits its model, or a part of it does and it applies what fits. What the version lacks has its former rows.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ def check(reader: Reader, history: History, encoding: str | None, *, is_complete
     difference = history.copies[key].difference(held, encoding)
     if difference is not None:
         raise RuleError("rows", f"{reader.describe()} at version {version}: {difference}")
+    _check_model(reader, history, key, encoding)
     place = history.place(*key)
     if reader.floor is not None and place < reader.floor:
         reader.baselines.clear()
@@ -77,6 +79,18 @@ def check(reader: Reader, history: History, encoding: str | None, *, is_complete
     reader.seen = max((counter for _, counter in history.ordered), default=0)
 
 
+def _check_model(reader: Reader, history: History, key: Key, encoding: str | None) -> None:
+    """Check that a version fits the model of a predictor, and that it has kept what the version lacks."""
+    if not reader.fits(history.copies[key], key[0]):
+        raise RuleError("fit", f"{reader.describe()} serves version {key[1]}, which does not fit")
+    if kept := history.kept(key, reader.copy(), reader.before, encoding):
+        raise RuleError("kept", f"{reader.describe()} at version {key[1]} has written {kept}, which it lacks")
+    reader.before = reader.served.copy()
+    former = None if reader.floor is None else history.copies.get((history.streams[reader.floor[0]], reader.floor[1]))
+    if former is not None and former.shapes != history.copies[key].shapes:
+        reader.baselines.clear()  # a changed table has a new baseline
+
+
 def check_partial(reader: Reader, history: History, encoding: str | None) -> None:
     """Check the rows of a row store that states that a newer version may be written in part."""
     stored = reader.served
@@ -95,7 +109,8 @@ def _check_choice(reader: Reader, place: Place, history: History) -> None:
     left_out, whole = reader.predictor.status().left_out, history.without_claims(place)
     reader.start = reader.start or whole
     reader.has_applied |= not reader.is_continued or whole != reader.start
-    if left_out != reader.settings.choice.left_out and (left_out or reader.has_applied):
+    copy = history.copies[history.streams[whole[0]], whole[1]]
+    if left_out != reader.left_out(copy) and (left_out or reader.has_applied):
         raise RuleError("left out", f"{reader.describe()} names {left_out}")
 
 

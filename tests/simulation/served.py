@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from delta_tracker import RawIdIndex, RowTarget
 from tests.predictor.memory_sink import MemorySink, Stored
-from tests.simulation.trainer import NUM_BAGS, NUM_PLAIN, SHARDED, TABLES, Model
+from tests.simulation.trainer import SHAPES, SHARDED, Model
 
 # Patterns of the tables that predictors choose, with the tensor that each takes.
 _CHOICES: tuple[dict[str, str], ...] = (
@@ -50,8 +50,8 @@ class _ServedModel:
 
     raw_ids = None
 
-    def __init__(self) -> None:
-        self.target = Model()
+    def __init__(self, number: int = 0) -> None:
+        self.target = Model(number)
         self.load({name: torch.zeros_like(each) for name, each in self.copy().items()})
 
     def copy(self) -> dict[str, Tensor]:
@@ -80,17 +80,14 @@ class Choice:
             pattern: name for pattern, name in _CHOICES[number].items() if not is_sharded or not name.startswith("over")
         }
         self.patterns = [*self._taken] or None
-        self._names = SHARDED if is_sharded else [*Model().copy()]
 
     def takes(self, name: str) -> bool:
         """Return True for a tensor that is applied, by its name in a copy."""
         return self.patterns is None or any(name.endswith(each) for each in self._taken.values())
 
-    @property
-    def left_out(self) -> tuple[str, ...]:
-        """Names of the others in the stream, sorted."""
-        others = [name for name in self._names if not self.takes(name)]
-        return tuple(sorted(name.removesuffix(".weight") if name in TABLES else name for name in others))
+    def is_in(self, names: Collection[str]) -> bool:
+        """Return True if each pattern fits a tensor of these."""
+        return all(any(name.endswith(each) for name in names) for each in self._taken.values())
 
 
 class InterruptionError(Exception):
@@ -104,10 +101,10 @@ class _Table(RowTarget):
         left: number of writes of all tables before the next one fails, one number in a list; empty for none.
     """
 
-    def __init__(self, num_rows: int, left: list[int]) -> None:
-        self.tensor, self._left = torch.zeros(num_rows, 4), left
-        self.num_rows, self.dim, self.dtype = num_rows, 4, torch.float32
-        self.rows, self.columns = (0, num_rows), ((0, 4),)
+    def __init__(self, num_rows: int, width: int, left: list[int]) -> None:
+        self.tensor, self._left = torch.zeros(num_rows, width), left
+        self.num_rows, self.dim, self.dtype = num_rows, width, torch.float32
+        self.rows, self.columns = (0, num_rows), ((0, width),)
 
     def write(self, ids: Tensor | slice, values: Tensor, columns: tuple[int, int]) -> None:
         if self._left:
@@ -123,9 +120,9 @@ class ServedTables:
 
     raw_ids = None
 
-    def __init__(self, tables: Mapping[str, int], dense: Mapping[str, Tensor]) -> None:
+    def __init__(self, tables: Mapping[str, tuple[int, int]], dense: Mapping[str, Tensor]) -> None:
         self._left: list[int] = []
-        self._tables = {name: _Table(num_rows, self._left) for name, num_rows in tables.items()}
+        self._tables = {name: _Table(num_rows, width, self._left) for name, (num_rows, width) in tables.items()}
         self.target = {**self._tables, **dense}
         self._tensors = {f"{name}.weight": each.tensor for name, each in self._tables.items()} | dense
 
@@ -148,7 +145,7 @@ class ServedRows:
 
     raw_ids = None
 
-    def __init__(self, stored: Stored, keys: Mapping[str, tuple[str, list[int]]], choice: Choice) -> None:
+    def __init__(self, stored: Stored, keys: Mapping[str, tuple[str, list[int]]] | None, choice: Choice) -> None:
         self._stored, self._keys, self._choice = stored, keys, choice
         self.target = MemorySink(stored)
 
@@ -160,7 +157,26 @@ class ServedRows:
         return ServedRows(self._stored, self._keys, choice)
 
     def copy(self) -> dict[str, Tensor]:
-        return {name: self._rows(*keys) for name, keys in self._keys.items() if self._choice.takes(name)}
+        keys = self._keys or {
+            f"{name}.weight": (name, ids) for name, ids in self._ids(str(self._stored.current)).items()
+        }
+        return {name: self._rows(*each) for name, each in keys.items() if self._choice.takes(name)}
+
+    def _ids(self, stream: str) -> dict[str, list[int]]:
+        """Return the ids of each table of a stream."""
+        found: dict[str, list[int]] = {}
+        for of, table, each in sorted(self._stored.rows):
+            if of == stream:
+                found.setdefault(table, []).append(each)
+        return found
+
+    def shapes(self, stream: str) -> dict[str, tuple[int, ...]]:
+        """Return the size of each table of a stream; nothing if it has none."""
+        rows = self._stored.rows
+        return {
+            f"{table}.weight": (len(ids), *rows[stream, table, ids[0]][1].shape)
+            for table, ids in self._ids(stream).items()
+        }
 
     def _rows(self, table: str, ids: list[int]) -> Tensor:
         """Return the row of each id. An id without a row reads the default row, of which a table here has one."""
@@ -186,27 +202,27 @@ class ServedRows:
         pass
 
 
-def served(kind: str, *, has_raw_ids: bool, is_sharded: bool, choice: Choice) -> Served:
+def served(kind: str, *, has_raw_ids: bool, is_sharded: bool, choice: Choice, number: int = 0) -> Served:
     """Return the destination of a kind of predictor, see :class:`~tests.simulation.reader.Settings`.
+
+    ``number`` is that of its model, see :data:`~tests.simulation.trainer.SHAPES`. A row store has what was written.
 
     A model has all tables and dense tensors, other destinations have those of the choice only.
     """
     if not has_raw_ids:
-        names = SHARDED if is_sharded else ("bag.weight", "plain.weight")
-        tables = {
-            name.removesuffix(".weight"): num_rows for name, num_rows in zip(names, (NUM_BAGS, NUM_PLAIN), strict=True)
-        }
+        tables = SHAPES[number]
+        if is_sharded:
+            tables = {name.removesuffix(".weight"): size for name, size in zip(SHARDED, tables.values(), strict=True)}
         if kind == "row store":
-            keys = {f"{name}.weight": (name, [*range(size)]) for name, size in tables.items()}
-            return ServedRows(Stored(), keys, choice)
+            return ServedRows(Stored(), None, choice)
         if kind == "tables":
-            dense = {} if is_sharded else _ServedModel().copy()
+            dense = {} if is_sharded else _ServedModel(number).copy()
             return ServedTables(
-                {name: num_rows for name, num_rows in tables.items() if choice.takes(f"{name}.weight")},
+                {name: size for name, size in tables.items() if choice.takes(f"{name}.weight")},
                 {name: each for name, each in dense.items() if name.startswith("over") and choice.takes(name)},
             )
         if not is_sharded:
-            return _ServedModel()
+            return _ServedModel(number)
         from tests.simulation.shards import ServedShards  # noqa: PLC0415  torchrec takes seconds
 
         return ServedShards()

@@ -21,13 +21,17 @@ def targets(reader: Reader, history: History) -> set[Place] | None:
     if not numbers or (floor is not None and floor[0] > max(numbers)):
         return None
     number = max(numbers)
-    if any(history.streams.index(each.stream) > number for each in entries):
-        return None  # a stream that a promotion has started waits for its first snapshot
+    # A stream that a promotion has started waits for its first snapshot.
+    is_waiting = any(history.streams.index(each.stream) > number for each in entries)
     stream = history.streams[number]
     entries = [each for each in entries if each.stream == stream]
     # A canary counts up to the newest entry, also if its parts are lost.
     heads = [each for each in (store.newest() for store in stores) if each is not None and each.stream == stream]
     head = max((*entries, *heads), key=lambda each: (not each.is_merged, each.version))
+    last = max((each for each in entries if each.kind == "snapshot"), key=lambda each: each.version)
+    if is_waiting or (floor is None and not fits(reader, history, last)):
+        return None  # a predictor without a version is refused if the newest snapshot does not fit
+    entries = [each for each in entries if fits(reader, history, each)]
     allowed = [each for each in entries if is_allowed(each, head, reader.settings.canary)]
     start = floor[1] if floor is not None and floor[0] == number else None
     ends = reached(allowed, start)
@@ -63,6 +67,12 @@ def targets(reader: Reader, history: History) -> set[Place] | None:
             seen_at = {each for each in ends if floor == (number, start) and floor[1] <= each < order.version}
             found |= {history.without_claims((number, each)) for each in seen_at if order.kind == "release"}
     return found or None
+
+
+def fits(reader: Reader, history: History, entry: Entry) -> bool:
+    """Return True if the version of an entry fits the model of a predictor."""
+    copy = history.copies.get((entry.stream, entry.version))
+    return copy is None or entry.kind == "claim" or reader.fits(copy, entry.stream)
 
 
 def _while_held(

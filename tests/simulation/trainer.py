@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,23 +20,49 @@ from delta_tracker.monitor import Monitor
 from tests.simulation.threads import SCHEDULER
 from tests.simulation.values import Schedule
 
-NUM_BAGS, NUM_PLAIN = 12, 10
+SHAPES: tuple[Mapping[str, tuple[int, int]], ...] = (
+    {"bag": (12, 4), "plain": (10, 4)},
+    {"bag": (15, 4), "plain": (10, 4)},
+    {"bag": (9, 4), "plain": (10, 4)},
+    {"bag": (12, 6), "plain": (10, 4)},
+    {"bag": (12, 4)},
+    {"bag": (12, 4), "plain": (10, 4), "extra": (7, 4)},
+)
+"""Rows and width of each table, for each number of a model. The first one is that of a world without changes."""
 SHARDED = ("tables.embedding_bags.bag.weight", "tables.embedding_bags.plain.weight")
-TABLES = ("bag.weight", "plain.weight", "item", *SHARDED)
+TABLES = ("bag.weight", "plain.weight", "extra.weight", "item", *SHARDED)
 _LARGE = 1e4
 
 
 class Model(nn.Module):
-    """A table with sparse gradients, one with dense gradients, and a dense layer."""
+    """A table with sparse gradients, others with dense gradients, and a dense layer.
 
-    def __init__(self) -> None:
+    Args:
+        number: number of its :data:`SHAPES`.
+    """
+
+    def __init__(self, number: int = 0) -> None:
         super().__init__()
-        self.bag = nn.EmbeddingBag(NUM_BAGS, 4, mode="sum", sparse=True)
-        self.plain = nn.Embedding(NUM_PLAIN, 4)
-        self.over = nn.Linear(8, 1)
+        self.shape = SHAPES[number]
+        for name, (num_rows, width) in self.shape.items():
+            is_bag = name == "bag"
+            table = (
+                nn.EmbeddingBag(num_rows, width, mode="sum", sparse=True) if is_bag else nn.Embedding(num_rows, width)
+            )
+            self.add_module(name, table)
+        self.over = nn.Linear(sum(width for _, width in self.shape.values()), 1)
 
-    def forward(self, bags: Tensor, ids: Tensor) -> Tensor:
-        return self.over(torch.cat([self.bag(bags), self.plain(ids)], 1))
+    def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
+        return self.over(torch.cat([self.get_submodule(name)(ids) for name, ids in batch.items()], 1))
+
+    def draw(self, source: torch.Generator) -> dict[str, Tensor]:
+        """Return random ids of two samples, by table."""
+        sizes = {name: (2, 2) if name == "bag" else (2,) for name in self.shape}
+        return {name: torch.randint(self.shape[name][0], size, generator=source) for name, size in sizes.items()}
+
+    def tables(self) -> dict[str, Tensor]:
+        """Return the weight of each table."""
+        return {name: self.get_parameter(f"{name}.weight") for name in self.shape}
 
     def copy(self) -> dict[str, Tensor]:
         return {name: tensor.detach().clone() for name, tensor in self.named_parameters()}
@@ -69,33 +95,31 @@ class Trained(Protocol):
 class _TrainedModel:
     """The model in training."""
 
-    def __init__(self) -> None:
-        self.module = Model()
+    def __init__(self, number: int) -> None:
+        self.module = Model(number)
         self.optimizer = torch.optim.Adagrad(self.module.parameters(), lr=0.1)
         self.module.over.weight.register_hook(_finite)
-        self._batch = torch.zeros(2, 2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
-        self._spoiled: tuple[tuple[Tensor, Tensor], dict[str, Tensor]] | None = None  # batch, and the values before
+        self._batch = {name: torch.zeros_like(ids) for name, ids in self.module.draw(torch.Generator()).items()}
+        self._spoiled: tuple[dict[str, Tensor], dict[str, Tensor]] | None = None  # batch, and the values before
 
     def predict(self, source: torch.Generator) -> Tensor:
-        bags = torch.randint(NUM_BAGS, (2, 2), generator=source)
-        self._batch = bags, torch.randint(NUM_PLAIN, (2,), generator=source)
-        output: Tensor = self.module(*self._batch)
+        self._batch = self.module.draw(source)
+        output: Tensor = self.module(self._batch)
         output.register_hook(_finite)
         return output
 
     @torch.no_grad()
     def edit(self, choice: int) -> None:
         """Write to a row of each table without a lookup."""
-        for tensor in (self.module.bag.weight, self.module.plain.weight):
+        for tensor in self.module.tables().values():
             tensor[choice // 5 % len(tensor)] /= 2
 
     @torch.no_grad()
     def spoil(self, value: float, *, is_dense: bool) -> None:
         """Write a value to the dense layer, or to the rows of the last batch."""
         self._spoiled = self._batch, self.copy()
-        bags, ids = self._batch
-        self.module(bags, ids)
-        rows = {self.module.bag.weight: bags.flatten(), self.module.plain.weight: ids}
+        self.module(self._batch)
+        rows = {table: self._batch[name].flatten() for name, table in self.module.tables().items()}
         for tensor, each in ({self.module.over.bias: torch.tensor(0)} if is_dense else rows).items():
             tensor[each] = value
 
@@ -104,10 +128,10 @@ class _TrainedModel:
         """Write the values before the last :meth:`spoil`. Return False if there are none."""
         if self._spoiled is None:
             return False
-        (bags, ids), values = self._spoiled
+        batch, values = self._spoiled
         self._spoiled = None
-        self.module(bags, ids)
-        rows = {"bag.weight": bags.flatten(), "plain.weight": ids}
+        self.module(batch)
+        rows = {f"{name}.weight": ids.flatten() for name, ids in batch.items()}
         for name, tensor in self.module.named_parameters():
             each = rows.get(name, slice(None))
             tensor[each] = values[name][each]
@@ -154,25 +178,62 @@ class Copy:
 
     def lost(self, restored: Copy) -> str | None:
         """Return what differs after a restore, None if nothing does."""
+        if self.shapes != restored.shapes:
+            return f"{restored.shapes} instead of {self.shapes}"
         return _difference(self.tensors, restored.tensors, None) or _difference(self.states, restored.states, None)
 
+    def kept(self, saved: Copy, restored: Copy) -> str | None:
+        """Return what a restore of another model has changed that the version lacks; None if nothing is."""
+        for name, tensor in restored.tensors.items():
+            num_rows = num_common(name, saved.tensors, restored.tensors)
+            if num_rows is not None and not tensor[num_rows:].equal(self.tensors[name][num_rows:]):
+                return f"{name} has other rows from {num_rows} on"
+        return _difference(self.states, restored.states, None)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
+
     def difference(self, held: Mapping[str, Tensor], encoding: str | None) -> str | None:
-        """Return which rows of a reader differ from these, None if none do. A row store has no dense tensors."""
+        """Return which rows of a reader differ from these, None if none do. A row store has no dense tensors.
+
+        A reader of another model has the rows that both have.
+        """
         return _difference(self.tensors, held, encoding)
 
     def equal_rows(self, name: str, held: Tensor, encoding: str | None) -> Tensor:
-        """Return a mask of the rows of a table that a reader has like this."""
-        return _is_equal(self.tensors[name], held, encoding).flatten(1).all(1)
+        """Return a mask of the rows of a table or dense tensor that a reader has like this."""
+        mask = torch.zeros(len(held), dtype=torch.bool)
+        num_rows = num_common(name, self.tensors, {name: held})
+        if num_rows != 0:
+            encoding = encoding if name in TABLES else None
+            is_equal = _is_equal(self.tensors[name][:num_rows], held[:num_rows], encoding)
+            mask[:num_rows] = is_equal.reshape(len(is_equal), -1).all(1)
+        return mask
 
 
 def _difference(tensors: Mapping[str, Tensor], held: Mapping[str, Tensor], encoding: str | None) -> str | None:
-    for name, other in held.items():
-        tensor = tensors[name]
+    for name in held:
+        num_rows = num_common(name, tensors, held)
+        if num_rows == 0:
+            continue
+        tensor, other = tensors[name], held[name]
+        if num_rows is not None:
+            tensor, other = tensor[:num_rows], other[:num_rows]
         is_equal = _is_equal(tensor, other, encoding if name in TABLES else None)
         if not bool(is_equal.all()):
             rows = (~is_equal).reshape(-1, *is_equal.shape[1:]).flatten(1).any(1) if is_equal.dim() > 1 else ~is_equal
             return f"{name} rows {rows.nonzero().flatten().tolist()}"
     return None
+
+
+def num_common(name: str, trained: Mapping[str, Tensor], held: Mapping[str, Tensor]) -> int | None:
+    """Return how many rows of a tensor two models have; None for all, which have one size."""
+    if name not in trained or name not in held:
+        return 0
+    one, other = trained[name].shape, held[name].shape
+    is_resized = name in TABLES and one[1:] == other[1:]
+    return None if one == other else min(one[0], other[0]) if is_resized else 0
 
 
 def _is_equal(trained: Tensor, held: Tensor, encoding: str | None) -> Tensor:
@@ -198,16 +259,17 @@ class Trainer:
         schedule: settings of the publishers.
         seed: seed of the first weights.
         monitor: monitor of the process.
+        number: number of its model, see :data:`SHAPES`.
 
     Attributes:
         clock: wall clock of its host, that of the thread that builds it.
     """
 
-    def __init__(self, schedule: Schedule, seed: int, monitor: Monitor) -> None:
+    def __init__(self, schedule: Schedule, seed: int, monitor: Monitor, number: int = 0) -> None:
         torch.manual_seed(seed)
-        self._schedule, self._monitor = schedule, monitor
+        self._schedule, self._monitor, self.number = schedule, monitor, number
         self.clock = SCHEDULER.clock
-        self.trained = _trained(schedule)
+        self.trained = _trained(schedule, number)
         self.standby: Any = None
         self._tracker = ModelDeltaTracker(self.trained.module, monitor=monitor)
         self.publisher: Publisher | None = None
@@ -292,8 +354,12 @@ class Trainer:
     def restore(self, url: Any) -> tuple[str, int]:
         """Restore the newest version; return its stream and version."""
         module = self.trained.module
-        restored = restore(module, url, tracker=self._tracker, recovery=self._recovery)
+        restored = restore(module, url, tracker=self._tracker, recovery=self._recovery, on_model_change=self._rule)
         return restored.stream, restored.version
+
+    @property
+    def _rule(self) -> Literal["stop", "continue"]:
+        return "continue" if self._schedule.has_changes else "stop"
 
     def save(self, path: Path) -> None:
         """Write a checkpoint of torch.distributed.checkpoint."""
@@ -317,7 +383,12 @@ class Trainer:
     def stand_by(self, url: Any) -> Standby:
         """Return a standby of the trainer at the url."""
         self.standby = Standby(
-            self.trained.module, url, tracker=self._tracker, recovery=self._recovery, monitor=self._monitor
+            self.trained.module,
+            url,
+            tracker=self._tracker,
+            recovery=self._recovery,
+            on_model_change=self._rule,
+            monitor=self._monitor,
         )
         return self.standby
 
@@ -340,13 +411,13 @@ class Trainer:
             self.publisher = None
 
 
-def _trained(schedule: Schedule) -> Trained:
+def _trained(schedule: Schedule, number: int) -> Trained:
     if schedule.ranks > 1:
         from tests.simulation.shards import TrainedShards  # noqa: PLC0415  torchrec takes seconds
 
         return TrainedShards()
     if not schedule.has_raw_ids:
-        return _TrainedModel()
+        return _TrainedModel(number)
     from tests.simulation.raw_ids import TrainedItems  # noqa: PLC0415  torchrec takes seconds
 
     return TrainedItems()

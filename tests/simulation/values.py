@@ -53,7 +53,9 @@ WEIGHTS = {
 _OPTIONS = {"gate": 5, "canary": 7, "kind": 6, "follows_pins": 2, "order": 9}
 _URLS = 5  # number of choices of the next digit
 TABLE_CHOICES = 4
-"""Number of choices of the tables that a predictor applies; they are the highest digit, and 0 takes all."""
+"""Number of choices of the tables that a predictor applies; they are the next digit, and 0 takes all."""
+MODEL_CHOICES = 4
+"""Number of choices of its model, the highest digit: bit 0 to apply what fits, bit 1 to have the trainer's model."""
 
 
 class _Theme(NamedTuple):
@@ -232,8 +234,19 @@ _OPENINGS = (
 _OPENING_SHARE = 0.5
 _RESTORES = 4, 1  # modulus and rest of the choices by which restart_trainer restores the newest version
 _SEQUENCE_SHARE = 0.3
-INSERTED = {"follow", "advised", "spoil_copy", "set_clock", "slow", "choose", "damage_entry"} | {
-    kind for each in _SEQUENCES for kind in each.split() if kind not in WEIGHTS
+INSERTED = {
+    *(
+        "advised",
+        "change_model",
+        "change_served",
+        "choose",
+        "damage_entry",
+        "follow",
+        "set_clock",
+        "slow",
+        "spoil_copy",
+    ),
+    *(kind for each in _SEQUENCES for kind in each.split() if kind not in WEIGHTS),
 }
 """Kinds of operations that plain schedules lack."""
 _EMPHASIS = 5
@@ -244,6 +257,8 @@ _SLOW_SHARE = 0.06
 _ADVISED_SHARE = 0.25
 _TABLES_SHARE = 0.3  # of the schedules
 _CHOOSE_SHARE = 0.06
+_CHANGES_SHARE = 0.1  # of the schedules
+_CHANGE_SHARE, _SERVED_SHARE = 0.08, 0.05
 _EPISODE_SHARE = 0.4
 _LEAST, _MOST = 12, 60
 
@@ -295,6 +310,11 @@ class Schedule:
         settings = {each.name: getattr(self, each.name) for each in fields(self)}
         return json.dumps({**settings, "operations": [" ".join(map(str, each)) for each in self.operations]})
 
+    @property
+    def has_changes(self) -> bool:
+        """True if the trainer's model changes."""
+        return any(each.kind == "change_model" for each in self.operations)
+
     @classmethod
     def from_json(cls, text: str) -> Schedule:
         settings = json.loads(text)
@@ -304,7 +324,8 @@ class Schedule:
 def options_of(number: int) -> dict[str, int]:
     """Return the options of a predictor by the number of its join. Plain schedules have no choice of tables."""
     found = {}
-    for name, count in (*reversed(_OPTIONS.items()), ("url", _URLS), ("tables", TABLE_CHOICES)):
+    digits = ("url", _URLS), ("tables", TABLE_CHOICES), ("model", MODEL_CHOICES)
+    for name, count in (*reversed(_OPTIONS.items()), *digits):
         number, found[name] = divmod(number, count)
     return found
 
@@ -380,6 +401,9 @@ def _widened(schedule: Schedule, chance: random.Random) -> Schedule:
     if (opened := random.Random(f"{schedule.seed} opening")).random() < _OPENING_SHARE:
         steps = [*_first(opened), *steps]
     ranks = 1 if schedule.has_raw_ids else chance.choice([1, 2, 3, 4])
+    changes = random.Random(f"{schedule.seed} changes")
+    if not schedule.has_raw_ids and changes.random() < _CHANGES_SHARE:
+        steps, ranks = _with_changes(steps, changes), 1
     return replace(schedule, operations=tuple(steps), has_buckets=has_buckets, ranks=ranks)
 
 
@@ -415,6 +439,19 @@ def _first(chance: random.Random) -> Iterator[Operation]:
         kind, _, who = words.partition("@")
         number = _join(chance, opening.readers) if kind == "join" else chance.randrange(20000)
         yield Operation(kind, int(who or 0), int(choice or number))
+
+
+def _with_changes(steps: list[Operation], chance: random.Random) -> list[Operation]:
+    """Return operations with changes of the trainer's model, and with predictors of other models."""
+    all_options = _URLS * math.prod(_OPTIONS.values()) * TABLE_CHOICES
+    steps = [
+        Operation(step.kind, step.who, step.choice + all_options * chance.randrange(MODEL_CHOICES))
+        if step.kind == "join"
+        else step
+        for step in steps
+    ]
+    steps = _inserted(steps, "change_served", _SERVED_SHARE, chance)
+    return _inserted(steps, "change_model", _CHANGE_SHARE, chance)
 
 
 def _in_sequence(kind: str, who: int, chance: random.Random) -> Operation:

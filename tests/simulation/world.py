@@ -28,6 +28,7 @@ from delta_tracker.errors import (
     FencedError,
     HeldVersionError,
     InvalidArgumentError,
+    ModelMismatchError,
     OlderCopyError,
     SinkError,
     StaleCacheError,
@@ -45,7 +46,7 @@ from tests.simulation.served import InterruptionError, ServedRows, ServedTables
 from tests.simulation.stores import Entry, Store
 from tests.simulation.targets import reached, targets
 from tests.simulation.threads import SCHEDULER, Clock
-from tests.simulation.trainer import Copy, Trainer, num_batches
+from tests.simulation.trainer import SHAPES, Copy, Trainer, num_batches
 from tests.simulation.values import TABLE_CHOICES, Operation, Schedule
 from tests.simulation.web import Web
 
@@ -169,7 +170,7 @@ class World:
         self._former: list[Trainer | JobTrainer] = []  # replaced, with a publisher
         self._standby: tuple[Any, Trainer | JobTrainer] | None = None
         self._backup: tuple[Store, Key, int] | None = None  # the store, its newest version, and the number of orders
-        self._checkpoint: tuple[Path, Copy] | None = None  # what the trainer had then
+        self._checkpoint: tuple[Path, Copy, int] | None = None  # what the trainer had then, and its model
         self._num_joined = self._num_done = 0
         self._has_large_values = False  # a gate may have begun with them
         self._refused: list[Refused] = []  # by the last operation
@@ -182,7 +183,7 @@ class World:
 
             self._group.enter_context(process_group())
         self._trainers: list[Trainer | JobTrainer] = []  # all so far
-        self.trainer = self._trainer(schedule.seed)
+        self.trainer = self._trainer(schedule.seed, 0)
 
     def close(self) -> None:
         """Close all publishers."""
@@ -277,10 +278,12 @@ class World:
 
     # The trainer
 
-    def _trainer(self, seed: int) -> Trainer | JobTrainer:
+    def _trainer(self, seed: int, number: int | None = None) -> Trainer | JobTrainer:
+        """Return a new trainer of a model, by default the present one."""
+        number = self.trainer.number if number is None else number
         with SCHEDULER.by(Clock()):
             if self._schedule.ranks == 1:
-                self._trainers.append(Trainer(self._schedule, seed, self._monitor))
+                self._trainers.append(Trainer(self._schedule, seed, self._monitor, number))
             else:
                 from tests.simulation.job import JobTrainer  # noqa: PLC0415  torchrec takes seconds
 
@@ -323,7 +326,7 @@ class World:
         trainer, history = self.trainer, self._history
         if self._primary.is_unmounted and not trainer.has_publisher:
             return "unmounted"  # a publisher that starts would create the directory
-        copy = trainer.copy()
+        copy, former = trainer.copy(), history.copies.get(history.head or ("", -1))
         manifest = None
         with self._call(call, self._schedule.ranks) as errors:
             trainer.open(self._primary.opened())
@@ -340,6 +343,8 @@ class World:
             return errors[0]
         if (manifest.stream, manifest.version) != history.head:
             raise RuleError("publisher", f"published version {manifest.version}, and the log ends at {history.head}")
+        if manifest.kind != "snapshot" and former is not None and former.shapes != copy.shapes:
+            raise RuleError("changed model", f"version {manifest.version} of changed tables is a {manifest.kind}")
         self._wait_for_pointer(manifest.version)
         return f"{manifest.kind} {manifest.version}"
 
@@ -360,13 +365,31 @@ class World:
             return "new weights"
         return "closed"
 
+    def _change_model(self, who: int, choice: int) -> str | None:
+        """Start a trainer of another model: with new weights, restored, or as a standby that takes over."""
+        if self._schedule.ranks > 1 or self._schedule.has_raw_ids:
+            return None
+        number = (self.trainer.number + 1 + choice // 3 % (len(SHAPES) - 1)) % len(SHAPES)
+        can_restore = self._schedule.states and not self._primary.is_lost and not self._primary.is_unmounted
+        if can_restore and choice % 3 == 1:
+            self._standby = None
+            said = f"{self._stand_by(who, choice, number)}, {self._take_over(who, choice // 3)}"
+        else:
+            self.trainer.discard()
+            if can_restore and choice % 3 == 2:
+                said = self._restore(self._primary, choice, number)
+            else:
+                self.trainer = self._trainer(self._schedule.seed + choice, number)
+                said = "new weights"
+        return f"model {self.trainer.number} instead of {number}: {said}"
+
     def _save_checkpoint(self, who: int, choice: int) -> str | None:
         """Write a checkpoint of the model, its optimizer and its tracker."""
         trainer = self.trainer
         if isinstance(trainer, Trainer) and not self._schedule.has_raw_ids:
             path = self._checkpoints / str(self._num_done)
             trainer.save(path)
-            self._checkpoint = path, trainer.copy()
+            self._checkpoint = path, trainer.copy(), trainer.number
             return f"checkpoint {path.name}"
         return None
 
@@ -374,9 +397,9 @@ class World:
         """Start another trainer, which loads the last checkpoint."""
         if self._checkpoint is None:
             return None
-        path, copy = self._checkpoint
+        path, copy, number = self._checkpoint
         self.trainer.discard()
-        self.trainer = trainer = self._trainer(self._schedule.seed + choice)
+        self.trainer = trainer = self._trainer(self._schedule.seed + choice, number)
         assert isinstance(trainer, Trainer), "one rank has written the checkpoint"
         trainer.load(path)
         difference = copy.lost(trainer.copy())
@@ -414,20 +437,27 @@ class World:
             raise RuleError("fence", f"a replaced publisher has published {manifest}")
         return f"refused: {errors}"
 
-    def _restore(self, store: Store, choice: int) -> str:
-        trainer = self._trainer(self._schedule.seed + choice)
+    def _restore(self, store: Store, choice: int, number: int | None = None) -> str:
+        trainer = self._trainer(self._schedule.seed + choice, number)
+        before = trainer.copy()
         with self._call("restore", self._schedule.ranks) as errors:
             key = trainer.restore(store.opened())
         if errors:
             return f"not restored: {errors[0]}"
         former, self.trainer = self.trainer, trainer
         former.discard()
-        self._check_restored(key)
+        self._check_restored(key, before)
         self._check_continued(former, choice)
         return f"restored version {key[1]}"
 
-    def _check_restored(self, key: tuple[str, int]) -> None:
-        difference = self._history.copies[key].lost(self.trainer.copy())
+    def _check_restored(self, key: tuple[str, int], before: Copy | None = None) -> None:
+        """Check what a trainer has of a version. A changed one has the rows of both, and keeps the rest from before."""
+        saved, copy = self._history.copies[key], self.trainer.copy()
+        if saved.shapes != copy.shapes:
+            difference = saved.difference(copy.tensors, None)
+            difference = difference or (None if before is None else before.kept(saved, copy))
+        else:
+            difference = saved.lost(copy)
         if difference is not None:
             raise RuleError("restore", f"version {key[1]} is restored, but {difference}")
 
@@ -447,13 +477,13 @@ class World:
         if difference is not None:
             raise RuleError("restore", f"the restored trainer trains something else: {difference}")
 
-    def _stand_by(self, who: int, choice: int) -> str | None:
+    def _stand_by(self, who: int, choice: int, number: int | None = None) -> str | None:
         """Start a standby, or let it apply the new versions."""
         if not self._schedule.states or self._primary.is_unmounted:
             return None
         with self._call("standby sync", self._schedule.ranks) as errors:
             if self._standby is None:
-                trainer = self._trainer(self._schedule.seed + choice)
+                trainer = self._trainer(self._schedule.seed + choice, number)
                 self._standby = trainer.stand_by(self._primary.opened()), trainer
             self._standby[0].sync()
         if self._dies():
@@ -674,7 +704,12 @@ class World:
         """Return True if nothing keeps a predictor from a snapshot: it waits for ever while it cannot read a url."""
         stores = reader.settings.stores
         is_kept = reader.settings.is_bounded or reader.own is not None or reader.is_interrupted
+        is_kept |= not self._fits_trainer(reader)
         return not is_kept and self._primary in stores and not any(store.is_lost for store in stores)
+
+    def _fits_trainer(self, reader: Reader) -> bool:
+        """Return True if the next version of the trainer fits the model of a predictor."""
+        return reader.fits(self.trainer.copy(), self._history.head[0] if self._history.head is not None else "")
 
     def _check_kept(self, reader: Reader) -> None:
         """Check that a predictor keeps its version while its primary shows an older copy."""
@@ -743,7 +778,7 @@ class World:
             return False
         stores = reader.settings.stores
         is_gone = any(each.is_lost or each.is_former or each.is_unmounted for each in stores)
-        return self._primary in stores and not is_gone
+        return self._primary in stores and not is_gone and self._fits_trainer(reader)
 
     def _done(self, kind: str, who: int, choice: int) -> list[Refused]:
         """Run an operation, and return the calls that were refused."""
@@ -858,7 +893,8 @@ class World:
     def _join(self, who: int, choice: int) -> str | None:
         if len(self._readers) == _MOST_READERS:
             return None
-        settings = Settings.of(choice, self._stores, self._cache, self._web, self._schedule, self._monitor)
+        stores, number = self._stores, self.trainer.number
+        settings = Settings.of(choice, stores, self._cache, self._web, self._schedule, self._monitor, number)
         with self._call("predictor") as errors:
             self._readers.append(Reader.new(f"r{self._num_joined}", settings))
             self._num_joined += 1
@@ -903,6 +939,21 @@ class World:
             return f"{errors}; {self._restarted(reader, saved, turns=False)}"
         self._readers[self._readers.index(reader)] = after
         return f"{after.describe()} {errors}"
+
+    def _change_served(self, who: int, choice: int) -> str | None:
+        """Restart a predictor with the model of the trainer or another one, and a row store with another prefix."""
+        reader = self._reader(who)
+        if reader is None or self._schedule.ranks > 1 or self._schedule.has_raw_ids:
+            return None
+        number = self.trainer.number if choice % 4 < 3 else choice // 4 % len(SHAPES)
+        return self._served(reader, number, has_position=choice % 2 == 0)
+
+    def _served(self, reader: Reader, number: int, *, has_position: bool) -> str:
+        reader.stop()
+        saved, index = reader.save() if has_position else None, self._readers.index(reader)
+        with self._call("predictor") as errors:
+            self._readers[index] = reader.changed(number, saved)
+        return f"{self._readers[index].describe()} {'with' if has_position else 'without'} its state {errors or ''}"
 
     def _follow(self, who: int, choice: int) -> str | None:
         """Let a predictor follow in a thread of its own, while other operations run."""
@@ -1060,6 +1111,8 @@ class World:
         self._wait_for_all(clean)
         if not self._primary.is_lost and self._release_all():
             self._wait_for_all(clean)
+        if self._schedule.has_changes and self._change_all():
+            self._wait_for_all(clean)
 
     def _repair_all(self) -> None:
         for store in self._stores:
@@ -1101,6 +1154,22 @@ class World:
         for reader in rolled_back:
             reader.released()
         return True
+
+    def _change_all(self) -> bool:
+        """Restart each predictor that the newest version does not fit. Return False if there are none."""
+        head = self._history.head
+        copy = None if head is None else self._history.copies.get(head)
+        if head is None or copy is None:
+            return False
+        found = [reader for reader in self._readers if not reader.fits(copy, head[0])]
+        for reader in found:
+            error = reader.predictor.status().error
+            can_say = reader.settings.stores == (self._primary,) and not reader.settings.is_bounded
+            if can_say and reader.own is None and not isinstance(error, ModelMismatchError | InvalidArgumentError):
+                raise RuleError("changed model", f"{reader.describe()} does not name what does not fit: {error!r}")
+            number = self.trainer.number
+            self._say(f"last change: {self._served(reader, number, has_position=reader.name in ('r0', 'r2'))}")
+        return bool(found)
 
     def _publish_last(self) -> Key | None:
         """Publish a last version without NaN, and return it; None if no trainer can."""
@@ -1178,7 +1247,7 @@ class World:
     def _has_returned(self, reader: Reader) -> bool:
         """Return True unless another url is read although the first one has the version and all later ones."""
         first, head, floor = reader.settings.stores[0], self._history.head, reader.floor
-        if head is None or floor is None:
+        if head is None or floor is None or not self._fits_trainer(reader):
             return True
         has_both = first.has_entry(*head) and first.has_entry(self._history.streams[floor[0]], floor[1])
         has_all = not first.is_lost and not first.has_lost_parts and has_both
