@@ -23,7 +23,12 @@ from tests.simulation.threads import SCHEDULER, Killed
 _CHANGES = {"os.link": os.link, "os.rename": os.replace, "os.remove": os.remove}
 _EVENTS = {"open", "os.scandir", "os.mkdir", *_CHANGES}
 _SLOW_SECONDS = 40.0
+_MOST_OPERATIONS = 50_000  # of one call
 FAULTS = ("error", "outage", "slow", "lost answer", "death", "conflict")
+
+
+class EndlessCallError(Exception):
+    """Raised in a call that reads on for ever."""
 
 
 @dataclass
@@ -59,16 +64,23 @@ class Disk:
         self.fault: Fault | None = None
         self.reached: Counter[str] = Counter()
         self._is_armed = False
+        self._num_operations = 0  # of the call
         self._inside: set[int] = set()  # threads whose operations are not observed
 
     @contextmanager
     def call(self) -> Iterator[None]:
         """Context manager for a call of the library, in which the fault happens."""
-        self._is_armed = True
+        self._is_armed, self._num_operations = True, 0
         try:
             yield
         finally:
             self._is_armed = False
+
+    def count(self) -> None:
+        """Count an operation or a request. Raise EndlessCallError if the call has too many."""
+        self._num_operations += 1
+        if self._is_armed and self._num_operations > _MOST_OPERATIONS:
+            raise EndlessCallError(f"a call of more than {_MOST_OPERATIONS} operations")
 
     def has_conflict(self) -> bool:
         """Return True if the creation of an object is answered with a conflict."""
@@ -87,6 +99,7 @@ class Disk:
         if not isinstance(path, str | os.PathLike) or not os.fspath(path).startswith(f"{self.folder}{os.sep}"):
             return
         SCHEDULER.pause()
+        self.count()
         self._inside.add(thread)
         try:
             if event in ("os.link", "os.rename"):

@@ -227,6 +227,24 @@ _OPENINGS = (
         "publish join publish back_up restart_trainer:0 publish publish publish sync:0 return_backup:0 sync settle",
         {**_FREE, "order": (0, 1, 3)},
     ),
+    _Opening(  # an older copy, whose entries are newer by a clock that was set back
+        "set_clock:1 publish join publish back_up set_clock:0 publish publish sync:0 return_backup:1 sync settle",
+        {**_FREE, "order": (0, 1, 3)},
+    ),
+    _Opening(  # an older copy, whose next snapshot has the number of a lost version, before predictors restart
+        "publish join publish train back_up publish publish sync:0 return_backup:0 sync settle",
+        {**_FREE, "order": (0, 1, 3)},
+    ),
+    _Opening(  # a predictor of a stream reads a former one, which has more versions
+        "publish join publish mirror burst snapshot promote_lagging:2 snapshot sync:0 advance:4 sync:0 advance:4 "
+        "sync:0 restart:4 sync:2 sync:2 sync:0 restart:4 sync:2 sync:2 settle",
+        {**_FREE, "order": (1, 2)},
+    ),
+    _Opening(  # a canary, which allows a bad snapshot but not yet that of the release
+        "publish join publish advance:2 publish snapshot publish advance:2 pin:3 sync:0 snapshot release_pin sync:0 "
+        "sync:0 publish sync:0 settle",
+        {**_CANARY, "follows_pins": (1,), "order": (0, 1, 3)},
+    ),
     _Opening(  # a mirror that lags reads damaged entries
         "publish mirror join burst damage_entry mirror damage_entry mirror sync repair:1 mirror sync settle",
     ),

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from delta_tracker import Storage
 from delta_tracker.stream.storage.store import Span, Store, StoredObject, Transfer
 from tests.simulation import stores
+from tests.simulation.disk import disk
 from tests.simulation.threads import SCHEDULER
 
 _HOST = "http://web.example"
@@ -91,6 +92,7 @@ class Web:
     def answer(self, path: str, *, is_uncached: bool) -> tuple[int, bytes]:
         """Return the status and the bytes for a request."""
         SCHEDULER.pause()
+        disk().count()
         copy = self._copies.get(path)
         if copy is not None and not is_uncached and copy[2] > SCHEDULER.now:
             return copy[:2]

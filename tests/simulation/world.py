@@ -13,7 +13,7 @@ import math
 import tempfile
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import entry_points
@@ -64,6 +64,7 @@ _POINTER_SECONDS = 2000.0  # in which a pointer names a version, also after fail
 _ORPHAN_SECONDS = 90_000.0  # after which an object that nobody names is deleted
 _SECONDS = (1.0, 6.0, 12.0, 35.0, 120.0, 700.0)
 _CLOCK_SECONDS = 60.0  # greatest difference of two clocks
+_CATCH_UP = 10  # versions, after which a predictor takes a merged entry instead of them
 _PACES = (0.5, 3.0, 9.0, 40.0)  # seconds of a piece of a response. Four of 9 s take too long, and one of 40 s
 _CALL_SECONDS = 3600.0  # in which a call of a predictor ends, also if the store is slow
 _OFFSETS = (-29.5, 29.5, -29.5, 29.5, -8.0, 8.0, 0.0)  # of wall clocks: two of them may differ by a minute
@@ -676,14 +677,18 @@ class World:
             self._check_kept(reader)
         SCHEDULER.sleep(100.0)  # a lost claim delays predictors by a minute
         lost = history.returned(backup)
+        readers = [each for each in readers if each in self._readers]
+        befores = [lost[each.predictor.status().stream or "", each.predictor.version or 0] for each in readers]
         said = self._restore(store, choice) if self._schedule.states and choice % 2 else "continues"
         self._commit_last("snapshot")
+        if choice % 3 == 0:
+            readers = self._restarted_later(readers)
         for mirror in self._stores:
             if mirror is not store and mirror.has_log() and not (mirror.is_former or mirror.is_lost):
                 self._mirror_last(mirror)
         self._forget()
-        for reader in readers:
-            self._check_continues(reader, history.place(*backup), lost)
+        for reader, before in zip(readers, befores, strict=True):
+            self._check_continues(reader, history.place(*backup), before)
         return f"{store.path.name} from {head[1]} to {backup[1]}, trainer {said}, {len(readers)} predictors"
 
     def _forget(self) -> None:
@@ -726,12 +731,22 @@ class World:
         if not mirrors and not is_kept and reader in self._readers:
             raise RuleError("older copy", f"{reader.describe()} from {before} to {reader.floor}: {errors}")
 
-    def _check_continues(self, reader: Reader, place: Place, lost: Mapping[Key, Copy]) -> None:
+    def _restarted_later(self, readers: list[Reader]) -> list[Reader]:
+        """Publish and merge more versions than a predictor reads one by one, and restart predictors."""
+        for _ in range(_CATCH_UP):
+            self._commit_last("publish")
+        self._compact(0, 1)
+        found = []
+        for reader in readers:
+            index = self._readers.index(reader)
+            self._restarted(reader, reader.save(), turns=False)
+            found.append(self._readers[index])
+        return found
+
+    def _check_continues(self, reader: Reader, place: Place, before: Copy) -> None:
         """Check that a predictor of a lost version continues from the next snapshot, with its rows until then."""
         if reader not in self._readers:
             return
-        status = reader.predictor.status()
-        before = lost[status.stream or "", status.version or 0]
         for _ in range(_ROUNDS):
             with self._call("sync") as errors:
                 reader.predictor.sync()
