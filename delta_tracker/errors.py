@@ -5,8 +5,6 @@ object is also an attribute of the exception. Unless the docstring of the error 
 changes no state: no cursor moves, no row is applied, no version is committed.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Iterable, Mapping
@@ -414,7 +412,7 @@ class WriteRefusedError(StorageError):
         self.name = name
 
     @classmethod
-    def taken(cls, url: str, name: str, attempts: int) -> WriteRefusedError:
+    def taken(cls, url: str, name: str, attempts: int) -> Self:
         """Return the error for an object that the store refused to create ``attempts`` times."""
         return cls(
             url,
@@ -732,7 +730,7 @@ class SinkError(StreamError, OSError):
         self.target, self.reason, self.writer = target, reason, writer
 
     @classmethod
-    def busy(cls, target: str, writer: str) -> SinkError:
+    def busy(cls, target: str, writer: str) -> Self:
         """Return the error for a row store to which another process writes."""
         remedy = "Stop the other writer, or use another prefix or directory: a row store has one writer"
         return cls(target, f"{writer} is its writer", remedy, writer=writer)

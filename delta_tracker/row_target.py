@@ -3,11 +3,9 @@
 Notation: ``N`` is the number of rows of a write, ``R`` the number of rows of a region, ``C`` the number of columns.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -186,7 +184,7 @@ class TensorTarget(RowTarget):
         self._obstacle = obstacle
 
     @classmethod
-    def of(cls, table: Tensor) -> TensorTarget:
+    def of(cls, table: Tensor) -> Self:
         """Return a target that writes to the whole table ``[num_rows, dim]``."""
         num_rows, dim = table.shape
         return cls(num_rows, dim, table.dtype, [Region((0, num_rows), (0, dim), table)])

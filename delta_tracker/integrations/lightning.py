@@ -123,7 +123,7 @@ class TrackerCallback(Callback):
             built when training starts, so that a search by Lightning's ``Tuner`` claims no stream.
 
     Attributes:
-        publisher: publisher that ``publish`` returned; None before the first batch and after ``fit``.
+        publisher: publisher of the current ``fit``; None if publishing is disabled or training has not started.
 
     Raises:
         InvalidArgumentError: if ``build`` or ``publish`` is not callable.

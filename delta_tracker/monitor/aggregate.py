@@ -1,14 +1,12 @@
 """Mergeable aggregates of numbers: count, sum, mean, standard deviation, minimum, maximum, last and buckets."""
 
-from __future__ import annotations
-
 import math
 import re
 import sys
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import cache
-from typing import Any
+from typing import Any, Self
 
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.monitor.buckets import LogBuckets
@@ -101,7 +99,7 @@ class Aggregate:
         self._add_extremes(min(numbers), max(numbers), numbers[-1])
         return numbers
 
-    def merge(self, newer: Aggregate) -> None:
+    def merge(self, newer: Self) -> None:
         """Add the aggregates of ``newer`` to this object. Set ``last`` to ``newer.last`` unless that is NaN."""
         self.num_rejected += newer.num_rejected
         if self._squares is not None and newer._squares is not None:

@@ -1,13 +1,11 @@
 """Communication between the ranks of a publisher or a restore: votes of a fixed size and small JSON messages."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import IntEnum, auto
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Self, TypeAlias
 
 import numpy as np
 import torch
@@ -87,7 +85,7 @@ class Message:
         return json.dumps(self.content).encode()
 
     @classmethod
-    def of(cls, action: Callable[[], Mapping[str, Any] | None]) -> Message:
+    def of(cls, action: Callable[[], Mapping[str, Any] | None]) -> Self:
         """Call ``action``, and return a message with its JSON result, or with the error that it raised.
 
         The message is empty if the result is None.

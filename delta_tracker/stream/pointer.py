@@ -4,14 +4,12 @@ No writer depends on the pointer. It may be missing, late, forged, or older than
 cannot list therefore takes all fields from the newest pointer whose entry it has read, and checks every object.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import threading
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
-from typing import Annotated
+from typing import Annotated, Self
 
 import xxhash
 from msgspec import Meta, convert
@@ -91,7 +89,7 @@ class HeadPointer:
         """Return True if this pointer names ``entry``: the stream, generation, version and hash are equal."""
         return entry.merges is None and _link(self) == (entry.stream, entry.generation, entry.version, entry.xxh3)
 
-    def raised(self, head: Manifest) -> HeadPointer:
+    def raised(self, head: Manifest) -> Self:
         """Return a copy of this pointer that names ``head``, a newer entry of the same log."""
         snapshot = self.snapshot if head.stream == self.stream else None
         if head.snapshot is not None and (snapshot is None or head.snapshot > snapshot.version):

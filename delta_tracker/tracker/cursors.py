@@ -1,13 +1,11 @@
 """Records of a change log's consumers: cursors, reads, times of changes, and the state for a checkpoint."""
 
-from __future__ import annotations
-
 import time
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.rows import ChangedRows
@@ -72,7 +70,7 @@ class Consumer(NamedTuple):
     noted_at: int | None = None  # position when the note was set or loaded
     restored_at: int | None = None  # position at the last load of a state
 
-    def moved(self, position: int, batch: int, carried: Mapping[str, ChangedRows] = _NO_ROWS) -> Consumer:
+    def moved(self, position: int, batch: int, carried: Mapping[str, ChangedRows] = _NO_ROWS) -> Self:
         """Return a copy with the cursor at ``position`` and ``batch``, the carried rows ``carried``, and no reads.
 
         The age of the carried rows is measured from this call.
@@ -83,7 +81,7 @@ class Consumer(NamedTuple):
         moved = self._replace(position=position, batch=batch, moved_at=now, carried=rows, carried_since=since)
         return moved._replace(reads=(), was_dropped=False)
 
-    def dropped(self, position: int, since: float | None) -> Consumer:
+    def dropped(self, position: int, since: float | None) -> Self:
         """Return a copy of the record that is marked as dropped: it needs a snapshot and has no pending rows.
 
         ``since`` is the time of the oldest change of the dropped pending rows; None if unknown.

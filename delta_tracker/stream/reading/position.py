@@ -1,7 +1,5 @@
 """Position of a reader in a stream, and versions that it has written: :class:`Position` and :class:`Written`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Self, cast
@@ -58,7 +56,7 @@ class Position:
         return self.link.version
 
     @classmethod
-    def after(cls, entry: Manifest) -> Position:
+    def after(cls, entry: Manifest) -> Self:
         """Return the position of a reader that has applied an entry completely."""
         return cls(entry.stream, entry.link, entry.generation, int(entry.created))
 
@@ -88,7 +86,7 @@ class Position:
         return cast("dict[str, str | int]", to_builtins(saved))
 
     @classmethod
-    def from_dict(cls, state: object) -> Position:
+    def from_dict(cls, state: object) -> Self:
         """Restore a position from the result of :meth:`to_dict`. Raise InvalidArgumentError if it is invalid."""
         try:
             saved = convert(state, SavedPosition)

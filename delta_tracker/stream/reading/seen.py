@@ -1,10 +1,8 @@
 """Consistent view of a log for one round of a reader: :class:`SeenLog`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import TypeVar, cast
+from typing import Self, TypeVar, cast
 
 from delta_tracker.errors import StreamError
 from delta_tracker.stream.format.manifest import Manifest, Merged
@@ -82,7 +80,7 @@ class SeenLog:
     def is_committed(self, entry: Manifest) -> bool:
         return self._once(("is_committed", entry.stream, entry.link), self.source.log.is_committed, entry)
 
-    def without(self, entries: Iterable[Manifest]) -> SeenLog:
+    def without(self, entries: Iterable[Manifest]) -> Self:
         """Return a view of the log in which ``entries`` are missing."""
         keys = (("read", e.version) if e.merges is None else ("read_merged", Merged.of(e)) for e in entries)
         return replace(self, lacks=frozenset(keys))
