@@ -16,6 +16,7 @@ from delta_tracker.sharding.discover import Discovery, walk
 from delta_tracker.sharding.torchrec_api import (
     Torchrec,
     is_fully_sharded,
+    is_stashed,
     kernel_arguments,
     planned_kernel,
     tbe_of,
@@ -44,14 +45,26 @@ def refuse_unseen_writes(model: nn.Module, found: Discovery) -> None:
     """Raise UnsupportedModelError if rows of a tracked table may be written without calling a hook.
 
     This rejects unknown fused optimizers, fused optimizers that write rows outside the backward pass, pruning of fused
-    tables, and a ``DMPCollection`` whose writes cannot be reported.
+    tables, tables whose memory is stashed, and a ``DMPCollection`` whose writes cannot be reported.
     """
     if not found.modules:  # tables of plain modules
         return
     torchrec = Torchrec()
+    _refuse_stashing(found)
     _refuse_replicas(model, found, torchrec)
     _refuse_pruning(model, found, torchrec)
     _refuse_optimizers(found)
+
+
+def _refuse_stashing(found: Discovery) -> None:
+    """Reject tables whose memory is freed in each forward pass, while a publisher may copy their rows in a thread."""
+    tables = [(fqn, module) for module_fqn, module in found.modules.items() for fqn in found.tables_of(module_fqn)]
+    stashed = [fqn for fqn, module in tables if is_stashed(module, fqn.rpartition(".")[2])]
+    if stashed:
+        raise UnsupportedModelError(
+            dict.fromkeys(stashed, "stash_weights=True, which frees its rows between forward and backward pass"),
+            "Set stash_weights=False in their configs, or name them in fqns_to_skip to train them untracked",
+        )
 
 
 def _refuse_replicas(model: nn.Module, found: Discovery, torchrec: Torchrec) -> None:

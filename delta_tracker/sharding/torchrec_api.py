@@ -167,6 +167,14 @@ def table_configs(module: nn.Module) -> dict[str, Any]:
     return dict(module._table_name_to_config)  # type: ignore[arg-type]  # noqa: SLF001
 
 
+def is_stashed(module: nn.Module, table: str) -> bool:
+    """Return True if torchrec frees the rows of a table of a collection between the forward and the backward pass."""
+    chosen = None
+    for manager in _imported("torchrec.distributed.memory_stashing", "MemoryStashingManager"):
+        chosen = getattr(manager, "get_stashed_tables", lambda: None)()  # of the planner; from torchrec 1.9 on
+    return getattr(table_configs(module)[table], "stash_weights", False) if chosen is None else table in chosen
+
+
 def tbe_of(kernel: Any) -> Any:  # noqa: ANN401  classes of torchrec and FBGEMM
     """Return the FBGEMM module (TBE) of a kernel, unwrapped if it was compiled with ``torch.compile``."""
     module = kernel.emb_module

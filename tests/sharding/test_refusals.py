@@ -48,6 +48,17 @@ def test_a_collection_without_replicas_in_a_dmp_collection_is_refused(two_ranks:
         assert "'tables.embeddings.t'" in answer["refused"]
 
 
+@pytest.mark.promise("supported")
+@pytest.mark.parametrize("chosen_by", ["config", "planner"])
+def test_a_table_whose_memory_is_stashed_is_refused(two_ranks: RankPool, chosen_by: str) -> None:
+    for answer in two_ranks.run(f"{_CASES}:stashed", chosen_by=chosen_by):
+        if answer is not None:  # a release without this option
+            assert answer["refused"].startswith("UnsupportedModelError: the model has ")
+            assert "'tables.embeddings.t' (stash_weights=True" in answer["refused"]
+            assert "tables.embeddings.u" not in answer["refused"]
+            assert answer["skipped"] == ["tables.embeddings.u"]
+
+
 def test_pruning_is_refused(two_ranks: RankPool) -> None:
     for answer in two_ranks.run(f"{_CASES}:track", kind={"prunes": True}):
         assert answer["refused"].startswith("UnsupportedModelError: the model has ")

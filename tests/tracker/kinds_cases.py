@@ -6,6 +6,7 @@ that a table that the tracker misses is detected.
 
 from __future__ import annotations
 
+import importlib
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -144,6 +145,7 @@ class Kind:
     mode: str = "id_only"
     is_replicated: bool = False
     prunes: bool = False
+    stashes: bool = False
 
     @classmethod
     def draw(cls, draw: random.Random) -> Kind:
@@ -208,6 +210,8 @@ def _tables(kind: Kind) -> tuple[nn.Module, Any]:
     is_bag = kind.module.endswith("ebc")
     config = EmbeddingBagConfig if is_bag else EmbeddingConfig
     tables = [config(name=name, num_embeddings=_ROWS, embedding_dim=_DIM, feature_names=[name]) for name in _NAMES]
+    if kind.stashes:
+        tables[0].stash_weights = True
     meta = torch.device("meta")
     if kind.module.startswith("fused"):
         collection = FusedEmbeddingBagCollection if is_bag else FusedEmbeddingCollection
@@ -423,6 +427,32 @@ def subclasses_serve(rank: int, world_size: int, module: str) -> dict[str, list[
     """Predictors treat a subclass as a table and not as dense tensors, like its base."""
     model = build(Kind(module))
     return {"dense": sorted(dense_tensors(model, model)), "targets": sorted(find_targets(inner(model)))}
+
+
+def stashed(rank: int, world_size: int, chosen_by: str) -> dict[str, Any] | None:
+    """A table that torchrec stashes is refused, and may be skipped. None if torchrec has no such choice."""
+    del rank, world_size
+    try:
+        manager = importlib.import_module("torchrec.distributed.memory_stashing").MemoryStashingManager
+    except ModuleNotFoundError:  # before torchrec 1.6
+        return None
+    choose = getattr(manager, "set_stashed_tables", None)
+    if not hasattr(EmbeddingConfig, "stash_weights") or (chosen_by == "planner" and choose is None):
+        return None
+    model = build(Kind(stashes=chosen_by == "config"))
+    if chosen_by == "planner":
+        choose({"t"})
+    try:
+        refused = ""
+        try:
+            ModelDeltaTracker(model)
+        except DeltaTrackerError as error:
+            refused = f"{type(error).__name__}: {error}"
+        with ModelDeltaTracker(model, fqns_to_skip=["tables.embeddings.t"]) as tracker:
+            return {"refused": refused, "skipped": list(tracker.tables)}
+    finally:
+        if chosen_by == "planner":
+            choose(None)
 
 
 def refused_modules(rank: int, world_size: int) -> dict[str, str]:
