@@ -46,13 +46,15 @@ def of_predictors(predictors: Sequence[SeenPredictor]) -> list[Notice]:
     """Return notices about predictors. Predictors with the same state or kind of error share one notice."""
     faulty = [each for each in predictors if each.beat.error is not None]
     found = _errors([each for each in faulty if each.health == "failing"], "fault")
-    found += _errors([each for each in faulty if each.health not in ("failing", "silent", "elsewhere")], "warning")
+    found += _errors(
+        [each for each in faulty if each.health not in ("failing", "silent", "elsewhere", "stopped")], "warning"
+    )
     by_state = {state: [each for each in predictors if each.health == state] for state in _STATES}
     for state, (level, what, next_step) in _STATES.items():
         if by_state[state]:
             longest = max(each.seconds_ago for each in by_state[state])
             found.append(Notice(level, f"{_names(by_state[state])}: {what.format(duration(longest))}", next_step))
-    if differing := [each for each in predictors if each.beat.differences]:
+    if differing := [each for each in predictors if each.beat.differences and each.health != "stopped"]:
         step = "Deploy the trainer's model to them. A predictor of a changed model begins with a snapshot"
         found.append(Notice("warning", f"{_names(differing)}: {differing[0].beat.differences[:_MAX_PROBLEM]}", step))
     return found
@@ -67,7 +69,7 @@ _STATES: dict[State, tuple[Level, str, str]] = {
     "silent": (
         "warning",
         "silent, no data for up to {}",
-        "Check that the process runs and can write to the store. One that was stopped leaves this list after an hour",
+        "Check that the process runs and can write to the store. One that was killed leaves this list after an hour",
     ),
     "elsewhere": (
         "warning",

@@ -19,8 +19,8 @@ _HELP = """Show the version, the lag and the state of every predictor, by host.
 
 A state is judged by the last ten heartbeats of a predictor, not by one: a predictor is stuck if its version did not
 move while it lagged, failing if it also has an error, unpinned if it applies versions in spite of a rollback, silent if
-it left no heartbeat in this time, and elsewhere if it has a version of another stream. The exit code is 1 if a
-predictor is stuck, failing or unpinned, or if all are silent.
+it left no heartbeat in this time, stopped if stop() wrote the last one, and elsewhere if it has a version of another
+stream. The exit code is 1 if a predictor is stuck, failing or unpinned, or if all are silent.
 
 \b
 Examples:

@@ -92,7 +92,7 @@ def hosts_of(predictors: Sequence[SeenPredictor]) -> dict[str, dict[str, int | N
     found: dict[str, dict[str, int | None]] = {}
     for host in sorted({each.beat.host for each in predictors}):
         of_host = [each for each in predictors if each.beat.host == host]
-        heard = [each.beat for each in of_host if each.health not in ("silent", "elsewhere")]
+        heard = [each.beat for each in of_host if each.health not in ("silent", "elsewhere", "stopped")]
         versions = [beat.version for beat in heard if beat.version is not None]
         lags = [beat.lag_versions for beat in heard if beat.lag_versions is not None]
         found[host] = {

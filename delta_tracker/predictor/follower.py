@@ -25,6 +25,7 @@ from delta_tracker.live_objects import Forkable, protect
 from delta_tracker.predictor.polling import GapChecks, PollSchedule, jittered
 from delta_tracker.predictor.predictor_heartbeats import Heartbeats
 from delta_tracker.predictor.reader import Reader
+from delta_tracker.stream.heartbeat import BEAT_SECONDS
 from delta_tracker.stream.interruption import Interrupted, check, interruptible
 from delta_tracker.stream.notify.notifier import Hints, Notifier
 from delta_tracker.stream.reading.runtime import Runtime
@@ -39,6 +40,7 @@ _PIN_SECONDS = 5.0  # maximum time between two looks for a pin
 _LONGEST_SECONDS = {"directory": (0.1, 1.0), "remote": (5.0, 30.0)}
 _BEAT_SECONDS = 2.0  # interval at which a long wait writes a heartbeat if one is due
 _START_SECONDS = 2.0  # maximum time that start() waits for the thread's first check
+_LAST_SECONDS = 1.0  # maximum time that stop() waits for the last heartbeat
 _LOCK_SECONDS = 0.1  # interval at which a wait for the lock checks the stop flag
 
 
@@ -154,6 +156,7 @@ class Follower(Forkable):
             if self._active is None:
                 return
             self._end(self._active)
+            self._say_stopped()
         if self.error is not None and raises:
             raise unraised(self.error)
         if self.error is not None:
@@ -206,9 +209,17 @@ class Follower(Forkable):
     def _is_own_thread(self) -> bool:
         return self._active is not None and self._active.thread is threading.current_thread()
 
-    def _beat(self, *, is_last: bool = False) -> None:
+    def _beat(self, seconds: float | None = None) -> None:
         if self._heartbeats is not None:
-            self._heartbeats.write(self.current_error, self.poll_seconds, is_last=is_last)
+            self._heartbeats.write(self.current_error, self.poll_seconds, seconds=seconds)
+
+    def _say_stopped(self) -> None:
+        """Write a last heartbeat unless the thread ended with an error. The store may not answer: wait a second."""
+        if self._heartbeats is not None and not isinstance(self.error, FollowEndedError):
+            thread = self._runtime.thread(target=self._beat, args=(0.0,), name="last-heartbeat", daemon=True)
+            with suppress(RuntimeError):  # the system has no more threads
+                thread.start()
+                thread.join(_LAST_SECONDS)
 
     def _end(self, run: _Run) -> None:
         """Stop the thread of ``run`` and wait until it has ended. The run stays active if the wait is interrupted."""
@@ -247,7 +258,7 @@ class Follower(Forkable):
                 self.error = ended = unraised(FollowEndedError(error))
                 url = self._reader.storage.url
                 _logger.error("predictor stopped following %s: %s", url, what)  # noqa: TRY400  see _described
-                self._survives(run, lambda: self._beat(is_last=True))
+                self._survives(run, lambda: self._beat(BEAT_SECONDS))
                 self.error = ended
 
     def _begins(self, begun: Future[None]) -> bool:

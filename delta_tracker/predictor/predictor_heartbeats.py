@@ -3,7 +3,7 @@
 from delta_tracker.errors import DeltaTrackerError, InvalidArgumentError, StreamError
 from delta_tracker.predictor.reader import Reader
 from delta_tracker.predictor.status import error_text
-from delta_tracker.stream.heartbeat import HeartbeatWriter
+from delta_tracker.stream.heartbeat import BEAT_SECONDS, HeartbeatWriter
 from delta_tracker.stream.storage.storage import Location, open_storage
 
 
@@ -20,14 +20,17 @@ class Heartbeats:
         self._writer = HeartbeatWriter(storage, name)
         self._source = reader.source if given is None else None  # None if heartbeats do not move
 
-    def write(self, error: Exception | None, poll_seconds: float | None, *, is_last: bool = False) -> None:
-        """Write a heartbeat if one is due or ``is_last`` is True. See :func:`lag` for ``poll_seconds``."""
+    def write(self, error: Exception | None, poll_seconds: float | None, *, seconds: float | None = None) -> None:
+        """Write a heartbeat if one is due, or if ``seconds``, the time until the next one, is given.
+
+        See :func:`lag` for ``poll_seconds``. With ``seconds=0``, the predictor counts as stopped.
+        """
         reader, source = self._reader, self._reader.source
         if self._source not in (None, source):
             self._source = source
             if not source.storage.is_read_only:
                 self._writer.move_to(source.storage)
-        if not is_last and not self._writer.is_due():
+        if seconds is None and not self._writer.is_due():
             return
         lag_versions, lag_seconds = lag(reader, poll_seconds if error is None else None) or (None, None)
         position, canary = reader.position, source.canary
@@ -44,6 +47,7 @@ class Heartbeats:
             why=reader.why,
             next_step=error.remedy if isinstance(error, DeltaTrackerError) else "",
             differences="; ".join(reader.writer.destination.differences),
+            seconds=BEAT_SECONDS if seconds is None else seconds,
         )
 
 

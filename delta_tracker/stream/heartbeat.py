@@ -42,9 +42,8 @@ _MAX_PAUSE_SECONDS = 300.0
 _PIN_SECONDS = 10.0  # predictors look for pins every 6.25 seconds or more often
 _MIN_LOOKS = 3
 
-State = Literal[
-    "failing", "stuck", "silent", "elsewhere", "unpinned", "behind", "waiting", "pinned", "applying", "current"
-]
+_Fault = Literal["failing", "stuck", "silent", "elsewhere", "unpinned", "behind"]
+State = Literal[_Fault, "waiting", "pinned", "applying", "current", "stopped"]
 STATES: tuple[State, ...] = get_args(State)
 """All states, the worst first."""
 Look = tuple[Time, Count | None, Count | None]
@@ -72,7 +71,7 @@ class Heartbeat:
     pin: Count = 0  # counter of the last pin that the predictor has followed, 0 if none
     # name of the predictor's host, cut to 253 characters; empty in heartbeats of standbys
     host: Annotated[str, Meta(max_length=_MAX_HOST)] = ""
-    seconds: Time = BEAT_SECONDS  # time between two heartbeats
+    seconds: Time = BEAT_SECONDS  # time between two heartbeats; 0 if none follows, because the predictor was stopped
     # the last ten heartbeats, oldest first, this one included
     window: Annotated[tuple[Look, ...], Meta(max_length=16)] = ()
     # last decision of the predictor and its reason, see `Status`; empty in heartbeats of standbys
@@ -301,8 +300,8 @@ def evaluate(beat: Heartbeat, seconds_since: float, head: Manifest, *, order: Pi
     store's clock, ``head`` the newest entry of the stream, and ``order`` the newest pin or release, or None.
     """
     span = max((age for age, _, _ in beat.window), default=0.0)
-    if seconds_since > max(3 * beat.seconds, span):
-        return "silent"
+    if not beat.seconds or seconds_since > max(3 * beat.seconds, span):
+        return "silent" if beat.seconds else "stopped"
     if beat.stream is not None and beat.stream != head.stream:
         return "elsewhere"
     if order is not None and order.stream == head.stream:

@@ -56,6 +56,8 @@ class _Heartbeats(MetricSource):
         readings: dict[tuple[Gauge, str], float] = {}
         found, _ = see_heartbeats(self._storage, self._clock, max_age=self._gone_seconds, limit=_LIMIT)
         for seen in found:
+            if not seen.beat.seconds:
+                continue  # it was stopped
             self._log_skew(seen)
             name = seen.beat.name
             readings[metrics.heartbeat_age_seconds, name] = max(0.0, self._clock.now() - seen.modified)

@@ -57,6 +57,7 @@ def test_it_serves_ages_lags_and_heartbeats(writer: Writer) -> None:
         date(path, 100)
     PublisherHeartbeatWriter(writer.storage).write(writer.claim.head)
     leave(writer, beat(writer, "host-7", version=2, lag_versions=2, lag_seconds=7.0, differences="a; b"))
+    leave(writer, beat(writer, "stopped", seconds=0.0))
     stream = f'{{url="{url_of(writer)}"}}'
     with _exporter(url_of(writer)) as url:
         found = _awaited(url, "delta_tracker_heartbeat_age_seconds")
@@ -65,6 +66,7 @@ def test_it_serves_ages_lags_and_heartbeats(writer: Writer) -> None:
         assert found[f"delta_tracker_stream_pending_rows{stream}"] == 0
         assert found[f"delta_tracker_publisher_heartbeat_age_seconds{stream}"] < _DEADLINE_SECONDS
         assert found['delta_tracker_heartbeat_lag_versions{predictor="host-7"}'] == 2
+        assert not [each for each in found if "stopped" in each]
         assert found['delta_tracker_heartbeat_lag_seconds{predictor="host-7"}'] == 7
         assert found['delta_tracker_heartbeat_model_differences{predictor="host-7"}'] == 2
 

@@ -92,6 +92,15 @@ def test_a_fleet_that_is_silent_as_a_whole_has_exit_code_1(cli: Cli, writer: Wri
     assert "gone: no data since " in text
 
 
+def test_a_predictor_that_was_stopped_is_no_fault(cli: Cli, writer: Writer) -> None:
+    stopped = beat(writer, "old", host="b", window=_STUCK, error="ModelMismatchError", differences="a", seconds=0.0)
+    leave(writer, stopped, seconds_ago=600)
+    found = cli.json("fleet", url_of(writer))
+    assert found["states"] == {"stopped": 1}
+    assert found["hosts"]["b"]["worst_lag"] is None
+    assert "needs attention" not in cli("inspect", url_of(writer)).lower()
+
+
 def test_a_canary_after_a_release_waits_and_is_not_stuck(cli: Cli, writer: Writer, tmp_path: Path) -> None:
     target = ModelTarget(writer.model(), dense=False)
     rollout = Rollout(canary=Canary(versions=3), follows_pins=True)

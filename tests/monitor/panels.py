@@ -292,7 +292,7 @@ ALERTS = (
         minutes=5,
         severity="ticket",
         summary="A predictor of the stream no longer writes heartbeats.",
-        action="Check that it is running. If it was stopped on purpose, its series ends after an hour.",
+        action="Check that it is running. If it was killed on purpose, its series ends after an hour.",
     ),
     Alert(
         name="DeltaTrackerPublisherStalled",

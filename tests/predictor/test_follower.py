@@ -264,11 +264,14 @@ def test_an_error_that_ends_the_thread_is_recorded(
         assert served == (1, last.version)
     with pytest.raises(StreamError, match="enough") as caught:
         predictor.stop()
+    assert read_heartbeats(writer.storage) == [beat], "it was not stopped on purpose"
     assert isinstance(caught.value.__cause__, kind)
     target.before_write = lambda number: None
     predictor.follow(poll_seconds=0.001)
     eventually(lambda: predictor.version == last.version)
     predictor.stop()
+    (beat,) = read_heartbeats(writer.storage)
+    assert heartbeat_module.evaluate(beat, 0.0, last) == "stopped"
 
 
 class _UncopiableError(BaseException):
