@@ -47,7 +47,7 @@ class _Metric(Generic[_S]):
 
 _counter = partial(_Metric[Counter], Kind.COUNTER, max_cells=_MAX_CELLS)
 _gauge = partial(_Metric[Gauge], Kind.GAUGE, max_cells=_MAX_CELLS)
-_time = partial(_Metric[Gauge], Kind.GAUGE, max_cells=_MAX_CELLS, unit="seconds")
+_in_seconds = partial(_gauge, unit="seconds")
 _seconds = partial(_Metric[Histogram], Kind.HISTOGRAM, unit="seconds")
 
 
@@ -70,9 +70,7 @@ class LibraryMetrics:
         is_logical=True,
     )
     touched_rows = _counter("Rows in a consumer's committed reads.", "tracker", "table", "consumer", is_logical=True)
-    pending_rows = _gauge(
-        "Pending rows of a consumer; reported only if all tables are on the CPU.", "tracker", "table", "consumer"
-    )
+    pending_rows = _gauge("Pending rows of a consumer, if all tables are on the CPU.", "tracker", "table", "consumer")
     pending_ratio = _gauge("Pending rows divided by the table's rows.", "tracker", "table", "consumer", unit="ratio")
     published_rows = _counter("Rows in committed versions.", "publisher", "table", is_logical=True)
     published_bytes = _counter(
@@ -95,33 +93,22 @@ class LibraryMetrics:
     published_version = _gauge("Newest version committed by this publisher.", "publisher")
     applied_version = _gauge("Newest version applied by this predictor.", "predictor")
     consumer_lag_batches = _gauge("Batches since a consumer's last committed read.", "tracker", "consumer")
-    consumer_lag_seconds = _time("Seconds since a consumer's last committed read.", "tracker", "consumer")
+    consumer_lag_seconds = _in_seconds("Seconds since a consumer's last committed read.", "tracker", "consumer")
     predictor_lag_versions = _gauge("Versions of the stream that this predictor has not applied.", "predictor")
-    predictor_lag_seconds = _time(
-        "Age of the oldest version that this predictor has not applied; 0 if it is up to date.", "predictor"
-    )
-    served_age_seconds = _time(
-        "Time since the commit of the version that this predictor serves, by the store's clock.", "predictor"
-    )
-    served_event_age_seconds = _time(
-        "Time since the event time of the version that this predictor serves; only for streams with event times.",
-        "predictor",
-    )
+    predictor_lag_seconds = _in_seconds("Age of the oldest version that a predictor lacks; 0 if none.", "predictor")
+    served_age_seconds = _in_seconds("Time since the served version's commit, by the store's clock.", "predictor")
+    served_event_age_seconds = _in_seconds("Time since the served version's event time, if it has one.", "predictor")
     heartbeat_lag_versions = _gauge("Versions that a predictor has not applied, from its heartbeat.", "predictor")
-    heartbeat_lag_seconds = _time(
-        "Age of the oldest version that a predictor has not applied, from its heartbeat.", "predictor"
-    )
-    heartbeat_age_seconds = _time("Seconds since a predictor's last heartbeat.", "predictor")
+    heartbeat_lag_seconds = _in_seconds("Age of the oldest version that a predictor lacks, by heartbeat.", "predictor")
+    heartbeat_age_seconds = _gauge("Seconds since a predictor's last heartbeat.", "predictor", unit="seconds")
     stream_version = _gauge("Newest version of a stream.", "url")
-    stream_age_seconds = _time("Time since the commit of the newest version.", "url")
+    stream_age_seconds = _gauge("Time since the commit of the newest version.", "url", unit="seconds")
     stream_pending_rows = _gauge("Changed rows that the newest version has left for later ones.", "url")
-    publisher_heartbeat_age_seconds = _time(
-        "Seconds since the last heartbeat of the publisher; only for versions with states.", "url"
-    )
-    oldest_pending_seconds = _time("Age of a consumer's oldest pending row.", "tracker", "consumer")
+    publisher_heartbeat_age_seconds = _in_seconds("Seconds since the publisher's heartbeat; only with states.", "url")
+    oldest_pending_seconds = _gauge("Age of a consumer's oldest pending row.", "tracker", "consumer", unit="seconds")
     # Requests of a predictor
     store_requests = _counter("Requests of a predictor to its store.", "predictor", "operation")
-    poll_seconds = _time("Current interval between a predictor's polls.", "predictor")
+    poll_seconds = _gauge("Current interval between a predictor's polls.", "predictor", unit="seconds")
     past_cache_reads = _counter("Reads past the HTTP cache, after a fault in a cached object.", "predictor")
     merged_catch_ups = _counter("Merged versions and snapshots that a predictor applied to catch up.", "predictor")
     failovers = _counter("Times that a predictor continued from another source.", "predictor")
@@ -130,12 +117,7 @@ class LibraryMetrics:
     cache_bypasses = _counter("Parts that a predictor read past the host cache.", "predictor")
     # Which stream
     publisher_info = _gauge("1, with the id and the url of the publisher's stream.", "publisher", "stream", "url")
-    predictor_info = _gauge(
-        "1, with the id and the url of the predictor's stream; the id is empty before the first version.",
-        "predictor",
-        "stream",
-        "url",
-    )
+    predictor_info = _gauge("1, with the id (empty at first) and url of the stream.", "predictor", "stream", "url")
     # Health
     resyncs = _counter("Recoveries of a predictor from a fault in its stream.", "predictor", "reason")
     follow_errors = _counter("Failed attempts of follow(), which retries.", "predictor", "reason")
@@ -143,19 +125,12 @@ class LibraryMetrics:
     refused_parts = _counter("Parts that a predictor rejected.", "predictor", "reason")
     publish_failures = _counter("Versions that failed to publish.", "publisher", "reason")
     upkeep_failures = _counter("Compactions and retentions of a publisher that failed.", "publisher", "step")
-    publisher_skew_seconds = _time("Clock of the publisher minus the store's, at the last version.", "publisher")
-    predictor_skew_seconds = _time(
-        "Clock of the predictor minus the store's; 0 unless modification times contradict the predictor's clock.",
-        "predictor",
-    )
+    publisher_skew_seconds = _in_seconds("Publisher's clock minus the store's, at the last version.", "publisher")
+    predictor_skew_seconds = _in_seconds("Predictor's clock minus the store's; 0 unless entries show it.", "predictor")
     hook_errors = _counter("Exceptions caught in the tracker's hooks.", "tracker", "table")
-    model_differences = _gauge(
-        "Tables and dense tensors that differ between a predictor's model and its stream; see Status.", "predictor"
-    )
+    model_differences = _gauge("Tables and dense tensors of a model that differ from the stream's.", "predictor")
     heartbeat_model_differences = _gauge("Differences of a predictor's model, from its heartbeat.", "predictor")
-    pinned_version = _gauge(
-        "Version of the pin or rollback that a predictor follows; missing without one.", "predictor"
-    )
+    pinned_version = _gauge("Version of the pin or rollback that a predictor follows, if any.", "predictor")
     held_version = _gauge("Version that a predictor's gate holds; missing if it holds none.", "predictor")
     # Standby
     standby_version = _gauge("Newest version applied by this standby.", "standby")
