@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.live_objects import Forkable, protect
 from delta_tracker.stream.interruption import check
 
@@ -176,13 +177,22 @@ class TableFence:
                 torch.cuda.synchronize(device)
                 self.devices, self.writing = (*self.devices, device), self._writing
 
-    def enter_reading(self) -> list[Any]:
-        """Make the current streams wait for the last write. Return these streams, to pass to :meth:`leave_reading`."""
-        streams = [torch.cuda.current_stream(device) for device in self.devices]
-        for device, stream in zip(self.devices, streams, strict=True):
-            if device in self._written:
-                stream.wait_event(self._written[device])
-        return streams
+    def enter_reading(self, streams: Sequence[Any] = ()) -> list[Any]:
+        """Make the current streams and ``streams`` wait for the last write. Return them for :meth:`leave_reading`.
+
+        Raises InvalidArgumentError for a stream of a device that is not covered.
+        """
+        for stream in streams:
+            if getattr(stream, "device", None) not in self.devices:
+                remedy = (
+                    f"Pass CUDA streams of the devices of the tables: {', '.join(map(str, self.devices)) or 'none'}"
+                )
+                raise InvalidArgumentError("streams", stream, remedy)
+        used = [*(torch.cuda.current_stream(device) for device in self.devices), *streams]
+        for stream in used:
+            if stream.device in self._written:
+                stream.wait_event(self._written[stream.device])
+        return used
 
     def leave_reading(self, streams: Sequence[Any]) -> None:
         """Make the next write wait for the work on ``streams``. Call this before releasing the lock for reading."""

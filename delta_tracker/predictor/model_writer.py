@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import msgspec
+import torch
 
 from delta_tracker.errors import FollowEndedError, InvalidArgumentError
 from delta_tracker.predictor.identities import (
@@ -81,20 +82,20 @@ class ModelWriter:
         return self.lock.is_reading
 
     @contextmanager
-    def reading(self) -> Iterator[Served]:
+    def reading(self, *streams: torch.cuda.Stream) -> Iterator[Served]:
         """Context manager that blocks writes during lookups, and yields the versions that the tables hold."""
         with self.lock.reading():
             if self.lock.is_torn:
                 raise FollowEndedError("rows were being written and may be torn", "Call sync() in this process first")
             served = Served(self.written.version, self._applying)
-            if not self.fence.devices:  # all tables are on the CPU
+            if not self.fence.devices and not streams:  # all tables are on the CPU
                 yield served
                 return
-            streams = self.fence.enter_reading()
+            used = self.fence.enter_reading(streams)
             try:
                 yield served
             finally:
-                self.fence.leave_reading(streams)
+                self.fence.leave_reading(used)
 
     def save_order(self, followed: Order) -> None:
         """Record the pin or release that was followed last. :meth:`state_dict` includes it."""

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+import torch
+
 from delta_tracker.arguments import check_count, check_switch, check_type, is_number, refuses_unknown
 from delta_tracker.errors import InvalidArgumentError, WaitTimeoutError
 from delta_tracker.live_objects import Uncopied
@@ -175,19 +177,21 @@ class Predictor(Uncopied, remedy="Save or copy its state_dict()"):
         """Current error of :meth:`follow`, or error of the held version; None if there is neither."""
         return self._follower.current_error
 
-    def reading(self) -> AbstractContextManager[Served]:
+    def reading(self, *streams: torch.cuda.Stream) -> AbstractContextManager[Served]:
         """Context manager that blocks writes during lookups, and yields the versions that the tables hold.
 
         Keep the body of the ``with`` statement short and without ``await``: :meth:`follow` and :meth:`sync` cannot
         write rows until it ends.
 
-        If tables are on CUDA devices, launch the lookups on the streams that are current at entry. These streams wait
-        for the last write of rows, and the next write waits for the work launched on them before exit.
-        Neither entry nor exit waits for the device. This has not been tested on a GPU.
+        If tables are on CUDA devices, launch the lookups on the streams that are current at entry, or pass other
+        ``streams``: ``with predictor.reading(stream), torch.cuda.stream(stream):``. These streams wait for the last
+        write of rows, and the next write waits for the work launched on them before exit. Neither entry nor exit waits
+        for the device. This has not been tested on a GPU.
 
-        Raises FollowEndedError if a fork has left torn rows; see ``guide/serve.md`` for the rules for forks.
+        Raises InvalidArgumentError for a stream of a device without tables, and FollowEndedError if a fork has left
+        torn rows; see ``guide/serve.md`` for the rules for forks.
         """
-        return self._destination.reading()
+        return self._destination.reading(*streams)
 
     def status(self) -> Status:
         """Return the state of the predictor. Sends a few small requests to the store to determine the lag."""

@@ -87,7 +87,7 @@ class SinkWriter(Forkable):
         """Return False: the tables of a row store are never replaced."""
         return False
 
-    def reading(self) -> AbstractContextManager[Served]:
+    def reading(self, *_streams: object) -> AbstractContextManager[Served]:
         """Raise InvalidArgumentError. For lookups, use a reader of the row store instead."""
         raise InvalidArgumentError("reading()", "with a row store", "Use a reader of the row store, such as LmdbRows")
 

@@ -104,6 +104,11 @@ class Side:
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream() if IS_CUDA else None
 
+    @property
+    def streams(self) -> list[torch.cuda.Stream]:
+        """The stream; empty if there is none."""
+        return [] if self._stream is None else [self._stream]
+
     def __call__(self) -> AbstractContextManager[object]:
         """Return a context manager in which work is launched on the stream, without waiting for other streams."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)

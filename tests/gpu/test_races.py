@@ -29,7 +29,7 @@ def test_no_row_changes_while_a_lookup_runs_on_a_side_stream(tmp_path) -> None:
     def look_up() -> None:
         side = Side()
         while not stop.is_set():
-            with predictor.reading(), side():
+            with predictor.reading(*side.streams), side():
                 first = table.index_select(0, ids)
                 slow_down(5)
                 second = table.index_select(0, ids)

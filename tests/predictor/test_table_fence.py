@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from delta_tracker import ModelTarget, Predictor
+from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.predictor.model_writer import ModelWriter
 from delta_tracker.predictor.status import Served
 from delta_tracker.row_target import TensorTarget
@@ -74,7 +75,9 @@ class _Service:
         if self.random.random() < 0.5:
             return
         stream = self.random.choice(self.streams)
-        with torch.cuda.stream(stream), self.predictor.reading() as served:
+        named = [stream] if self.random.random() < 0.5 else []
+        outer, inner = (torch.cuda.stream(each) for each in ([None, stream] if named else [stream, None]))
+        with outer, self.predictor.reading(*named) as served, inner:
             found = [self.table[1:].clone(), self.dense + 0, self.table.index_select(0, _ids()), self.dense + 0]
         self.seen.append((served, stream, found))
 
@@ -117,6 +120,19 @@ def _serve(stream: tuple[Storage, dict[int, Tensor]], seed: int) -> FakeDevices:
 def test_lookups_on_streams_see_no_torn_rows(stream: Any) -> None:
     for seed in range(_ORDERS):
         _serve(stream, seed)
+
+
+@pytest.mark.advice("InvalidArgumentError: TableFence.enter_reading")
+def test_a_stream_of_a_device_without_tables_is_refused(stream: Any) -> None:
+    with fake_streams(0):
+        predictor = Predictor({FQN: torch.full((_ROWS, _DIM), -1.0), "w": torch.zeros(5)}, stream[0])
+        with (
+            pytest.raises(InvalidArgumentError, match="devices of the tables: none"),
+            predictor.reading(torch.cuda.Stream()),
+        ):
+            pass
+        with predictor.reading():
+            predictor.status()
 
 
 @pytest.mark.sweep("long")

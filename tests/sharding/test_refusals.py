@@ -48,6 +48,7 @@ def test_a_collection_without_replicas_in_a_dmp_collection_is_refused(two_ranks:
         assert "'tables.embeddings.t'" in answer["refused"]
 
 
+@pytest.mark.advice("UnsupportedModelError: _refuse_stashing")
 @pytest.mark.promise("supported")
 @pytest.mark.parametrize("chosen_by", ["config", "planner"])
 def test_a_table_whose_memory_is_stashed_is_refused(two_ranks: RankPool, chosen_by: str) -> None:
