@@ -20,7 +20,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from delta_tracker.errors import InvalidArgumentError, MalformedSinkError, ModelMismatchError
+from delta_tracker.errors import InvalidArgumentError, MalformedSinkError, MissingTableError, ModelMismatchError
 from delta_tracker.live_objects import Forkable, protect
 from delta_tracker.predictor.identities import VersionOwners, identities_after, version_owners
 from delta_tracker.predictor.placement import Placement
@@ -130,7 +130,7 @@ class SinkWriter(Forkable):
         """Return the tables of a version. Raise ModelMismatchError if they differ from the tables in the row store."""
         held = self._held(manifest)
         if self._choice.patterns and manifest.kind == "snapshot" and not manifest.tables:
-            raise InvalidArgumentError("tables", self._choice.patterns, "Pass tables: a row store has no dense tensors")
+            raise MissingTableError("tables", self._choice.patterns, "Pass tables: a row store has no dense tensors")
         if held is not None:
             missing = held.tables.keys() - manifest.tables.keys() if manifest.kind == "snapshot" else set()
             for fqn in sorted({*manifest.tables, *missing}):

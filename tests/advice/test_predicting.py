@@ -29,6 +29,7 @@ from delta_tracker.stream.format.codec import encode_rows
 from delta_tracker.stream.format.manifest import entry_name
 from delta_tracker.types import TableSpec
 from tests.advice.jobs import Job, refused, small_model
+from tests.predictor.memory_sink import MemorySink, Stored
 from tests.stream.streams import FQN, Writer
 
 
@@ -113,6 +114,15 @@ def test_a_name_that_the_stream_lacks_is_replaced_by_one_that_it_has(tmp_path: P
     job, model = Job(tmp_path), small_model()
     refused(MissingTableError, job.serve(model, tables=["1"]).sync, "names of the stream, which has ['0'")
     assert job.is_served_by(model, job.serve(model, tables=["0"]).sync())
+
+
+@pytest.mark.advice("MissingTableError: SinkWriter.resolve")
+def test_a_row_store_gets_tables_instead_of_dense_tensors(tmp_path: Path) -> None:
+    model, url = nn.ModuleDict({"top": nn.Linear(2, 1), "item": nn.Embedding(3, 2)}), tmp_path.as_uri()
+    with Publisher(ModelDeltaTracker(model), url, dense=model) as publisher:
+        version = publisher.snapshot().version
+    refused(MissingTableError, Predictor(MemorySink(Stored()), url, tables=["top.*"]).sync, "Pass tables")
+    assert Predictor(MemorySink(Stored()), url, tables=["item"]).sync() == version
 
 
 @pytest.mark.advice("ModelMismatchError: _refuse_shared_memory")

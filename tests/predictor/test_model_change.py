@@ -15,13 +15,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
-from delta_tracker import Canary, Encoding, Predictor, RawIdIndex
+from delta_tracker import Canary, Encoding, ModelDeltaTracker, Predictor, Publisher, RawIdIndex
 from delta_tracker.cli.attention import of_predictors
 from delta_tracker.cli.main import main
 from delta_tracker.cli.predictors import SeenPredictor, read_predictors
-from delta_tracker.errors import InvalidArgumentError, ModelMismatchError, StorageError
+from delta_tracker.errors import InvalidArgumentError, MissingTableError, ModelMismatchError, StorageError
 from delta_tracker.monitor import Monitor
 from delta_tracker.predictor.model_fit import OnModelChange, fit
 from delta_tracker.predictor.predictor import Rollout
@@ -656,6 +656,24 @@ def test_a_row_store_stops_at_a_change() -> None:
     assert predictor.version == changed - 1
     with pytest.raises(InvalidArgumentError):
         ModelTarget(MemorySink(Stored()), on_model_change="continue")  # type: ignore[arg-type]  this is the test
+
+
+def test_a_row_store_waits_for_the_only_table_of_its_choice() -> None:
+    storage = Storage("memory://")
+
+    def publish(*tables: str) -> int:
+        model = nn.ModuleDict({"top": nn.Linear(2, 1), **{name: nn.Embedding(3, 2) for name in tables}})
+        with Publisher(ModelDeltaTracker(model), storage, dense=model) as publisher:
+            return publisher.snapshot().version
+
+    publish("item", "table")
+    predictor = Predictor(MemorySink(Stored()), storage, tables=["t*"])
+    predictor.sync()
+    publish("item")
+    with pytest.raises(MissingTableError, match="a row store has no dense tensors"):
+        predictor.sync()
+    last = publish("item", "table")
+    assert predictor.sync() == last
 
 
 _SIZES = st.fixed_dictionaries(
