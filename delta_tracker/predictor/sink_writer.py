@@ -299,11 +299,7 @@ def _begun(
     defaults = {
         fqn: tuple(sorted({*state.default_slots.get(fqn, ()), *slots})) for fqn, slots in _defaults(identities).items()
     }
-    return replace(
-        begun,
-        tables={**state.tables, **manifest.tables},
-        default_slots={**state.default_slots, **defaults},
-    )
+    return replace(begun, tables={**state.tables, **manifest.tables}, default_slots={**state.default_slots, **defaults})
 
 
 _ANEW = "Pass a row store with another prefix or directory, or start a new stream at another url"

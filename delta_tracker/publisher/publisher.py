@@ -15,11 +15,7 @@ from typing import Any, Self
 from msgspec import to_builtins
 
 from delta_tracker.arguments import check_type, refuses_unknown
-from delta_tracker.errors import (
-    FencedError,
-    InvalidArgumentError,
-    unraised,
-)
+from delta_tracker.errors import FencedError, InvalidArgumentError, unraised
 from delta_tracker.live_objects import Uncopied
 from delta_tracker.monitor.monitor import Monitor
 from delta_tracker.monitor.recorder import Recorder

@@ -25,11 +25,7 @@ _logger = logging.getLogger(__name__)
 
 
 def rows_to_repair(
-    log: StreamLog,
-    note: object,
-    claim: Manifest,
-    schema: Schema,
-    shards: Mapping[str, ShardSpec],
+    log: StreamLog, note: object, claim: Manifest, schema: Schema, shards: Mapping[str, ShardSpec]
 ) -> dict[str, Tensor] | None:
     """Return the rows of this rank that are contained in versions after a checkpoint.
 

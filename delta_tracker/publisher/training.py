@@ -154,13 +154,7 @@ class TrainingCuts:
     """
 
     def __init__(
-        self,
-        live: LiveTables,
-        progress: Progress,
-        handle: ConsumerHandle,
-        recovery: Recovery,
-        *,
-        is_first: bool,
+        self, live: LiveTables, progress: Progress, handle: ConsumerHandle, recovery: Recovery, *, is_first: bool
     ) -> None:
         training_state, rank_state = recovery.training_state, recovery.rank_state
         _check_unfused(live.unfused_storages(), training_state, rank_state)

@@ -189,12 +189,7 @@ def path_to(log: Entries, version: int, *, position: Position | None = None, of_
 
 
 def path_to_entry(
-    log: Entries,
-    target: Manifest,
-    newest: int,
-    *,
-    position: Position | None = None,
-    shortcut: ReadMerged | None = None,
+    log: Entries, target: Manifest, newest: int, *, position: Position | None = None, shortcut: ReadMerged | None = None
 ) -> list[Manifest]:
     """Return the entries that lead to ``target``: the entries after a position, or a snapshot and its successors.
 
