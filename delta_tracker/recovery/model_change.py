@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from delta_tracker.errors import RestoreMismatchError
@@ -44,8 +44,8 @@ def change_of(
     Nothing is compared with ``on_model_change="stop"``. ``with_raw_ids`` contains the FQNs of the job's tables with
     managed collisions. If a parameter changed, a non-fused optimizer whose saved parameters have no names is left out.
     """
-    is_changed, is_moved = _is_changed(saved, own, job.ignore), _is_moved(last, saved, own)
     names = parameter_names(job.model)
+    is_changed, is_moved = _is_changed(saved, own, job.ignore), _is_moved(last, saved, own, job, names)
     if job.on_model_change == "stop":
         parameters = Parameters(names, _kept(saved, own, job.ignore), is_changed, is_moved)
         return Change(tables=last.tables, ignore=job.ignore, parameters=parameters)
@@ -110,11 +110,18 @@ def _is_changed(saved: Saved, own: Job, ignore: Collection[str]) -> bool:
     return any(held.get(name) != former.get(name) and name not in own.fused for name in ignore)
 
 
-def _is_moved(last: Manifest, saved: Saved, own: Job) -> bool:
-    """Return True if tables or dense tensors that both have are in another order. Fused tables are not compared."""
+def _is_moved(last: Manifest, saved: Saved, own: Job, job: LocalJob, names: Mapping[int, Sequence[str]]) -> bool:
+    """Return True if tables or dense tensors that both have are in another order. Fused tables are not compared.
+
+    A publisher may get some dense parameters in an order of their own. This is no reason to stop.
+    """
     held, former = [*own.shards, *own.dense], [*saved.tables, *saved.dense]
-    for names in (saved.tables, last.dense, saved.dense.keys() - last.dense.keys()):
-        group = {name for name in names if name in held and name not in own.fused}
+    others = saved.dense.keys() - last.dense.keys()
+    is_chosen = job.on_model_change == "stop" and not others.isdisjoint(
+        name for each in names.values() for name in each
+    )
+    for each in (saved.tables, others, () if is_chosen else last.dense):
+        group = {name for name in each if name in held and name not in own.fused}
         if [name for name in former if name in group] != [name for name in held if name in group]:
             return True
     return False

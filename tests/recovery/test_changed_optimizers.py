@@ -53,14 +53,17 @@ def _without_names() -> Iterator[None]:
         yield
 
 
-def _publish(sizes: Mapping[str, int | list[int]], build: _Build = _adam) -> tuple[Storage, dict[str, Tensor]]:
+def _publish(
+    sizes: Mapping[str, int | list[int]], build: _Build = _adam, **options: Any
+) -> tuple[Storage, dict[str, Tensor]]:
     """Train and publish; return the stream and the optimizer's states."""
     torch.manual_seed(1)
     storage, model = Storage("memory://"), _Model(sizes)
     optimizer, tracker = build(model), ModelDeltaTracker(model)
     _step(model, optimizer)
     tracker.step()
-    with Publisher(tracker, storage, recovery=Recovery(training_state={"optimizer": optimizer})) as publisher:
+    recovery = Recovery(training_state={"optimizer": optimizer})
+    with Publisher(tracker, storage, recovery=recovery, **options) as publisher:
         publisher.publish()
     tracker.detach()
     return storage, model.states(optimizer)
@@ -138,6 +141,17 @@ def test_a_stream_without_names_is_restored_only_where_the_order_is_the_same(
         restore(model, storage, recovery=recovery, ignore=ignore)
     expected = saved if is_same and "optimizer" not in ignore else before
     assert all(torch.equal(each, expected[name]) for name, each in model.states(optimizer).items())
+
+
+@pytest.mark.parametrize("dense", [True, ["d.weight", "c.weight"], ["e.weight", "c.weight"]])
+def test_an_unchanged_job_restores_a_stream_without_names(dense: Any) -> None:
+    sizes = {"d": [2, 2], "b": 6, "e": [2, 2], "c": [2, 2], "a": 6}
+    with _without_names():
+        storage, saved = _publish(sizes, dense=dense)
+    model = _Model(sizes)
+    optimizer = _adam(model)
+    restore(model, storage, recovery=Recovery(training_state={"optimizer": optimizer}))
+    assert all(torch.equal(each, saved[name]) for name, each in model.states(optimizer).items())
 
 
 def test_a_standby_matches_states_by_name() -> None:
