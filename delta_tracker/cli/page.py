@@ -42,7 +42,11 @@ _in_utc = partial(moment, zone=UTC)
 def render(figures: Figures) -> str:
     """Return the HTML page for ``figures``, which :func:`~delta_tracker.cli.report.read_figures` returns."""
     environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, finalize=_harmless
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=lambda value: plain(value) if type(value) is str else value,
     )
     environment.filters.update(count=count, size=size, duration=duration, number=number, share=share, short=short)
     environment.filters["moment"] = _in_utc
@@ -81,11 +85,6 @@ def share(value: float) -> str:
     digits = 0 if near >= 1 or near == 0 else min(6, 1 - math.floor(math.log10(near)))
     text = f"{percent:.{digits}f}"
     return f"{text.rstrip('0') if digits else text} %"
-
-
-def _harmless(value: object) -> object:
-    """Escape control characters in a string. Return any other value unchanged."""
-    return plain(value) if type(value) is str else value
 
 
 @dataclass(frozen=True, slots=True)

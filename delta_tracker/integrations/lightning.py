@@ -187,7 +187,10 @@ class TrackerCallback(Callback):
         If a tracker exists, all ranks must call this method. It closes the publisher and marks every row as changed.
         Raises RankFailedError if the loaded states of the ranks differ, or if another rank failed.
         """
-        others = _has_other_weights(checkpoint) and not _restores_weights(trainer, checkpoint)
+        kinds = {kind.__name__ for each in trainer.callbacks for kind in type(each).__mro__}
+        is_averaged = trainer.state.fn == "fit" and "WeightAveraging" in kinds  # the callback restores the weights
+        restores = is_averaged and not checkpoint.get(_WRITTEN, False)
+        others = _has_other_weights(checkpoint) and not restores
         saved = _Saved(checkpoint.get(_KEY, {}), None if others else _weights(pl_module), is_restored=True)
         if self._tracker is None:
             self._saved = saved
@@ -393,9 +396,3 @@ def _mark_everything(tracker: ModelDeltaTracker) -> None:
 def _has_other_weights(checkpoint: Mapping[str, Any]) -> bool:
     """Return True if the weights of a checkpoint are not the weights that its tracker state belongs to."""
     return bool(checkpoint.get(_WRITTEN, False)) or _AVERAGED in checkpoint
-
-
-def _restores_weights(trainer: Trainer, checkpoint: Mapping[str, Any]) -> bool:
-    """Return True if an averaging callback of ``trainer`` restores the weights that the tracker state belongs to."""
-    kinds = {kind.__name__ for each in trainer.callbacks for kind in type(each).__mro__}
-    return trainer.state.fn == "fit" and "WeightAveraging" in kinds and not checkpoint.get(_WRITTEN, False)

@@ -400,12 +400,12 @@ class Reader:
         return self.sources.current
 
     def _continue_from(self, source: Source) -> None:
-        _logger.warning("continue from another source: url=%s former=%s", source.url, self.sources.current.url)
+        _logger.warning("continue from another source: url=%s former=%s", source.storage.url, self.storage.url)
         self.sources.use(source)
         source.lag.rested = None
         source.settling.clear()
         self._surveyed_at = float("-inf")  # the former one may have what this one lacks
-        self.gauges.failed_over(source.url)
+        self.gauges.failed_over(source.storage.url)
 
     def _log_skipped(self, state: _Round, raised: StreamError | None) -> None:
         for log in state.view.logs:

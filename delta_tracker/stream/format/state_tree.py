@@ -248,7 +248,7 @@ class _Flattener:
             bool: _same,
             str: self._text,
             int: _int,
-            float: _float,
+            float: lambda value: ["f", struct.pack(">d", value).hex()],
             bytes: self._bytes,
             list: self._items,
             tuple: self._items,
@@ -440,10 +440,6 @@ def _same(value: object) -> object:
 
 def _int(value: int) -> list[str]:
     return ["i", format(value, "x")]
-
-
-def _float(value: float) -> list[str]:
-    return ["f", struct.pack(">d", value).hex()]
 
 
 def _aligned(position: int) -> int:

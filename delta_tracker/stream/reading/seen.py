@@ -40,7 +40,7 @@ class SeenLog:
 
     @property
     def url(self) -> str:
-        return self.source.url
+        return self.source.storage.url
 
     def next(self, position: Position, *, looks_for_gap: bool) -> Manifest | None:
         return self._once(("next", looks_for_gap), self.source.next, position, looks_for_gap=looks_for_gap)

@@ -69,11 +69,6 @@ class Source:
         other.pins, other.lag = self.pins, self.lag
         return other
 
-    @property
-    def url(self) -> str:
-        """Url of the store."""
-        return self.storage.url
-
     def allows(self, entry: Manifest) -> bool:
         """Return False for an entry that a canary must not apply yet."""
         return self.bound is None or self.bound.allows(entry)

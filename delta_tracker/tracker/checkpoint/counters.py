@@ -259,9 +259,9 @@ class CounterSet:
         if names != sorted(self._counters):
             raise StateMismatchError("counters", names, sorted(self._counters))
         for part, (name, counter) in itertools.product(parts, self._counters.items()):
-            fields = part.counter_fields(name)
-            if fields is not None:
-                _check_saved(name, counter, part.counter_kinds.get(name, {}), fields)
+            if name in part.counters:
+                shapes = {field: shape for field, (_, shape) in part.counter_layouts(name).items()}
+                _check_saved(name, counter, part.counter_kinds.get(name, {}), {**part.counters[name], **shapes})
         self.check_world_size(parts[0].world_size, world_size)
 
     def check_world_size(self, saved: int, found: int) -> None:

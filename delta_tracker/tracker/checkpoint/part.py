@@ -220,12 +220,6 @@ class RankHeader(Struct, kw_only=True, frozen=True, eq=False):
         start = f"counters/{name}/"
         return {key[len(start) :]: layout for key, layout in self.layouts.items() if key.startswith(start)}
 
-    def counter_fields(self, name: str) -> dict[str, object] | None:
-        """Return the value of each field, or its shape if it is a tensor, by field name; None for a missing counter."""
-        if name not in self.counters:
-            return None
-        return {**self.counters[name], **{field: shape for field, (_, shape) in self.counter_layouts(name).items()}}
-
 
 def pack(
     rank: int,
