@@ -8,8 +8,6 @@ Masson, Rim and Lee, "DDSketch" (VLDB 2019). The relative error is at most ``(g 
 between :data:`MIN` and :data:`MAX`.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left
 from collections import Counter
@@ -80,7 +78,7 @@ class LogBuckets:
             self.negative.update(_indices(below))
             self.zero += len(values) - len(above) - len(below)
 
-    def merge(self, other: LogBuckets) -> None:
+    def merge(self, other: "LogBuckets") -> None:
         """Add the counts of ``other`` to this object. Does not change ``other``."""
         self.positive.update(other.positive)
         self.negative.update(other.negative)

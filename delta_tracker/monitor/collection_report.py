@@ -1,7 +1,5 @@
 """Report that the collector delivers to the sinks at each collection, and its parts: reports of windows and totals."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -40,7 +38,7 @@ class WindowReport:
         return self.window.aggregate.buckets
 
     @classmethod
-    def of(cls, definition: Definition, labels: Labels, policy: Policy, window: ClosedWindow) -> WindowReport:
+    def of(cls, definition: Definition, labels: Labels, policy: Policy, window: ClosedWindow) -> "WindowReport":
         """Return the report of a closed window, with the aggregations of ``policy``."""
         figures = {name: window.aggregate.value(name) for name in policy.aggregations if name != "histogram"}
         if window.aggregate.count == 0 and policy.when_empty == "zero":

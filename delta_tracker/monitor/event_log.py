@@ -1,7 +1,5 @@
 """Queue of events, limits on events, and subscriptions of event handlers."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections import deque
@@ -91,7 +89,7 @@ class Subscription:
         guard: record of the handler's failures. After a failure, the handler is not called for some time.
     """
 
-    def __init__(self, log: EventLog, pattern: str, severity: Severity, handler: Handler) -> None:
+    def __init__(self, log: "EventLog", pattern: str, severity: Severity, handler: Handler) -> None:
         self._log = log
         self._pattern = pattern
         self._severity = severity

@@ -1,7 +1,5 @@
 """Recorders of the built-in metrics of trackers, publishers and predictors."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from functools import cache, partial
@@ -61,7 +59,7 @@ class Recorder(MetricSource):
         self.monitor.add_source(self)
         self.label = {role: self.name.removeprefix(f"{role} ")}
 
-    def __getattr__(self, metric: str) -> BoundStat:
+    def __getattr__(self, metric: str) -> "BoundStat":
         """Return the built-in metric called ``metric``, bound to the recorder's label."""
         if metric.startswith("_"):
             raise AttributeError(metric)

@@ -4,8 +4,6 @@ Each row is written once, with all columns that the version contains. A trainer 
 as several blocks. This module joins the blocks, since quantizing a row requires all of its columns.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -29,7 +27,7 @@ class Placement:
     target: RowTarget
     rows: tuple[BlockRows, ...]
 
-    def chunks(self, num_rows: int) -> Iterator[Chunk]:
+    def chunks(self, num_rows: int) -> "Iterator[Chunk]":
         """Yield the rows in chunks of at most ``num_rows``, prepared for writing. Lookups may run meanwhile."""
         first, count = self.rows[0], self.rows[0].block.num_rows
         ids = slice(*first.block.rows) if first.ids is None else first.ids

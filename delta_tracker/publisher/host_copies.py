@@ -3,8 +3,6 @@
 Notation: ``N`` is the number of rows to copy, ``R`` the number of rows of the tensor from which they are copied.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -132,7 +130,7 @@ class HostCopier:
 
         return read
 
-    def _start(self, layout: _Layout, host: Tensor, device: torch.device) -> HostCopy:
+    def _start(self, layout: "_Layout", host: Tensor, device: torch.device) -> HostCopy:
         """Start the copies on a device. Return the last copy, which completes after all others."""
         chunks, buffers = _buffers(layout, device)
         copies: list[HostCopy] = []

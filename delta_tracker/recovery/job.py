@@ -5,8 +5,6 @@ parameters, and the ``load_state_dict`` of a scheduler compares nothing. Both wo
 the next step would raise an error or give wrong results.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
@@ -137,7 +135,7 @@ class LocalJob:
             reason = f"a rejected state of {what}: {type(error).__name__}: {error}"
             raise RankFailedError(self.rank, reason, "restore") from error
 
-    def described(self, shards: Mapping[str, LocalShard], dense: Mapping[str, Tensor]) -> Job:
+    def described(self, shards: Mapping[str, LocalShard], dense: Mapping[str, Tensor]) -> "Job":
         """Return a description of the job. ``shards`` are its shards by FQN, ``dense`` its dense tensors by name."""
         objects = self.recovery.rank_state.items()
         rank = {name: callable(getattr(each, "load_rank_states", None)) for name, each in objects}

@@ -14,8 +14,6 @@ Hash modules train on CUDA only. Their mapping was tested with raw ids that a te
 This module has not been tested on a GPU.
 """
 
-from __future__ import annotations
-
 import copy
 from abc import abstractmethod
 from collections import defaultdict
@@ -83,7 +81,7 @@ def _collision_modules(collection: Any) -> Iterator[tuple[str, nn.Module, int]]:
 class _Routed:
     """Replacement for ``MCHManagedCollisionModule.remap`` that finds the default row of an unknown id by its bucket."""
 
-    def __init__(self, owners: MchMap, identity: Identity) -> None:
+    def __init__(self, owners: "MchMap", identity: Identity) -> None:
         self.identity = identity
         self._owners = owners
         self._default_rows = default_rows(identity).to(owners.memory.device)

@@ -4,8 +4,6 @@
 even if publishers race or are killed at any step.
 """
 
-from __future__ import annotations
-
 import re
 import secrets
 import time
@@ -381,7 +379,7 @@ class StreamLog:
         following = self.read(entry.version + 1)
         return following is not None and following.kind == "claim"
 
-    def claim(self, *, after: Link | None = None, writer: str | None = None, forks: bool = False) -> Claim:
+    def claim(self, *, after: Link | None = None, writer: str | None = None, forks: bool = False) -> "Claim":
         """Claim the stream: append a claim with the next generation, and return it.
 
         If the store is empty, the claim starts a new stream. If a claim was altered in transit, appends another one.

@@ -1,7 +1,5 @@
 """Handle that gives one owner, for example a publisher, exclusive access to a consumer."""
 
-from __future__ import annotations
-
 import gc
 import time
 import weakref
@@ -168,7 +166,7 @@ class ConsumerHandle(Uncopied, remedy="Save or copy the tracker's state_dict(), 
 
     # Copies of all rows
 
-    def begin_copy(self) -> ConsumerHandle:
+    def begin_copy(self) -> "ConsumerHandle":
         """Add a second consumer at the current position, to track changes while all rows are copied.
 
         Training can continue during the copy. At the end, overwrite the copied rows with the second consumer's delta.

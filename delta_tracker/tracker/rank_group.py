@@ -1,7 +1,5 @@
 """Gloo process groups of all ranks, for the library's own messages. Each group must be used by one thread only."""
 
-from __future__ import annotations
-
 import logging
 import os
 import threading
@@ -65,7 +63,7 @@ class RankGroup:
             with self._typed_errors():
                 self._gloo = _Meeting(name, call, timeout, self.rank, self.world_size).group()
 
-    def start_all_gather(self, tensor: Tensor) -> Gathering:
+    def start_all_gather(self, tensor: Tensor) -> "Gathering":
         """Start an asynchronous all-gather and return its handle. All tensors must have the same shape and dtype.
 
         If a rank is lost, this method does not raise, but :meth:`Gathering.result` does.

@@ -7,8 +7,6 @@ device executes in order with its other work. The difference between two reading
 added between them. The sums are never reset, and no value is lost or counted twice.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 import weakref
@@ -45,7 +43,7 @@ class DeviceState(ABC):
     is_deleted = False
     """True if the state was deleted, and only the reader still refers to it."""
 
-    def __init__(self, reader: DeviceReader) -> None:
+    def __init__(self, reader: "DeviceReader") -> None:
         self._reader = reader
         self._vectors: dict[torch.device, Tensor] = {}
         self._fence = StreamFence(self._vectors.values)

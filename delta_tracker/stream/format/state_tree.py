@@ -4,8 +4,6 @@ A state is a tree of ``None``, bool, int, float, str, bytes, list, tuple, dict w
 arrays. Its structure is JSON text. The bytes of its tensors, arrays and bytes objects follow the text.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import struct
@@ -213,7 +211,7 @@ class StateReader:
                 return self._leaf(value)
         return value
 
-    def _leaf(self, leaf: _Leaf) -> object:
+    def _leaf(self, leaf: "_Leaf") -> object:
         data = self._data(leaf.begin, leaf.end)
         if leaf.tag == "b":
             return data.numpy().tobytes()

@@ -1,7 +1,5 @@
 """Orders that a reader follows: pins and releases of the stream, and rollbacks of its process; see :class:`Orders`."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -35,7 +33,7 @@ class Order:
     pin: Pin | None = None
 
     @classmethod
-    def of(cls, pin: Pin) -> Order:
+    def of(cls, pin: Pin) -> "Order":
         """Return the order for ``pin``, which may also be a release."""
         link = Link(pin.version, pin.xxh3)
         return cls(pin.counter, pin.kind, pin.stream, pin.version, link, pin.bad, pin=pin)

@@ -1,7 +1,5 @@
 """Stores from which a reader follows a stream, and the reader's lag behind each store."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -63,7 +61,7 @@ class Source:
         self._lineage: tuple[str, float, tuple[str, ...]] | None = None  # stream, time of the search, former streams
         self._listed_at = runtime.monotonic()  # of the last listing by a check for a gap, or of the construction
 
-    def through(self, storage: Storage) -> Source:
+    def through(self, storage: Storage) -> "Source":
         """Return a source for the same store, read through ``storage``, that shares the pins and the lag."""
         other = Source(self.number, storage, self.canary, runtime=self._runtime)
         other.pins, other.lag = self.pins, self.lag

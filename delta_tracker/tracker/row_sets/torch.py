@@ -1,7 +1,5 @@
 """Reference implementation of the row sets in plain torch, for any device."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Self
@@ -171,7 +169,7 @@ class TorchRows(RowSet):
         return counts
 
     @staticmethod
-    def _joint(sets: Sequence[TorchRows], ids: Sequence[Tensor]) -> JointIds:
+    def _joint(sets: "Sequence[TorchRows]", ids: Sequence[Tensor]) -> JointIds:
         return JointIds(ids, [each.begin for each in sets], [each.num_rows for each in sets])
 
     @property
