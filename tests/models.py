@@ -169,7 +169,9 @@ def shard(spec: Spec, learning_rate: float = 0.1, dense: nn.Module | None = None
             weight = parameters[f"{'embedding_bags' if spec.bag else 'embeddings'}.{table.name}.weight"]
             apply_optimizer_in_backward(fused_optimizer, [weight], {"lr": learning_rate})
     world_size = dist.get_world_size()
-    sharder = EmbeddingBagCollectionSharder() if spec.bag else EmbeddingCollectionSharder()
+    # FBGEMM's module on a GPU accepts no bf16 cache, also where it has none, and its default is that of the rows.
+    fused = {"cache_precision": DataType.FP32} if any(table.dtype == "BF16" for table in spec.tables) else {}
+    sharder = (EmbeddingBagCollectionSharder if spec.bag else EmbeddingCollectionSharder)(fused_params=fused)
     plan = construct_module_sharding_plan(
         model.ec,
         {table.name: sharding_of(table, table.kernel or spec.kernel) for table in spec.tables},

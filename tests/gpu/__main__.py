@@ -23,6 +23,7 @@ from tests.gpu.devices import ENGINES, IS_CUDA, KIND, MISSING
 from tests.gpu.parts import PARTS, Part
 
 _ROOT = Path(__file__).parent.parent.parent
+_NUM_SHOWN = 200  # characters of a line about a failed test
 _SHOWN = ("torch", "triton", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "numpy")
 
 
@@ -66,18 +67,30 @@ def _version(package: str) -> str:
         return ""
 
 
-def _run(part: Part) -> str:
-    """Run a part and return its outcome."""
+def _run(part: Part, log: Path) -> str:
+    """Run a part, append what pytest says to ``log``, print the names of failed tests, and return the outcome."""
     # A newer torch than the pinned one warns about other things, which is no error here.
     command = [sys.executable, "-W", "ignore", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "default"]
     command += ["--no-header", "--tb=short", "-o", "minversion=7", *part.paths]
     path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
     env = os.environ | {"DELTA_TRACKER_DEVICE": KIND, "PYTHONPATH": path}
     begin = time.perf_counter()
-    try:
-        code = subprocess.run(command, check=False, cwd=_ROOT, env=env, timeout=part.seconds * 4).returncode
-    except subprocess.TimeoutExpired:
-        return f"stopped after {part.seconds * 4} s"
+    with log.open("a+") as said:
+        print(f"\n== {part.title}", file=said, flush=True)
+        said.seek(0, os.SEEK_END)
+        start = said.tell()
+        try:
+            done = subprocess.run(
+                command, check=False, cwd=_ROOT, env=env, timeout=part.seconds * 4, stdout=said, stderr=said
+            )
+        except subprocess.TimeoutExpired:
+            return f"stopped after {part.seconds * 4} s"
+        finally:
+            said.seek(start)
+            for line in said:
+                if line.startswith(("FAILED ", "ERROR ")):
+                    print(line.rstrip()[:_NUM_SHOWN], flush=True)
+    code = done.returncode
     outcome = {0: "passed", 5: "nothing to run"}.get(code, f"FAILED, exit code {code}")
     return f"{outcome}, {time.perf_counter() - begin:.0f} s"
 
@@ -86,7 +99,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the parts whose titles have a given word, by default all. Return 0 if none failed."""
     parser = argparse.ArgumentParser(prog="python -m tests.gpu", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("words", nargs="*", help="run only the parts whose titles have one of these")
-    words = parser.parse_args(argv).words
+    parser.add_argument("--log", type=Path, default=Path("test-gpu.log"), help="file for the output of all tests")
+    arguments = parser.parse_args(argv)
+    words, log = arguments.words, arguments.log.absolute()
+    log.unlink(missing_ok=True)
     chosen = [part for part in PARTS if not words or any(word in part.title for word in words)]
     if not chosen:
         parser.error(f"no part has one of {words} in its title: {[part.title for part in PARTS]}")
@@ -98,10 +114,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         chosen = [Part(f"{len(chosen)} parts in one process", tuple(paths), 150)] if chosen else []
     for part in chosen:
         print(f"\n== {part.title}", flush=True)
-        outcomes[part.title] = _run(part)
+        outcomes[part.title] = _run(part, log)
     print(f"\n{'part':<55} on {KIND}")
     for title, outcome in outcomes.items():
         print(f"{title:<55} {outcome}")
+    print(f"the output of the tests: {log}")
     return int(any(outcome.startswith(("FAILED", "stopped")) for outcome in outcomes.values()))
 
 

@@ -9,6 +9,7 @@ import torch
 
 from benchmarks.plain_torchrec import PlainModel
 from delta_tracker import ModelDeltaTracker, Predictor, Publisher, Storage, TrackingMode
+from delta_tracker.tracker.change_log import ChangeLog
 from delta_tracker.tracker.store.segments import SegmentStore
 from tests.gpu.devices import ENGINES, IS_CUDA, OF_MODULES, Side, slow_down, wait
 from tests.stream.streams import FQN, Writer
@@ -82,6 +83,7 @@ def test_a_read_waits_for_marks_of_another_stream(engine: str, with_states: bool
     weights = torch.rand(5000, 4, device=OF_MODULES)
     old_states = (lambda ids: weights.index_select(0, ids)) if with_states else None
     store = SegmentStore(5000, OF_MODULES, engine=engine, old_states=old_states)
+    log = ChangeLog({"t": store}, ["a"], delete_on_read=True, max_bytes=None)
     side = Side()
     expected = set()
     for number in range(5):
@@ -90,10 +92,11 @@ def test_a_read_waits_for_marks_of_another_stream(engine: str, with_states: bool
         side.catch_up()
         with side():
             slow_down()
-            store.begin_write(number, ids)
-            store.end_write(number)
-        store.cut(number + 1)
-        assert set(store.changed(number, number + 1).ids.tolist()) == expected
+            log.writes.begin_write(number, {"t": ids})
+            log.writes.end_write(number, {"t": ids})
+        read = log.consumers.read("a")
+        assert set(read.rows["t"].ids.tolist()) == expected
+        log.consumers.commit(read)
     wait()
 
 
