@@ -204,10 +204,12 @@ class _Opening(NamedTuple):
         steps: kinds of operations, each with its ``who`` after an ``@``, by default 0, and its ``choice`` after a
             colon, by default a random one.
         readers: options of that predictor, see ``_OPTIONS``; all options that are not named.
+        has_states: True if a trainer is restored.
     """
 
     steps: str
     readers: Mapping[str, tuple[int, ...]] = MappingProxyType({})
+    has_states: bool = False
 
 
 _FREE = {"gate": (0,), "canary": (0,)}
@@ -232,8 +234,9 @@ _OPENINGS = (
         {**_FREE, "order": (0, 1, 3)},
     ),
     _Opening(  # an older copy, whose next snapshot has the number of a lost version, before predictors restart
-        "publish join publish train back_up publish publish sync:0 return_backup:0 sync settle",
+        "publish join publish back_up publish train publish sync:0 return_backup:3 sync settle",
         {**_FREE, "order": (0, 1, 3)},
+        has_states=True,
     ),
     _Opening(  # a predictor of a stream reads a former one, which has more versions
         "publish join publish mirror burst snapshot promote_lagging:2 snapshot sync:0 advance:4 sync:0 advance:4 "
@@ -417,7 +420,9 @@ def _widened(schedule: Schedule, chance: random.Random) -> Schedule:
     if not schedule.has_raw_ids:  # a world with raw ids has one table
         steps = _with_tables(steps, random.Random(f"{schedule.seed} tables"))
     if (opened := random.Random(f"{schedule.seed} opening")).random() < _OPENING_SHARE:
-        steps = [*_first(opened), *steps]
+        opening = opened.choice(_OPENINGS)
+        steps = [*_first(opening, opened), *steps]
+        schedule = replace(schedule, states=True, encoding=None) if opening.has_states else schedule
     ranks = 1 if schedule.has_raw_ids else chance.choice([1, 2, 3, 4])
     changes = random.Random(f"{schedule.seed} changes")
     if not schedule.has_raw_ids and changes.random() < _CHANGES_SHARE:
@@ -449,9 +454,8 @@ def _with_tables(steps: list[Operation], chance: random.Random) -> list[Operatio
     return _inserted(steps, "choose", _CHOOSE_SHARE, chance)
 
 
-def _first(chance: random.Random) -> Iterator[Operation]:
+def _first(opening: _Opening, chance: random.Random) -> Iterator[Operation]:
     """Yield the first operations of a schedule."""
-    opening = chance.choice(_OPENINGS)
     for step in opening.steps.split():
         words, _, choice = step.partition(":")
         kind, _, who = words.partition("@")
