@@ -164,13 +164,7 @@ class TensorTarget(RowTarget):
     remedy = WRITABLE
 
     def __init__(
-        self,
-        num_rows: int,
-        dim: int,
-        dtype: torch.dtype | None,
-        regions: Sequence[Region],
-        *,
-        obstacle: str = "",
+        self, num_rows: int, dim: int, dtype: torch.dtype | None, regions: Sequence[Region], *, obstacle: str = ""
     ) -> None:
         self.num_rows = num_rows
         self.dim = dim

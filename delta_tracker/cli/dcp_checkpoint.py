@@ -81,11 +81,7 @@ def write_checkpoint(
 
 
 def _with_states(
-    storage: Storage,
-    path: Sequence[Manifest],
-    rows: Mapping[str, Tensor],
-    work: Path,
-    advance: Callable[[int], None],
+    storage: Storage, path: Sequence[Manifest], rows: Mapping[str, Tensor], work: Path, advance: Callable[[int], None]
 ) -> dict[str, Any]:
     """Read versions with training states into memory-mapped files. Return the object to save as the checkpoint."""
     last = path[-1]

@@ -95,9 +95,7 @@ def command(  # noqa: PLR0913  the options of the command
     if not destination.is_read_only:
         destination.probe()
     mirror = Mirror(
-        stream.storage,
-        destination,
-        retention=None if keep_versions is None else Retention(versions=keep_versions),
+        stream.storage, destination, retention=None if keep_versions is None else Retention(versions=keep_versions)
     )
     default = REMOTE_POLL_SECONDS if stream.storage.is_remote else LOCAL_POLL_SECONDS
     mirror.run(

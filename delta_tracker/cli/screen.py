@@ -89,11 +89,7 @@ def _head(view: View) -> list[RenderableType]:
     state.append(f"  resyncs {count(resyncs)}  errors {count(errors)}")
     versions, rows, num_bytes = view.rates()
     rate = one_line("")
-    for value, unit in (
-        (_rate(versions), " versions/s  "),
-        (_rate(rows), " rows/s  "),
-        (size(num_bytes), "/s  "),
-    ):
+    for value, unit in ((_rate(versions), " versions/s  "), (_rate(rows), " rows/s  "), (size(num_bytes), "/s  ")):
         rate.append(value, "bold").append(unit)
     rate.append(f"over {duration(watch.seconds(view.read))}")
     if view.now > view.read:

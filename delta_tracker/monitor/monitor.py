@@ -60,10 +60,7 @@ class Monitor(Forkable):
         self.metrics = LibraryMetrics(self.registry)
         self.events = EventLog(clock, capacity, self._dropped, lambda: self._collector.wake())  # noqa: PLW0108  it is created next
         self._collector = Collector(
-            self.registry,
-            self.events,
-            self.metrics,
-            deadline_seconds=_seconds("deadline", deadline),
+            self.registry, self.events, self.metrics, deadline_seconds=_seconds("deadline", deadline)
         )
 
     # Stats

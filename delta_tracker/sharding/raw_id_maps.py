@@ -100,10 +100,7 @@ class _Routed:
                 self._default_rows = self._default_rows.to(raw_ids.device)
             slots = torch.where(slots < 0, defaults_of(self.identity, raw_ids, self._default_rows), slots)
             remapped[name] = JaggedTensor(
-                values=slots,
-                lengths=feature.lengths(),
-                offsets=feature.offsets(),
-                weights=feature.weights_or_none(),
+                values=slots, lengths=feature.lengths(), offsets=feature.offsets(), weights=feature.weights_or_none()
             )
         return remapped
 

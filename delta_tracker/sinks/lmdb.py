@@ -15,13 +15,7 @@ import torch
 from torch import Tensor
 
 from delta_tracker.arguments import check_count
-from delta_tracker.errors import (
-    SINK_CLOSED,
-    SINK_FORKED,
-    InvalidArgumentError,
-    MalformedSinkError,
-    SinkError,
-)
+from delta_tracker.errors import SINK_CLOSED, SINK_FORKED, InvalidArgumentError, MalformedSinkError, SinkError
 from delta_tracker.live_objects import Forkable, protect
 from delta_tracker.sinks.lmdb_rows import CURRENT, STATES, LmdbStore, keys_of, state_key, stream_prefix
 from delta_tracker.sinks.row_sink import RowSink, SinkState

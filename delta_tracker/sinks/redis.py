@@ -31,13 +31,7 @@ import torch
 from msgspec import Meta
 from torch import Tensor
 
-from delta_tracker.errors import (
-    SINK_CLOSED,
-    SINK_FORKED,
-    InvalidArgumentError,
-    MalformedSinkError,
-    SinkError,
-)
+from delta_tracker.errors import SINK_CLOSED, SINK_FORKED, InvalidArgumentError, MalformedSinkError, SinkError
 from delta_tracker.raw_ids import NO_OWNER
 from delta_tracker.sinks.redis_rows import MAX_BATCH_BYTES, MAX_BATCH_ROWS, RedisServer
 from delta_tracker.sinks.row_sink import RowSink, SinkState

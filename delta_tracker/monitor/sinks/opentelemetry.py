@@ -29,13 +29,7 @@ _INT64 = 2**63
 # OpenTelemetry uses UCUM units: https://opentelemetry.io/docs/specs/semconv/general/metrics/#instrument-units
 _UNITS = {"seconds": "s", "bytes": "By", "ratio": "1", "joules": "J", "watts": "W"}
 # https://opentelemetry.io/docs/specs/otel/logs/data-model/#field-severitynumber
-_SEVERITIES = {
-    Severity.DEBUG: 5,
-    Severity.INFO: 9,
-    Severity.WARNING: 13,
-    Severity.ERROR: 17,
-    Severity.CRITICAL: 21,
-}
+_SEVERITIES = {Severity.DEBUG: 5, Severity.INFO: 9, Severity.WARNING: 13, Severity.ERROR: 17, Severity.CRITICAL: 21}
 
 
 class OpenTelemetrySink(Sink):

@@ -218,11 +218,7 @@ def _check_piece(stored: Part | Stored, piece: NDArray[np.uint8], number: int, d
 
 
 def read_object(
-    storage: Storage,
-    stored: Part | Stored,
-    *,
-    out: NDArray[np.uint8] | None = None,
-    transfer: Transfer | None = None,
+    storage: Storage, stored: Part | Stored, *, out: NDArray[np.uint8] | None = None, transfer: Transfer | None = None
 ) -> NDArray[np.uint8]:
     """Read an object with :meth:`Storage.read`. Raise CorruptPartError unless the bytes match its record."""
     try:

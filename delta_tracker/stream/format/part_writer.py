@@ -168,12 +168,7 @@ def put_training(storage: Storage, name: str, buffers: Iterable[memoryview], num
 
 
 def _put(
-    storage: Storage,
-    name: str,
-    entries: Iterable[_Entry],
-    *,
-    has_digests: bool = True,
-    hashes_tensors: bool = False,
+    storage: Storage, name: str, entries: Iterable[_Entry], *, has_digests: bool = True, hashes_tensors: bool = False
 ) -> _FileWriter:
     # Wide items first, so that each tensor starts at a multiple of its item size.
     ordered = sorted(entries, key=attrgetter("dtype.itemsize"), reverse=True)

@@ -20,14 +20,7 @@ from delta_tracker.stream.storage.directory import DirectoryStore
 from delta_tracker.stream.storage.memory import MemoryStore
 from delta_tracker.stream.storage.objects import BucketStore, HttpStore, back_off
 from delta_tracker.stream.storage.store import Span, Store, StoredObject, Transfer
-from delta_tracker.stream.storage.url import (
-    PLAIN_NAME,
-    check_name,
-    is_http,
-    is_remote,
-    local_directory,
-    store_url,
-)
+from delta_tracker.stream.storage.url import PLAIN_NAME, check_name, is_http, is_remote, local_directory, store_url
 
 # Hosts that obstore asks for credentials if none are configured.
 _METADATA_HOSTS = ("169.254.169.254", "metadata.google.internal")
@@ -178,12 +171,7 @@ class Storage:
             self._store.replace(name, data)
 
     def read(
-        self,
-        name: str,
-        *,
-        max_bytes: int,
-        out: NDArray[np.uint8] | None = None,
-        transfer: Transfer | None = None,
+        self, name: str, *, max_bytes: int, out: NDArray[np.uint8] | None = None, transfer: Transfer | None = None
     ) -> NDArray[np.uint8] | None:
         """Return the bytes of an object; None if it does not exist.
 
