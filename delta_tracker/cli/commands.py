@@ -27,7 +27,6 @@ _SUMMARIES = {
     "report": "Write a self-contained HTML report about a stream.",
 }
 
-_WITH_TORCH = ("compact", "diff", "export", "plan", "sink", "verify")
 
 _HELP = """Inspect and verify streams of embedding deltas, and export versions.
 
@@ -60,7 +59,7 @@ class _Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002  click's interface
         if cmd_name not in _SUMMARIES:
             return None
-        if cmd_name in _WITH_TORCH:
+        if cmd_name in ("compact", "diff", "export", "plan", "sink", "verify"):
             import_optional("torch", "torch", "torch")
         command = importlib.import_module(f"{__package__}.{cmd_name}").command
         assert isinstance(command, click.Command)

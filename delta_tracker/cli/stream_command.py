@@ -18,7 +18,6 @@ from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.storage.storage import Storage
 
 _MAX = 1e9  # seconds that each kind of wait accepts
-_ANSWER_TO_TERMINATE = 128 + signal.SIGTERM
 _URL = click.Argument(["url"])
 _OPTION = click.Option(
     ["--option", "-o", "options"],
@@ -139,7 +138,7 @@ def os_errors_of(option: str, value: object, remedy: str = "Choose another path"
 @contextmanager
 def terminated() -> Iterator[None]:
     """Context manager that makes SIGTERM raise SystemExit with code 143, so that ``finally`` blocks run."""
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(_ANSWER_TO_TERMINATE))
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         yield
     finally:

@@ -15,7 +15,6 @@ from delta_tracker.stream.storage.url import REMOTE_POLL_SECONDS
 from delta_tracker.types import TableSpec, TrackingMode
 
 _COUNTS = {"ranks": 1, "predictors": 0, "consumers": 1, "dense_bytes": 0}
-_OPTIONAL_COUNTS = ("snapshot_every", "retained_versions")
 _LEAST_SECONDS = 0.001
 _MAX_BLOCKS = 200_000  # of one version, whose sizes are computed one by one
 _MINUTE = 60.0
@@ -75,7 +74,7 @@ class Workload:
     def __post_init__(self) -> None:
         for name, least in _COUNTS.items():
             check_count(name, getattr(self, name), least)
-        for name in _OPTIONAL_COUNTS:
+        for name in ("snapshot_every", "retained_versions"):
             if getattr(self, name) is not None:
                 check_count(name, getattr(self, name))
         for name in ("seconds", "poll_seconds"):

@@ -1,7 +1,5 @@
 """Find the tensors of a serving model that a version is written to: :class:`ServedModel`."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -160,7 +158,7 @@ class ServedModel:
         before, self._memory = self._memory, _memory(self._model)
         return before != self._memory
 
-    def resolve(self, manifest: Manifest) -> Receiver:
+    def resolve(self, manifest: Manifest) -> "Receiver":
         """Return the model's current tensors for a version. Raise ModelMismatchError if the version does not fit."""
         memory = None if manifest.identities or self._has_raw_ids else _memory(self._model)
         # A tracker may be newer than the last receiver.
@@ -169,7 +167,7 @@ class ServedModel:
             self._found = asked, self._find(manifest)
         return self._found[1]
 
-    def _find(self, manifest: Manifest) -> Receiver:
+    def _find(self, manifest: Manifest) -> "Receiver":
         targets = self._targets(manifest)
         maps = self.raw_ids() if manifest.identities or self._has_raw_ids else {}
         found, entry = None, manifest
@@ -207,7 +205,7 @@ class ServedModel:
             found |= dict.fromkeys(manifest.dense, MISSING) | stated(dense, ())
         return found
 
-    def kind_of(self, name: str, receiver: Receiver) -> str:
+    def kind_of(self, name: str, receiver: "Receiver") -> str:
         """Return "table" or "dense tensor" for a name in the stream, or an empty string if the model lacks it."""
         held = _tensors(self._model)
         return "table" if name in receiver.targets else _DENSE if self._names.get(name, name) in held else ""

@@ -1,7 +1,5 @@
 """Write and commit versions after their cut, in threads of the publisher: :class:`Delivery`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
@@ -110,7 +108,7 @@ class Delivery:
         self._group.close()  # the other ranks notice it at once
         return self._group.lost
 
-    def _lead(self, rounds: Rounds, draft: Draft | Exception, job: Future[Message]) -> Outcome:
+    def _lead(self, rounds: "Rounds", draft: Draft | Exception, job: Future[Message]) -> Outcome:
         """Collect the shares of all ranks, commit the version, and send the outcome. Only on rank 0."""
         shares: dict[int, bytes] = {}
         commit: Future[Message] | None = None
@@ -131,7 +129,7 @@ class Delivery:
                 raise
         return self._ended(job.result(), commit.result())
 
-    def _send(self, rounds: Rounds, job: Future[Message]) -> Outcome:
+    def _send(self, rounds: "Rounds", job: Future[Message]) -> Outcome:
         """Send this rank's share to rank 0, and wait for the outcome."""
         is_sent = False
         while True:

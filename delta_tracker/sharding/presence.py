@@ -4,7 +4,6 @@ from torch import nn
 
 # The tables of all other TorchRec modules are nn.Embedding and nn.EmbeddingBag, which do not need fbgemm.
 _SHARDED = "torchrec.distributed."
-_QUANTIZED = "torchrec.quant."
 _COLLISIONS = ("torchrec.modules.mc_modules", "torchrec.modules.hash_mc_modules", "torchrec.distributed.mc_modules")
 
 _MAPPINGS = ("_mch_remapped_ids_mapping", "_hash_zch_identities")  # tensors of the classes in these modules
@@ -17,7 +16,7 @@ def has_sharded(model: nn.Module) -> bool:
 
 def has_fbgemm_tables(model: nn.Module) -> bool:
     """Return True if a module of the model was sharded or quantized by TorchRec and stores its tables in FBGEMM."""
-    return _has(model, (_SHARDED, _QUANTIZED))
+    return _has(model, (_SHARDED, "torchrec.quant."))
 
 
 def has_collisions(model: nn.Module) -> bool:

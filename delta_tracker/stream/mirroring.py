@@ -5,8 +5,6 @@ complete objects. Below the range are only the claims that started its stream an
 continues where it stopped. A mirror stops if another program appends to the destination.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections.abc import Callable, Iterator
@@ -248,7 +246,7 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
             if pointer is not None and is_changed:
                 pointer.rescan()
 
-    def _decide(self) -> Copy | str:
+    def _decide(self) -> "Copy | str":
         is_checked, now = self._checked_at is not None, self._runtime.monotonic()
         if not is_checked:
             self.head = self._newest(self._to.versions())
@@ -274,7 +272,7 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
                 raise
             return _unreadable(versions[-1], data, before)
 
-    def _copy(self, decision: Copy) -> bool:
+    def _copy(self, decision: "Copy") -> bool:
         entry, merged = decision.entry, decision.merged
         if merged is not None and not self._copy_merged(merged, entry.stream):
             return False

@@ -18,7 +18,6 @@ _MS = 1_000_000
 # Limits of one request: https://mlflow.org/docs/latest/rest-api.html#log-batch
 _MAX_ITEMS = {"metrics": 1000, "params": 100, "tags": 100}
 _MAX_KEY_LENGTH = 250
-_REFUSALS = frozenset({"INVALID_PARAMETER_VALUE", "BAD_REQUEST"})
 
 _logger = logging.getLogger(__name__)
 
@@ -129,7 +128,7 @@ class MlflowSink(Sink):
             else:
                 self._client.set_tag(self.run_id, item.key, item.value)
         except self._error as error:
-            if error.error_code not in _REFUSALS or not self._is_active():
+            if error.error_code not in {"INVALID_PARAMETER_VALUE", "BAD_REQUEST"} or not self._is_active():
                 raise
             if (kind, item.key) not in self._refused:
                 self._refused.add((kind, item.key))
