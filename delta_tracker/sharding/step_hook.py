@@ -95,15 +95,7 @@ class StepHook(Watcher):
         if step is not None:
             self._listener.end_write_later(step.key)
 
-    def before(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Report the rows that ``optimizer.step(*args, **kwargs)`` may write. Called before the step."""
-        self._run(optimizer, partial(self._begin, optimizer, args, kwargs))
-
-    def after(self, optimizer: torch.optim.Optimizer) -> None:
-        """Report the end of a step of ``optimizer`` that :meth:`before` has reported."""
-        self._run(optimizer, partial(self._end, optimizer))
-
-    def _run(self, optimizer: torch.optim.Optimizer, action: Callable[[], bool]) -> None:
+    def run(self, optimizer: torch.optim.Optimizer, action: Callable[[], bool]) -> None:
         """Call ``action``. If it fails, mark all rows at the next cut, since the rows of the step are unknown."""
         try:
             if not self._contained(action, otherwise=False):
@@ -113,7 +105,8 @@ class StepHook(Watcher):
             self.forget(id(optimizer))
             raise
 
-    def _begin(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def before(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Report the rows that ``optimizer.step(*args, **kwargs)`` may write. Pass it to :meth:`run`, before the step."""
         number = id(optimizer)
         # An earlier step that is open raised. If it wrote a part of its rows, the version counter reports the write.
         self.forget(number)
@@ -133,7 +126,8 @@ class StepHook(Watcher):
         step.versions = self._versions()
         return True
 
-    def _end(self, optimizer: torch.optim.Optimizer) -> bool:
+    def after(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Report the end of a step of ``optimizer`` that :meth:`before` has reported. Pass it to :meth:`run`."""
         step = self._steps.get(id(optimizer))
         if step is None:  # its begin was not reported
             self._listener.mark_all_later(self._tables)
@@ -292,12 +286,12 @@ class _Steps:
 
     def _before(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for hook in tuple(self._hooks.values()):
-            hook.before(optimizer, args, kwargs)
+            hook.run(optimizer, partial(hook.before, optimizer, args, kwargs))
 
     def _after(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         with ExitStack() as ends:  # all are called, even if one is interrupted
             for hook in tuple(self._hooks.values()):
-                ends.callback(hook.after, optimizer)
+                ends.callback(hook.run, optimizer, partial(hook.after, optimizer))
 
     def _omitted(self) -> None:
         for hook in tuple(self._hooks.values()):

@@ -24,12 +24,12 @@ REVERTS = {
         Revert("rows that only a sparse momentum moves are lost", Replaces("StepHook._written", "cat([_, _])", "_")),
     ],
     f"{_SCHEDULES}[SparseAdam-True-True]": [
-        Revert("writes before a step are taken for writes of the step", Loses("StepHook._begin", "notice_writes(...)")),
+        Revert("writes before a step are taken for writes of the step", Loses("StepHook.before", "notice_writes(...)")),
     ],
     f"{_SCHEDULES}[Adagrad-True-False]": [
         Revert(
             "a gradient that another hook replaces is not noticed",
-            Replaces("StepHook._end", "_.grad is not _", "False"),
+            Replaces("StepHook.after", "_.grad is not _", "False"),
         ),
     ],
     f"{_SCHEDULES}[SGD-True-True]": [
@@ -37,7 +37,7 @@ REVERTS = {
     ],
     f"{_SCHEDULES}[SGD-True-False]": [
         Revert(
-            "the own writes of a step count as writes to all rows", Loses("StepHook._end", "acknowledge_writes(...)")
+            "the own writes of a step count as writes to all rows", Loses("StepHook.after", "acknowledge_writes(...)")
         ),
     ],
     "tests/sharding/test_replicas.py::test_the_rows_that_a_sync_changes_are_reported": [
