@@ -131,15 +131,11 @@ class Cell:
 
     def __init__(self, key: CellKey, policy: Policy, progress: Progress) -> None:
         self._key = key
+        self.labels = key.labels
         self.is_remote = False
         self._policy = policy
         self._progress = progress
         self.reset()
-
-    @property
-    def labels(self) -> Labels:
-        """Names and values of the labels."""
-        return self._key.labels
 
     def add(self, value: float = 1) -> None:
         """Record a number. Never raises or waits for a device. Takes a lock only if the queue of records is full.

@@ -142,6 +142,7 @@ class Stat:
         self, definition: Definition, policy: Policy, progress: Progress, overflowed: Callable[[str], None]
     ) -> None:
         self.definition = definition
+        self.name = definition.name
         self.policy = policy
         self._progress = progress
         self._overflowed = overflowed
@@ -158,11 +159,6 @@ class Stat:
             if name in _OTHER_NAMES:
                 text += f". Call add(value): {self.name!r} is a {self.definition.kind}"
             raise AttributeError(text, name=name, obj=self)
-
-    @property
-    def name(self) -> str:
-        """Name of the stat."""
-        return self.definition.name
 
     @property
     def enabled(self) -> bool:
