@@ -106,7 +106,7 @@ class StepHook(Watcher):
             raise
 
     def before(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Report the rows that ``optimizer.step(*args, **kwargs)`` may write. Pass it to :meth:`run`, before the step."""
+        """Report the rows that ``optimizer.step(*args, **kwargs)`` may write. Pass it to :meth:`run` before it."""
         number = id(optimizer)
         # An earlier step that is open raised. If it wrote a part of its rows, the version counter reports the write.
         self.forget(number)

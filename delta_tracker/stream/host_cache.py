@@ -186,10 +186,9 @@ class HostCache:
 
     def _progress(self, part: Part) -> int:
         """Return the time of the last write to a part's draft in nanoseconds; 0 if there is no draft."""
-        try:
+        with suppress(FileNotFoundError):
             return self._draft(part).stat().st_mtime_ns
-        except FileNotFoundError:
-            return 0
+        return 0
 
     def _make_room(self, part: Part, draft: int) -> bool:
         """Reserve the size and the disk space of a part within ``max_bytes``. Return False if it does not fit."""

@@ -584,10 +584,9 @@ def _has_others(view: View) -> bool:
 
 def _all_others(log: SeenLog, view: View, lacks: Callable[[SeenLog], bool]) -> bool:
     """Return True if the logs at all other urls can be read, and ``lacks`` returns True for each of them."""
-    try:
+    with suppress(MalformedError, StorageError):
         return not view.is_partial and all(lacks(other) for other in view.logs if other.number != log.number)
-    except (MalformedError, StorageError):
-        return False
+    return False
 
 
 def _check_may_follow(log: SeenLog, view: View, position: Position) -> None:

@@ -62,10 +62,9 @@ class Entries(Protocol):
 
 def readable(read: Callable[[_T], Manifest | None], what: _T) -> Manifest | None:
     """Return the entry ``read(what)``; None if it does not exist, cannot be read, or is malformed."""
-    try:
+    with suppress(MalformedError, StorageError):
         return read(what)
-    except (MalformedError, StorageError):
-        return None
+    return None
 
 
 def newest_readable(log: Entries) -> Manifest | None:

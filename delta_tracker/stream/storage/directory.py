@@ -126,10 +126,9 @@ class DirectoryStore(Store):
     def is_same(self, other: Store) -> bool:
         if not isinstance(other, DirectoryStore):
             return False
-        try:
+        with suppress(FileNotFoundError, NotADirectoryError):
             return self.directory.samefile(other.directory)
-        except (FileNotFoundError, NotADirectoryError):
-            return self.directory.resolve() == other.directory.resolve()
+        return self.directory.resolve() == other.directory.resolve()
 
     def reopened(self) -> Store:
         if self.directory.is_dir():
