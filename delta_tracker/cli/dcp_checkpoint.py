@@ -90,7 +90,10 @@ def _with_states(
     for number, (fqn, states) in enumerate(last.states.items()):
         if states.states:
             spec = last.tables[fqn]
-            rooms = mapped(work / f"states-{number}", _state_specs(states, spec))
+            # As in TorchRec's checkpoint.
+            shapes = {"columns": (spec.num_rows, spec.dim), "range": (spec.num_rows * len(states.columns),)}
+            specs = {each.name: DenseSpec(each.dtype_name, shapes[each.width]) for each in states.states}
+            rooms = mapped(work / f"states-{number}", specs)
             targets |= {state_table(fqn, each): _target(each, states, spec, rooms[each.name]) for each in states.states}
             table, keys = fqn.rpartition(".")[2], _STATE_KEYS[states.optimizer]
             pairs = zip(keys, states.states, strict=True)
@@ -105,16 +108,6 @@ def _with_states(
     dense = training.dense() | dense_of(read_parts(storage, replace(last, parts=parts)))
     state = {"model": _weights(rows) | dense, "training_state": training.load(0, "training")}
     return state | {"optimizer": {"state": optimizer}} if optimizer else state
-
-
-def _state_specs(states: TableStates, table: TableSpec) -> dict[str, DenseSpec]:
-    """Return the dtype and shape of a table's states in TorchRec's checkpoint, by their names in the stream.
-
-    A state with one number for each row and column range is one-dimensional: all rows of the first range, then all rows
-    of the second one, and so on.
-    """
-    shapes = {"columns": (table.num_rows, table.dim), "range": (table.num_rows * len(states.columns),)}
-    return {each.name: DenseSpec(each.dtype_name, shapes[each.width]) for each in states.states}
 
 
 def _target(state: StateSpec, states: TableStates, table: TableSpec, room: Tensor) -> RowTarget:

@@ -154,7 +154,10 @@ class ModelWriter:
             receiver.write_dense(contents)
             if manifest.kind != "claim" and receiver.specs is not self.specs:
                 self._compare(receiver)
-            self._finish(begun, manifest)
+            self._has_newer_rows = self._has_newer_rows and manifest.kind != "snapshot"
+            self._hold(begun.finished(manifest))
+            self._applying = self.written.applying
+            self.lock.is_torn = self.lock.is_torn and self._applying is not None
             if manifest.kind != "claim":
                 self.manifest, self.identities = manifest, identities
         self._gauges.applied(manifest)
@@ -252,12 +255,6 @@ class ModelWriter:
         self._hold(replace(held, is_mixed=True) if is_other else begun)
         self._applying = manifest.version
         return begun
-
-    def _finish(self, begun: Written, manifest: Manifest) -> None:
-        self._has_newer_rows = self._has_newer_rows and manifest.kind != "snapshot"
-        self._hold(begun.finished(manifest))
-        self._applying = self.written.applying
-        self.lock.is_torn = self.lock.is_torn and self._applying is not None
 
     def _hold(self, written: Written) -> None:
         position = written.position

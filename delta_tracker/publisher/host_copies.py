@@ -104,7 +104,10 @@ class HostCopier:
             groups.setdefault(selection.rows.device, []).append(selection)
         for device, group in groups.items():
             layout = _Layout(group)
-            host = self._memory(layout.num_bytes, device)
+            if device.type == "cuda" or not layout.num_bytes:  # the strides of an empty array do not suit all dtypes
+                host = torch.empty(layout.num_bytes, dtype=torch.uint8, pin_memory=layout.num_bytes > 0)
+            else:
+                host = torch.from_numpy(self._pool.lend(layout.num_bytes))
             layout.assign(host)
             if device.type == "cpu":
                 for selection in group:
@@ -149,12 +152,6 @@ class HostCopier:
         if device not in self._streams:
             self._streams[device] = side_stream(device)
         return self._streams[device]
-
-    def _memory(self, num_bytes: int, device: torch.device) -> Tensor:
-        """Return uninitialized host memory, ``[num_bytes]`` uint8, for copies from ``device``."""
-        if device.type == "cuda" or not num_bytes:  # the strides of an empty array do not suit all dtypes
-            return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=num_bytes > 0)
-        return torch.from_numpy(self._pool.lend(num_bytes))
 
 
 class _BufferSpan(NamedTuple):

@@ -175,7 +175,12 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         )
         self.progress = Progress(self._log, self._hooks)
         self._hooks.attach()
-        self._log_tables()
+        for fqn, table in self._model.found.tables.items():
+            features = self._model.found.features.get(fqn, [])
+            _logger.info("tracking table: fqn=%s shape=%s mode=%s features=%s", fqn, table, mode.value, features)
+        for fqn, store in self._log.segments.owners.items():
+            if store.source.falls_back:
+                _logger.warning("table %r maps unknown raw ids to rows of others; a stream maps them to no row", fqn)
         self._metrics.watch(ModelDeltaTracker._show_gauges)
 
     if not TYPE_CHECKING:  # a type checker would otherwise allow any name
@@ -730,14 +735,6 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
 
     def __exit__(self, *_: object) -> None:
         self.detach()
-
-    def _log_tables(self) -> None:
-        for fqn, table in self._model.found.tables.items():
-            features = self._model.found.features.get(fqn, [])
-            _logger.info("tracking table: fqn=%s shape=%s mode=%s features=%s", fqn, table, self._mode.value, features)
-        for fqn, store in self._log.segments.owners.items():
-            if store.source.falls_back:
-                _logger.warning("table %r maps unknown raw ids to rows of others; a stream maps them to no row", fqn)
 
     def _make_stores(self, fqns: Iterable[str]) -> dict[str, SegmentStore]:
         with one_cut():

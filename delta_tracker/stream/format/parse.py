@@ -312,7 +312,13 @@ def _check_part(
 ) -> None:
     for block in blocks:
         table = tables[block.table]
-        _check_block(block, table)
+        (row, end_row), (column, end_column) = block.rows, block.columns
+        if not (row <= end_row <= table.num_rows and column < end_column <= table.dim):
+            raise ValueError(f"block {block} is outside its table, which is {table}")
+        span = end_row - row
+        if block.num_rows > span or (block.ids == "all" and block.num_rows != span):
+            raise ValueError(f"block {block} has {block.num_rows} rows in a range of {span}")
+        block.encoding.width(end_column - column)
         if (ranges := columns.get(block.table)) is not None and (
             block.columns not in ranges or block.encoding is not Encoding.of(table.dtype_name)
         ):
@@ -362,17 +368,6 @@ def _check_place(manifest: Manifest) -> None:
     is_own = snapshot == version and manifest.merges is None
     if snapshot is not None and (snapshot > version or (is_own and manifest.kind != "snapshot")):
         raise ValueError(f"it is a {manifest.kind}, but its newest snapshot is version {snapshot}")
-
-
-def _check_block(block: Block, table: TableSpec) -> None:
-    """Check that a block is inside its table, and contains all rows of its range or lists the ids of its rows."""
-    (row, end_row), (column, end_column) = block.rows, block.columns
-    if not (row <= end_row <= table.num_rows and column < end_column <= table.dim):
-        raise ValueError(f"block {block} is outside its table, which is {table}")
-    span = end_row - row
-    if block.num_rows > span or (block.ids == "all" and block.num_rows != span):
-        raise ValueError(f"block {block} has {block.num_rows} rows in a range of {span}")
-    block.encoding.width(end_column - column)
 
 
 def _check_overlaps(manifest: Manifest) -> None:
