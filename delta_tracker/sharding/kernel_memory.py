@@ -23,7 +23,7 @@ from weakref import ref
 from torch import Tensor
 
 from delta_tracker.rows import take_rows
-from delta_tracker.sharding.row_cache import CachedTable, between_prefetches, cached_table
+from delta_tracker.sharding.row_cache import CachedTable, between_prefetches, cached_table, same_random_numbers
 from delta_tracker.sharding.torchrec_api import tbe_of, tensor_slots, weight_slots
 
 _Views = list[list[Tensor]]
@@ -66,7 +66,8 @@ class Kernel:
         """
         cut = _THREAD.cut()
         if cut is None or self not in cut.flushed:
-            with between_prefetches(tbe_of(self.module)):
+            tbe = tbe_of(self.module)
+            with between_prefetches(tbe), same_random_numbers(tbe):
                 self.module.flush()
         if cut is not None:
             cut.flushed.add(self)

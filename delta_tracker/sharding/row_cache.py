@@ -104,6 +104,25 @@ def between_prefetches(tbe: Any) -> AbstractContextManager[None]:  # noqa: ANN40
 
 
 @contextmanager
+def same_random_numbers(tbe: Any) -> Iterator[None]:  # noqa: ANN401  one of several classes of FBGEMM
+    """Context manager after which a CUDA device draws the random numbers that it would have drawn without a flush.
+
+    A flush of a float32 cache to rows of a smaller dtype draws numbers for stochastic rounding, so that a training run
+    would have other random numbers, such as those of dropout, with a publisher than without.
+    """
+    weights = getattr(tbe, "lxu_cache_weights", None)
+    if weights is None or not weights.is_cuda or not getattr(tbe, "stochastic_rounding", False):
+        yield
+        return
+    generator = torch.cuda.default_generators[weights.device.index]
+    offset = generator.get_offset()
+    try:
+        yield
+    finally:
+        generator.set_offset(offset)
+
+
+@contextmanager
 def _between(prefetches: Any) -> Iterator[None]:  # noqa: ANN401  torch's stubs have no common type
     current = torch.cuda.current_stream(prefetches.device)
     current.wait_stream(prefetches)
