@@ -463,11 +463,12 @@ def test_heartbeats_metrics_and_commands_name_what_differs(tmp_path: Path, capsy
     figures = Figures(monitor)
     assert [figures.of("model_differences", predictor=f"p-{rule}") for rule in rules] == [1, 0]
     assert figures.of("follow_errors", predictor="p-stop", reason="ModelMismatchError") > 0
+    (notice,) = [each for each in of_predictors(_seen(trainer)) if what in each.what and "p-continue" in each.what]
+    assert notice.level == "warning"
     predictors["continue"].stop()
     with pytest.raises(ModelMismatchError):
         stop.stop()
-    (notice,) = [each for each in of_predictors(_seen(trainer)) if what in each.what and "p-continue" in each.what]
-    assert notice.level == "warning"
+    assert of_predictors(_seen(trainer)) == [], "both were stopped"
 
 
 def _seen(trainer: _Trainer) -> list[SeenPredictor]:
