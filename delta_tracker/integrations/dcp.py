@@ -94,8 +94,7 @@ class SavedTracker:
         """Load the tracker's state from the result of :meth:`state_dict`, filled by ``dcp.load``.
 
         Raises CheckpointError if ``dcp.load`` did not load the tensors or loaded another checkpoint, and the errors of
-        :meth:`delta_tracker.tracker.tracker.ModelDeltaTracker.load_state_dict`. After an error, the tracker is
-        unchanged.
+        the tracker's ``load_state_dict``. After an error, the tracker is unchanged.
         """
         self._tracker.load_state_dict(self._saved.loaded(state_dict))
 
@@ -165,12 +164,7 @@ class SavedCounters:
     def state_dict(self) -> dict[str, Tensor]:
         """Return uninitialized tensors by name. ``dcp.load`` fills them with the parts that this rank needs.
 
-        Raises:
-            InvalidArgumentError: if the checkpoint has no counters under ``key``, or if ``key`` is None and the
-                checkpoint has several :class:`~delta_tracker.RankCounters`.
-            StateMismatchError: if the saved state cannot be loaded into these counters.
-            CheckpointError: if parts or all counters are missing, a header is invalid, or a tensor is missing or has
-                another shape.
+        Raises the errors of :meth:`SavedTracker.state_dict`, and CheckpointError if the checkpoint has no counters.
         """
         parts = self._saved.parts()
         # Each rank loads other parts: if only one rank raised, the others would wait for it.
@@ -182,8 +176,7 @@ class SavedCounters:
     def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
         """Replace the states of the counters with the result of :meth:`state_dict`, filled by ``dcp.load``.
 
-        Raises CheckpointError if ``dcp.load`` did not load the tensors or loaded another checkpoint, and the errors of
-        :meth:`delta_tracker.RankCounters.load_state_dict`. After an error, the counters are unchanged.
+        Raises the errors of :meth:`SavedTracker.load_state_dict`. After an error, the counters are unchanged.
         """
         self._counters.load_state_dict(self._saved.loaded(state_dict))
 

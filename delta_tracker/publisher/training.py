@@ -27,6 +27,7 @@ from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import asdict, dataclass, field
+from itertools import zip_longest
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -235,10 +236,7 @@ class TrainingCuts:
         self._cuts.append((position, version))
 
     def _consumers(self) -> dict[str, dict[str, object]]:
-        """Return the pending rows of the other consumers, relative to the versions of this publisher.
-
-        Includes the stream positions of consumers that publish to their own stream.
-        """
+        """Return the pending rows of the other consumers at this publisher's versions, and their stream positions."""
 
         def num_cuts(position: int) -> int:
             return bisect_right(self._cuts, position, key=lambda cut: cut[0])
@@ -322,16 +320,13 @@ def group_names(
     """
     groups: list[dict[str, Any]] = getattr(optimizer, "param_groups", None) or []
     numbered = state.get("param_groups") if isinstance(state, Mapping) else None
-    if not groups or not isinstance(numbered, list) or len(groups) != len(numbered):
+    numbers = [each.get("params", ()) for each in numbered or ()]
+    if not groups or [len(group["params"]) for group in groups] != [len(each) for each in numbers]:
         return None
-    found = []
-    for group, each in zip(groups, numbered, strict=True):
-        held, numbers = list(group["params"]), each.get("params", ())
-        if len(held) != len(numbers) or not all(isinstance(number, int) for number in numbers):
-            return None
-        own = [[f"{name} (param_names)"] for name in group.get("param_names", ())] or [[] for _ in held]
-        found.append([names.get(id(parameter), other) for parameter, other in zip(held, own, strict=True)])
-    return found
+    if not all(isinstance(number, int) for each in numbers for number in each):
+        return None
+    named = [zip_longest(group["params"], group.get("param_names", ())) for group in groups]
+    return [[names.get(id(each), [f"{name} (param_names)"] if name else []) for each, name in group] for group in named]
 
 
 def _check_unfused(

@@ -338,23 +338,19 @@ def _check_groups(
         kind = f"that of an optimizer ({type(optimizer).__name__})"
         raise RestoreMismatchError(f"the state of {what}", f"another one, with the keys {fields or 'none'},", kind)
     saved_groups, own_groups = states.load(*path, GROUPS), own[GROUPS]
-    saved_names, own_names = _parameters(saved_groups), _parameters(own_groups)
-    is_keyed = any(isinstance(name, str) for names in own_names for name in names)
+    is_keyed = any(isinstance(name, str) for names in _parameters(own_groups) for name in names)
     if is_keyed:  # TorchRec's optimizers, which load groups and states by the names of the parameters
         saved_states = states.fields(*path, "state") or []
         own_states = sorted(map(str, own["state"]))
         check_same(f"the list of parameters with a state of {what}", sorted(saved_states), own_states)
         saved_groups, own_groups = _by_parameters(saved_groups), _by_parameters(own_groups)
-        saved_names, own_names = _parameters(saved_groups), _parameters(own_groups)
     match = matched(optimizer, own, states, path, parameters)
     if match is not None:
         check_same(f"the number of groups of {what}", len(saved_groups), len(own_groups))
         _check_match(what, match, remedy, is_ordered=isinstance(optimizer, optim.LBFGS))
     else:
-        if not is_keyed:
-            saved_sizes, own_sizes = [[len(names) for names in each] for each in (saved_names, own_names)]
-            check_same(f"the list of the numbers of parameters of each group of {what}", saved_sizes, own_sizes)
-        check_same(f"the list of the parameters of each group of {what}", saved_names, own_names)
+        kind = f"the list of the parameters of each group of {what}"
+        check_same(kind, _parameters(saved_groups), _parameters(own_groups))
     is_by_order = not is_keyed and (match is None or f"{OUTSIDE} (2)" in match.own)
     if (parameters.is_moved and is_by_order) or (parameters.is_changed and (is_keyed or is_by_order)):
         remedy += "" if is_keyed else ", or restore the unchanged job and publish a version, which has the names"

@@ -39,10 +39,9 @@ class Change:
 def change_of(
     last: Manifest, saved: Saved, own: Job, job: LocalJob, states: TrainingStates, with_raw_ids: Collection[str]
 ) -> Change:
-    """Return what a restore of ``last`` leaves out: ``job.ignore``, and what is missing or different on either side.
+    """Return what a restore of ``last`` leaves out: ``job.ignore`` or, with "continue", also all that differs.
 
-    Nothing is compared with ``on_model_change="stop"``. ``with_raw_ids`` contains the FQNs of the job's tables with
-    managed collisions. If a parameter changed, a non-fused optimizer whose saved parameters have no names is left out.
+    ``with_raw_ids`` contains the FQNs of the job's tables with managed collisions.
     """
     names = parameter_names(job.model)
     is_changed, is_moved = _is_changed(saved, own, job.ignore), _is_moved(last, saved, own, job, names)

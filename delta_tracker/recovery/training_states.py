@@ -85,14 +85,10 @@ class TrainingStates:
         """Return the names of a rank's own states, including :data:`DATA` if it saved a position in the data."""
         return [*self.keys(rank, "rank"), *([] if self.load(rank, DATA) is None else [DATA])]
 
-    def of_rank(self, rank: int, name: str) -> Any:  # noqa: ANN401
-        """Return a rank's own state ``name``, one of :meth:`names_of`."""
-        return self.load(rank, DATA) if name == DATA else self.load(rank, "rank", name)
-
     def of_all_ranks(self, name: str) -> list[Any]:
         """Return the state ``name`` of each rank, in rank order; None for a rank without this state."""
-        ranks = range(self.world_size)
-        return [self.of_rank(rank, name) if name in self.names_of(rank) else None for rank in ranks]
+        path, ranks = (DATA,) if name == DATA else ("rank", name), range(self.world_size)
+        return [self.load(rank, *path) if name in self.names_of(rank) else None for rank in ranks]
 
     def kernels(self, rank: int) -> dict[str, dict[str, int | float]]:
         """Return the counters and hyperparameters of a rank's kernels, such as ``iter`` and ``lr``, by table FQN."""
@@ -115,10 +111,7 @@ class TrainingStates:
         return {fqn: found[fqn] for fqn in tables}
 
     def parameters(self, rank: int, kind: str, name: str) -> list[list[list[str]]] | None:
-        """Return the names of the parameters of each group of the optimizer ``name``; None if it was saved without.
-
-        See :func:`~delta_tracker.publisher.training.group_names`. ``kind`` is ``"training"`` or ``"rank"``.
-        """
+        """Return the ``group_names`` of the optimizer ``name`` in ``"training"`` or ``"rank"``; None if it has none."""
         if "parameters" not in self.keys(rank, "library"):
             return None
         found = self._library(rank, "parameters", dict[str, list[list[list[str]]]]).get(name)

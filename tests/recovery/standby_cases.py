@@ -24,6 +24,7 @@ from delta_tracker.errors import StorageError, UnsupportedStoreError
 from delta_tracker.monitor import Monitor
 from delta_tracker.publisher import coordinator
 from delta_tracker.publisher.tracker_reader import TrackerReader
+from delta_tracker.recovery import job as restoring
 from delta_tracker.recovery import recovery_plan
 from delta_tracker.recovery.random_states import RandomStates
 from delta_tracker.recovery.shard_follower import ShardFollower
@@ -297,7 +298,7 @@ def _fault(where: str) -> Iterator[None]:
         "store": (recovery_plan.Plan, "check_objects"),
         "fit": (recovery_plan, "check_scalars"),
         "write": (recovery_plan, "write_scalars"),
-        "load": (recovery_plan.TrainingStates, "of_rank"),
+        "load": (restoring, "_state"),
     }
     with mock.patch.object(*kinds[where], side_effect=fault):
         yield

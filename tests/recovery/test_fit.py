@@ -234,8 +234,12 @@ def test_the_state_of_an_equal_object_fits(saved: Callable[[], Any], found: Call
         (_adam, lambda: optim.SGD(_layers()), r"keys that differ in param_groups\[0\] of .* is .*'betas'.*'momentum'"),
         (_adam, lambda: optim.RAdam(_layers()), r"is \['amsgrad', 'fused'\] in the version but \[\]"),
         (_adam, lambda: optim.AdamW(_layers()), r"decoupled_weight_decay in .* is False in the version but True"),
-        (_adam, lambda: _groups(1, 1), r"numbers of parameters of each group .* is \[2\] in the version but \[1, 1\]"),
-        (_adam, lambda: _adam(3), r"is \[2\] in the version but \[3\]"),
+        (
+            _adam,
+            lambda: _groups(1, 1),
+            r"parameters of each group .* is \[\[0, 1\]\] in the version but \[\[0\], \[1\]\]",
+        ),
+        (_adam, lambda: _adam(3), r"is \[\[0, 1\]\] in the version but \[\[0, 1, 2\]\]"),
         (lambda: StepLR(_adam(), 2), _adam, r"one, with the keys \['step_size'.* an optimizer \(Adam\)"),
         (
             _adam,
