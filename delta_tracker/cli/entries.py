@@ -1,7 +1,5 @@
 """Summaries of log entries, and concurrent reads of many entries."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +22,7 @@ class Amount(Struct, frozen=True, rename={"num_bytes": "bytes"}):
     rows: int = 0
     num_bytes: int = 0
 
-    def __add__(self, other: Amount) -> Amount:
+    def __add__(self, other: "Amount") -> "Amount":
         return Amount(self.rows + other.rows, self.num_bytes + other.num_bytes)
 
 
@@ -91,7 +89,7 @@ class Entry(Struct, frozen=True, kw_only=True, rename={"num_rows": "rows", "num_
         return self.created - self.committed
 
     @classmethod
-    def of(cls, manifest: Manifest) -> Entry:
+    def of(cls, manifest: Manifest) -> "Entry":
         """Return the summary of ``manifest``."""
         changes = {fqn: manifest.owner_changes.get(fqn) for fqn in manifest.identities}
         return cls(

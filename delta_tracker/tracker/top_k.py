@@ -7,8 +7,6 @@ The size of the collectives does not depend on the number of rows. Ranks exchang
 Notation: ``G`` is the number of budgets (1, or one per table), ``N`` the number of changed rows of a table.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 
@@ -176,7 +174,7 @@ def choose(
     return dict(zip([fqn for fqn in fqns if fqn in tables], masks, strict=True))
 
 
-def _masks(search: _Search, rounds: _Rounds) -> list[Tensor] | None:
+def _masks(search: "_Search", rounds: "_Rounds") -> list[Tensor] | None:
     """Run the search and return a mask of the selected rows for each table; None if a rank failed. A collective."""
     agreed = rounds.next(torch.cat([search.header(), search.histograms(_DIGITS[0])], dim=1))
     if bool(agreed[:, _FAILED].any()):

@@ -17,8 +17,6 @@ objects are deleted. After a power loss, the objects of every entry therefore ex
 any time.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 import time
@@ -212,7 +210,7 @@ class _Held:
     newest: float
 
     @classmethod
-    def read(cls, log: StreamLog, pin: Pin | None) -> _Held | None:
+    def read(cls, log: StreamLog, pin: Pin | None) -> "_Held | None":
         """Read all entries; return None if the store is empty."""
         # List parts before entries, so that a part committed between the two listings does not look like an orphan.
         listed = {folder: log.storage.objects(folder) for folder in _NAMES}
@@ -358,7 +356,7 @@ class _Plan:
     before: int  # version below which all deleted entries are
 
     @classmethod
-    def of(cls, held: _Held, retention: Retention, now: float) -> _Plan:
+    def of(cls, held: _Held, retention: Retention, now: float) -> "_Plan":
         before = now - retention.grace_seconds
         start, floor, superseded = _needed(held.snapshots, held.merged, held.lost, held.head, before)
         floor = min([floor, *(each.version for each in held.path if each.merges is None)])
@@ -403,7 +401,7 @@ class _Left:
     newest: float
 
     @classmethod
-    def of(cls, held: _Held, plan: _Plan) -> _Left:
+    def of(cls, held: _Held, plan: _Plan) -> "_Left":
         kept = {version: each for version, each in held.entries.items() if version >= plan.first}
         return cls(
             head=held.head,

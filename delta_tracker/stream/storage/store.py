@@ -1,7 +1,5 @@
 """Interface of a kind of store. A new kind implements it in one file; see ``guide/extend.md``."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -176,14 +174,14 @@ class Store(ABC):
         """Return False if the directory ``prefix`` is missing, for example because its volume is not mounted."""
         return True
 
-    def is_same(self, other: Store) -> bool:
+    def is_same(self, other: "Store") -> bool:
         """Return True if ``other`` accesses the same objects."""
         return self.url.rstrip("/") == other.url.rstrip("/")
 
-    def reopened(self) -> Store:
+    def reopened(self) -> "Store":
         """Return the store that is now at the URL; ``self`` if it is still the same."""
         return self
 
-    def past_caches(self) -> Store:
+    def past_caches(self) -> "Store":
         """Return a store whose reads bypass all caches; ``self`` if there are no caches."""
         return self

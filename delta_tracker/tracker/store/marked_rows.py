@@ -6,8 +6,6 @@ A position is the number of cuts since the log was created. It is *pinned* while
 cursor or the end of an uncommitted read. A segment covers the positions from its start to the next segment's start.
 """
 
-from __future__ import annotations
-
 import logging
 from bisect import bisect_left
 from collections.abc import Collection, Iterator
@@ -45,7 +43,7 @@ class Segment:
     rows: RowSet | None = None
     states: OldStates | None = None
 
-    def merged(self, newer: Segment) -> Segment:
+    def merged(self, newer: "Segment") -> "Segment":
         """Merge a newer segment into this one and return the result. Rows in both segments keep the states of this one.
 
         The result may be a new segment. A call that fails or is interrupted can be repeated.

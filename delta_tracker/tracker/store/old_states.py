@@ -9,8 +9,6 @@ device, at positions that the device computes. The host keeps an upper bound of 
 allocates a new block before this bound exceeds the capacity. It updates the bound from asynchronous copies.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Self
@@ -45,7 +43,7 @@ class OldStates:
     def __init__(self) -> None:
         self.pieces: list[tuple[Tensor, Tensor]] = []
 
-    def empty(self) -> OldStates:
+    def empty(self) -> "OldStates":
         """Return a new object of the same class without states."""
         return OldStates()
 
@@ -278,7 +276,7 @@ class DeviceStates(OldStates):
         self._num_settled = self._settled_bytes = 0  # rows and bytes of the blocks that are not pending
         self._holds_all = False  # True if the open block has room for all rows that may still be marked
 
-    def empty(self) -> DeviceStates:
+    def empty(self) -> "DeviceStates":
         """Return a new object without states, for the same number of rows."""
         return DeviceStates(self._num_rows)
 
