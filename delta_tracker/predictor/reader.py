@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 
 from delta_tracker.errors import (
     CorruptPartError,
-    HeldVersionError,
     InvalidArgumentError,
     MalformedError,
     MissingVersionError,
@@ -24,7 +23,7 @@ from delta_tracker.predictor.predictor_gauges import PredictorGauges
 from delta_tracker.predictor.version_writer import VersionWriter
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.pin import newest_pin
-from delta_tracker.stream.reading.decide import FAULTS, Apply, Doubt, Fail, Fault, Rule, Stay, View, decide
+from delta_tracker.stream.reading.decide import FAULTS, OF_ALL_URLS, Apply, Doubt, Fail, Fault, Rule, Stay, View, decide
 from delta_tracker.stream.reading.orders import Orders, Policy
 from delta_tracker.stream.reading.path import last_with_rows, path_to
 from delta_tracker.stream.reading.position import Position, Rows
@@ -255,7 +254,7 @@ class Reader:
                 case Fail(error) if self.source.settling.has_unread(error, state.view.position):
                     self._doubt(state, Doubt(state.view.logs[0], error))  # another fault was believed before
                 case Fail():
-                    if state.view.surveys and isinstance(decision.error, HeldVersionError | StaleCacheError):
+                    if state.view.surveys and isinstance(decision.error, (StaleCacheError, *OF_ALL_URLS)):
                         self._surveyed_at = self.runtime.monotonic()
                     self._log_skipped(state, decision.error)
                     raise decision.error

@@ -32,6 +32,7 @@ from delta_tracker.stream.format.codec import encode_rows
 from delta_tracker.stream.format.manifest import Block, Manifest
 from delta_tracker.stream.heartbeat import Heartbeat
 from delta_tracker.stream.maintenance.compaction import compact
+from delta_tracker.stream.mirroring import Mirror, promote
 from delta_tracker.stream.pin import PinReader
 from delta_tracker.stream.pinning import pin_version, release_pin
 from delta_tracker.stream.storage.storage import Storage
@@ -675,6 +676,34 @@ def test_a_row_store_waits_for_the_only_table_of_its_choice() -> None:
         predictor.sync()
     last = publish("item", "table")
     assert predictor.sync() == last
+
+
+@pytest.mark.parametrize("has_position", [False, True])
+def test_a_version_that_does_not_fit_hides_no_promoted_mirror(has_position: bool) -> None:
+    trainer, mirror, model = _Trainer(), Storage("memory://"), _model(_OLD)
+    first, restarted = (
+        _predictor(model, trainer.storage, "stop"),
+        Predictor(ModelTarget(model), [trainer.storage, mirror]),
+    )
+    trainer.restart(_OLD)
+    first.sync()
+    copier = Mirror(trainer.storage, mirror)
+    while copier.step():
+        pass
+    trainer.restart({"a": (6, 2), "b": (9, 2)})
+    if has_position:
+        restarted.load_state_dict(first.state_dict())
+    with pytest.raises(ModelMismatchError):
+        restarted.sync()
+    assert (restarted.version is not None) == has_position, "it begins at a lagging mirror"
+    promote(mirror)
+    promoted = _Trainer(mirror)
+    version = promoted.restart(_OLD)
+    restarted = Predictor(ModelTarget(model), [trainer.storage, mirror])
+    if has_position:
+        restarted.load_state_dict(first.state_dict())
+    assert restarted.sync() == version
+    assert _same(model, promoted.tables)
 
 
 _SIZES = st.fixed_dictionaries(

@@ -272,7 +272,7 @@ _FAULT = {
         Revert("no other url is asked", Replaces("decide.decide", "len(view.logs) == 1 or _", "True")),
         Revert(
             "other urls are asked only in a survey",
-            Replaces("decide._asks_others", "isinstance(error, _)", "False", nth=3),
+            Replaces("decide._asks_others", "isinstance(error, _)", "False", nth=2),
         ),
         Revert("an unreadable url is never left", Replaces("decide._asks_others", "view.num_failures >= _", "False")),
         Revert("a fault of one url is one of all", Replaces("Fault.concerns", "number != self.number", "False")),

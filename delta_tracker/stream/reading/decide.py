@@ -48,7 +48,8 @@ from delta_tracker.stream.reading.seen import SeenLog
 CACHE_FAULTS = (CorruptPartError, MalformedError, MissingVersionError, StreamReplacedError)
 """Faults that a cache can cause with an old 404, a truncated or damaged object, or an object of a replaced stream."""
 
-OF_ALL_URLS = (HeldVersionError, MissingTableError, ModelMismatchError, PartialRowsError)
+_MISFITS = (MissingTableError, ModelMismatchError)
+OF_ALL_URLS = (HeldVersionError, PartialRowsError, *_MISFITS)
 """Faults of an entry that does not fit the reader. They do not depend on the url from which the entry is read."""
 
 FAULTS = (*CACHE_FAULTS, *OF_ALL_URLS)
@@ -215,11 +216,21 @@ def _elsewhere(view: View, decision: Decision) -> Decision:
             continue
         except StreamError:
             continue
-        is_better = is_unusable or (other.number < lead.number and not isinstance(error, HeldVersionError))
-        if isinstance(found, Apply) or (isinstance(found, Stay) and is_better):
+        is_better = is_unusable or (other.number < lead.number and not isinstance(error, OF_ALL_URLS))
+        is_forward = isinstance(found, Apply) and not _hides_misfit(other, view, found)
+        if is_forward or (isinstance(found, Stay) and is_better):
             return found
     # The copies of another log in a cache may be all that is in the way.
-    return decision if doubt is None or isinstance(error, HeldVersionError) else doubt
+    return decision if doubt is None or isinstance(error, OF_ALL_URLS) else doubt
+
+
+def _hides_misfit(log: SeenLog, view: View, found: Apply) -> bool:
+    """Return True if a reader would begin with a version that may be older than one that does not fit its model."""
+    begun, misfits = found.entries[-1], [each.entry for each in view.faults if isinstance(each.error, _MISFITS)]
+    return view.position is None and not all(
+        begun.version > each.version if each.stream == begun.stream else each.stream in log.former_streams()
+        for each in misfits
+    )
 
 
 def _asks_others(decision: Decision, view: View) -> bool:
@@ -228,10 +239,8 @@ def _asks_others(decision: Decision, view: View) -> bool:
         return isinstance(decision, Stay) and view.surveys
     error = decision.error
     # Another log may have a newer snapshot, for example after a promotion, or be left if this one was deleted.
-    if isinstance(error, HeldVersionError | StaleCacheError):
+    if isinstance(error, (StaleCacheError, *OF_ALL_URLS)):
         return view.surveys
-    if isinstance(error, OF_ALL_URLS):
-        return False
     if isinstance(error, StorageError):  # it may be over soon
         return view.num_failures >= NUM_TRIES - 2
     return isinstance(error, (NoSnapshotError, OlderCopyError, *CACHE_FAULTS))
@@ -487,7 +496,7 @@ def _newest(log: SeenLog, view: View, found: Iterable[Manifest], cause: StreamEr
         if fault is None:
             rule = Rule.START if cause is None else Rule.RESYNC
             return Apply(log, (snapshot,), rule, cause, is_elsewhere=cause is not None)
-        if isinstance(fault, MissingTableError | ModelMismatchError):
+        if isinstance(fault, _MISFITS):
             raise fault  # with an older one, the mismatch would remain unnoticed
         if isinstance(fault, StorageError) and view.is_patient:
             raise fault
