@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from delta_tracker.errors import (
     CorruptPartError,
+    HeldVersionError,
     InvalidArgumentError,
     MalformedError,
     MissingVersionError,
