@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from types import SimpleNamespace
 from typing import Any
 
 from delta_tracker.errors import (
@@ -212,7 +213,7 @@ class _Source:
     """What a reader looks up at one url, except for orders."""
 
     def __init__(self, number: int, log: Log, reader: Reader) -> None:
-        self.number, self.log, self.url = number, log, log.url
+        self.number, self.log, self.storage = number, log, SimpleNamespace(url=log.url)
         self.catch_up = self
         self._behind = reader.behind
 
