@@ -53,6 +53,16 @@ REVERTS = {
             Replaces("SinkWriter.restore", "states[current].choice != self._choice.patterns", "False"),
         ),
         Revert(
+            "a chosen table that a snapshot lacks is never found again",
+            Replaces("TableChoice.narrowed", "MissingTableError", "InvalidArgumentError"),
+        ),
+        Revert(
+            "other urls are not asked for a version that fits",
+            Replaces("decide._asks_others", "view.surveys", "False", nth=2),
+        ),
+        Revert("a version that does not fit is applied", DoesNothing("check_targets")),
+        Revert("a changed model keeps its position", Returns("ModelWriter.keeps_rows", "True")),
+        Revert(
             "a predictor of some tables applies all of them",
             Replaces("TableChoice.narrowed", "not self.patterns or entry.kind == 'claim'", "True"),
         ),

@@ -5,6 +5,10 @@ threads of all processes one at a time, in an order that the seed decides, and s
 one run. A trainer has one rank with a plain model or a table of raw ids (``trainer.py``, ``raw_ids.py``), or up to four
 ranks with sharded tables (``job.py``, ``shards.py``), which are threads in simulated process groups (``ranks.py``).
 
+In some worlds of one rank, a trainer restarts with other tables (``SHAPES`` in ``trainer.py``): with new weights,
+restored, or as a standby that takes over. Predictors have a model of these, and stop or apply what fits. The reference
+compares the sizes of both by name, as the copies of each version have them.
+
 ``history.py`` keeps what was committed and ordered, ``rules.py`` checks each call of a predictor against it, and
 ``targets.py`` finds by brute force where a predictor must end. ``stores.py`` has the stores, which ``bucket.py`` shows
 as object stores, and ``web.py`` through a caching web server. ``served.py`` has what predictors write to. ``disk.py``

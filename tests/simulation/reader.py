@@ -105,6 +105,11 @@ class Settings:
         return self.canary is not None or self.gate is not None
 
 
+def _in_stream(name: str) -> str:
+    """Return the name in the stream of a tensor in a copy."""
+    return name.removesuffix(".weight") if name in TABLES else name
+
+
 @dataclass(frozen=True, slots=True)
 class Saved:
     """Position and tables of a predictor at one time."""
@@ -233,12 +238,12 @@ class Reader:
     def left_out(self, copy: Copy) -> tuple[str, ...]:
         """Names of the tables and dense tensors of a version that it does not apply, sorted."""
         held = copy.tensors if self.has_row_store else self.before
-        others = [
-            name
-            for name in copy.tensors
-            if not self.settings.choice.takes(name) or num_common(name, copy.tensors, held) == 0
-        ]
-        return tuple(sorted(name.removesuffix(".weight") if name in TABLES else name for name in others))
+        others = {name for name in copy.tensors if num_common(name, copy.tensors, held) == 0}
+        return tuple(sorted({*map(_in_stream, others), *self.not_chosen(copy)}))
+
+    def not_chosen(self, copy: Copy) -> tuple[str, ...]:
+        """Names of those of which its choice takes none, sorted."""
+        return tuple(sorted(_in_stream(name) for name in copy.tensors if not self.settings.choice.takes(name)))
 
     @property
     def written(self) -> set[str]:

@@ -110,7 +110,9 @@ def _check_choice(reader: Reader, place: Place, history: History) -> None:
     reader.start = reader.start or whole
     reader.has_applied |= not reader.is_continued or whole != reader.start
     copy = history.copies[history.streams[whole[0]], whole[1]]
-    if left_out != reader.left_out(copy) and (left_out or reader.has_applied):
+    # Until a version is applied after a restart, it is not compared with the model.
+    known = [reader.left_out(copy)] if reader.has_applied else [(), reader.left_out(copy), reader.not_chosen(copy)]
+    if left_out not in known:
         raise RuleError("left out", f"{reader.describe()} names {left_out}")
 
 

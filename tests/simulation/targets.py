@@ -28,9 +28,8 @@ def targets(reader: Reader, history: History) -> set[Place] | None:
     # A canary counts up to the newest entry, also if its parts are lost.
     heads = [each for each in (store.newest() for store in stores) if each is not None and each.stream == stream]
     head = max((*entries, *heads), key=lambda each: (not each.is_merged, each.version))
-    last = max((each for each in entries if each.kind == "snapshot"), key=lambda each: each.version)
-    if is_waiting or (floor is None and not fits(reader, history, last)):
-        return None  # a predictor without a version is refused if the newest snapshot does not fit
+    if is_waiting or (floor is None and not _may_begin(reader, history, entries, head)):
+        return None
     entries = [each for each in entries if fits(reader, history, each)]
     allowed = [each for each in entries if is_allowed(each, head, reader.settings.canary)]
     start = floor[1] if floor is not None and floor[0] == number else None
@@ -73,6 +72,13 @@ def fits(reader: Reader, history: History, entry: Entry) -> bool:
     """Return True if the version of an entry fits the model of a predictor."""
     copy = history.copies.get((entry.stream, entry.version))
     return copy is None or entry.kind == "claim" or reader.fits(copy, entry.stream)
+
+
+def _may_begin(reader: Reader, history: History, entries: Sequence[Entry], head: Entry) -> bool:
+    """Return True unless a predictor without a version is refused: the newest snapshot does not fit its model."""
+    snapshots = sorted((each for each in entries if each.kind == "snapshot"), key=lambda each: each.version)
+    allowed = [each for each in snapshots if is_allowed(each, head, reader.settings.canary)]
+    return all(fits(reader, history, each) for each in (*snapshots[-1:], *allowed[-1:]))
 
 
 def _while_held(

@@ -28,6 +28,7 @@ from delta_tracker.errors import (
     FencedError,
     HeldVersionError,
     InvalidArgumentError,
+    MissingTableError,
     ModelMismatchError,
     OlderCopyError,
     SinkError,
@@ -1107,7 +1108,9 @@ class World:
         if version is None or stream is None:
             return False
         copy = self._history.copies.get((stream, version))
-        return copy is not None and copy.difference(reader.copy(), self._schedule.encoding) is None
+        if copy is None or not reader.fits(copy, stream):
+            return False
+        return copy.difference(reader.copy(), self._schedule.encoding) is None
 
     # The end
 
@@ -1150,6 +1153,7 @@ class World:
         for reader in list(self._readers):
             gate = reader.settings.gate
             has_clean = clean is not None and any(store.has_entry(*clean) for store in reader.settings.stores)
+            has_clean = has_clean and clean is not None and reader.fits(self._history.copies[clean], clean[0])
             if gate is None or (has_clean and (gate.max_drift is None or not self._has_large_values)):
                 self._wait(reader)
 
@@ -1178,10 +1182,13 @@ class World:
             return False
         found = [reader for reader in self._readers if not reader.fits(copy, head[0])]
         for reader in found:
-            error = reader.predictor.status().error
+            reader.stop()
+            with self._call("sync") as errors:
+                reader.predictor.sync()
             can_say = reader.settings.stores == (self._primary,) and not reader.settings.is_bounded
-            if can_say and reader.own is None and not isinstance(error, ModelMismatchError | InvalidArgumentError):
-                raise RuleError("changed model", f"{reader.describe()} does not name what does not fit: {error!r}")
+            is_named = any(isinstance(each, ModelMismatchError | MissingTableError) for each in errors)
+            if can_say and reader.own is None and not is_named:
+                raise RuleError("changed model", f"{reader.describe()} does not name what does not fit: {errors}")
             number = self.trainer.number
             self._say(f"last change: {self._served(reader, number, has_position=reader.name in ('r0', 'r2'))}")
         return bool(found)

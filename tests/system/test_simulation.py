@@ -311,6 +311,25 @@ def test_many_random_worlds_break_no_rule_but_the_known_ones(worlds: Interpreter
             {"seed": 73000045, "has_web": True, "has_buckets": True, "ranks": 2},
             id="a cache has a damaged copy of the newest entry, which a canary needs",
         ),
+        pytest.param(
+            "publish 0 0, join 0 56700, sync 0 0, change_model 0 9, publish 0 0, change_model 0 0",
+            {},
+            id="a chosen table is removed, and then added again",
+        ),
+        pytest.param(
+            "publish 0 0, mirror 0 0, change_model 0 0, publish 0 0, promote_lagging 0 1, change_model 0 12, "
+            "snapshot 0 0, join 0 1",
+            {},
+            id="the former stream at the first url ends with other tables",
+        ),
+        pytest.param(
+            "publish 0 0, join 0 0, join 0 75600, sync 0 0, sync 1 0, change_model 0 0, publish 0 0, publish 0 1, "
+            "sync 0 0, sync 1 0, change_served 0 0, change_served 1 1, settle 0 0, change_model 0 1, publish 0 0, "
+            "sync 0 0, change_model 0 2, publish 0 0, join 0 72, sync 1 0, sync 2 0, change_model 0 0, publish 0 0, "
+            "sync 2 0",
+            {"states": True},
+            id="trainers, predictors and a row store change their tables",
+        ),
     ],
 )
 def test_a_schedule_that_broke_a_rule_breaks_none(
