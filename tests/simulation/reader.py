@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -140,6 +141,7 @@ class Reader:
         is_continued: True if it has continued from a saved position or a row store.
         start: place at its first check, without claims; None before.
         has_applied: True if it has applied rows for sure.
+        failed_at: time of its last call that failed.
         is_interrupted: True from an error of what it writes to until a call succeeds.
         is_following: True while a thread of its own follows.
         clock: wall clock of its host.
@@ -165,6 +167,7 @@ class Reader:
     is_continued: bool = False
     start: Place | None = None
     has_applied: bool = False
+    failed_at: float = -math.inf
     is_interrupted: bool = False
     is_following: bool = False
     clock: Clock = field(default_factory=Clock)

@@ -12,7 +12,7 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 # Weight of each kind of operation.
 WEIGHTS = {
@@ -204,12 +204,12 @@ class _Opening(NamedTuple):
         steps: kinds of operations, each with its ``who`` after an ``@``, by default 0, and its ``choice`` after a
             colon, by default a random one.
         readers: options of that predictor, see ``_OPTIONS``; all options that are not named.
-        has_states: True if a trainer is restored.
+        settings: settings of the schedule.
     """
 
     steps: str
     readers: Mapping[str, tuple[int, ...]] = MappingProxyType({})
-    has_states: bool = False
+    settings: Mapping[str, Any] = MappingProxyType({})
 
 
 _FREE = {"gate": (0,), "canary": (0,)}
@@ -222,8 +222,9 @@ _OPENINGS = (
     ),
     _Opening(  # a pin of a stream that has ended, seen by a predictor of mixed rows of the next one
         "publish join publish pin:1 mirror sync:0 promote:7 snapshot sync:0 advance:4 sync:0 advance:4 sync:0 burst "
-        "snapshot retain:0 interrupt fail@1 sync:0 sync:0 sync:0 advance:4 sync:0 repair@1 settle",
+        "snapshot retain:0 interrupt:20 fail@1 sync:0 sync:0 sync:0 advance:4 sync:0 repair@1 settle",
         {**_FREE, "order": (1,), "kind": (2, 4), "follows_pins": (1,)},
+        {"has_web": False},
     ),
     _Opening(  # an older copy, with the generation of lost versions
         "publish join publish back_up restart_trainer:0 publish publish publish sync:0 return_backup:0 sync settle",
@@ -236,7 +237,7 @@ _OPENINGS = (
     _Opening(  # an older copy, whose next snapshot has the number of a lost version, before predictors restart
         "publish join publish back_up publish train publish sync:0 return_backup:3 sync settle",
         {**_FREE, "order": (0, 1, 3)},
-        has_states=True,
+        {"states": True, "encoding": None},
     ),
     _Opening(  # a predictor of a stream reads a former one, which has more versions
         "publish join publish mirror burst snapshot promote_lagging:2 snapshot sync:0 advance:4 sync:0 advance:4 "
@@ -248,11 +249,17 @@ _OPENINGS = (
         "sync:0 publish sync:0 settle",
         {**_CANARY, "follows_pins": (1,), "order": (0, 1, 3)},
     ),
+    _Opening(  # damaged copies in a cache, of the pointer, an entry and a part, without a later snapshot
+        "publish join publish sync:0 publish spoil_copy spoil_copy spoil_copy sync:0 sync:0 settle publish spoil_copy "
+        "spoil_copy spoil_copy sync:0 advance:4 sync:0 settle",
+        {**_FREE, "order": (0,)},
+        {"has_web": True, "has_upkeep": False},
+    ),
     _Opening(  # a mirror that lags reads damaged entries
         "publish mirror join burst damage_entry mirror damage_entry mirror sync repair:1 mirror sync settle",
     ),
 )
-_OPENING_SHARE = 0.5
+_OPENING_SHARE = 0.9
 _RESTORES = 4, 1  # modulus and rest of the choices by which restart_trainer restores the newest version
 _SEQUENCE_SHARE = 0.3
 INSERTED = {
@@ -422,7 +429,7 @@ def _widened(schedule: Schedule, chance: random.Random) -> Schedule:
     if (opened := random.Random(f"{schedule.seed} opening")).random() < _OPENING_SHARE:
         opening = opened.choice(_OPENINGS)
         steps = [*_first(opening, opened), *steps]
-        schedule = replace(schedule, states=True, encoding=None) if opening.has_states else schedule
+        schedule = replace(schedule, **opening.settings)
     ranks = 1 if schedule.has_raw_ids else chance.choice([1, 2, 3, 4])
     changes = random.Random(f"{schedule.seed} changes")
     if not schedule.has_raw_ids and changes.random() < _CHANGES_SHARE:

@@ -1,7 +1,7 @@
 """The run of a schedule.
 
 Besides the rules of ``rules.py``, a predictor reaches its target without an operator when faults end, and a failed call
-raises an error of the library and changes no version.
+raises an error of the library and changes no version. No damaged copy in a cache is reported while the origin is right.
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ import torch
 
 from delta_tracker import Retention, Storage
 from delta_tracker.errors import (
+    CorruptPartError,
     DeltaTrackerError,
     FencedError,
     HeldVersionError,
     InvalidArgumentError,
+    MalformedError,
     MissingTableError,
     ModelMismatchError,
     OlderCopyError,
@@ -65,6 +67,7 @@ _POINTER_SECONDS = 2000.0  # in which a pointer names a version, also after fail
 _ORPHAN_SECONDS = 90_000.0  # after which an object that nobody names is deleted
 _SECONDS = (1.0, 6.0, 12.0, 35.0, 120.0, 700.0)
 _CLOCK_SECONDS = 60.0  # greatest difference of two clocks
+_AGAIN_SECONDS = 310.0  # after which a predictor doubts a copy again
 _CATCH_UP = 10  # versions, after which a predictor takes a merged entry instead of them
 _PACES = (0.5, 3.0, 9.0, 40.0)  # seconds of a piece of a response. Four of 9 s take too long, and one of 40 s
 _CALL_SECONDS = 3600.0  # in which a call of a predictor ends, also if the store is slow
@@ -174,6 +177,7 @@ class World:
         self._backup: tuple[Store, Key, int] | None = None  # the store, its newest version, and the number of orders
         self._checkpoint: tuple[Path, Copy, int] | None = None  # what the trainer had then, and its model
         self._num_joined = self._num_done = 0
+        self._has_damages = False  # of objects of the stores
         self._has_large_values = False  # a gate may have begun with them
         self._refused: list[Refused] = []  # by the last operation
         self._last = Operation("train", 0, 0)
@@ -833,14 +837,17 @@ class World:
     # Stores
 
     def _damage(self, who: int, choice: int) -> None:
+        self._has_damages = True
         self._stores[who % 3].damage(choice)
 
     def _damage_entry(self, who: int, choice: int) -> str | None:
         """Damage an entry that a mirror or a predictor may read next."""
+        self._has_damages = True
         return self._primary.damage_entry(choice)
 
     def _forge(self, who: int, choice: int) -> str | None:
         """Replace a pointer, or write a pin of a version that is not there and delete it again."""
+        self._has_damages = True
         store = self._stores[who % 2]
         if self._web is not None and choice % 3:
             return f"pointer of {store.path.name}" if store.forge(choice) else None
@@ -1000,6 +1007,7 @@ class World:
         if self._dies():
             reader.pinned = None  # it may have left the pin for a newer one, which it has not stored yet
             return f"died; {self._restarted(reader, saved, turns=False)}"
+        self._check_copies(reader, errors)
         is_interrupted = any(isinstance(each, SinkError | InterruptionError) for each in errors)
         reader.is_interrupted = is_interrupted or (reader.is_interrupted and bool(errors))
         held = next((each.version for each in errors if isinstance(each, HeldVersionError)), None)
@@ -1008,6 +1016,18 @@ class World:
             if held is not None and reader.floor is not None:
                 reader.held = reader.floor[0], held
         return f"{reader.name} at {reader.floor} {errors or ''}"
+
+    def _check_copies(self, reader: Reader, errors: list[Exception]) -> None:
+        """Check that a predictor reads past a damaged copy in a cache, which it does once in five minutes."""
+        is_due = reader.failed_at + _AGAIN_SECONDS < SCHEDULER.now
+        if errors:
+            reader.failed_at = SCHEDULER.now
+        if (
+            not self._has_damages
+            and is_due
+            and any(isinstance(each, CorruptPartError | MalformedError) for each in errors)
+        ):
+            raise RuleError("copies", f"{reader.describe()} reports a damaged copy in a cache: {errors[0]}")
 
     def _interrupt(self, who: int, choice: int) -> str | None:
         """Let a row store or a table fail in the middle of a version, and perhaps restart the predictor."""
