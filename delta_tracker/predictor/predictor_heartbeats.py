@@ -32,7 +32,8 @@ class Heartbeats:
                 self._writer.move_to(source.storage)
         if seconds is None and not self._writer.is_due():
             return
-        lag_versions, lag_seconds = lag(reader, poll_seconds if error is None else None) or (None, None)
+        behind = None if seconds == 0 else lag(reader, poll_seconds if error is None else None)
+        lag_versions, lag_seconds = behind or (None, None)
         position, canary = reader.position, source.canary
         self._writer.write(
             stream=None if position is None else position.stream,
