@@ -236,3 +236,13 @@ def test_what_names_cannot_match_is_refused(
         for parameter in group["params"]:
             moment = optimizer.state[parameter].get("exp_avg")
             assert moment is None or moment.shape == parameter.shape
+
+
+@pytest.mark.advice("RestoreMismatchError: _check_match _check_groups")
+def test_an_optimizer_with_other_groups_is_ignored() -> None:
+    storage, _ = _publish(_SIZES, _grouped("ac", "bd"))
+    model = _Model(_SIZES)
+    recovery = Recovery(training_state={"optimizer": _grouped("ad", "bc")(model)})
+    with pytest.raises(RestoreMismatchError, match=r"Name 'optimizer' in ignore"):
+        restore(model, storage, recovery=recovery)
+    assert restore(model, storage, recovery=recovery, ignore=["optimizer"]).version == 1
