@@ -16,7 +16,6 @@ from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.stream.format.manifest import DenseSpec
 from delta_tracker.stream.format.part_writer import METADATA_KEY, safetensors_header
 from delta_tracker.stream.reading.path import path_to
-from delta_tracker.stream.storage.directory import sync_path
 
 _HELP = """Write the tables and dense tensors of one version.
 
@@ -64,7 +63,7 @@ def command(stream: Stream, version: int | None, out: Path | None, dcp: Path | N
         stream_id = _write(stream, version, form, made, work)
         files = sorted(made.iterdir())
         for each in (*files, made):
-            sync_path(each)
+            _sync(each)
         num_bytes = sum(each.stat().st_size for each in files)
         _refuse_existing(option, out)
         made.rename(out)
@@ -139,3 +138,11 @@ def _weight(fqn: str) -> str:
 
 def _raw_ids(fqn: str) -> str:
     return f"{fqn}.raw_ids"
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -298,17 +298,14 @@ def _no_directory(name: str, path: str, status: os.stat_result) -> tuple[str, st
 def sync_names(directory: Path, name: str) -> None:
     """Flush creations and deletions of names to disk, in the folder ``name`` and the folders above it."""
     for path in (Path(name), *Path(name).parents):
-        with suppress(FileNotFoundError):
-            sync_path(directory / path)
-
-
-def sync_path(path: Path) -> None:
-    """Flush a file or the names in a directory to disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        try:
+            descriptor = os.open(directory / path, os.O_RDONLY | os.O_DIRECTORY)
+        except FileNotFoundError:
+            continue
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def delete_draft(draft: Path) -> bool:
