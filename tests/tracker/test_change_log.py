@@ -115,6 +115,7 @@ def _calls(log: ChangeLog, generator: random.Random) -> dict[str, Callable[[], o
         "resolve": lambda: log.consumers.resolve("reader"),
         "restore": lambda: log.restore(log.state()),
         "output_launched": log.writes.output_launched,
+        "order_lookup": log.writes.order_lookup,
         "rewind": lambda: log.consumers.rewind("other"),
         "state": log.state,
         "step": log.consumers.step,
