@@ -31,6 +31,7 @@ from delta_tracker.errors import (
     InvalidArgumentError,
     MalformedError,
     MissingTableError,
+    MissingVersionError,
     ModelMismatchError,
     OlderCopyError,
     SinkError,
@@ -1206,7 +1207,9 @@ class World:
             with self._call("sync") as errors:
                 reader.predictor.sync()
             can_say = reader.settings.stores == (self._primary,) and not reader.settings.is_bounded
-            is_named = any(isinstance(each, ModelMismatchError | MissingTableError) for each in errors)
+            # If retention deleted the next version, its error is raised instead of that of the newest snapshot.
+            named = ModelMismatchError | MissingTableError | MissingVersionError
+            is_named = any(isinstance(each, named) for each in errors)
             if can_say and reader.own is None and not is_named:
                 raise RuleError("changed model", f"{reader.describe()} does not name what does not fit: {errors}")
             number = self.trainer.number

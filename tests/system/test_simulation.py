@@ -326,7 +326,7 @@ def test_many_random_worlds_break_no_rule_but_the_known_ones(worlds: Interpreter
             "publish 0 0, join 0 0, join 0 75600, sync 0 0, sync 1 0, change_model 0 0, publish 0 0, publish 0 1, "
             "sync 0 0, sync 1 0, change_served 0 0, change_served 1 1, settle 0 0, change_model 0 1, publish 0 0, "
             "sync 0 0, change_model 0 2, publish 0 0, join 0 72, sync 1 0, sync 2 0, change_model 0 0, publish 0 0, "
-            "sync 2 0",
+            "sync 2 0, sync 1 0, change_served 1 0",
             {"states": True},
             id="trainers, predictors and a row store change their tables",
         ),
