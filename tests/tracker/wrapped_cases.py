@@ -1,0 +1,114 @@
+"""Collections inside other modules of TorchRec, and unusual batches: reported rows are those that changed."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise, table_wise
+from torchrec.distributed.types import ShardingPlan
+from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from delta_tracker import ModelDeltaTracker
+from tests.models import with_kernel
+from tests.tracker.tracking_cases import _Copy, rows_of
+
+_ROWS, _NAMES, _LENGTH = 17, ("row", "last"), 4
+_FUSED = {"learning_rate": 0.1}
+
+
+class _Model(nn.Module):
+    def __init__(self, tables: nn.Module) -> None:
+        super().__init__()
+        self.tables = tables
+
+    def forward(self, features: KeyedJaggedTensor) -> Tensor:
+        found = self.tables(features)
+        found = getattr(found, "wait", lambda: found)()
+        values = found.values()
+        rows = [values] if isinstance(values, Tensor) else [each.values() for each in values]
+        return torch.cat([each.reshape(-1) for each in rows]).square().sum()
+
+
+def _tables(kind: str) -> tuple[nn.Module, Any]:
+    """Return unsharded tables and their sharder."""
+    meta = torch.device("meta")
+    settings = [{"name": name, "num_embeddings": _ROWS, "embedding_dim": 4, "feature_names": [name]} for name in _NAMES]
+    if kind in ("feature processors", "variable batch"):
+        is_weighted = kind == "feature processors"
+        bags = EmbeddingBagCollection(
+            tables=[EmbeddingBagConfig(**each) for each in settings], is_weighted=is_weighted, device=meta
+        )
+        if not is_weighted:
+            return bags, EmbeddingBagCollectionSharder(fused_params=dict(_FUSED))
+        processors = PositionWeightedModuleCollection(dict.fromkeys(_NAMES, _LENGTH))
+        inner = EmbeddingBagCollectionSharder(fused_params=dict(_FUSED))
+        return (
+            FeatureProcessedEmbeddingBagCollection(bags, processors),
+            FeatureProcessedEmbeddingBagCollectionSharder(inner),
+        )
+    rows = EmbeddingCollection(tables=[EmbeddingConfig(**each) for each in settings], device=meta)
+    sharder = EmbeddingCollectionSharder(fused_params=dict(_FUSED))
+    if kind == "pec":
+        wrapper = import_module("torchrec.modules.pec_embedding_modules").PECEmbeddingCollection
+        return wrapper(rows), import_module("torchrec.distributed.pec_embedding").PECEmbeddingCollectionSharder(sharder)
+    return rows, sharder
+
+
+def _batch(kind: str, rank: int, generator: torch.Generator) -> KeyedJaggedTensor:
+    sizes = {"uneven batches": [2 + 3 * rank] * 2, "variable batch": [2, 3 + rank]}.get(kind, [3, 3])
+    lengths = [torch.randint(0, _LENGTH, (size,), generator=generator) for size in sizes]
+    values = torch.cat([torch.randint(0, _ROWS, (int(each.sum()),), generator=generator) for each in lengths])
+    if kind == "pec":  # looks rows up twice
+        values = values % 5
+    strides = {"stride_per_key_per_rank": [[size] for size in sizes]} if kind == "variable batch" else {}
+    if strides:
+        longest = max(sizes)
+        strides["inverse_indices"] = (
+            list(_NAMES),
+            torch.stack([torch.arange(longest) % size for size in sizes]),
+        )
+    return KeyedJaggedTensor(keys=list(_NAMES), values=values, lengths=torch.cat(lengths), **strides)
+
+
+def exact(rank: int, world_size: int, kind: str, num_steps: int = 4) -> int | None:
+    """Each read has the rows that differ, and no other. Return their number; None if torchrec lacks the kind."""
+    if kind == "pec" and find_spec("torchrec.modules.pec_embedding_modules") is None:
+        return None
+    torch.manual_seed(0)
+    tables, sharder = _tables(kind)
+    places = {"row": with_kernel(row_wise(), "fused"), "last": with_kernel(table_wise(rank=world_size - 1), "fused")}
+    if kind == "pec":  # it supports row-wise sharding only
+        places["last"] = with_kernel(row_wise(), "fused")
+    plan = construct_module_sharding_plan(
+        tables, places, sharder=sharder, local_size=world_size, world_size=world_size, device_type="cpu"
+    )
+    model = DistributedModelParallel(
+        _Model(tables), device=torch.device("cpu"), plan=ShardingPlan({"tables": plan}), sharders=[sharder]
+    )
+    generator = torch.Generator().manual_seed(rank)
+    num_rows = 0
+    with ModelDeltaTracker(model) as tracker:
+        copy = _Copy(tracker, "default")
+        for _ in range(num_steps):
+            model(_batch(kind, rank, generator)).backward()
+            tracker.step()
+            copy.read({fqn: set() for fqn in tracker.tables})
+            num_rows += copy.open[0].num_rows
+            copy.commit()
+            for fqn, now in rows_of(tracker).items():
+                assert torch.equal(copy.rows[fqn], now), fqn
+        assert tracker.num_hook_errors == 0
+        dist.barrier()
+        return num_rows
