@@ -15,7 +15,7 @@ REVERTS = {
     "tests/recovery/test_standby.py::test_the_serving_stream_continues_after_a_takeover": [
         Revert(
             "a stream continues from a position after which rows were read for another purpose",
-            Replaces("Consumer.current_note", "_ == _", "True"),
+            Replaces("ConsumerHandle.note_of", "_ == _", "True"),
         ),
         Revert("a version does not have the positions of the serving streams"),
     ],
