@@ -51,8 +51,7 @@ def dense_tensors(
             chosen = {each: _named(of_model, each, rows)}
         else:
             every = _tensors(model, each, prefix)
-            own = {id(module) for module in each.modules()}
-            if (taken := rows.intersection(every)) and own.isdisjoint(map(id, model.modules())):
+            if taken := rows.intersection(every) if not _is_part(model, each) else set():
                 raise InvalidArgumentError("dense", sorted(taken), "Pass another name: it is that of a tracked table")
             every = {name: tensor for name, tensor in every.items() if name not in rows}
             sharded = sorted(name for name, tensor in every.items() if tensor is None)
@@ -68,6 +67,12 @@ def dense_tensors(
         if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_meta or tensor.is_sparse:
             raise InvalidArgumentError("dense", name, f"Leave it out: a {type(tensor).__name__} is not whole here")
     return {name: tensor.detach() for name, tensor in found.items()}
+
+
+def _is_part(model: nn.Module, part: nn.Module) -> bool:
+    """Return True if ``part`` or one of its submodules is a module of ``model``."""
+    inside = {id(module) for module in part.modules()}
+    return any(id(module) in inside for module in model.modules())
 
 
 def _parts(dense: DenseChoice) -> list[tuple[str, str | nn.Module]]:

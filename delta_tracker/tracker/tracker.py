@@ -162,10 +162,10 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
             received=self._gauges.received,
             owners=self._make_owners(owners),
         )
-        self.live = LiveTables(self._model, self._log)  # for components that copy whole tables
-        announce_training(self.live)
+        self._live = LiveTables(self._model, self._log)
+        announce_training(self._live)
         self._reader = DeltaReader(self._log, self._model, self._capture)
-        self.checkpoint = TrackerCheckpoint(self._log, self._model, mode, self._capture, self._metrics.monitor)
+        self._checkpoint = TrackerCheckpoint(self._log, self._model, mode, self._capture, self._metrics.monitor)
         self._hooks = TrackerHooks(
             self._log.writes,
             self._model,
@@ -173,7 +173,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
             lookups=self._records_lookups,
             keeps_states=self._capture.keeps_old,
         )
-        self.progress = Progress(self._log, self._hooks)
+        self._progress = Progress(self._log, self._hooks)
         self._hooks.attach()
         for fqn, table in self._model.found.tables.items():
             features = self._model.found.features.get(fqn, [])
@@ -212,12 +212,17 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
     @property
     def tables(self) -> Mapping[str, TableSpec]:
         """Tables by FQN, the same on every rank."""
-        return self.live.tables
+        return self._live.tables
 
     @property
     def shards(self) -> Mapping[str, ShardSpec]:
         """This rank's block of each table, by table FQN. The block is empty on a rank without rows."""
-        return self.live.shards
+        return self._live.shards
+
+    @property
+    def live(self) -> LiveTables:
+        """Views of this rank's rows, optimizer states and raw ids, for components that copy whole tables."""
+        return self._live
 
     @property
     def num_hook_errors(self) -> int:
@@ -254,6 +259,11 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
     # Training
 
     @property
+    def progress(self) -> Progress:
+        """Progress of training: number of batches, updates and recorded rows, and the position in the data."""
+        return self._progress
+
+    @property
     def num_batches(self) -> int:
         """Number of :meth:`step` calls."""
         return self._log.cursors.num_batches
@@ -282,7 +292,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
 
         Updates are tracked even without calls of this method.
         """
-        self.progress.step()
+        self._progress.step()
 
     def attach_data(self, position: DataPosition[Any]) -> None:
         """Attach a position in the training data. :meth:`step` then advances it, and publishers save it in versions.
@@ -294,7 +304,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
             InvalidArgumentError: if ``position`` is not a DataPosition, if another position is attached, or if batches
                 were already fetched but have not been trained on.
         """
-        self.progress.attach_data(position)
+        self._progress.attach_data(position)
 
     def mark_changed(self, fqn: str, ids: Tensor | None = None) -> None:
         """Mark rows as changed, with unknown old states.
@@ -594,9 +604,14 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
     # Checkpoints
 
     @property
+    def checkpoint(self) -> TrackerCheckpoint:
+        """Object that saves and loads the tracker's state. Used by checkpoint adapters and by ``restore``."""
+        return self._checkpoint
+
+    @property
     def restored(self) -> Restored | None:
         """Outcome of the last :meth:`load_state_dict` or :func:`~delta_tracker.restore`; None before the first call."""
-        return self.checkpoint.restored
+        return self._checkpoint.restored
 
     def register_counter(self, name: str, counter: object) -> None:
         """Register a counter to save and load with the tracker's state.
@@ -617,7 +632,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
             InvalidArgumentError: if the type of the counter is unsupported, or if the name is empty, taken or contains
                 a slash.
         """
-        self.checkpoint.counters.register(name, counter)
+        self._checkpoint.counters.register(name, counter)
 
     def state_dict(self, *, strategy: Strategy = "local") -> dict[str, Tensor]:
         """Return the pending rows and the note (a JSON value) of every consumer, and the registered counters.
@@ -644,7 +659,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
                 on one rank raise this error on every rank.
             RankLostError: if the strategy is a collective and a rank died or did not make the call in time.
         """
-        return self.checkpoint.state_dict(strategy=strategy)
+        return self._checkpoint.state_dict(strategy=strategy)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Replace all pending rows with a saved state. Restore the model first.
@@ -666,7 +681,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
             InvalidArgumentError: if ``state`` is not a mapping.
             ReservedConsumerError: if a consumer is reserved. Create publishers after this call: they reserve consumers.
         """
-        self.checkpoint.load_state_dict(state)
+        self._checkpoint.load_state_dict(state)
 
     # Attaching
 
@@ -724,7 +739,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         for fqn in unseen:
             self._log.writes.mark(fqn, None, is_written=True)
         self._hooks.attach()
-        announce_training(self.live)
+        announce_training(self._live)
 
     def detach(self) -> None:
         """Remove all hooks. Later reads raise DetachedError. Idempotent. Deleting the tracker also removes hooks."""
