@@ -188,7 +188,7 @@ class TrackerCallback(Callback):
         Raises RankFailedError if the loaded states of the ranks differ, or if another rank failed.
         """
         kinds = {kind.__name__ for each in trainer.callbacks for kind in type(each).__mro__}
-        is_averaged = trainer.state.fn == "fit" and "WeightAveraging" in kinds  # the callback restores the weights
+        is_averaged = "WeightAveraging" in kinds and trainer.state.fn == "fit"  # the callback restores the weights
         restores = is_averaged and not checkpoint.get(_WRITTEN, False)
         others = _has_other_weights(checkpoint) and not restores
         saved = _Saved(checkpoint.get(_KEY, {}), None if others else _weights(pl_module), is_restored=True)

@@ -31,6 +31,7 @@ _SHOWN = {
 }
 # Removed before the first release, without a warning.
 _REMOVED = {
+    "Delta.kept",
     "Predictor.after_fork_in_child",
     "Predictor.after_fork_in_parent",
     "Predictor.before_fork",

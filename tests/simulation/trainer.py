@@ -141,8 +141,9 @@ class _TrainedModel:
         return self.module.copy()
 
     def states(self) -> dict[str, Tensor]:
-        states = self.optimizer.state_dict()["state"]
-        return {f"{number} {name}": each.clone() for number, held in states.items() for name, each in held.items()}
+        names = [name for name, _ in self.module.named_parameters()]
+        states = self.optimizer.state_dict()["state"].items()
+        return {f"{names[number]} {kind}": each.clone() for number, held in states for kind, each in held.items()}
 
 
 def _finite(gradient: Tensor) -> Tensor:
@@ -188,7 +189,13 @@ class Copy:
             num_rows = num_common(name, saved.tensors, restored.tensors)
             if num_rows is not None and not tensor[num_rows:].equal(self.tensors[name][num_rows:]):
                 return f"{name} has other rows from {num_rows} on"
-        return _difference(self.states, restored.states, None)
+        for key, state in restored.states.items():
+            parameter = key.split()[0]
+            name = parameter if parameter in restored.tensors else parameter.removesuffix(".weight")
+            is_common = num_common(name, saved.tensors, restored.tensors) is None
+            if not state.equal((saved if is_common else self).states[key]):
+                return f"the state {key} is not that {'of the version' if is_common else 'before'}"
+        return None
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:

@@ -29,6 +29,9 @@ class Nothing:
 
     def restore(self) -> None: ...
 
+    def notice_move(self) -> bool:
+        return False
+
     def restart(self) -> None: ...
 
     def apply(self, entry: Manifest, storage: Storage, *, is_elsewhere: bool) -> None:

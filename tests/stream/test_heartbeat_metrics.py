@@ -47,7 +47,7 @@ def test_each_predictor_is_shown_and_a_dead_one_ages_out() -> None:
     go(1)
     assert shown(monitor) == {
         ("lag_versions", "a"): 2, ("lag_seconds", "a"): 0.5, ("age_seconds", "a"): 3,
-        ("age_seconds", "b"): 1,
+        ("age_seconds", "b"): 1, ("model_differences", "a"): 0, ("model_differences", "b"): 0,
     }  # fmt: skip
     write_heartbeat(storage, beat("a", 1e9, lag_versions=None, lag_seconds=None))
     go(3597)
@@ -55,6 +55,7 @@ def test_each_predictor_is_shown_and_a_dead_one_ages_out() -> None:
     assert shown(monitor) == {
         ("age_seconds", "a"): 3597,
         ("lag_versions", "b"): 9, ("lag_seconds", "b"): 4, ("age_seconds", "b"): 0,
+        ("model_differences", "a"): 0, ("model_differences", "b"): 0,
     }, "what a predictor cannot tell any more is not told for it"  # fmt: skip
     go(4)
     assert {name for _, name in shown(monitor)} == {"b"}
@@ -102,7 +103,7 @@ def test_a_real_predictor_is_shown_without_extra_code() -> None:
     predictor.sync()
     found = shown(monitor)
     assert found.pop(("age_seconds", "p-1")) >= 0
-    assert found == {("lag_versions", "p-1"): 0, ("lag_seconds", "p-1"): 0}
+    assert found == {("lag_versions", "p-1"): 0, ("lag_seconds", "p-1"): 0, ("model_differences", "p-1"): 0}
 
 
 def test_an_unreadable_store_is_counted_and_raises_nothing(tmp_path) -> None:
