@@ -236,12 +236,12 @@ Action = Literal["publish", "restore", "agree"]
 
 
 class RankFailedError(StreamError, RuntimeError):
-    """A collective failed because rank ``rank`` raised an error or differs from the other ranks; see ``reason``.
+    """A collective failed because rank ``rank`` raised an error or made another call than the others; see ``reason``.
 
     After a failed publish, all rows stay pending. If ``is_unknown`` is True, the version may have been published
-    nevertheless, or may appear later. If so, the next version follows it. After a failed restore, the model may be
-    partly written. In this case, its forward pass raises :class:`IncompleteModelError`. If a state could not be loaded
-    on this rank, ``rank`` is this rank.
+    nevertheless, or may appear later; in both cases, the next version follows that version. After a failed restore, the
+    model may be partly written. In this case, its forward pass raises :class:`IncompleteModelError`. If a state could
+    not be loaded on this rank, ``rank`` is this rank.
     """
 
     def __init__(self, rank: int, reason: str, action: Action = "publish", *, is_unknown: bool = False) -> None:

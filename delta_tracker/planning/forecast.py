@@ -193,7 +193,7 @@ class Forecast:
 
     @property
     def publisher(self) -> Requests:
-        """Hourly requests of the publisher except retention: parts, entries, checks of entries, and the pointer."""
+        """Requests of the publisher per hour, to write versions and the pointer and to check entries. No retention."""
         versions, scans = self._versions, _HOUR / SCAN_SECONDS
         return Requests(
             puts=self._deltas * self.delta.num_writes
@@ -205,7 +205,7 @@ class Forecast:
 
     @property
     def retention(self) -> Requests:
-        """Hourly requests of retention. Each pass lists all objects and reads all entries."""
+        """Requests of retention per hour. Each pass lists all objects and reads all entries."""
         if self.entries is None:
             return Requests()
         passes = self._versions / RETAIN_EVERY

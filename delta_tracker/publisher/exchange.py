@@ -156,7 +156,7 @@ class Exchange:
             meanwhile: function to call several times per second during the wait; None for no calls.
 
         Returns:
-            The maximum of each field over the ranks, and True if all ranks have the same phase, batch and tables.
+            The maximum of each field over the ranks, and True if all ranks have the same batch and tables.
 
         Raises:
             RankFailedError: if a rank is in another phase.

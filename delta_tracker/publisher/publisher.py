@@ -73,7 +73,7 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
         dense: dense parameters and buffers to publish: True for all of the model, a module, names in the model's
             ``state_dict``, a list of modules, or a dict of names to modules. Each version contains rank 0's values of
             these tensors at the cut. Tensors that are split over the ranks are rejected. False publishes no dense
-            tensors. None publishes none either, and logs a warning if the model has trainable dense parameters.
+            tensors, and so does None, which logs a warning if the model has trainable dense parameters.
         encoding: :class:`~delta_tracker.stream.format.encoding.Encoding` of all tables, or a mapping of FQN to
             encoding. Tables without an encoding are stored in their own dtype.
         cadence: bounds at which :meth:`step` publishes; None if :meth:`step` is not used.
@@ -88,8 +88,8 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
         runtime: provider of the clock, waits and threads that the publisher uses.
         join: function that creates a process group of all ranks, see
             :class:`~delta_tracker.tracker.rank_group.RankGroup`.
-        name: label ``publisher`` of the metrics; None for ``"publisher"``. If another publisher of this process has the
-            name, ``-2``, ``-3``, ... is appended.
+        name: value of the label ``publisher`` of the metrics; None for ``"publisher"``. If another publisher of this
+            process has the name, ``-2``, ``-3``, ... is appended.
 
     Raises:
         ReservedConsumerError: if the consumer is already reserved.

@@ -313,7 +313,8 @@ def check_objects(
 ) -> None:
     """Check that the optimizers and schedulers in ``objects`` can load the saved states of ``rank``. Reads no tensors.
 
-    ``argument`` is ``"training_state"`` or ``"rank_state"``. The version must contain a state for each object.
+    ``argument`` is ``"training_state"`` or ``"rank_state"``. ``states`` must have a state of each object that
+    is not in ``ignore``, which is not checked here.
     """
     for name, each in objects.items():
         if name in ignore:

@@ -120,9 +120,10 @@ class EvictionHook(Watcher):
 
 
 def watch_collections(model: nn.Module, found: Discovery, reports: Reports) -> Iterator[Watcher]:
-    """Register the hooks of this module on the collections of a model, and yield each hook.
+    """Register a launch hook, a load hook and perhaps an eviction hook on each collection of a model. Yield each hook.
 
-    Loads and evictions are reported only for tables with a fused optimizer. Other tables are compared with a copy.
+    Loads and evictions are reported only for tables with a fused optimizer. To find the changes of other tables, the
+    tracker compares them with a copy.
     """
     fused: dict[object, list[str]] = {}
     for fqn, module in found.modules.items():

@@ -96,7 +96,11 @@ class StepHook(Watcher):
             self._listener.end_write_later(step.key)
 
     def run(self, optimizer: torch.optim.Optimizer, action: Callable[[], bool]) -> None:
-        """Call ``action``. If it fails, mark all rows at the next cut, since the rows of the step are unknown."""
+        """Call ``action``. If it returns False or raises, end the open step of the optimizer.
+
+        If it raises, the rows of the step are unknown: the next cut marks all rows. Only exceptions that are no
+        ``Exception``, such as KeyboardInterrupt, are raised again.
+        """
         try:
             if not self._contained(action, otherwise=False):
                 self.forget(id(optimizer))

@@ -245,7 +245,10 @@ class PublisherHeartbeat:
 
 
 def see_publisher(storage: Storage, head: Manifest) -> tuple[PublisherHeartbeat, float | None] | None:
-    """Return the heartbeat of the publisher of ``head``, and its modification time in Unix seconds; None if missing."""
+    """Return the last heartbeat of the publisher that wrote ``head``; None if there is none.
+
+    With it, return the Unix time in seconds at which the store modified the heartbeat, None if the store does not say.
+    """
     name, response = _publisher_path(head.generation), Transfer()
     beat = read_record(storage, name, "heartbeat", PublisherHeartbeat, response)
     if beat is None or (beat.stream, beat.generation, beat.writer) != (head.stream, head.generation, head.writer):

@@ -348,7 +348,7 @@ def promote(storage: Storage) -> Manifest:
 
 
 class ObjectCopier:
-    """Copier of the objects of entries between two stores. Copies large objects in pieces of 8 MiB."""
+    """Copies the objects of entries from one store to another, large ones in pieces of 8 MiB."""
 
     def __init__(self, source: Storage, destination: Storage, memory_bytes: int) -> None:
         self._source = source

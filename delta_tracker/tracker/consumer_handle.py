@@ -118,8 +118,8 @@ class ConsumerHandle(Uncopied, remedy="Save or copy the tracker's state_dict(), 
     def others(self) -> dict[str, tuple[int, dict[str, Tensor]]]:
         """Return the cursor position and the carried rows of each other consumer, by name. Does not read the log.
 
-        The pending rows of a consumer are the carried rows, ``[N]`` int64 local ids by table FQN, and all rows that
-        changed after the cursor position. Dropped consumers and consumers that :meth:`begin_copy` added are omitted.
+        Carried rows, ``[N]`` int64 local ids by table FQN, are pending rows that are not in the log after the cursor.
+        The other pending rows changed after it. Dropped consumers and those that :meth:`begin_copy` added are omitted.
         """
         own = self._held()
         with self._log.lock:

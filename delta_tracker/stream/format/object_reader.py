@@ -247,7 +247,11 @@ def check_size(stored: Part | Stored, size: int | None) -> None:
 def checked_pieces(
     read: Callable[[int, int], NDArray[np.uint8] | None], stored: Part | Stored
 ) -> Iterator[NDArray[np.uint8]]:
-    """Yield the pieces of an object, the last one only if all match the record. ``read`` returns None if missing."""
+    """Yield the pieces of an object.
+
+    Raises CorruptPartError before the last piece if the bytes do not match the record ``stored``, or if ``read``
+    returns None because the object does not exist.
+    """
     # In format 2, the hash covers the digests of the pieces of the body; in format 1, it covers the whole object.
     whole, body = xxhash.xxh3_128(), PieceHasher()
     digests = bytearray()

@@ -95,7 +95,7 @@ class Orders:
         self._stream = ""  # of the position when the last round ended
 
     def begin(self) -> Policy:
-        """Begin a round: process the calls of :meth:`release`, and return the policy."""
+        """Apply the calls of :meth:`release` since the last poll of the reader, and return the policy."""
         while self._releases:
             last = self._releases.popleft()
             if self.policy.own is not None:

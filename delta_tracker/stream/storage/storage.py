@@ -263,7 +263,7 @@ class Storage:
             return sorted(self._store.objects(prefix, after or ""), key=operator.attrgetter("name"))
 
     def names(self, prefix: str, *, after: str | None = None) -> list[str]:
-        """Return the sorted names of the objects that :meth:`objects` returns. Faster in a local directory."""
+        """Return the names of the objects that :meth:`objects` returns, sorted. Faster than it in a local directory."""
         with self._operation("list", prefix, "a listing", argument="prefix", after=after):
             return sorted(self._store.names(prefix, after or ""))
 

@@ -139,7 +139,8 @@ class Store(ABC):
     def create(self, name: str, data: bytes) -> bool:
         """Write an object atomically if no object with this name exists.
 
-        Returns False if such an object exists or may exist. The caller then calls :meth:`stat`, and retries.
+        Returns False if such an object exists or may exist. The caller then calls :meth:`stat`, and retries
+        if there is no such object.
         """
         raise NotImplementedError
 

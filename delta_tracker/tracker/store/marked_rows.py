@@ -44,9 +44,10 @@ class Segment:
     states: OldStates | None = None
 
     def merged(self, newer: "Segment") -> "Segment":
-        """Merge a newer segment into this one and return the result. Rows in both segments keep the states of this one.
+        """Return the union of this segment and a newer one. Rows in both have the states of this one.
 
-        The result may be a new segment. A call that fails or is interrupted can be repeated.
+        The result is this segment, or a new one. Use neither of the two afterwards. A call that fails or is interrupted
+        can be repeated.
         """
         if self.rows is None:
             return Segment(self.start, newer.rows, newer.states)
