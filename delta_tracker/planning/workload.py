@@ -169,7 +169,6 @@ def _blocks(entries: list[Manifest]) -> Iterator[Block]:
 
 
 def _changed(deltas: list[Manifest], table: TableSpec) -> float:
-    """Return the mean fraction of a table's rows in a delta."""
     cells = sum(block.num_rows * block.num_columns for block in _blocks(deltas) if block.table == table.fqn)
     return cells / len(deltas) / max(1, table.num_rows * table.dim)
 

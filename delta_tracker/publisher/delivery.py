@@ -130,7 +130,6 @@ class Delivery:
         return self._ended(job.result(), commit.result())
 
     def _send(self, rounds: "Rounds", job: Future[Message]) -> Outcome:
-        """Send this rank's share to rank 0, and wait for the outcome."""
         is_sent = False
         while True:
             if not is_sent:

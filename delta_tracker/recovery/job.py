@@ -376,7 +376,6 @@ def _check_match(what: str, match: Match, remedy: str, *, is_ordered: bool) -> N
 
 
 def _state(each: Stateful, states: TrainingStates, path: tuple[Any, ...], parameters: Parameters) -> Any:  # noqa: ANN401
-    """Return the saved state at ``path`` as ``each`` can load it."""
     state = states.load(*path)
     if not getattr(each, GROUPS, None):
         return state

@@ -153,7 +153,6 @@ def load_collision_states(module: Any, states: Sequence[Mapping[str, Any]]) -> i
 
 
 def _load_history(module: Any, parts: Sequence[Mapping[str, Any]], device: torch.device) -> None:  # noqa: ANN401
-    """Restore the ids that were seen since the last eviction."""
     history = torch.cat([state["history"] for state in parts])
     size = sum(max(0, state["buffer_size"]) for state in parts)
     is_new = all(state["buffer_size"] == -1 for state in parts)

@@ -110,7 +110,6 @@ class PostLookupHook(Watcher):
             self._watch_output(output)
 
     def _watch_copy(self, output: Tensor) -> None:
-        """Count the backward passes of a lookup in a copy of the model."""
         if output.requires_grad and self._kernel.is_fused and not is_capturing():
             output.register_hook(lambda _: self._contained(lambda: self.others.count(self._tables), otherwise=None))  # type: ignore[no-untyped-call]
 

@@ -57,7 +57,7 @@ def refuse_unseen_writes(model: nn.Module, found: Discovery) -> None:
 
 
 def _refuse_stashing(found: Discovery) -> None:
-    """Reject tables whose memory is freed in each forward pass, while a publisher may copy their rows in a thread."""
+    # a publisher may copy rows in a thread meanwhile
     tables = [(fqn, module) for module_fqn, module in found.modules.items() for fqn in found.tables_of(module_fqn)]
     stashed = [fqn for fqn, module in tables if is_stashed(module, fqn.rpartition(".")[2])]
     if stashed:

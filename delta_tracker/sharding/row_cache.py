@@ -105,11 +105,7 @@ def between_prefetches(tbe: Any) -> AbstractContextManager[None]:  # noqa: ANN40
 
 @contextmanager
 def same_random_numbers(tbe: Any) -> Iterator[None]:  # noqa: ANN401  one of several classes of FBGEMM
-    """Context manager after which a CUDA device draws the random numbers that it would have drawn without a flush.
-
-    A flush of a float32 cache to rows of a smaller dtype draws numbers for stochastic rounding, so that a training run
-    would have other random numbers, such as those of dropout, with a publisher than without.
-    """
+    """Context manager that restores the CUDA generator, of which a flush to rows of a smaller dtype draws numbers."""
     weights = getattr(tbe, "lxu_cache_weights", None)
     if weights is None or not weights.is_cuda or not getattr(tbe, "stochastic_rounding", False):
         yield

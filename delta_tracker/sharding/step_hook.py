@@ -98,8 +98,7 @@ class StepHook(Watcher):
     def run(self, optimizer: torch.optim.Optimizer, action: Callable[[], bool]) -> None:
         """Call ``action``. If it returns False or raises, end the open step of the optimizer.
 
-        If it raises, the rows of the step are unknown: the next cut marks all rows. Only exceptions that are no
-        ``Exception``, such as KeyboardInterrupt, are raised again.
+        If it raises, the next cut marks all rows. Of the exceptions, only such as KeyboardInterrupt are raised again.
         """
         try:
             if not self._contained(action, otherwise=False):

@@ -187,7 +187,6 @@ class LmdbSink(RowSink):
             self._change(dict(zip(keys, rows, strict=True)), value_bytes=value_bytes)
 
     def _log_end(self, stream: str, table: str) -> int:
-        """Return the number of entries in the table's log of owners."""
         number = self._num_logged.get((stream, table), 0)
         while self._read([_log_key(stream, table, number)]) != [None]:
             number += 1

@@ -247,7 +247,6 @@ def _asks_others(decision: Decision, view: View) -> bool:
 
 
 def _at(log: SeenLog, view: View) -> Apply | Stay | Doubt:
-    """Return the decision for one log."""
     order, position = _order(log, view), view.position
     try:
         if position is None or position.rows is Rows.MIXED:
@@ -477,7 +476,6 @@ def _begin(log: SeenLog, view: View, order: Order | None) -> Apply | Stay:
 
 
 def _start(log: SeenLog, view: View, bound: int | None = None) -> Apply:
-    """Begin with the newest snapshot that is allowed."""
     allows = _allows(log, view, bound)
     try:
         return _newest(log, view, snapshots(log, allows=allows), None)
@@ -620,7 +618,6 @@ def _check_may_follow(log: SeenLog, view: View, position: Position) -> None:
 
 
 def _snapshots(log: SeenLog, view: View, bound: int | None = None) -> Iterator[Manifest]:
-    """Yield the snapshots that are allowed, newest first."""
     return snapshots(log, allows=_allows(log, view, bound), skips_unreadable=not view.is_patient)
 
 

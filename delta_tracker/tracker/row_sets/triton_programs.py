@@ -30,7 +30,6 @@ def _bit(position: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _popcount(words: tl.tensor) -> tl.tensor:
-    """Return the number of bits set in each int32."""
     words = words.to(tl.uint32, bitcast=True)
     words = words - ((words >> 1) & 0x55555555)
     words = (words & 0x33333333) + ((words >> 2) & 0x33333333)
