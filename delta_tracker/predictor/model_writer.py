@@ -87,7 +87,9 @@ class ModelWriter:
         with self.lock.reading():
             if self.lock.is_torn:
                 raise FollowEndedError("rows were being written and may be torn", "Call sync() in this process first")
-            served = Served(self.written.version, self._applying)
+            written, applying = self.written, self._applying
+            # After a change of the model, its tables have no version until a snapshot is applied.
+            served = Served(None if written.is_mixed and applying is None else written.version, applying)
             if not self.fence.devices and not streams:  # all tables are on the CPU
                 yield served
                 return

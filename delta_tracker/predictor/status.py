@@ -9,7 +9,7 @@ class Served(NamedTuple):
     """Versions that the tables contain, as yielded by :meth:`Predictor.reading`."""
 
     version: int | None
-    """Last version that was applied completely; None before the first."""
+    """Last version that was applied completely; None before the first, and after a change of the model."""
     applying: int | None
     """Version that is written only in part; None if there is no such version.
 

@@ -21,7 +21,13 @@ from delta_tracker import Canary, Encoding, ModelDeltaTracker, Predictor, Publis
 from delta_tracker.cli.attention import of_predictors
 from delta_tracker.cli.main import main
 from delta_tracker.cli.predictors import SeenPredictor, read_predictors
-from delta_tracker.errors import InvalidArgumentError, MissingTableError, ModelMismatchError, StorageError
+from delta_tracker.errors import (
+    InvalidArgumentError,
+    MissingTableError,
+    ModelMismatchError,
+    NoSnapshotError,
+    StorageError,
+)
 from delta_tracker.monitor import Monitor
 from delta_tracker.predictor.model_fit import OnModelChange, fit
 from delta_tracker.predictor.predictor import Rollout
@@ -271,6 +277,21 @@ def test_a_table_that_is_replaced_while_no_version_comes_is_noticed(rule: OnMode
     model["b"] = model["b"].clone()  # a move of the model
     assert predictor.sync() == newest
     assert predictor.status().counts.rows == num_rows
+
+
+def test_a_changed_model_has_no_version_while_a_canary_allows_no_snapshot() -> None:
+    trainer = _Trainer()
+    trainer.restart(_OLD)
+    predictor = _predictor(_model(_OLD), trainer.storage)
+    newest = predictor.sync()
+    with predictor.reading() as served:
+        assert served == (newest, None)
+    changed = _predictor(_model({**_OLD, "b": (4, 2)}), trainer.storage, rollout=Rollout(canary=Canary(versions=9)))
+    changed.load_state_dict(predictor.state_dict())
+    with pytest.raises(NoSnapshotError):
+        changed.sync()
+    with changed.reading() as served:
+        assert served == (None, None)
 
 
 def test_a_restarted_predictor_of_the_same_model_reads_no_snapshot() -> None:

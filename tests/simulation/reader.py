@@ -133,6 +133,7 @@ class Reader:
         num_known: number of all orders then.
         knew_all: True if its stores had all of them.
         blind_at: time of its last call without a version while a store lacked an order.
+        empty_at: time of its last call without a version, or of its start.
         excused: counter of the newest order that its own release may have ended.
         pinned: pin that it has followed, None without one.
         may_serve_held: True if an accepted version or a rollback has led past the gate.
@@ -159,6 +160,7 @@ class Reader:
     num_known: int = 0
     knew_all: bool = True
     blind_at: float = 0.0
+    empty_at: float = field(default_factory=lambda: SCHEDULER.now)
     excused: int = 0
     pinned: Order | None = None
     may_serve_held: bool = False
@@ -296,6 +298,14 @@ class Reader:
             return None if self.served.stated is None else self.served.stated.applying
         with self.predictor.reading() as held:
             return held.applying
+
+    @property
+    def is_mixed(self) -> bool:
+        """True if lookups are told that the tables have no version, although the predictor knows its position."""
+        if self.has_row_store or self.predictor.version is None:
+            return False
+        with self.predictor.reading() as held:
+            return held.version is None
 
     @property
     def is_late(self) -> bool:

@@ -35,6 +35,7 @@ def check(reader: Reader, history: History, encoding: str | None, *, is_complete
             raise RuleError("backwards", f"{reader.describe()} from {reader.floor} to no version")
         if not history.is_shown_by(reader.settings.stores):
             reader.blind_at = SCHEDULER.now
+        reader.empty_at = SCHEDULER.now
         return
     key = stream, version
     if key not in history.copies:
@@ -112,6 +113,8 @@ def _check_choice(reader: Reader, place: Place, history: History) -> None:
     copy = history.copies[history.streams[whole[0]], whole[1]]
     # Until a version is applied after a restart, it is not compared with the model.
     known = [reader.left_out(copy)] if reader.has_applied else [(), reader.left_out(copy), reader.not_chosen(copy)]
+    if (applying := reader.applying) is not None:  # it names those of a version before it writes the first row
+        known += [reader.left_out(each) for (_, version), each in history.copies.items() if version == applying]
     if left_out not in known:
         raise RuleError("left out", f"{reader.describe()} names {left_out}")
 
@@ -178,7 +181,8 @@ def _check_start(reader: Reader, key: Key, pin: Order | None) -> None:
         return
     slow_at = max(store.pace.slow_at for store in reader.settings.stores)
     since = max(pin.time, reader.blind_at, slow_at)
-    if pin.counter > reader.excused and since + LOOK_SECONDS < SCHEDULER.now and _is_after(key, pin):
+    begun_at = reader.empty_at if reader.is_following else SCHEDULER.now  # a thread may have begun then
+    if pin.counter > reader.excused and since + LOOK_SECONDS < begun_at and _is_after(key, pin):
         raise RuleError("bad version", f"{reader.describe()} begins with {key[1]} in spite of {pin}")
 
 

@@ -1020,7 +1020,8 @@ class World:
 
     def _check_copies(self, reader: Reader, errors: list[Exception]) -> None:
         """Check that a predictor reads past a damaged copy in a cache, which it does once in five minutes."""
-        is_due = reader.failed_at + _AGAIN_SECONDS < SCHEDULER.now
+        slow_at = max(store.pace.slow_at for store in reader.settings.stores)  # calls of its thread may have failed
+        is_due = max(reader.failed_at, slow_at) + _AGAIN_SECONDS < SCHEDULER.now
         if errors:
             reader.failed_at = SCHEDULER.now
         if (
@@ -1113,7 +1114,7 @@ class World:
             self._check_alone(reader, is_complete=is_complete)
 
     def _check_alone(self, reader: Reader, *, is_complete: bool) -> None:
-        is_partial = reader.is_interrupted or reader.applying is not None or reader.is_late
+        is_partial = reader.is_interrupted or reader.applying is not None or reader.is_late or reader.is_mixed
         try:
             if is_partial and not self._has_rows_of_one_version(reader):
                 check_partial(reader, self._history, self._schedule.encoding)
