@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 
 from delta_tracker import Canary
 from tests.simulation.history import History, Order, Place
@@ -42,7 +43,7 @@ def targets(reader: Reader, history: History) -> set[Place] | None:
     found = newest | _while_held(entries, allowed, start, number, ends, history)
     if reader.own is not None:
         own = history.without_claims(reader.own)
-        found = {own} | (found if own[0] != number else set())
+        found = {own} | (found | _before_end(reader, own, history) if own[0] != number else set())
     if not reader.settings.follows_pins:
         return found or None
     # The newest one that one of the stores shows. If a mirror cannot copy the newest one, it shows an older one.
@@ -52,6 +53,9 @@ def targets(reader: Reader, history: History) -> set[Place] | None:
         is_known = newest_one == shown
         is_there = order.version in ends
         pinned = (number, order.version)
+        # An earlier pin may still apply.
+        applies = floor is None or (is_known and is_there)
+        found |= set() if applies else set(product([number], _pins(history, stream, 0, order.counter) & ends))
         if order.kind == "pin":
             found = _pinned(reader, order, found, pinned, is_certain=is_known and is_there, is_known=is_known)
         else:
@@ -90,6 +94,20 @@ def _while_held(
     if first is None or not ends or first > max(ends):
         return set()
     return {history.without_claims((number, each)) for each in {first - 1} & ends}
+
+
+def _pins(history: History, stream: str, after: int, before: float) -> set[int]:
+    """Return the versions of the pins of a stream with counters between two others."""
+    orders = [each for (name, _), each in history.ordered.items() if name == stream and each.kind == "pin"]
+    return {each.version for each in orders if after < each.counter < before}
+
+
+def _before_end(reader: Reader, own: Place, history: History) -> set[Place]:
+    """Return where a predictor may be that a later pin has led from its own rollback before the stream ended."""
+    stream = history.streams[own[0]]
+    last = max(_pins(history, stream, reader.known, float("inf")), default=0)
+    versions = {version for name, version in history.copies if name == stream and version <= last}
+    return {history.without_claims((own[0], each)) for each in versions}
 
 
 def _while_waiting(floor: Place, number: int, history: History) -> set[Place]:
