@@ -330,6 +330,13 @@ def test_many_random_worlds_break_no_rule_but_the_known_ones(worlds: Interpreter
             {"states": True},
             id="trainers, predictors and a row store change their tables",
         ),
+        pytest.param(
+            "publish 0 0, join 0 234822, change_model 0 7015, publish 0 0, publish 0 0, snapshot 0 0, publish "
+            "0 0, pin 0 0, change_model 0 14593, sync 0 0, change_served 0 0, snapshot 0 0, release_pin 0 0, "
+            "sync 0 0",
+            {"states": True, "has_buckets": True},
+            id="a canary with another model serves no version before it may apply a snapshot",
+        ),
     ],
 )
 def test_a_schedule_that_broke_a_rule_breaks_none(
