@@ -27,10 +27,13 @@ def main(argv: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder, "results")
         results.touch()
-        paths = [str(_SITE), *([] if checkout == "-" else [checkout]), str(_ROOT)]
+        checkouts = [] if checkout == "-" else [checkout]
+        paths = [str(_SITE), *checkouts, str(_ROOT)]
         env = os.environ | {"PYTHONPATH": os.pathsep.join(paths), RESULTS: str(results)}
         command = [sys.executable, "-P", "-W", "ignore", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore"]
-        subprocess.run([*command, "-c", os.devnull, "--rootdir", checkout, *tests], env=env, check=False)
+        subprocess.run(
+            [*command, "-c", os.devnull, "--rootdir", *(checkouts or [folder]), *tests], env=env, check=False
+        )
         lines = [json.loads(line) for line in results.read_text().splitlines()]
     counts = Counter[str]()
     for line in lines:

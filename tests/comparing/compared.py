@@ -24,7 +24,16 @@ class Compared:
     """Tracker of one model, and the rows at its last read."""
 
     def __init__(self, model: Any) -> None:
-        self._found: dict[str, Any] = {"tables": 0, "reads": 0, "changed": 0, "more": 0, "faults": [], "refused": ""}
+        test = os.environ.get("PYTEST_CURRENT_TEST", "").partition(" ")[0]
+        self._found: dict[str, Any] = {
+            "test": test,
+            "tables": 0,
+            "reads": 0,
+            "changed": 0,
+            "more": 0,
+            "faults": [],
+            "refused": "",
+        }
         self._tracker: ModelDeltaTracker | None = None
         try:
             self._tracker = _tracker(model)
@@ -68,9 +77,8 @@ class Compared:
             self._write()
 
     def _write(self) -> None:
-        line = {"test": os.environ.get("PYTEST_CURRENT_TEST", "").partition(" ")[0], **self._found}
         with Path(os.environ[RESULTS]).open("a") as file:
-            file.write(json.dumps(line) + "\n")
+            file.write(json.dumps(self._found) + "\n")
 
 
 def _tracker(model: Any) -> ModelDeltaTracker:
