@@ -147,6 +147,7 @@ class Reader:
         is_following: True while a thread of its own follows.
         clock: wall clock of its host.
         before: what lookups read at its last check.
+        applying: highest version of which rows may have been written at its last check; None for none.
     """
 
     name: str
@@ -172,6 +173,7 @@ class Reader:
     failed_at: float = -math.inf
     is_interrupted: bool = False
     is_following: bool = False
+    applying: int | None = None
     clock: Clock = field(default_factory=Clock)
 
     def __post_init__(self) -> None:
@@ -291,21 +293,17 @@ class Reader:
     def has_row_store(self) -> bool:
         return isinstance(self.served, ServedRows)
 
-    @property
-    def applying(self) -> int | None:
-        """Highest version of which rows may be written, as lookups are told; None if the version is complete."""
-        if isinstance(self.served, ServedRows):
-            return None if self.served.stated is None else self.served.stated.applying
-        with self.predictor.reading() as held:
-            return held.applying
+    def look(self) -> bool:
+        """Set :attr:`applying` to what lookups are told. Return True if the tables have no complete version.
 
-    @property
-    def is_mixed(self) -> bool:
-        """True if lookups are told that the tables have no version, although the predictor knows its position."""
-        if self.has_row_store or self.predictor.version is None:
-            return False
+        A second look may wait, while a thread that follows goes on.
+        """
+        if isinstance(self.served, ServedRows):
+            self.applying = None if self.served.stated is None else self.served.stated.applying
+            return self.applying is not None
         with self.predictor.reading() as held:
-            return held.version is None
+            self.applying = held.applying
+            return held.applying is not None or (held.version is None and self.predictor.version is not None)
 
     @property
     def is_late(self) -> bool:

@@ -113,8 +113,8 @@ def _check_choice(reader: Reader, place: Place, history: History) -> None:
     copy = history.copies[history.streams[whole[0]], whole[1]]
     # Until a version is applied after a restart, it is not compared with the model.
     known = [reader.left_out(copy)] if reader.has_applied else [(), reader.left_out(copy), reader.not_chosen(copy)]
-    if (applying := reader.applying) is not None:  # it names those of a version before it writes the first row
-        known += [reader.left_out(each) for (_, version), each in history.copies.items() if version == applying]
+    if reader.applying is not None:  # it names those of a version before it writes the first row
+        known += [reader.left_out(each) for (_, version), each in history.copies.items() if version == reader.applying]
     if left_out not in known:
         raise RuleError("left out", f"{reader.describe()} names {left_out}")
 

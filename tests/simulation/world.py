@@ -1114,7 +1114,7 @@ class World:
             self._check_alone(reader, is_complete=is_complete)
 
     def _check_alone(self, reader: Reader, *, is_complete: bool) -> None:
-        is_partial = reader.is_interrupted or reader.applying is not None or reader.is_late or reader.is_mixed
+        is_partial = reader.look() or reader.is_interrupted or reader.is_late
         try:
             if is_partial and not self._has_rows_of_one_version(reader):
                 check_partial(reader, self._history, self._schedule.encoding)
