@@ -64,9 +64,7 @@ def check(reader: Reader, history: History, encoding: str | None, *, is_complete
     is_led = is_pinned or (reader.is_following and is_on_the_way)
     _check_gate(reader, Copy(held, {}), version, is_led=is_led)
     _check_held(reader, place, history, is_led=is_led)
-    floor = reader.floor
-    if floor is not None and place < floor and (place[0] < floor[0] or not (is_pinned or is_on_the_way)):
-        raise RuleError("backwards", f"{reader.describe()} from {floor} to {place} without an order of this stream")
+    _check_floor(reader, place, is_ordered=is_pinned or is_on_the_way)
     _check_canary(reader, place, history, key)
     _check_orders(reader, place, history, key, is_on_the_way=is_on_the_way)
     if Copy(held, {}).is_healthy:
@@ -78,6 +76,17 @@ def check(reader: Reader, history: History, encoding: str | None, *, is_complete
         # It may be there by chance, before it has looked for the pin.
         reader.pinned = newest if reader.predictor.status().pinned == newest.version else reader.pinned
     reader.seen = max((counter for _, counter in history.ordered), default=0)
+
+
+def _check_floor(reader: Reader, place: Place, *, is_ordered: bool) -> None:
+    """Check that a predictor goes back only by an order of its stream."""
+    floor = reader.floor
+    if floor is None or place >= floor:
+        return
+    if not is_ordered:
+        raise RuleError("backwards", f"{reader.describe()} from {floor} to {place} without an order")
+    if place[0] < floor[0]:
+        raise RuleError("former pin", f"{reader.describe()} from {floor} to {place} by a pin of a former stream")
 
 
 def _check_model(reader: Reader, history: History, key: Key, encoding: str | None) -> None:
