@@ -214,12 +214,23 @@ class Follower(Forkable):
             self._heartbeats.write(self.current_error, self.poll_seconds, seconds=seconds)
 
     def _say_stopped(self) -> None:
-        """Write a last heartbeat unless the thread ended with an error. The store may not answer: wait a second."""
-        if self._heartbeats is not None and not isinstance(self.error, FollowEndedError):
-            thread = self._runtime.thread(target=self._beat, args=(0.0,), name="last-heartbeat", daemon=True)
-            with suppress(RuntimeError):  # the system has no more threads
-                thread.start()
+        """Write a last heartbeat unless the thread ended with an error. Give up if the store takes over a second."""
+        if self._heartbeats is None or isinstance(self.error, FollowEndedError):
+            return
+        stop = threading.Event()
+
+        def write() -> None:
+            with interruptible(stop), suppress(Interrupted):
+                self._beat(0.0)
+
+        thread = self._runtime.thread(target=write, name="last-heartbeat", daemon=True)
+        with suppress(RuntimeError):  # the system has no more threads
+            thread.start()
+            try:
                 thread.join(_LAST_SECONDS)
+            finally:
+                stop.set()
+                thread.join()
 
     def _end(self, run: _Run) -> None:
         """Stop the thread of ``run`` and wait until it has ended. The run stays active if the wait is interrupted."""

@@ -13,8 +13,11 @@ import pytest
 from delta_tracker import Predictor
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.predictor.model_writer import ModelWriter
+from delta_tracker.stream import interruption
 from delta_tracker.stream.storage.storage import Storage
 from tests.predictor.serving import Breakable, eventually
+from tests.stores.rules import calls
+from tests.stores.wrapped import WrappedStorage
 from tests.stream.streams import FQN, Writer
 
 _LONG_SECONDS = 60.0
@@ -185,6 +188,22 @@ def test_a_stop_before_the_first_row_of_another_stream_keeps_the_position(writer
     assert predictor.state_dict() == before
     predictor.sync()
     assert predictor.status().stream == other.claim.head.stream
+
+
+def test_the_last_heartbeat_does_not_outlive_stop(writer: Writer) -> None:
+    is_slow = threading.Event()
+
+    def wait(_: object) -> None:
+        if is_slow.is_set():
+            interruption.sleep(_LONG_SECONDS)
+
+    store = WrappedStorage(Storage("memory://"), calls(before=wait))
+    predictor = Predictor(writer.model(), writer.storage, name="p", heartbeats=store)
+    predictor.sync()
+    predictor.follow(poll_seconds=0.001)
+    is_slow.set()
+    predictor.stop()
+    assert "last-heartbeat" not in [thread.name for thread in threading.enumerate()]
 
 
 @pytest.mark.advice("InvalidArgumentError: Follower.stop")
