@@ -180,7 +180,7 @@ class ModelWriter:
         position: dict[str, str | int] = {}
         if written.version is not None and not written.is_mixed:
             fields = {name: getattr(written, name) for name in _Saved.__struct_fields__}
-            position = msgspec.to_builtins(_Saved(**fields))
+            position = msgspec.to_builtins(_Saved(**{**fields, "created": written.saved_created}))
             # Also after a load, because a predictor that continued may have saved them.
             if self.specs is not None and (self.model.continues or self.manifest is None):
                 position["model"] = msgspec.json.encode(self.specs).decode()

@@ -73,7 +73,7 @@ class SinkState(Written):
     def to_json(self) -> bytes:
         """Return the state encoded as JSON."""
         values = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "choice" or self.choice}
-        return msgspec.json.encode({"format": _FORMAT, **values})
+        return msgspec.json.encode({"format": _FORMAT, **values, "created": self.saved_created})
 
     @classmethod
     def from_json(cls, data: bytes) -> Self:

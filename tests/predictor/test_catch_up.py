@@ -20,7 +20,7 @@ from tests.monitor.figures import Figures
 from tests.predictor.serving import Breakable
 from tests.stores.rules import fails, on
 from tests.stores.wrapped import WrappedStorage
-from tests.stream.streams import FQN, Writer
+from tests.stream.streams import FQN, Writer, a_second_later
 
 
 def _writer(num_deltas: int, *, every: int | None = None) -> Writer:
@@ -233,10 +233,11 @@ def test_a_replaced_stream_is_not_continued_with_its_merged_versions() -> None:
     for prefix in ("log", "merged", "parts"):
         for name in writer.storage.names(prefix):
             writer.storage.delete(name)
-    other = Writer(writer.storage, num_rows=200)
-    other.snapshot()
-    for number in range(30):
-        other.delta([number])
+    with a_second_later():
+        other = Writer(writer.storage, num_rows=200)
+        other.snapshot()
+        for number in range(30):
+            other.delta([number])
     compact(other.storage, fold=1e9)
     assert predictor.sync() == other.claim.head.version
     assert predictor.status().resyncs == 1

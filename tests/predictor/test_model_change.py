@@ -752,7 +752,11 @@ class _World:
         compact(self.trainer.storage)
 
     def restart_predictor(self, sizes: Sizes | int) -> None:
-        """Restart with the saved position and tables, and with new ones where the sizes changed."""
+        """Restart with the saved position and tables, and with new ones where the sizes changed.
+
+        A position is saved after a call of ``sync``, because it is not compared with the tables before.
+        """
+        self.sync(0)
         state = self._predictor.state_dict()
         if not isinstance(sizes, int):
             kept = {name: table for name, table in self.model.items() if sizes.get(name) == tuple(table.shape)}

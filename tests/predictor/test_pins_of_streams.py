@@ -26,7 +26,7 @@ from tests.predictor.memory_sink import MemorySink, Stored
 from tests.predictor.pin_fleet import Fleet, steps
 from tests.stores.rules import fails, nth, on
 from tests.stores.wrapped import READS, WrappedStorage
-from tests.stream.streams import FQN
+from tests.stream.streams import FQN, Writer
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -393,7 +393,7 @@ def test_a_resync_applies_nothing_after_a_pin_that_was_found_meanwhile(
     assert predictor.status().resyncs == 0
 
 
-def test_an_older_copy_of_the_log_brings_its_pin_back(fleet: Fleet) -> None:
+def test_the_pin_of_an_older_copy_of_the_log_does_not_lead_back(fleet: Fleet) -> None:
     predictor = fleet.join()
     predictor.sync()
     pin_version(fleet.storage, 3)
@@ -403,8 +403,13 @@ def test_an_older_copy_of_the_log_brings_its_pin_back(fleet: Fleet) -> None:
     newest = fleet.published("snapshot")
     assert predictor.sync() == newest
     fleet.put_back(older)
-    assert steps(predictor) == [3]
-    assert predictor.status().pinned == 3
+    assert steps(predictor) == ["StreamReplacedError"]
+    fleet.assert_holds(predictor, newest)
+    fleet.writer = Writer(fleet.storage)
+    newest = fleet.published("snapshot")
+    release_pin(fleet.storage)
+    assert steps(predictor) == [newest]
+    fleet.assert_holds(predictor, newest)
 
 
 def test_a_release_is_followed_again_from_a_position_before_it(fleet: Fleet) -> None:

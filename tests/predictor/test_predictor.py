@@ -208,7 +208,7 @@ def test_another_stream_in_the_same_place_is_refused_until_it_has_a_snapshot(wri
     good = predictor.sync()
     for kind in ("delta", "snapshot"):
         head = writer.claim.head
-        entry = replace(head, stream="0" * 32, kind=kind, version=good + 1, parent=head.link)
+        entry = replace(head, stream="0" * 32, kind=kind, version=good + 1, parent=head.link, created=head.created + 1)
         entry = replace(entry, parts=(), tables={}) if kind == "delta" else replace(entry, snapshot=good + 1)
         name = f"log/{good + 1:020d}.json"
         writer.storage.delete(name)

@@ -31,7 +31,7 @@ from tests.predictor.waits import shorten_waits
 from tests.stores.rules import nth
 from tests.stores.wrapped import WrappedStorage
 from tests.stream.histories import History
-from tests.stream.streams import FQN, Writer
+from tests.stream.streams import FQN, Writer, a_second_later
 
 
 def _gap(root: Path, history: History) -> str:
@@ -250,9 +250,10 @@ def test_an_invalid_state_is_refused(change: dict) -> None:
 
 
 def test_a_state_of_another_stream_leads_to_its_snapshot(caplog) -> None:
-    history, other = a_history(9, 3), a_history(10, 3)
-    follower = Follower(other)
+    follower = Follower(a_history(10, 3))
     follower.sync()
+    with a_second_later():
+        history = a_history(9, 3)
     moved = Follower(history, follower.predictor.state_dict(), follower.model)
     moved.is_lost = True
     assert moved.sync() is None

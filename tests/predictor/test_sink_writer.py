@@ -34,7 +34,7 @@ from tests.predictor.memory_sink import MemorySink, Stored
 from tests.predictor.serving import eventually
 from tests.stores.wrapped import WrappedStorage
 from tests.stream.streams import FQN as FQN_OF_WRITER
-from tests.stream.streams import Writer
+from tests.stream.streams import Writer, a_second_later
 from tests.sweeps import SWEEPS_ARE_WHOLE
 
 _NUM_STEPS = 40
@@ -182,7 +182,8 @@ def _trained(seed: int, num_versions: int) -> History:
 
 def _replaced(history: History, seed: int) -> History:
     """Put another stream in place of the one of ``history``, and return its trainer."""
-    other = _trained(seed, 2)
+    with a_second_later():
+        other = _trained(seed, 2)
     for folder in ("log", "parts"):
         for name in history.storage.names(folder):
             history.storage.delete(name)

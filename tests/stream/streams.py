@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -27,6 +30,12 @@ def chunks_of(rows: BlockRows, num_rows: int) -> Iterator[tuple[list[int], Tenso
     for begin, stored in zip(range(0, len(ids), num_rows), rows.chunks(num_rows), strict=True):
         assert 1 <= len(stored) <= num_rows
         yield ids[begin : begin + len(stored)], stored
+
+
+def a_second_later() -> AbstractContextManager[object]:
+    """Return a context manager in which streams are newer than all positions that were saved before."""
+    now = time.time
+    return mock.patch.object(time, "time", side_effect=lambda: now() + 1)
 
 
 class Writer:

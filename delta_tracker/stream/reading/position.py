@@ -2,12 +2,13 @@
 
 from dataclasses import dataclass, replace
 from enum import Enum
+from math import ceil
 from typing import Self, cast
 
 from msgspec import Struct, convert, to_builtins
 
 from delta_tracker.errors import InvalidArgumentError
-from delta_tracker.stream.format.field_types import Count, Hex
+from delta_tracker.stream.format.field_types import Count, Hex, Time
 from delta_tracker.stream.format.manifest import Link, Manifest
 from delta_tracker.stream.store_clock import SKEW_SECONDS
 
@@ -40,14 +41,14 @@ class Position:
     Args:
         stream: id of the stream, 32 hex digits.
         generation: generation of the entry.
-        created: Unix time at which the entry was committed, in whole seconds.
+        created: Unix time at which the entry was committed, in seconds; rounded up if the position was saved.
         rows: what the tables contain in addition to the rows of this position.
     """
 
     stream: str
     link: Link
     generation: int
-    created: int
+    created: float
     rows: Rows = Rows.WHOLE
 
     @property
@@ -58,7 +59,7 @@ class Position:
     @classmethod
     def after(cls, entry: Manifest) -> Self:
         """Return the position of a reader that has applied an entry completely."""
-        return cls(entry.stream, entry.link, entry.generation, int(entry.created))
+        return cls(entry.stream, entry.link, entry.generation, entry.created)
 
     def names(self, entry: Manifest | None) -> bool:
         """Return True if ``entry`` is the entry at this position. Return False if it is None."""
@@ -82,7 +83,7 @@ class Position:
 
     def to_dict(self) -> dict[str, str | int]:
         """Return the position as plain values, for JSON."""
-        saved = SavedPosition(self.stream, self.link.version, self.link.xxh3, self.generation, self.created)
+        saved = SavedPosition(self.stream, self.link.version, self.link.xxh3, self.generation, ceil(self.created))
         return cast("dict[str, str | int]", to_builtins(saved))
 
     @classmethod
@@ -107,7 +108,8 @@ class Written:
         version: version that all rows have reached; None until the first snapshot is complete.
         xxh3: 128-bit xxh3 of the entry of ``version``, in hex; None if ``version`` is None.
         generation: generation of that entry; None if ``version`` is None.
-        created: Unix time at which that entry was committed, in whole seconds; None if ``version`` is None.
+        created: Unix time at which that entry was committed, in seconds; rounded up if it was saved; None if
+            ``version`` is None.
         pin: counter of the pin that led to ``version``; 0 without a pin.
         release: counter of the last release that was followed; 0 without a release, or if ``pin`` is above 0.
         applying: newest version that may be partly written; None if there is no such version.
@@ -120,7 +122,7 @@ class Written:
     version: Count | None = None
     xxh3: Hex | None = None
     generation: Count | None = None
-    created: Count | None = None
+    created: Time | None = None
     pin: Count = 0
     release: Count = 0
     applying: Count | None = None
@@ -171,8 +173,13 @@ class Written:
 
     def at(self, entry: Manifest) -> Self:
         """Return a copy with the version of ``entry``."""
-        link, created = entry.link, int(entry.created)
-        return replace(self, version=link.version, xxh3=link.xxh3, generation=entry.generation, created=created)
+        link = entry.link
+        return replace(self, version=link.version, xxh3=link.xxh3, generation=entry.generation, created=entry.created)
+
+    @property
+    def saved_created(self) -> int | None:
+        """Return :attr:`created` as it is saved: a stream that was created in the same second is not newer."""
+        return None if self.created is None else ceil(self.created)
 
     def with_order(self, kind: str, counter: int) -> Self:
         """Return a copy with a pin or a release as the last order that was followed."""
