@@ -126,6 +126,7 @@ class Reader:
     Attributes:
         served: what it writes to.
         floor: place below which it may not go; None before the first version.
+        saved: place of the position that it loaded without its tables, None without one.
         own: place of its own rollback, None without one.
         own_time: time of its own rollback.
         seen: highest counter of an order when it was called last.
@@ -154,6 +155,7 @@ class Reader:
     settings: Settings
     served: Served
     floor: Place | None = None
+    saved: Place | None = None
     own: Place | None = None
     own_time: float = 0.0
     seen: int = 0
@@ -269,7 +271,8 @@ class Reader:
         self.is_following = True
 
     def stop(self) -> None:
-        """End that thread, if there is one."""
+        """End that thread, if there is one. Its last calls may have failed."""
+        self.failed_at = SCHEDULER.now if self.is_following else self.failed_at
         self.is_following = False
         if not self._process.is_killed:
             with suppress(DeltaTrackerError):  # the error of its last attempt
@@ -376,7 +379,7 @@ class Reader:
         if fitting.keys() == copy.keys():
             after.floor, after.pinned, after.seen = self.floor, self.pinned, self.seen
         else:
-            after.is_interrupted = True  # it states the saved version until it has read a snapshot
+            after.is_interrupted, after.saved = True, self.floor  # until it has read a snapshot
         return after
 
     def released(self) -> None:

@@ -29,7 +29,8 @@ def targets(reader: Reader, history: History) -> set[Place] | None:
     # A canary counts up to the newest entry, also if its parts are lost.
     heads = [each for each in (store.newest() for store in stores) if each is not None and each.stream == stream]
     head = max((*entries, *heads), key=lambda each: (not each.is_merged, each.version))
-    if is_waiting or (floor is None and not _may_begin(reader, history, entries, head)):
+    is_older = reader.saved is not None and reader.saved > (number, head.version)  # all that is there is older
+    if is_waiting or (floor is None and (is_older or not _may_begin(reader, history, entries, head))):
         return None
     entries = [each for each in entries if fits(reader, history, each)]
     allowed = [each for each in entries if is_allowed(each, head, reader.settings.canary)]

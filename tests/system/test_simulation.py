@@ -337,6 +337,18 @@ def test_many_random_worlds_break_no_rule_but_the_known_ones(worlds: Interpreter
             {"states": True, "has_buckets": True},
             id="a canary with another model serves no version before it may apply a snapshot",
         ),
+        pytest.param(
+            "join 0 15177, publish 0 0, follow 0 0, mirror 0 0, mirror 3 0, publish 0 0, promote_lagging 0 0, "
+            "snapshot 0 0, settle 0 0, advised 0 0",
+            {"seed": 58000058, "states": True, "has_web": True, "has_buckets": True, "ranks": 2},
+            id="a former stream ends in the second in which the stream of a predictor begins",
+        ),
+        pytest.param(
+            "join 0 87551, burst 0 0, mirror 0 0, publish 0 0, publish 0 0, publish 0 0, mirror 1 0, sync 0 0, "
+            "lose 0 0, promote 1 0, change_model 0 0, lose 0 0, change_served 0 0",
+            {"seed": 58000224, "encoding": "INT8"},
+            id="a predictor with new tables does not begin at an older copy than its saved position",
+        ),
     ],
 )
 def test_a_schedule_that_broke_a_rule_breaks_none(
