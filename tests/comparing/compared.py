@@ -20,26 +20,37 @@ RESULTS = "DELTA_TRACKER_COMPARED"
 """Environment variable with the file to which each process appends a line for each model."""
 
 
+class Found(dict[str, Any]):
+    """What the comparison of one model or kernel has found."""
+
+    def __init__(self) -> None:
+        test = os.environ.get("PYTEST_CURRENT_TEST", "").partition(" ")[0]
+        super().__init__(test=test, tables=0, reads=0, changed=0, more=0, faults=[], refused="")
+
+    def compare(self, table: str, changed: set[int], reported: set[int]) -> None:
+        """Compare the rows that a read reported with those that changed."""
+        self["changed"] += len(changed)
+        self["more"] += len(reported - changed)
+        if not changed <= reported:
+            self["faults"].append(f"{table}: rows {sorted(changed - reported)[:5]} are missing")
+
+    def write(self) -> None:
+        """Append it to the file of results."""
+        with Path(os.environ[RESULTS]).open("a") as file:
+            file.write(json.dumps(self) + "\n")
+
+
 class Compared:
     """Tracker of one model, and the rows at its last read."""
 
     def __init__(self, model: Any) -> None:
-        test = os.environ.get("PYTEST_CURRENT_TEST", "").partition(" ")[0]
-        self._found: dict[str, Any] = {
-            "test": test,
-            "tables": 0,
-            "reads": 0,
-            "changed": 0,
-            "more": 0,
-            "faults": [],
-            "refused": "",
-        }
+        self._found = Found()
         self._tracker: ModelDeltaTracker | None = None
         try:
             self._tracker = _tracker(model)
         except DeltaTrackerError as error:
             self._found["refused"] = f"{type(error).__name__}: {error}"[:300]
-            self._write()
+            self._found.write()
             return
         self._rows = rows_of(self._tracker)
         self._found["tables"] = len(self._rows)
@@ -56,12 +67,8 @@ class Compared:
         now, delta = rows_of(self._tracker), self._tracker.get_delta()
         self._found["reads"] += 1
         for fqn, rows in now.items():
-            needed, held = set(differing(self._rows[fqn], rows)), delta[fqn]
-            reported = set(held.ids.tolist())
-            self._found["changed"] += len(needed)
-            self._found["more"] += len(reported - needed)
-            if not needed <= reported:
-                self._found["faults"].append(f"{fqn}: rows {sorted(needed - reported)[:5]} are missing")
+            held = delta[fqn]
+            self._found.compare(fqn, set(differing(self._rows[fqn], rows)), set(held.ids.tolist()))
             if held.states is not None and len(held):
                 before = self._rows[fqn][held.ids[held.known]]
                 if not torch.equal(held.states[held.known], before):
@@ -74,11 +81,7 @@ class Compared:
             self.compare()
             self._tracker.detach()
             self._tracker = None
-            self._write()
-
-    def _write(self) -> None:
-        with Path(os.environ[RESULTS]).open("a") as file:
-            file.write(json.dumps(self._found) + "\n")
+            self._found.write()
 
 
 def _tracker(model: Any) -> ModelDeltaTracker:
