@@ -3,8 +3,6 @@
 Each public name is imported at its first use, so that a serving host does not import the modules of a trainer.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import TYPE_CHECKING
 

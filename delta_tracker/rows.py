@@ -3,8 +3,6 @@
 Notation: ``N`` is the number of rows, ``S`` the number of values in the old state of a row.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -51,7 +49,7 @@ class ChangedRows:
         """Size of all tensors in bytes."""
         return sum(each.nbytes for each in self.tensors)
 
-    def take(self, index: Tensor) -> ChangedRows:
+    def take(self, index: Tensor) -> "ChangedRows":
         """Return copies of the selected rows.
 
         ``index`` is an ascending int64 tensor of row indices, or an ``[N]`` bool mask.
@@ -61,16 +59,16 @@ class ChangedRows:
             take_rows(self.ids, indices), *(None if each is None else take_rows(each, indices) for each in self.columns)
         )
 
-    def copy(self) -> ChangedRows:
+    def copy(self) -> "ChangedRows":
         """Return a copy that shares no tensor with these rows."""
         columns = (None if each is None else new_rows(len(each), each).copy_(each) for each in self.columns)
         return ChangedRows(new_rows(len(self.ids), self.ids).copy_(self.ids), *columns)
 
-    def without_states(self) -> ChangedRows:
+    def without_states(self) -> "ChangedRows":
         """Return the same rows without their old states; the tensors are shared."""
         return ChangedRows(self.ids, ages=self.ages, former=self.former)
 
-    def aged(self) -> ChangedRows:
+    def aged(self) -> "ChangedRows":
         """Return the same rows with their ages increased by one."""
         ages = torch.zeros_like(self.ids, dtype=torch.int32) if self.ages is None else self.ages
         return ChangedRows(self.ids, self.states, self.known, ages + 1, self.former)

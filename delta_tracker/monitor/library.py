@@ -13,8 +13,6 @@ Names follow the conventions of Prometheus (https://prometheus.io/docs/practices
 end with the unit. The Prometheus sinks append ``_total`` to the names of counters.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any, Generic, TypeVar, cast
 
@@ -35,11 +33,11 @@ class _Metric(Generic[_S]):
     def __init__(self, kind: Kind, text: str, *labels: str, **options: Any) -> None:  # noqa: ANN401
         self._options: dict[str, Any] = {"kind": kind, "help": text, "labels": labels, **options}
 
-    def __set_name__(self, owner: type[LibraryMetrics], name: str) -> None:
+    def __set_name__(self, owner: type["LibraryMetrics"], name: str) -> None:
         self._attribute = name
         self.definition = Definition(name=PREFIX + name, **self._options)
 
-    def __get__(self, metrics: LibraryMetrics, owner: type[LibraryMetrics]) -> _S:
+    def __get__(self, metrics: "LibraryMetrics", owner: type["LibraryMetrics"]) -> _S:
         stat = cast("_S", metrics.registry.define(self.definition))
         setattr(metrics, self._attribute, stat)  # later accesses find this attribute
         return stat

@@ -1,7 +1,5 @@
 """Forecast of memory, traffic, requests, disk space and start-up time of a stream in a bucket."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -60,11 +58,11 @@ class Requests:
     heads: float = 0.0
     deletes: float = 0.0
 
-    def __add__(self, other: Requests) -> Requests:
+    def __add__(self, other: "Requests") -> "Requests":
         mine, others = asdict(self), asdict(other)
         return Requests(**{name: mine[name] + others[name] for name in mine})
 
-    def times(self, factor: float) -> Requests:
+    def times(self, factor: float) -> "Requests":
         """Return a copy with all numbers multiplied by ``factor``."""
         return Requests(**{name: factor * value for name, value in asdict(self).items()})
 
@@ -106,7 +104,7 @@ class VersionSize:
         """Number of bytes that one predictor receives to read the entry and the parts."""
         return self.entry_bytes + self.reads().num_bytes
 
-    def reads(self, memory_bytes: int = MEMORY_BYTES) -> Reads:
+    def reads(self, memory_bytes: int = MEMORY_BYTES) -> "Reads":
         """Return the requests that one predictor sends to read the parts.
 
         As many parts as fit in ``memory_bytes`` are read whole. The others are read twice, in pieces: once to check the

@@ -1,7 +1,5 @@
 """Checks that a predictor makes before it applies a version."""
 
-from __future__ import annotations
-
 import logging
 import math
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ completely, unless the model's table was replaced; see
 :meth:`~delta_tracker.predictor.model_writer.ModelWriter.keeps_rows`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal

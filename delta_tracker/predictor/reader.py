@@ -1,7 +1,5 @@
 """Reader of a stream, which decides which version to apply next and applies it: :class:`Reader`."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -40,6 +38,23 @@ _CATCH_UP = 8
 _SPREAD_SECONDS = 1.0  # a read past a cache waits up to this long: many readers meet a fault at the same time
 _IGNORED_SECONDS = 60.0  # between two looks for a pin that is not followed
 _SURVEY_SECONDS = 60.0  # between two looks at the other sources while the current one shows nothing new
+
+
+@dataclass(slots=True, eq=False)
+class _Round:
+    """State of one round of a reader. A round that bypasses a cache always looks for a gap.
+
+    Args:
+        view: input of the next decision.
+        looks_for_gap: argument of :meth:`Reader.advance`.
+        retry: source to read a faulty version from next.
+        has_waited: True after the wait before the first object is read again.
+    """
+
+    view: View
+    looks_for_gap: bool
+    retry: Source | None = None
+    has_waited: bool = False
 
 
 class Reader:
@@ -462,23 +477,6 @@ class IgnoredPins:
             if notice and notice != self.notice:
                 _logger.warning("%s, because follows_pins is False: url=%s", notice, storage.url)
             self.notice = notice
-
-
-@dataclass(slots=True, eq=False)
-class _Round:
-    """State of one round of a reader. A round that bypasses a cache always looks for a gap.
-
-    Args:
-        view: input of the next decision.
-        looks_for_gap: argument of :meth:`Reader.advance`.
-        retry: source to read a faulty version from next.
-        has_waited: True after the wait before the first object is read again.
-    """
-
-    view: View
-    looks_for_gap: bool
-    retry: Source | None = None
-    has_waited: bool = False
 
 
 def _subject(fault: StreamError) -> str:

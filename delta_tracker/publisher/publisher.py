@@ -1,7 +1,5 @@
 """Publish the rows that changed on all ranks to a stream, one version at a time."""
 
-from __future__ import annotations
-
 import logging
 import os
 import threading

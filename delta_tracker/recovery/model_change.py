@@ -1,7 +1,5 @@
 """Differences between a version and a job whose model or optimizers changed since then: :func:`change_of`."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """Match the parameters of a torch optimizer with those of its saved state by name: :func:`matched`."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Restore the complete state of a training job from a version of a stream: :func:`restore`."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing

@@ -1,7 +1,5 @@
 """Keep a second job ready to continue training when the first job fails: :class:`Standby`."""
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence

@@ -5,8 +5,6 @@ states. The columns of a state table are the columns of the table, or the indice
 one number for each range.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """Read the training states of all ranks in one version, including the values that the library itself saves."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any, TypedDict, TypeVar, cast

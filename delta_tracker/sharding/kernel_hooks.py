@@ -14,8 +14,6 @@ A deep copy of a model also calls the hooks. They ignore lookups of the copy: it
 Backward passes of other copies are counted, to warn if a job trains a copy by mistake.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -153,11 +151,11 @@ class PostLookupHook(Watcher):
         if not self._contained(watch, otherwise=False):
             self._unseen("a hook could not be registered; build a new tracker")
 
-    def _write_begins(self, update: _Update, grad_outputs: object) -> None:  # noqa: ARG002
+    def _write_begins(self, update: "_Update", grad_outputs: object) -> None:  # noqa: ARG002
         if not self._contained(partial(self._begin, update), otherwise=False):
             update.is_missed = True
 
-    def _begin(self, update: _Update) -> bool:
+    def _begin(self, update: "_Update") -> bool:
         key = next(self._keys)
         update.keys[threading.get_ident()] = key
         self.in_flight.discard(update)
@@ -173,10 +171,10 @@ class PostLookupHook(Watcher):
             self._contained(lambda: self._count(update.ids), otherwise=None)
         return True
 
-    def _write_ends(self, update: _Update, grad_inputs: object, grad_outputs: object) -> None:  # noqa: ARG002
+    def _write_ends(self, update: "_Update", grad_inputs: object, grad_outputs: object) -> None:  # noqa: ARG002
         self._contained(partial(self._end, update), otherwise=None)
 
-    def _end(self, update: _Update) -> None:
+    def _end(self, update: "_Update") -> None:
         key = update.keys.pop(threading.get_ident(), None)
         if update.is_missed:
             # Cuts since the start of the write have not marked the rows again.
@@ -230,7 +228,7 @@ class _Update:
     is_proven: bool
     keys: dict[int, int] = field(default_factory=dict)
     is_missed: bool = False
-    token: _BackwardToken | None = None
+    token: "_BackwardToken | None" = None
 
 
 class _BackwardToken:

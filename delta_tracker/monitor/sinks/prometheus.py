@@ -4,8 +4,6 @@
 families of ``prometheus_client``.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -39,7 +37,7 @@ class _TotalsSink(Sink):
     def deliver(self, collection: CollectionReport) -> None:
         self._collection = collection
 
-    def collect(self) -> Iterator[Metric]:
+    def collect(self) -> Iterator["Metric"]:
         """Yield the metric family of each stat in the newest collection."""
         collection = self._collection
         if collection is None:
@@ -124,7 +122,7 @@ class PrometheusFileSink(_TotalsSink):
         self._client.write_to_textfile(str(self._path), self._registry)
 
 
-def family(definition: Definition, reports: Sequence[TotalReport], attributes: Sequence[tuple[str, str]]) -> Metric:
+def family(definition: Definition, reports: Sequence[TotalReport], attributes: Sequence[tuple[str, str]]) -> "Metric":
     """Return the metric family of a stat. ``reports`` contains the totals of its cells.
 
     ``attributes`` are added to each sample as labels, unless the stat has a label with the same name.

@@ -5,8 +5,6 @@ their ids, and are newer. Readers and compaction first write the listed rows ove
 outdated row is applied.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -51,7 +49,7 @@ class BlockRows:
     owners: RowReader | None = None
 
     @classmethod
-    def of(cls, block: Block, ids: Tensor | None, stored: Tensor) -> BlockRows:
+    def of(cls, block: Block, ids: Tensor | None, stored: Tensor) -> "BlockRows":
         """Return a view of the rows ``stored``, ``[N, width]``, a result of :func:`~.codec.encode_rows`."""
         return cls(block, ids, held_rows(stored))
 
@@ -90,11 +88,11 @@ class BlockRows:
             ids = slice(first + begin, first + end) if self.ids is None else self.ids[begin:end]
             yield ids, self.reader("owners")(begin, end)[:, 0]
 
-    def loaded(self) -> BlockRows:
+    def loaded(self) -> "BlockRows":
         """Read the rows with their states and owners now, and return them as rows in memory."""
         return self._read_through(self.block, self.ids, lambda read: held_rows(read(0, self.block.num_rows)))
 
-    def decoded(self, dtype: torch.dtype) -> BlockRows:
+    def decoded(self, dtype: torch.dtype) -> "BlockRows":
         """Return the same rows decoded to the table's dtype: float32, float16 or bfloat16."""
         block = self.block
         if block.encoding.dtype is dtype:
@@ -107,7 +105,7 @@ class BlockRows:
             self.owners,
         )
 
-    def within(self, rows: tuple[int, int], columns: tuple[int, int]) -> BlockRows:
+    def within(self, rows: tuple[int, int], columns: tuple[int, int]) -> "BlockRows":
         """Return the part of the block that lies in half-open ranges of its global row ids and columns.
 
         For quantized rows and for rows with states or owners, ``columns`` must be the block's whole column range.
@@ -129,13 +127,13 @@ class BlockRows:
         left, right = columns[0] - block.columns[0], columns[1] - block.columns[0]
         return BlockRows(part, ids, lambda begin, end: self.read(start + begin, start + end)[:, left:right])
 
-    def take(self, indices: Tensor) -> BlockRows:
+    def take(self, indices: Tensor) -> "BlockRows":
         """Return the rows at ascending, unique ``[M]`` int64 indices, with their ids, states and owners."""
         ids = indices + self.block.rows[0] if self.ids is None else self.ids[indices]
         part = replace(self.block, num_rows=len(indices), ids="list")
         return self._read_through(part, ids, lambda read: lambda begin, end: read_rows(read, indices[begin:end]))
 
-    def _read_through(self, block: Block, ids: Tensor | None, change: Callable[[RowReader], RowReader]) -> BlockRows:
+    def _read_through(self, block: Block, ids: Tensor | None, change: Callable[[RowReader], RowReader]) -> "BlockRows":
         states = tuple(change(read) for read in self.states)
         owners = None if self.owners is None else change(self.owners)
         return BlockRows(block, ids, change(self.read), states, owners)

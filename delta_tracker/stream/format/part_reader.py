@@ -4,8 +4,6 @@ A reader checks a whole object against its record before it returns anything. If
 2, it checks each range before it returns the range.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Collection, Iterable, Iterator
@@ -152,7 +150,7 @@ class PartReader:
         manifest: Manifest,
         *,
         memory_bytes: int = MEMORY_BYTES,
-        source: PartSource | None = None,
+        source: "PartSource | None" = None,
         blocks: Collection[int] | None = None,
         dense: Collection[str] | None = None,
     ) -> None:
@@ -197,7 +195,7 @@ class PartReader:
             found.append(BlockRows(block, ids, read, owners=owners))
         return found
 
-    def with_states(self, source: PartSource | None = None) -> list[BlockRows]:
+    def with_states(self, source: "PartSource | None" = None) -> list[BlockRows]:
         """Return the same rows as :attr:`rows`, each with the states of its table.
 
         ``source`` reads ``part.states``, the object with the states. None reads and checks the whole object.
