@@ -56,9 +56,8 @@ class Stream:
         """
         head = self.log.head()
         if head is None:
-            raise InvalidArgumentError(
-                "URL", self.storage.url, "Check the URL, or start the publisher: there is no stream"
-            )
+            remedy = "Check the URL, or start the publisher: there is no stream"
+            raise InvalidArgumentError("URL", self.storage.url, remedy)
         return head
 
     def wait_for_head(self, every: float) -> Manifest:

@@ -100,9 +100,8 @@ class Definition:
             raise InvalidArgumentError("name", self.name, "Name what is counted: Prometheus appends _total")
         object.__setattr__(self, "labels", check_label_names(self.labels))
         if type(self.unit) is not str or not _UNIT.fullmatch(self.unit):
-            raise InvalidArgumentError(
-                "unit", self.unit, "Spell out the base unit in lower case: seconds, bytes, ratio"
-            )
+            remedy = "Spell out the base unit in lower case: seconds, bytes, ratio"
+            raise InvalidArgumentError("unit", self.unit, remedy)
         check_text("help", self.help)
         check_count("max_cells", self.max_cells)
         is_pair = type(self.bounds) in (tuple, list) and [type(each) for each in self.bounds] == [int, int]

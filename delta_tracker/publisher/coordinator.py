@@ -111,9 +111,8 @@ class Coordinator:
         """
         seen = StreamLog(self.storage, self._runtime).read(self.head.version)
         if seen is None or seen.writer != self.head.writer:
-            raise InvalidArgumentError(
-                "url", self.storage.url, "Give all ranks the same store: this one lacks rank 0's claim"
-            )
+            remedy = "Give all ranks the same store: this one lacks rank 0's claim"
+            raise InvalidArgumentError("url", self.storage.url, remedy)
 
     def release(self) -> None:
         """Mark the claim as unused. Call this method if the publisher could not be built. No-op without a claim."""

@@ -383,9 +383,8 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
             raise InvalidArgumentError("publisher", "closed", "Build a new Publisher")
         thread, process = self._caller
         if os.getpid() != process:
-            raise InvalidArgumentError(
-                "process", os.getpid(), "Publish in the process that built it, not in a fork of it"
-            )
+            remedy = "Publish in the process that built it, not in a fork of it"
+            raise InvalidArgumentError("process", os.getpid(), remedy)
         if threading.get_ident() != thread:
             raise InvalidArgumentError("thread", threading.current_thread().name, "Publish from the training thread")
         return self._versions

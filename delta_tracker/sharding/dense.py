@@ -60,9 +60,8 @@ def dense_tensors(
                 raise InvalidArgumentError("dense", sharded, f"{_PARTS}, some of {sorted(chosen)}")
         for name, tensor in chosen.items():
             if found.setdefault(name, tensor) is not tensor:
-                raise InvalidArgumentError(
-                    "dense", name, "Pass a mapping of names to modules: two tensors have the name"
-                )
+                remedy = "Pass a mapping of names to modules: two tensors have the name"
+                raise InvalidArgumentError("dense", name, remedy)
     for name, tensor in found.items():
         if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_meta or tensor.is_sparse:
             raise InvalidArgumentError("dense", name, f"Leave it out: a {type(tensor).__name__} is not whole here")
@@ -85,9 +84,8 @@ def _parts(dense: DenseChoice) -> list[tuple[str, str | nn.Module]]:
         found = [] if isinstance(dense, str) else [("", each) for each in dense]
     wrong = [each for prefix, each in found if not isinstance(each, nn.Module if prefix else str | nn.Module)]
     if wrong or isinstance(dense, str):
-        raise InvalidArgumentError(
-            "dense", wrong or dense, "Pass a module, a list of names or modules, or a dict of modules"
-        )
+        remedy = "Pass a module, a list of names or modules, or a dict of modules"
+        raise InvalidArgumentError("dense", wrong or dense, remedy)
     return found
 
 

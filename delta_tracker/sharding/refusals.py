@@ -119,9 +119,8 @@ def _refuse_pruning(model: nn.Module, found: Discovery, torchrec: Torchrec) -> N
             if tables:
                 pruned[fqn] = f"a GenericITEPModule, which resets rows of {', '.join(tables)}"
     if pruned:
-        raise UnsupportedModelError(
-            pruned, "Train these tables without pruning, or name them in fqns_to_skip to train them untracked"
-        )
+        remedy = "Train these tables without pruning, or name them in fqns_to_skip to train them untracked"
+        raise UnsupportedModelError(pruned, remedy)
 
 
 def _refuse_optimizers(found: Discovery) -> None:

@@ -149,9 +149,8 @@ class LmdbStore:
         """Raise InvalidArgumentError if the table's FQN is too long for the keys of LMDB."""
         limit = _MAX_KEY_BYTES - len(b"k") - _STREAM_HEX - len(b"r") - _ID_BYTES
         if len(table.encode()) > limit:
-            raise InvalidArgumentError(
-                "table", table, f"Pass a name of up to {limit} bytes in UTF-8, the limit of LMDB"
-            )
+            remedy = f"Pass a name of up to {limit} bytes in UTF-8, the limit of LMDB"
+            raise InvalidArgumentError("table", table, remedy)
 
 
 def state_key(stream: str) -> bytes:

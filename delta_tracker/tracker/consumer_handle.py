@@ -234,9 +234,8 @@ class ConsumerHandle(Uncopied, remedy="Save or copy the tracker's state_dict(), 
     def _held(self) -> str:
         """Return the consumer's name. Raise InvalidArgumentError if the handle was released."""
         if self.is_released:
-            raise InvalidArgumentError(
-                "consumer", self.name, "Call reserve() of the tracker again: this handle was released"
-            )
+            remedy = "Call reserve() of the tracker again: this handle was released"
+            raise InvalidArgumentError("consumer", self.name, remedy)
         return self.name
 
     @property

@@ -207,6 +207,5 @@ def _check(value: Tensor, weight: Tensor | float) -> None:
             raise InvalidArgumentError("weight", weight.device, f"Move it to {value.device}, the device of the values")
         pairs = zip(reversed(weight.shape), reversed(value.shape), strict=False)
         if weight.dim() > value.dim() or any(w not in (1, v) for w, v in pairs):
-            raise InvalidArgumentError(
-                "weight", tuple(weight.shape), f"Pass a shape that broadcasts to {tuple(value.shape)}"
-            )
+            remedy = f"Pass a shape that broadcasts to {tuple(value.shape)}"
+            raise InvalidArgumentError("weight", tuple(weight.shape), remedy)

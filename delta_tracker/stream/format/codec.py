@@ -67,9 +67,8 @@ def decode_rows(stored: Tensor, encoding: Encoding, num_columns: int, dtype: tor
     ``stored`` may be on any device and need not be contiguous. It is returned if no conversion is needed.
     """
     if stored.shape[1:] != (encoding.width(num_columns),) or stored.dtype != encoding.dtype:
-        raise InvalidArgumentError(
-            "stored", (tuple(stored.shape), stored.dtype), f"Pass rows of {num_columns} columns in {encoding}"
-        )
+        remedy = f"Pass rows of {num_columns} columns in {encoding}"
+        raise InvalidArgumentError("stored", (tuple(stored.shape), stored.dtype), remedy)
     match encoding:
         case Encoding.F32 | Encoding.F16 | Encoding.BF16:
             rows = stored

@@ -165,9 +165,8 @@ def seconds_of(duration: str) -> float:
 def check_name(argument: str, name: object) -> None:
     """Reject a name that leads outside the URL or is not supported by some stores. The error names ``argument``."""
     if not isinstance(name, str) or not is_name(name):
-        raise InvalidArgumentError(
-            argument, name, "Pass a relative name such as parts/x, without backslash, #, control, empty, . or .. part"
-        )
+        remedy = "Pass a relative name such as parts/x, without backslash, #, control, empty, . or .. part"
+        raise InvalidArgumentError(argument, name, remedy)
 
 
 def is_name(name: str) -> bool:
@@ -186,9 +185,8 @@ def _split(url: object) -> SplitResult:
     if parts.query or parts.fragment:
         raise InvalidArgumentError("url", url, "Remove the query and the fragment (? and #)")
     if parts.scheme not in SCHEMES:
-        raise InvalidArgumentError(
-            "url", url, f"Use one of the schemes {', '.join(SCHEMES)}. Write a directory as file:///directory"
-        )
+        remedy = f"Use one of the schemes {', '.join(SCHEMES)}. Write a directory as file:///directory"
+        raise InvalidArgumentError("url", url, remedy)
     if parts.scheme != "memory" and not url[len(parts.scheme) :].startswith("://"):
         raise InvalidArgumentError("url", url, f"Write {parts.scheme}:// with two slashes")
     if parts.scheme in ("http", "https") and ("@" in parts.netloc or not parts.hostname):

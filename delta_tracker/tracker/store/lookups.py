@@ -172,9 +172,8 @@ def _check_same_kind(table: _Table, fqn: str, lookup: IndexedLookup) -> None:
         remedy = f"Pass batches in ascending order: table {fqn!r} is at batch {table.newest_batch}"
         raise InvalidArgumentError("batch_idx", lookup.batch_idx, remedy)
     if lookup.ids.device != table.empty.ids.device:
-        raise InvalidArgumentError(
-            "ids", lookup.ids.device, f"Move them to {table.empty.ids.device}, where table {fqn!r} is"
-        )
+        remedy = f"Move them to {table.empty.ids.device}, where table {fqn!r} is"
+        raise InvalidArgumentError("ids", lookup.ids.device, remedy)
     known = table.empty.states
     if lookup.states is None or known is None:
         return
