@@ -67,17 +67,17 @@ class Cadence:
             raise InvalidArgumentError("Cadence", "no bound", "Pass one of batches, seconds, rows and num_bytes")
 
     def calls_per_vote(self, world_size: int) -> int:
-        """Return ``vote_every``, or its default for ``world_size`` ranks if it is None."""
+        """Return ``vote_every``, or if it is None, the default for ``world_size`` ranks."""
         if self.vote_every is not None:
             return self.vote_every
         return min(-(-world_size // _RANKS_PER_CALL), _MAX_CALLS_PER_VOTE)
 
 
 class Pace:
-    """Progress of one rank towards the bounds of a cadence since the last version.
+    """Progress of one rank towards the bounds of a cadence, counted from the start of the last version.
 
-    An exact count of the pending rows is slow. Therefore, the rows are counted only if the last exact count plus the
-    number of rows recorded since then reaches a bound.
+    Counting the pending rows exactly is slow. Therefore, they are counted only if the last exact count plus the number
+    of rows recorded since then reaches a bound.
 
     Args:
         consumer: name of the consumer whose pending rows are counted.
@@ -113,7 +113,7 @@ class Pace:
         """Return True if a bound is reached, or for ``batches``, will be reached when the version starts.
 
         Args:
-            is_clock: True to check ``seconds`` too. Only rank 0 passes True.
+            is_clock: True to check the bound ``seconds`` too. Only rank 0 passes True.
         """
         cadence, tracker = self._cadence, self._tracker
         if cadence.batches is not None and tracker.num_batches + self._num_batches - self._batch >= cadence.batches:

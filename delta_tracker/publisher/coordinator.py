@@ -39,8 +39,8 @@ class Draft:
         pending_rows: number of changed rows on this rank that ``top_k`` did not select. They stay pending.
         parts: parts of the version that this rank has already written.
         training: training state of this rank, whose tensors are being copied; None for a version without states.
-        owner_changes: by FQN, a host copy of two counts (``[2]`` int64): how many raw ids gained a row of this rank
-            since the previous version, and how many lost one. None if the previous version's raw ids are unknown.
+        owner_changes: by FQN, a host copy of two counts (``[2]`` int64): the numbers of raw ids that gained and that
+            lost a row of this rank since the previous version. None if the previous version's raw ids are unknown.
     """
 
     kind: Kind
@@ -61,10 +61,10 @@ class Coordinator:
     :meth:`commit` and :meth:`answer`.
 
     Attributes:
-        is_first: True on rank 0, which commits.
+        is_first: True on rank 0, which commits the versions.
         storage: store of the stream.
         head: manifest of the last committed version, or of the claim before the first version.
-        states: FQN to the table's states, as the next delta must contain them; empty for versions without states.
+        states: optimizer states of each table in the next delta, by FQN; empty if versions have no states.
     """
 
     def __init__(self, exchange: Exchange, recorder: Recorder, runtime: Runtime) -> None:
@@ -81,7 +81,7 @@ class Coordinator:
 
     @property
     def needs_snapshot(self) -> bool:
-        """True on rank 0 if the next version must be a snapshot, because an entry was altered or lost."""
+        """True on rank 0 if an entry of the stream was altered or lost. The next version must then be a snapshot."""
         return self._claim is not None and self._claim.needs_snapshot
 
     def skew(self) -> float | None:
@@ -171,7 +171,7 @@ class Coordinator:
 
         ``draft`` is rank 0's draft. ``shares`` are the contents of the messages that :meth:`write` returned on all
         ranks, in rank order. Raises the errors of :meth:`Claim.commit`. After a StorageError, the version may have been
-        committed. If it was, the next version follows it.
+        committed. In this case, the next version follows it.
         """
         assert self._claim is not None, "only rank 0 commits"
         schema, states = draft.schema, self.states
@@ -205,7 +205,7 @@ class Coordinator:
         return committed
 
     def answer(self) -> dict[str, Any]:
-        """Return the last entry as a message to the other ranks. Returns an empty dict on ranks other than 0."""
+        """Return rank 0's message that contains the last entry. Returns an empty dict on the other ranks."""
         return {} if self._claim is None else {"entry": self._claim.data.decode()}
 
     def set_head(self, message: Mapping[str, Any]) -> Manifest:
@@ -217,7 +217,7 @@ class Coordinator:
         return self.head
 
     def lost(self, error: LostEntryError) -> None:
-        """Set :attr:`head` to the claim in ``error``, which rank 0 created after its newest entry was lost."""
+        """Set :attr:`head` to the claim in ``error``, which rank 0 created because an entry was lost."""
         self.head = parse_manifest("entry of rank 0", error.claim.encode())
 
     def _write_training(self, taken: TakenState) -> Stored:
@@ -227,7 +227,7 @@ class Coordinator:
             return put_training(self.storage, self._name("t"), buffers, taken.tree.num_bytes)
 
     def _name(self, role: str = "") -> str:
-        """Return a new name for a part of the next version, or with ``role`` s or t, its states or training state."""
+        """Return a new object name. ``role`` is empty for a part, "s" for row states, or "t" for a training state."""
         return part_name(self.head.version + 1, self.head.generation, f"r{self.rank}{role}")
 
     def _open(self, url: Location) -> None:
@@ -244,7 +244,7 @@ class Coordinator:
 def _owner_changes(
     shares: Sequence[Mapping[str, Any]], identities: Mapping[str, Identity]
 ) -> dict[str, tuple[int, int]]:
-    """Return, by FQN, how many raw ids gained a row and how many lost one on all ranks. Empty if unknown."""
+    """Return how many raw ids gained and how many lost a row on all ranks together, by FQN; empty if unknown."""
     if not all("owner_changes" in share for share in shares):
         return {}
     found = dict.fromkeys(identities, (0, 0))

@@ -37,8 +37,8 @@ class Delivery:
     """Background threads of one rank that write and commit each version after its cut.
 
     Each rank writes its share of the version and sends a description of it to rank 0. Rank 0 commits the version and
-    sends the outcome to all. While a rank writes, or rank 0 commits, the ranks exchange keep-alive messages. A dead
-    rank is thereby detected at once, and a suspended rank within the timeout.
+    sends the outcome to all. While a rank writes, or rank 0 commits, the ranks exchange keep-alive messages. The other
+    ranks thereby detect a dead rank at once, and a suspended rank within the timeout.
 
     Args:
         writer: writer of this rank's shares. On rank 0, it also commits.
@@ -67,7 +67,7 @@ class Delivery:
         self._messenger = runtime.executor("publisher-exchange")
 
     def start(self, outcome: Future[Outcome], number: int, draft: Draft | Exception, read: Delta | None = None) -> None:
-        """Start to write and commit a version. After an interrupt, call it again with the same ``outcome``.
+        """Start to write and commit a version. If the call is interrupted, repeat it with the same ``outcome``.
 
         Args:
             outcome: future that receives the result. An error is in its :attr:`Outcome.error`.
@@ -101,7 +101,7 @@ class Delivery:
         return self._lead(rounds, draft, job) if self._group.rank == 0 else self._send(rounds, job)
 
     def _lost(self, error: BaseException) -> Exception | None:
-        """Leave the group, because the other ranks may expect other messages. Return the error to report."""
+        """Leave the group, because the ranks may expect different messages. Return the error to report."""
         if self._group.world_size == 1 and isinstance(error, Exception):
             return error
         self._group.leave(f"{type(error).__name__} while a version was completed: {error}")
@@ -109,7 +109,7 @@ class Delivery:
         return self._group.lost
 
     def _lead(self, rounds: "Rounds", draft: Draft | Exception, job: Future[Message]) -> Outcome:
-        """Collect the shares of all ranks, commit the version, and send the outcome. Only on rank 0."""
+        """Collect the shares of all ranks, commit the version, and send the outcome. Only rank 0 calls this method."""
         shares: dict[int, bytes] = {}
         commit: Future[Message] | None = None
         try:
@@ -144,7 +144,7 @@ class Delivery:
         wait([job], self._seconds)
 
     def _commit(self, draft: Draft | Exception, share: Message, others: Mapping[int, bytes]) -> Message:
-        """Commit the version. Return the message to all ranks, which may be an error."""
+        """Commit the version. Return the message to send to all ranks, which contains the last entry or an error."""
 
         def act() -> dict[str, object]:
             if share.failure is not None:
@@ -224,7 +224,7 @@ class Rounds:
         return torch.tensor([self._number, len(data)])
 
     def _opened(self, header: Tensor, rank: int) -> bytes:
-        """Receive and return the data of the message from ``rank`` with this header."""
+        """Receive the data of the message from ``rank`` whose header is ``header``, and return it."""
         number, length = header.tolist()
         if number != self._number:
             own = f"rank {self._group.rank} at cut {self._number}"

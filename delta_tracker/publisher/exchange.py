@@ -115,7 +115,7 @@ class Exchange:
         timeout: maximum time that a call waits for other ranks before it raises RankLostError.
         name: name of the process group, the same on every rank.
         call: source text of the call that every rank must make, shown in error messages.
-        action: operation that fails if another rank fails, named in error messages.
+        action: name of the operation that fails if another rank fails, for error messages.
         join: function that creates the group, called with the name, the text of the call and the timeout.
 
     Raises:
@@ -142,7 +142,7 @@ class Exchange:
     def start_votes(self, vote: Vote) -> Gathering:
         """Send this rank's vote without waiting for the others, and return the handle for :meth:`count`.
 
-        If the other ranks still wait for a message from this rank after a failure, a blank message is sent first.
+        If the other ranks still wait for a message from this rank after a failure, first sends a blank message.
         """
         if self._exchanged is not None or self._num_owed_bytes:
             self.send_owed_message()
@@ -205,7 +205,7 @@ class Exchange:
         self.group.close()
 
     def send_owed_message(self) -> None:
-        """Send a blank message if the other ranks wait for one from this rank. They then raise RankFailedError."""
+        """Send a blank message if the other ranks wait for a message. Those ranks then raise RankFailedError."""
         try:
             if self._exchanged is not None:
                 self.count(self._exchanged)
@@ -219,7 +219,7 @@ class Exchange:
 
 
 class Ballots(Exchange):
-    """Exchange of a publisher that also tracks which votes this rank has to send.
+    """Exchange for a publisher. It also tracks which votes this rank has to send.
 
     A vote is due at every ``vote_every``-th call of ``step()``. If the call fails, its vote is sent later.
 
@@ -259,7 +259,7 @@ def _check_timeout(timeout: object) -> None:
 
 
 def opened(rank: int, data: bytes, action: Action = "publish") -> dict[str, Any]:
-    """Return the content of a message from ``rank``, or raise the error that the message describes.
+    """Return the content of ``data``, a message from ``rank``, or raise the error that the message describes.
 
     Errors other than FencedError and LostEntryError are raised as RankFailedError.
     """

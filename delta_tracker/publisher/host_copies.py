@@ -17,7 +17,7 @@ from delta_tracker.buffers.host_copy import HostCopy, side_stream
 from delta_tracker.stream.format.block_rows import CHUNK_BYTES
 
 MAX_BUFFER_BYTES = 256 << 20
-"""Largest size of a buffer on a CUDA device, in bytes. There are at most two at a time."""
+"""Largest size of a buffer on a CUDA device, in bytes. At most two buffers exist at a time."""
 
 _ALIGNMENT = 16  # of each tensor in a buffer: enough for every dtype
 
@@ -81,11 +81,11 @@ class HostCopier:
     buffers. This delays the later work of the current stream. If device memory runs out, smaller buffers are used, down
     to 4 MiB.
 
-    On other devices except the CPU, all rows are copied into one buffer. ``result()`` of the returned copy copies this
-    buffer to the host.
+    On devices other than CUDA and the CPU, all rows are copied into one buffer. ``result()`` of the returned copy
+    copies this buffer to the host.
 
-    The buffers take the size of the rows in device memory, at most 512 MiB on CUDA, until the copy is complete. The
-    host memory also takes the size of the rows. It is reused once the copies have been garbage-collected. Torch rounds
+    Until a copy is complete, its buffers take as much device memory as the rows, on CUDA at most 512 MiB. The copy
+    takes as much host memory as the rows. This memory is reused once the copy has been garbage-collected. Torch rounds
     the size of pinned memory up to a power of two and never frees it. The CUDA path has not been tested on a GPU.
     """
 

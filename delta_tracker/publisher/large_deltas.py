@@ -1,4 +1,4 @@
-"""Warn about tables if each delta contains most of their rows: :class:`LargeDeltas`."""
+"""Warn about tables of which each delta contains most rows: :class:`LargeDeltas`."""
 
 import logging
 from collections import Counter

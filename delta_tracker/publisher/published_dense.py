@@ -27,7 +27,7 @@ def chosen_dense(dense: DenseChoice | Literal[True], live: LiveTables) -> DenseC
 
 
 def warn_of_dense(live: LiveTables) -> None:
-    """Log a warning if the model has trainable dense parameters. Call this function if none are published."""
+    """Log a warning if the model has trainable dense parameters. Call this if no dense tensors are published."""
     if names := dense_parameters(live.model, live.tables):
         shown = ", ".join(names[:_MAX_NAMES]) + (f" and {len(names) - _MAX_NAMES} more" if names[_MAX_NAMES:] else "")
         _logger.warning(

@@ -71,14 +71,14 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
         dense: dense parameters and buffers to publish: True for all of the model, a module, names in the model's
             ``state_dict``, a list of modules, or a dict of names to modules. Each version contains rank 0's values of
             these tensors at the cut. Tensors that are split over the ranks are rejected. False publishes no dense
-            tensors, and so does None, which logs a warning if the model has trainable dense parameters.
+            tensors. None also publishes none, and logs a warning if the model has trainable dense parameters.
         encoding: :class:`~delta_tracker.stream.format.encoding.Encoding` of all tables, or a mapping of FQN to
             encoding. Tables without an encoding are stored in their own dtype.
         cadence: bounds at which :meth:`step` publishes; None if :meth:`step` is not used.
         upkeep: retention, compaction and pointer object of the stream; None for ``Upkeep()``.
         recovery: training state to publish with each version, so that :func:`~delta_tracker.recovery.restore.restore`
-            can continue training from it. The entries have format 2. After ``restore``, the first version is a delta.
-            After a checkpoint was loaded, it is a snapshot, because the checkpoint may not contain the optimizer
+            can continue training from it. The entries then have format 2. After ``restore``, the first version is a
+            delta. After a checkpoint was loaded, it is a snapshot, because the checkpoint may not contain the optimizer
             states. None publishes values only.
         notifier: notifier that sends a hint about each version to waiting predictors; None if predictors only poll.
         timeout: maximum wait for the other ranks, including the wait until every rank has built its publisher.
@@ -87,7 +87,7 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
         join: function that creates a process group of all ranks, see
             :class:`~delta_tracker.tracker.rank_group.RankGroup`.
         name: value of the label ``publisher`` of the metrics; None for ``"publisher"``. If another publisher of this
-            process has the name, ``-2``, ``-3``, ... is appended.
+            process has the same name, ``-2``, ``-3``, ... is appended.
 
     Raises:
         ReservedConsumerError: if the consumer is already reserved.
@@ -95,7 +95,8 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
         IncompleteModelError: if a restore of the model was interrupted.
         UnsupportedModelError: if ``recovery`` does not contain a table's optimizer, or a state cannot be published.
         InvalidArgumentError: if an argument is invalid, or does not fit the model, the tracker or another argument, for
-            example ``recovery`` with ``top_k``; if the claim in ``url`` is already used, or rank 0 uses another store.
+            example ``recovery`` with ``top_k``; if the claim in ``url`` is already used, or if rank 0 opened a
+            different store.
         UnsupportedStoreError: if the store has no atomic create.
         MalformedError: if the stream's newest entry is malformed.
         StorageError: if this rank cannot use the store. If the store failed during the claim, the stream may have been
@@ -345,7 +346,7 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
 
         Every rank must call this method. It does not publish the other pending rows: to publish them, call
         :meth:`flush` first. The stream stays claimed. If the version fails, its error is logged, and the rows stay
-        pending. A running compaction or retention is interrupted after 10 seconds. The next one completes its work.
+        pending. A running compaction or retention is interrupted after 10 seconds, and the next one completes the work.
 
         Raises:
             InvalidArgumentError: if called from another thread or process than the one that built the publisher. The
@@ -360,7 +361,7 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
         self._free()
 
     def _free(self) -> None:
-        """Free the resources. If the call is interrupted, the next :meth:`close` repeats it."""
+        """Free the publisher's resources. If this call is interrupted, the next :meth:`close` repeats it."""
         with ExitStack() as stack:
             for call in self._closing:
                 stack.callback(call)
@@ -378,7 +379,7 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
         return f"Publisher({self._writer.storage.url!r}, generation={head.generation}, version={head.version})"
 
     def _checked(self) -> Versions:
-        """Return ``self._versions``. Raise InvalidArgumentError if closed, or called in another thread or process."""
+        """Return ``self._versions``. Raise InvalidArgumentError if closed, or if built in another thread or process."""
         if self._versions is None:
             raise InvalidArgumentError("publisher", "closed", "Build a new Publisher")
         thread, process = self._caller
@@ -404,7 +405,7 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
 
 
 class _Standstill:
-    """Detector of loops that call ``Publisher.step`` but not ``tracker.step``: in these loops, no version is due."""
+    """Detector of loops that call ``Publisher.step`` but not ``tracker.step``, so that no version becomes due."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress

@@ -63,7 +63,7 @@ class CopiedRows:
 
 
 class RankSchema(NamedTuple):
-    """Schema of this rank's versions. A version whose schema differs from the previous one must be a snapshot.
+    """Schema of this rank's versions. A version must be a snapshot if its schema differs from the previous version's.
 
     The keys of all mappings are FQNs. ``states`` contains the states of this rank's column ranges; it is empty if
     versions have no states. ``text`` describes the tables and identities for a comparison between ranks. ``digest`` is
@@ -85,8 +85,8 @@ class RankTables:
 
     The copies have the tables' dtypes. They are encoded when they are read, in chunks that fit the CPU cache. Encoding
     runs on the CPU, so that the bytes do not depend on the device. The copies take 8 bytes per id and the bytes of the
-    rows in their tables' dtypes, see :class:`~.host_copies.HostCopier`. Rows that :meth:`whole` returns take the memory
-    of one chunk.
+    rows in their tables' dtypes, see :class:`~.host_copies.HostCopier`. The result of :meth:`whole` takes the memory of
+    one chunk.
 
     Rows of a table in 2D parallelism are copied on the ranks of the first replica only.
 
@@ -177,8 +177,8 @@ class RankTables:
         """Return all rows of those ``tables`` that this rank writes, with one block for each column range of a shard.
 
         Any thread may read the rows. Each chunk is copied when it is read, and includes at least the updates that were
-        queued on the device before this call. The states of a row may be newer than its values. The raw ids may be
-        newer too. The next read of the tracker then contains the rows whose raw id changed.
+        queued on the device before this call. The states and the raw id of a row may be newer than its values. If the
+        raw id of a row changed meanwhile, the next read of the tracker contains the row.
 
         Args:
             tables: FQNs of the tables.
@@ -206,7 +206,7 @@ class RankTables:
         ids: Tensor | None,
         owners: Tensor | None,
     ) -> None:
-        """Append selections of the rows ``ids`` (None for all) of ``shard``, and functions that return their copies."""
+        """Append selections of the rows ``ids`` of ``shard`` (None for all), and functions that return the copies."""
         fqn = shard.table.fqn
         form: IdForm = "all" if ids is None else self._encodings[fqn].listed_form
         num_rows = shard.num_rows if ids is None else len(ids)
@@ -234,7 +234,7 @@ class RankTables:
 
 
 def _shown(named: tuple[str, Identity]) -> str:
-    """Return a short text for a table and its identity. The (up to 65,536) buckets are represented by a hash."""
+    """Return a short text for the FQN and the identity of a table. A hash represents the (up to 65,536) buckets."""
     fqn, identity = named
     digest = xxhash.xxh3_64_hexdigest(json.dumps(to_builtins(identity)).encode())
     return f"{fqn}: {len(identity.buckets)} buckets of {identity.hash_size} ids, {digest}"

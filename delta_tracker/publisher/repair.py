@@ -71,7 +71,7 @@ def rows_to_repair(
 
 
 def warn_of_changes(log: StreamLog, claim: Manifest, schema: RankSchema, dense: Mapping[str, Tensor] | None) -> None:
-    """Log how the tables and the published ``dense`` tensors differ from those of the stream's newest version."""
+    """Log how the tables and the published ``dense`` tensors differ from those in the stream's newest version."""
     specs = {name: DenseSpec(tensor.dtype, tuple(tensor.shape)) for name, tensor in (dense or {}).items()}
     own = stated(schema.tables, schema.identities), stated(specs, ())
     with suppress(MalformedError, StorageError):

@@ -32,7 +32,7 @@ class Reports:
         writer: writer of the stream. Rank 0 counts the versions and rows of all ranks.
 
     Attributes:
-        error: error of the last version, without a traceback; None if it was published.
+        error: error of the last version, without a traceback; None if that version was published.
         is_over: True if this publisher can publish no more versions, because it is fenced or has lost a rank.
     """
 
@@ -83,7 +83,7 @@ class Reports:
         self.error = self._failure = None
 
     def failed(self, error: Exception, version: int) -> None:
-        """Record that ``version`` was not published. Logs the error unless it is of the same kind as the last one."""
+        """Record that ``version`` was not published. Logs ``error`` unless the last version failed in the same way."""
         former, self._failure = self._failure, kind_of(error)
         self.error, self.is_over = unraised(error), isinstance(error, FencedError | RankLostError)
         if self._failure != former:
@@ -94,7 +94,7 @@ class Reports:
             self._recorder.fences.cell().add(1)
 
     def upkeep_failed(self, step: str) -> None:
-        """Count a failure of the upkeep step ``step``, compaction or retention. Any thread may call this method."""
+        """Count a failure of ``step``, the name of an upkeep step, in the metrics. Any thread may call this method."""
         self._recorder.upkeep_failures.cell(step=step).add(1)
 
     def _show_skew(self) -> None:

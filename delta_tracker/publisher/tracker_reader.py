@@ -100,7 +100,7 @@ class TrackerReader:
 
     @property
     def has_changes(self) -> bool:
-        """True if a snapshot is needed, rows are pending, or there may be changes that only :meth:`cut` can find.
+        """True if a snapshot is needed, if rows are pending, or if there may be changes that only :meth:`cut` can find.
 
         Waits for the device.
         """
@@ -228,13 +228,13 @@ class TrackerReader:
         self._ranks.is_expected = self._top_k is not None and not is_complete
 
     def can_read(self, kind: Kind, *, is_complete: bool) -> bool:
-        """Return False if the read of a version is a collective in which this rank has already taken part."""
+        """Return False if the read is a collective in which this rank has already taken part."""
         return kind == "snapshot" or is_complete or self._top_k is None or self._ranks.is_expected
 
     def fail_expected_read(self) -> None:
-        """If the other ranks wait for this rank's read with ``top_k``, make the read fail on all ranks.
+        """Make the read with ``top_k`` fail on all ranks if the other ranks wait for this rank's read.
 
-        Call this method if this rank fails before its read, before any other collective.
+        If this rank fails before its read, call this method before any other collective.
         """
         if self._ranks.is_expected and self._top_k is not None:
             with suppress(_UnreadError, RankLostError):  # a lost rank is reported by the next collective
@@ -274,7 +274,7 @@ class TrackerReader:
         self.handle.release()
 
     def _progress(self) -> tuple[int, int] | None:
-        """Return the number of batches and of updates since the last batch; None if every change is a pending row."""
+        """Return the batch count and the update count since the last batch; None if all changes are pending rows."""
         tables = self.tables
         if self.find_dense is not None or self._training is not None or tables.unfused or tables.latest.identities:
             return self.tracker.num_batches, self.tracker.progress.num_unstepped

@@ -68,7 +68,7 @@ class Stateful(Protocol):
         """
 
     def load_state_dict(self, state: Any, /) -> Any:  # noqa: ANN401
-        """Load a state that :meth:`state_dict` returned."""
+        """Load ``state``, a result of :meth:`state_dict`."""
 
 
 @refuses_unknown()
@@ -177,10 +177,10 @@ class TrainingCuts:
             _logger.warning("the published states of these optimizers have not been tested: %s", ", ".join(untested))
 
     def begin(self, meanwhile: ConsumerHandle | None) -> None:
-        """Wait for updates in progress, and find states that were written in place since the last cut.
+        """Wait for updates in progress, and find tables whose states were written in place since the last cut.
 
-        All rows of the tables with such states become pending for the publisher's consumer and for ``meanwhile``, the
-        consumer that tracks changes while a snapshot is copied.
+        All rows of these tables become pending for the publisher's consumer and for ``meanwhile``, the consumer that
+        tracks changes while a snapshot is copied.
 
         Raises:
             UnfinishedStepError: if an update is still in progress after the wait, or rows were updated since the last
@@ -315,8 +315,8 @@ def group_names(
     """Return the names of the parameters of each group of an optimizer, in the order in which ``state`` numbers them.
 
     ``names`` is the result of :func:`~delta_tracker.sharding.dense.parameter_names`. A parameter outside the model has
-    its name in the group's ``param_names`` as its only name, or no name. None for an object whose state does not number
-    parameters, such as TorchRec's optimizers, which use names instead.
+    its name in the group's ``param_names`` as its only name, or no name. Returns None for an object whose state
+    identifies parameters by name, such as TorchRec's optimizers.
     """
     groups: list[dict[str, Any]] = getattr(optimizer, "param_groups", None) or []
     numbered = state.get("param_groups") if isinstance(state, Mapping) else None
@@ -334,7 +334,7 @@ def _check_unfused(
     training_state: Mapping[str, Stateful],
     rank_state: Mapping[str, Stateful],
 ) -> None:
-    """Raise an error unless ``rank_state`` (or ``training_state``, for a replicated table) contains the optimizer."""
+    """Raise UnsupportedModelError if the optimizer of an ``unfused`` table is not among the published objects."""
     if not unfused:
         return
     of_ranks = set(_storages(rank_state))

@@ -75,7 +75,7 @@ class Cut:
 
 @dataclass(slots=True)
 class Call:
-    """Call of ``publish()``, ``snapshot()`` or ``flush()``. After an interrupt, the next such call continues it.
+    """Call of ``publish()``, ``snapshot()`` or ``flush()``. After an interrupt, repeating the call continues it.
 
     Args:
         name: what the call publishes.
@@ -117,11 +117,11 @@ _ENOUGH: Mapping[Publishes, Collection[Step]] = {
     "snapshot": (Step.SNAPSHOT,),
     "flush": (),
 }
-"""For each call, the steps that make another version unnecessary if they began one at the batch of the call."""
+"""For each kind of call, the steps that make it unnecessary to begin a version if they began one at the same batch."""
 
 
 def decide(flight: Flight | None, votes: int, most: Vote) -> Step:
-    """Return the next step after a vote. ``votes`` is its number, ``most`` the maximum of each field over all ranks."""
+    """Return the step after the vote number ``votes``. ``most`` contains the maximum of each field over all ranks."""
     if flight is not None and flight.after == votes:  # an interrupt came after these votes had been acted on
         return Step.WAIT
     if most.is_working or isinstance(flight, Cut):
@@ -139,8 +139,8 @@ class Versions:
 
     Only the training thread may call the methods. All ranks begin a version and make its cut after the same votes, and
     thus at the same batch. An exception such as KeyboardInterrupt may end any method. The next call then counts the
-    same votes again, and continues. If this rank can no longer read its rows at the same batch, the version fails on
-    all ranks.
+    same votes again, and continues. If this rank can no longer read its rows at the batch of the cut, the version fails
+    on all ranks.
 
     Args:
         pace: progress towards the bounds of the cadence; None if :meth:`step` does not begin versions.
@@ -188,13 +188,13 @@ class Versions:
                 self._count()
 
     def land(self) -> None:
-        """Complete the version in progress, if there is one, and report its result."""
+        """Complete the version in progress, if there is one, and report the result."""
         self.step()
         self._complete()
         self._ballots.send_owed_message()
 
     def publish(self, name: Publishes) -> None:
-        """Publish what ``name`` requires, and report the result. A version in progress is completed first."""
+        """Publish what the call ``name`` requires, and report the result. First completes a version in progress."""
         call, ballots = self._called(name), self._ballots
         if call.voted is None:
             self.step()
@@ -357,7 +357,7 @@ class Versions:
     def _start(self, cut: Cut) -> None:
         """Read the rows of a version, and let the threads complete it.
 
-        After an interrupted read, reads again only at the same batch. With one rank, reads at any batch.
+        Repeats an interrupted read only at the same batch, or with one rank, at any batch.
         """
         can_read = not cut.is_tried or self._can_repeat(cut)
         cut.is_tried = True
