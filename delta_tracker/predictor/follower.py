@@ -78,7 +78,7 @@ class _Run:
 class Follower(Forkable):
     """Background thread of a predictor that applies new versions by calling :meth:`Reader.advance` repeatedly.
 
-    It retries after any ``Exception`` or panic of Rust code. It ends only if :meth:`stop` is called or another
+    The thread retries after any ``Exception`` or panic of Rust code. It ends only if :meth:`stop` is called or another
     exception, such as ``SystemExit``, is raised.
 
     Attributes:
@@ -107,7 +107,7 @@ class Follower(Forkable):
 
     @property
     def current_error(self) -> Exception | None:
-        """Value of :attr:`error`; if it is None, the error of the held version, if a version is held."""
+        """Value of :attr:`error`, or if it is None, the error about the held version; None if no version is held."""
         gate = self._reader.writer.gate
         return self.error or (None if gate is None else gate.held)
 
@@ -163,7 +163,7 @@ class Follower(Forkable):
             _logger.warning("predictor stopped with an error: %s", self.error)
 
     def wait(self, is_there: Callable[[], bool], seconds: float | None) -> bool:
-        """Wait at most ``seconds`` until ``is_there()``, called after each version, is True. Return its last result."""
+        """Wait until ``is_there()`` returns True, for at most ``seconds``. Return the last result of ``is_there()``."""
         if self._is_own_thread:
             raise InvalidArgumentError("wait()", "called in the thread of follow()", "Call it in another thread")
         waiter, end = SimpleQueue[None](), None if seconds is None else self._runtime.monotonic() + seconds
@@ -191,13 +191,13 @@ class Follower(Forkable):
             waiter.put(None)
 
     def synced(self) -> None:
-        """If the thread has ended, clear its error. Write a heartbeat if one is due. Call this after a ``sync()``."""
+        """Clear the error of a thread that has ended. Write a heartbeat if one is due. Call this after a ``sync()``."""
         if self.error is not None and not self.is_running:
             self.error = None
         self._beat()
 
     def after_fork_in_child(self) -> None:
-        """Drop the thread and replace locks that it may have held. A forked child process has no such thread."""
+        """Drop the thread, which exists only in the parent process, and replace locks that the thread may have held."""
         if self._is_own_thread:
             return  # this thread forked, in a method of a RowTarget, and continues in the child
         self.lock, self._control, self._waiters = threading.Lock(), threading.RLock(), []
@@ -214,7 +214,7 @@ class Follower(Forkable):
             self._heartbeats.write(self.current_error, self.poll_seconds, seconds=seconds)
 
     def _say_stopped(self) -> None:
-        """Write a last heartbeat unless the thread ended with an error. Give up if the store takes over a second."""
+        """Write a last heartbeat unless the thread ended with an error. Give up after about a second."""
         if self._heartbeats is None or isinstance(self.error, FollowEndedError):
             return
         stop = threading.Event()
@@ -233,7 +233,7 @@ class Follower(Forkable):
                 thread.join()
 
     def _end(self, run: _Run) -> None:
-        """Stop the thread of ``run`` and wait until it has ended. The run stays active if the wait is interrupted."""
+        """Stop the thread of ``run`` and wait until the thread has ended. An interrupted call can be repeated."""
         assert run.thread is not None, "set before the run is active"
         run.stop.set()
         run.over.wait()  # join() alone is not enough: Python 3.11 considers the thread ended if join() is interrupted

@@ -30,7 +30,7 @@ class Gate:
             version of the same kind (snapshot or delta), as a fraction of the smaller of the two: 0.5 allows growth by
             half or shrinkage by a third. None disables the check. The first version of a kind is the baseline.
         min_rows: minimum number of rows of a table in a version. If there are fewer, ``max_drift`` is not checked for
-            the table, since their norm varies too much.
+            the table, because the norm of few rows varies too much.
 
     Example:
         >>> gate = Gate(max_drift=0.5)  # for Rollout(gate=gate)
@@ -53,7 +53,7 @@ class GateKeeper:
     """Checker of versions against the bounds of a gate. Versions that it rejects are held.
 
     Attributes:
-        held: last error of :meth:`Reader.advance` about a held version; None if a version was applied since.
+        held: last :class:`HeldVersionError` of :meth:`Reader.advance`; None if a version was applied since.
     """
 
     def __init__(self, gate: Gate) -> None:
@@ -69,7 +69,7 @@ class GateKeeper:
         self._accepted.add(version)
 
     def recall(self, manifest: Manifest) -> None:
-        """Raise HeldVersionError if the version, or one merged into it, was held and not accepted. Reads no rows."""
+        """Raise HeldVersionError if the version or a version merged into it is held. Does not read rows."""
         if manifest.version in self._accepted:
             return
         reason = self._refused.get((manifest.stream, manifest.link))
@@ -84,7 +84,7 @@ class GateKeeper:
                 self._hold(manifest, f"it has the rows of version {link.version}: {why}")
 
     def check(self, manifest: Manifest, contents: Contents) -> Measure:
-        """Return RMS row norms to pass to :meth:`passed`. Raise HeldVersionError if the version violates a bound."""
+        """Return the RMS row norms for :meth:`passed`. Raise HeldVersionError if the version violates a bound."""
         measure, reason = self.measure(manifest, contents)
         reason = reason or self._drift(measure)
         if reason and manifest.version not in self._accepted:

@@ -36,7 +36,7 @@ VersionOwners = Mapping[str, tuple[Tensor, Tensor]]
 
 
 def version_owners(contents: Contents) -> VersionOwners:
-    """Return the owner (raw id) of each row of a version, by table FQN. Raise MalformedError if one is invalid."""
+    """Return the owner (raw id) of each row of a version, by table FQN. Raise MalformedError if an owner is invalid."""
     manifest = contents.manifest
     pieces: defaultdict[str, list[tuple[Tensor, Tensor]]] = defaultdict(list)
     for fqn, ids, owners in contents.owners():
@@ -88,7 +88,7 @@ class OwnerChange:
         return int((self.final[self.slots - self.raw_ids.rows[0]] != NO_OWNER).sum())
 
     def unmap(self) -> int:
-        """Unmap the owners of the changed rows, and return their number. Requires the lock for writing."""
+        """Unmap the owners of the changed rows. Return the number of these owners. Requires the lock for writing."""
         is_owned = self.former != NO_OWNER
         if bool(is_owned.any()):
             self.raw_ids.unmap(self.slots[is_owned], self.former[is_owned])
@@ -98,7 +98,7 @@ class OwnerChange:
 def owner_changes(
     version: VersionOwners, identities: Mapping[str, Identity], maps: Mapping[str, tuple[RawIdMap, ...]]
 ) -> list[OwnerChange]:
-    """Return the changes to the live mappings ``maps`` for a version with the buckets ``identities``. Applies none."""
+    """Return the changes that a version with the buckets ``identities`` will make to the live mappings ``maps``."""
     return [
         _change(fqn, raw_ids, identity, *version[fqn]) for fqn, identity in identities.items() for raw_ids in maps[fqn]
     ]
@@ -194,7 +194,7 @@ def check_hidden(manifest: Manifest, hidden: Collection[str], names: Mapping[str
 
 
 def check_indexes(indexes: Mapping[str, RawIdIndex], tables: Mapping[str, RowTarget]) -> dict[str, RawIdIndex]:
-    """Return ``indexes`` without ``.weight`` in their keys. Raise InvalidArgumentError for names not in ``tables``."""
+    """Return ``indexes`` with ``.weight`` removed from the keys. Raise InvalidArgumentError for unknown tables."""
     found = {str(name).removesuffix(".weight"): index for name, index in indexes.items()}
     for fqn in found:
         if fqn not in tables:

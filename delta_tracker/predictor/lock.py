@@ -178,7 +178,7 @@ class TableFence:
                 self.devices, self.writing = (*self.devices, device), self._writing
 
     def enter_reading(self, streams: Sequence[Any] = ()) -> list[Any]:
-        """Make the current streams and ``streams`` wait for the last write. Return them for :meth:`leave_reading`.
+        """Make the current and the given ``streams`` wait for the last write. Return all for :meth:`leave_reading`.
 
         Raises InvalidArgumentError for a stream of a device that is not covered.
         """

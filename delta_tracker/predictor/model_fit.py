@@ -18,7 +18,7 @@ MISSING = "missing"
 
 
 def specs_of(tables: Mapping[str, TableSpec], targets: Mapping[str, RowTarget]) -> dict[str, TableSpec]:
-    """Return the size and dtype in the model of each of ``tables`` that the model has, by name in the stream."""
+    """Return the model's size and dtype of each table in ``tables`` and ``targets``, by name in the stream."""
     return {
         fqn: TableSpec(fqn, target.num_rows, target.dim, target.dtype or table.dtype)
         for fqn, table in tables.items()
@@ -27,7 +27,7 @@ def specs_of(tables: Mapping[str, TableSpec], targets: Mapping[str, RowTarget]) 
 
 
 def stated(specs: Mapping[str, TableSpec | DenseSpec], with_raw_ids: Collection[str]) -> dict[str, str]:
-    """Return each of ``specs`` as text, followed by ``with raw ids`` for the tables in ``with_raw_ids``, by name."""
+    """Return the text of each spec by name, with the suffix ``with raw ids`` for the tables in ``with_raw_ids``."""
     return {name: f"{spec}{' with raw ids' if name in with_raw_ids else ''}" for name, spec in specs.items()}
 
 
@@ -41,9 +41,10 @@ class Fit:
     """Part of a version that fits a model and is applied.
 
     Args:
-        tables: specs of the applied tables, by name. They state the number of rows in the model.
+        tables: specs of the applied tables, by name, with the model's number of rows.
         dense: names of the applied dense tensors.
-        differences: for each table and dense tensor that is not applied completely, its name and a sentence about why.
+        differences: for each table and dense tensor that is not applied completely, a sentence with the reason, by
+            name.
     """
 
     tables: Mapping[str, TableSpec]

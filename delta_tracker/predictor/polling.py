@@ -112,7 +112,7 @@ class PollSchedule:
         self.retry_seconds = doubled if seconds is None else seconds
 
     def found_no_stream(self) -> None:
-        """Record that there is no stream yet. Sets :attr:`retry_seconds` to at most 1 s: hints need a stream id."""
+        """Record that there is no stream yet. Sets :attr:`retry_seconds` to at most 1 s, because there are no hints."""
         self.retry_seconds = min(self._longest, _NO_STREAM_SECONDS if self._is_fixed else _MAX_NO_STREAM_SECONDS)
 
 

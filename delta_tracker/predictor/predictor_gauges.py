@@ -132,7 +132,7 @@ class PredictorGauges:
                 gauge.set(value)
 
     def _added(self, name: str, total: int) -> int:
-        """Return by how much the count ``name``, now ``total``, has increased since the last call."""
+        """Return the increase of the count ``name`` since the last call. ``total`` is the current count."""
         added = max(0, total - self._counted[name])
         self._counted[name] += added
         return added

@@ -21,9 +21,10 @@ class Heartbeats:
         self._source = reader.source if given is None else None  # None if heartbeats do not move
 
     def write(self, error: Exception | None, poll_seconds: float | None, *, seconds: float | None = None) -> None:
-        """Write a heartbeat if one is due, or if ``seconds``, the time until the next one, is given.
+        """Write a heartbeat if one is due or ``seconds`` is given.
 
-        See :func:`lag` for ``poll_seconds``. With ``seconds=0``, the predictor counts as stopped.
+        ``seconds`` is the time until the next heartbeat; 0 means that there is none. See :func:`lag` for
+        ``poll_seconds``.
         """
         reader, source = self._reader, self._reader.source
         if self._source not in (None, source):

@@ -163,7 +163,7 @@ class Reader:
         _logger.warning("rolled back to version %d of %s", version, self.storage.url)
 
     def release(self) -> None:
-        """End the rollback, or ignore the current pin if there is none, in the next round. Thread-safe."""
+        """Make the next round end the rollback, or without a rollback, ignore the current pin. Thread-safe."""
         self.orders.release()
         self.pinned, self.why = None, ""
 
@@ -177,7 +177,7 @@ class Reader:
     def newest(self) -> list[Manifest]:
         """Return the entries that the reader may apply next: the pinned entry, or the newest snapshot and newest entry.
 
-        Without a pin, only entries above the position are returned. After a rollback, the list is empty.
+        Without a pin, returns only entries after the position. After a rollback, the list is empty.
         """
         if self.orders.begin().own is not None:
             return []
@@ -191,7 +191,7 @@ class Reader:
         return [each for each in found if self.source.allows(each)]
 
     def _path_back(self, version: int) -> tuple[Source, list[Manifest]]:
-        """Return the first source that has ``version`` of the reader's stream, and the entries that lead to it."""
+        """Return the first source that contains ``version`` of the reader's stream, and the entries that lead to it."""
         sources, errors = self.sources.due(), dict[Source, Exception]()
         for source in sources:
             try:
@@ -219,7 +219,7 @@ class Reader:
     # One round
 
     def _notice_change(self, state: _Round) -> bool:
-        """Compare a model, of which a tensor was replaced, with the version. Return True if a snapshot must follow."""
+        """Check a model after one of its tensors was replaced. Return True if only a snapshot can be applied next."""
         if state.view.position is None:
             return False
         self._is_checked = False

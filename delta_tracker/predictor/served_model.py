@@ -109,7 +109,7 @@ class Names:
         self.depends_on_stream = not isinstance(choice, Mapping) or len(self._whole) < len(given)
 
     def of(self, names: Iterable[str]) -> dict[str, str]:
-        """Return a mapping of stream name to model name, for those ``names`` that differ and for all whole names."""
+        """Map stream names to model names: all whole names, and those of ``names`` that differ in the model."""
         if not self.depends_on_stream:
             return self._whole
         return {name: own for name in names if (own := self._own(name)) != name} | self._whole
@@ -132,9 +132,9 @@ def _is_prefix(name: str) -> bool:
 class ServedModel:
     """Access to the tables, dense tensors and mappings of raw ids of the model in a :class:`ModelTarget`.
 
-    ``continues`` is True if a version that fits only in part is applied in part. ``first_devices`` are the devices of
-    the model when this object was created. This object references the tensors of the last version until the next
-    version, even if the model replaces them.
+    If ``continues`` is True, the part of a version that fits is applied. ``first_devices`` are the devices of the model
+    when this object was created. This object references the tensors of the last version until the next version, even if
+    the model replaces them.
     """
 
     def __init__(self, target: ModelTarget, choice: TableChoice) -> None:
@@ -196,7 +196,7 @@ class ServedModel:
         return {name: DenseSpec(each.dtype, tuple(each.shape)) for name, each in found.items()}
 
     def specs(self, manifest: Manifest, targets: Mapping[str, RowTarget] | None = None) -> dict[str, str]:
-        """Return the size in the model of each table and dense tensor of a version, or ``missing`` if there is none."""
+        """Return the model's size of each table and dense tensor of a version, or ``missing`` if the model lacks it."""
         tables = specs_of(manifest.tables, self._targets(manifest) if targets is None else targets)
         maps = self.raw_ids() if self._has_raw_ids else {}
         found = dict.fromkeys(manifest.tables, MISSING) | stated(tables, {fqn for fqn in maps if maps[fqn]})
@@ -285,7 +285,7 @@ class Receiver:
         self.devices = {tensor.device for tensor in self.dense.values()}.union(*held)
 
     def placements(self, contents: Contents) -> list[Placement]:
-        """Return the placements of the version's rows, in the order of writing. Nothing is written."""
+        """Return the placements of the version's rows, in the order in which to write them. Does not write."""
         return [*placements(contents.whole, self.targets), *placements(contents.listed, self.targets)]
 
     @torch.no_grad()

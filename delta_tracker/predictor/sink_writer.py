@@ -51,7 +51,7 @@ class SinkWriter(Forkable):
     Attributes:
         manifest: manifest of the last applied snapshot or delta; None before the first.
         identities: table FQN to the buckets that currently route unknown raw ids.
-        written: stored state of the stream that readers of the row store currently read.
+        written: stored state of the current stream, which readers of the row store read.
         position: stream position of the stored rows; None before the first version.
     """
 

@@ -46,8 +46,8 @@ class Status:
     """State of a predictor.
 
     Args:
-        stream: id of the stream, None before the first version.
-        version: last applied version, claims included; None before the first.
+        stream: id of the stream; None before the first version.
+        version: last applied version, possibly a claim; None before the first.
         lag_versions: number of committed versions that are not applied; None if the store cannot be read.
         lag_seconds: age in seconds of the oldest version that is not applied; 0 if all are applied; None if unknown.
         resyncs: number of resyncs since the start of the predictor.

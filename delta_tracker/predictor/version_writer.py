@@ -40,7 +40,7 @@ class VersionWriter:
         self._buffer = PartBuffer()
 
     def keeps_rows(self, entry: Manifest) -> bool:
-        """Return False if the model no longer has the rows of its position; see :meth:`ModelWriter.keeps_rows`."""
+        """Return False if the model has lost rows of applied versions; see :meth:`ModelWriter.keeps_rows`."""
         narrowed = self._choice.narrowed(entry)
         if not self.left_out:
             self._note(entry, narrowed)
