@@ -61,7 +61,7 @@ class LocalJob:
 
     @property
     def omissions(self) -> str:
-        """Arguments that say what is not restored, as text. They must be the same on all ranks."""
+        """Text of ``ignore`` and ``on_model_change``, to check that these arguments are the same on all ranks."""
         ignore = f"ignore={sorted(map(str, self.ignore))}"
         return ignore if self.on_model_change == "stop" else f"{ignore}, on_model_change={self.on_model_change!r}"
 
@@ -82,7 +82,7 @@ class LocalJob:
         self._check_data()
 
     def _check_data(self) -> None:
-        """Check that the position in the training data can be attached to the tracker after the restore."""
+        """Check that :attr:`data`, the position in the training data, can be attached to the tracker."""
         data = self.data
         if data is None or self.tracker is None or self.tracker.progress.data_position is data:
             return
@@ -196,7 +196,7 @@ class Saved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """Description of the job on this rank that restores a version. Mappings are by FQN or name.
+    """Description, on this rank, of the job that restores a version. Mappings are by FQN or name.
 
     Args:
         fused: FQNs of the tables with a fused optimizer.
@@ -280,7 +280,7 @@ def _names(saved: Iterable[str], found: Iterable[str], ignore: Collection[str]) 
 
 
 def check_same(what: str, saved: object, found: object) -> None:
-    """Raise RestoreMismatchError if two values of ``what`` differ. Pass None for a missing value."""
+    """Raise RestoreMismatchError if ``saved`` and ``found`` differ. ``what`` names the value; None if missing."""
     if saved != found:
         missing = "missing"
         raise RestoreMismatchError(what, missing if saved is None else saved, missing if found is None else found)
@@ -313,8 +313,8 @@ def check_objects(
 ) -> None:
     """Check that the optimizers and schedulers in ``objects`` can load the saved states of ``rank``. Reads no tensors.
 
-    ``argument`` is ``"training_state"`` or ``"rank_state"``. ``states`` must have a state of each object that
-    is not in ``ignore``, which is not checked here.
+    ``argument`` is ``"training_state"`` or ``"rank_state"``. ``states`` must contain a state of each object that is not
+    in ``ignore``; this is not checked here.
     """
     for name, each in objects.items():
         if name in ignore:

@@ -1,4 +1,4 @@
-"""Differences between a version and a job whose model or optimizers changed since then: :func:`change_of`."""
+"""Differences between a version and a job whose model or optimizers were changed: :func:`change_of`."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -37,7 +37,7 @@ class Change:
 def change_of(
     last: Manifest, saved: Saved, own: Job, job: LocalJob, states: TrainingStates, with_raw_ids: Collection[str]
 ) -> Change:
-    """Return what a restore of ``last`` leaves out: ``job.ignore`` or, with "continue", also all that differs.
+    """Return what a restore of ``last`` leaves out: ``job.ignore``, and with "continue", all items that differ.
 
     ``with_raw_ids`` contains the FQNs of the job's tables with managed collisions.
     """
@@ -81,7 +81,7 @@ def change_of(
 def _unfit_objects(
     job: LocalJob, states: TrainingStates, rank: int | None, left_out: Collection[str], parameters: Parameters
 ) -> dict[str, str]:
-    """Return why the state of each object that is not in ``left_out`` is not restored, by name."""
+    """Return the objects, except those in ``left_out``, whose state cannot be restored, and the reason, by name."""
     found = {}
     for argument, source in (("training_state", 0), ("rank_state", rank)):
         for name, each in getattr(job.recovery, argument).items():
@@ -101,16 +101,16 @@ def _kept(saved: Saved, own: Job, left_out: Collection[str]) -> set[str]:
 
 
 def _is_changed(saved: Saved, own: Job, ignore: Collection[str]) -> bool:
-    """Return True if a table or dense tensor in ``ignore`` differs. Fused tables are not compared."""
+    """Return True if the version and the job differ in an item of ``ignore``. Fused tables are not compared."""
     held = {**{fqn: shard.table for fqn, shard in own.shards.items()}, **own.dense}
     former = {**saved.tables, **saved.dense}
     return any(held.get(name) != former.get(name) and name not in own.fused for name in ignore)
 
 
 def _is_moved(last: Manifest, saved: Saved, own: Job, job: LocalJob, names: Mapping[int, Sequence[str]]) -> bool:
-    """Return True if tables or dense tensors that both have are in another order. Fused tables are not compared.
+    """Return True if the common tables or dense tensors are in different orders. Fused tables are not compared.
 
-    A publisher may get some dense parameters in an order of their own. This is no reason to stop.
+    Without "continue", also ignores the order of ``last.dense`` if its publisher may have chosen this order.
     """
     held, former = [*own.shards, *own.dense], [*saved.tables, *saved.dense]
     others = saved.dense.keys() - last.dense.keys()

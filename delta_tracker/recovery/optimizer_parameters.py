@@ -33,13 +33,13 @@ class Parameters:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """Group and number of each parameter to restore in the saved and in the own state of an optimizer, by its names."""
+    """Parameters to restore: ``saved`` and ``own`` map names to the group and number in an optimizer's states."""
 
     saved: Mapping[str, tuple[int, int]]
     own: Mapping[str, tuple[int, int]]
 
     def renumbered(self, state: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the saved ``state`` with the numbers of ``own``. Other parameters keep their state in ``own``."""
+        """Return the saved ``state``, renumbered like ``own``. Other parameters keep their state in ``own``."""
         sources, saved = {number: self.saved[name][1] for name, (_, number) in self.own.items()}, state["state"]
         values = {key: value for key, value in own["state"].items() if key not in sources}
         values |= {key: value for key, value in saved.items() if not isinstance(key, int)}
@@ -69,9 +69,9 @@ def matched(
 def _numbers(
     names: Sequence[Sequence[Sequence[str]]], groups: Sequence[Mapping[str, Any]], kept: Collection[str]
 ) -> dict[str, tuple[int, int]]:
-    """Return the group and number of each parameter that has no name or one outside ``kept``, by its names.
+    """Return the group and number of each parameter that has no name or a name outside ``kept``, by its names.
 
-    Parameters with the same names, such as the column ranges of a table, are counted.
+    Equal names, such as those of the column ranges of a table, get a number as suffix.
     """
     counts, found = Counter[str](), dict[str, tuple[int, int]]()
     for group, (each, held) in enumerate(zip(names, groups, strict=True)):

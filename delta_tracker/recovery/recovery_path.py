@@ -35,9 +35,9 @@ def recovery_path(
     """Return the entries to apply in order to restore a version: a snapshot and the deltas after it.
 
     The last entry contains the training states. It is the newest entry up to ``version`` (by default, the newest in the
-    log) that is not a claim. All entries have the same tables and states. Merged entries replace several versions where
-    possible. The path never contains ``avoid``, an entry that cannot be applied. Unreadable merged entries are logged
-    and skipped.
+    log) that is not a claim. All entries have the same tables and states. Where possible, the path contains a merged
+    entry instead of several versions. The path never contains ``avoid``, an entry that cannot be applied. Unreadable
+    merged entries are logged and skipped.
 
     ``applied`` is the last entry or merged entry whose rows are already written to the model. If the version can be
     reached from ``applied`` by deltas, the path starts with ``applied`` instead of a snapshot.

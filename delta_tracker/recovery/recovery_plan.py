@@ -39,7 +39,7 @@ class Plan:
 
     Args:
         path: entries to apply, in order. The last entry contains the training states.
-        continues: True if the rows of the first entry are already written.
+        continues: True if the rows of the first entry are already in the model.
         shards: shard of each table to restore, by FQN.
         targets: memory of each table and state table, by name.
         scalars: iteration counters and hyperparameters of each table's kernel, by FQN.
@@ -48,7 +48,7 @@ class Plan:
         names: names of the dense tensors to read from the parts of the last entry.
         dense: values of the other dense tensors, by name: dense tensors of rank 0, then buffers of this rank.
         consumers: result of :func:`pending_rows`.
-        rerouted: FQNs of the tables in which lookups of unknown raw ids read different rows from those in the version.
+        rerouted: FQNs of the tables whose buckets, which map unknown raw ids to rows, differ from the version's.
         change: parts of the version and of the job that are not restored.
     """
 
@@ -230,7 +230,7 @@ def load_collisions(
 ) -> dict[str, tuple[object, list[dict[str, Any]]]]:
     """Return the managed-collision module of each table in ``owners``, and the saved states of its slots, by FQN.
 
-    The states are read only from those saved ``ranks`` that had these slots.
+    The states are read only from those of the saved ``ranks`` that had these slots.
     """
     saved = {rank: states.collision_slots(rank) for rank in ranks} if owners else {}
     found = {}

@@ -36,8 +36,8 @@ class Restored:
         num_batches: number of batches that the model had been trained on.
         event_time: minimum over the ranks of the event time in seconds of the last batch trained on; None if unknown.
         world_size: number of ranks of the job that published the version.
-        rank_states: by name, states in ``ignore`` that differ by rank, for the user to load if the number of ranks
-            changed; otherwise empty. Each value is a list of the states of all ranks of the published job, in rank
+        rank_states: if the number of ranks changed, the states in ``ignore`` that differ by rank, by name, for the user
+            to load; otherwise empty. Each value is a list of the states of all ranks of the published job, in rank
             order, with None for a rank without this state. The key of the position in the data is ``"data"``.
         differences: with ``on_model_change="continue"``, a message for each item that was not or only partly restored.
     """
@@ -85,7 +85,8 @@ def restore(  # noqa: PLR0913  all but two have a default
             that differ by rank, in the version or in this job. The name of the position in the data is ``"data"``.
         on_model_change: "stop" to raise an error if the version does not fit the job; "continue" to restore the parts
             that both contain, see ``guide/recover.md``. Pass the same value on all ranks.
-        timeout: maximum time to wait for the slowest rank in each of four steps. One of them reads and writes all rows.
+        timeout: maximum time to wait for the slowest rank in each of four steps, of which one reads and writes all
+            rows.
 
     Raises:
         NotRecoverableError: if the version does not exist or contains no states, or if an object in the store is

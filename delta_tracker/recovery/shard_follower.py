@@ -41,7 +41,7 @@ _FAULTS = (CorruptPartError, MalformedError, MissingVersionError, NotRecoverable
 class ShardFollower:
     """Reader of a stream for a standby. It writes the rows and optimizer states of this rank's shards.
 
-    An entry whose writes failed or were interrupted is written again. Unlike a
+    If writing an entry failed or was interrupted, the entry is written again. Unlike a
     :class:`~delta_tracker.predictor.reader.Reader`, it may resume from an older snapshot after an error.
 
     Attributes:
@@ -70,7 +70,7 @@ class ShardFollower:
         return None if self.newest is None else self.newest.version
 
     def applied(self) -> Manifest | None:
-        """Return the argument ``applied`` for :func:`~delta_tracker.recovery.recovery_path.recovery_path`.
+        """Return the value of the argument ``applied`` of :func:`~delta_tracker.recovery.recovery_path.recovery_path`.
 
         This is :attr:`newest`, or None if a later entry was partly written and is no longer in the log.
         """
@@ -81,11 +81,11 @@ class ShardFollower:
         return self.newest if Position.after(partial).names(self._log.read(partial.version)) else None
 
     def advance(self, until: float) -> bool:
-        """Apply entries until the monotonic time ``until`` or the end of the log. Return True if one was applied.
+        """Apply entries until the monotonic time ``until`` or the end of the log. Return True if any entry was applied.
 
-        An entry that is in progress at ``until`` is completed. After an error of the store or of the stream, the method
-        logs it, sets :attr:`error` and returns. Further calls do nothing for up to five seconds, and then retry. Raises
-        an error if the stream does not match the job or contains no training states.
+        An entry that is in progress at ``until`` is completed. An error of the store or of the stream is logged and
+        stored in :attr:`error`. Calls do nothing for up to five seconds after an error, and then retry. Raises an error
+        if the stream does not match the job or contains no training states.
         """
         self._begin_again_if_restored()
         has_moved = False

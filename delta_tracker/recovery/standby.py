@@ -145,7 +145,7 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
 
     @property
     def error(self) -> StreamError | None:
-        """Error that currently delays this rank; None if no error delays it. Later polls retry."""
+        """Error that currently prevents this rank from applying versions; None without an error. Later polls retry."""
         return self._follower.error
 
     def follow(self, silence: float | None = None) -> Takeover:
@@ -223,7 +223,7 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
             TakeoverFailedError: on all ranks, if the takeover failed after the claim: call this method again. Without
                 ``force``, also raised if a version cannot be applied; nothing is claimed in this case.
             StreamReplacedError: on all ranks, if the stream had versions, but is now missing or contains only a claim.
-            StorageError: if the store fails. If the claim was committed anyway, the next call uses it.
+            StorageError: if the store fails. If the claim was committed nevertheless, the next call uses the claim.
         """
         began = self._runtime.monotonic()
         with self._meeting("Standby.take_over(...)") as exchange:
@@ -245,7 +245,7 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
             return self._complete(exchange, claimed, began)
 
     def close(self) -> None:
-        """Close the standby. If it did not take over, the model still cannot be called. Not a collective."""
+        """Close the standby. If it has not taken over, calling the model still raises an error. Not a collective."""
         self._ended = self._ended or "closed"
         self._recorder.close()
 
@@ -282,7 +282,7 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
         return {"call": call, "has_moved": has_moved, "version": self.version, "obstacle": obstacle}
 
     def _catch_up(self, exchange: Exchange, call: str, *, raises: bool) -> list[dict[str, Any]]:
-        """Apply all versions on all ranks. Return the last messages. Unless ``raises``, only StorageError is raised."""
+        """Apply all versions on all ranks. Return the last messages. Only StorageError is raised without ``raises``."""
 
         def act() -> dict[str, Any]:
             turn = self._advanced(call)
@@ -310,7 +310,7 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
         return {}
 
     def _serving_obstacle(self) -> str:
-        """Return the text of a stream error, or an empty string. Raise if a serving stream is not the trainer's."""
+        """Return the text of an error that delays the check of the serving streams; empty if the check succeeded."""
         try:
             self._check_serving()
         except (CorruptPartError, MalformedError, StorageError) as error:
@@ -336,7 +336,7 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
             raise InvalidArgumentError("standby", self._ended, "Build a new Standby")
 
     def _claim(self, exchange: Exchange, storage: Storage, claim: Callable[[], Claim]) -> ClaimedStream | StreamError:
-        """Claim a stream on rank 0. Return it, or the error if there is a newer entry or the store fails."""
+        """Claim a stream on rank 0. Return the claimed stream, or the error if the claim failed."""
         failure: StreamError | None = None
         own: Claim | None = None
 

@@ -115,13 +115,13 @@ class RecoveryStream:
         return claim
 
     def log_once(self, reason: str) -> None:
-        """Log the reason why there is no takeover. Does nothing if the previous call had the same reason."""
+        """Log why there is no takeover. Does nothing if ``reason`` is the same as in the previous call."""
         if reason != self._reason:
             _logger.warning("%s", reason)
         self._reason = reason
 
     def _known(self, head: Manifest | None, version: int | None) -> int | None:
-        """Record the snapshot of ``head``. Return ``version``, or if it is None, the newest recorded snapshot."""
+        """Record ``head.snapshot``. Return ``version``, or if it is None, the last recorded snapshot."""
         if head is not None and head.snapshot is not None:
             self._seen = head.snapshot
         return self._seen if version is None else version
@@ -237,7 +237,7 @@ class ServingStreams:
 
 
 def _claim_newest(log: StreamLog, writer: str, newest: Callable[[], Manifest]) -> Claim:
-    """Claim a stream after its ``newest()`` entry. Retry if the former publisher commits a version first."""
+    """Claim a stream after the entry ``newest()``. Retry if the former publisher commits a version in between."""
     for _ in range(_ATTEMPTS):
         head = newest()
         try:

@@ -76,11 +76,11 @@ class TrainingStates:
         return self._found(rank, "dict", path, StateReader.keys)
 
     def fields(self, rank: int, *path: str) -> list[str] | None:
-        """Return the result of :meth:`keys`, or None if the value is not a dict whose keys are all strings."""
+        """Return the result of :meth:`keys`; None if the value is not a dict or has a key that is not a string."""
         return self._found(rank, "value", path, _fields)
 
     def names_of(self, rank: int) -> list[str]:
-        """Return the names of a rank's own states, including :data:`DATA` if it saved a position in the data."""
+        """Return the names of a rank's own states, including :data:`DATA` if the rank saved a position in the data."""
         return [*self.keys(rank, "rank"), *([] if self.load(rank, DATA) is None else [DATA])]
 
     def of_all_ranks(self, name: str) -> list[Any]:
@@ -109,7 +109,7 @@ class TrainingStates:
         return {fqn: found[fqn] for fqn in tables}
 
     def parameters(self, rank: int, kind: str, name: str) -> list[list[list[str]]] | None:
-        """Return the ``group_names`` of the optimizer ``name`` in ``"training"`` or ``"rank"``; None if it has none."""
+        """Return the saved ``group_names`` of the optimizer ``name``, if any. ``kind`` is "training" or "rank"."""
         if "parameters" not in self.keys(rank, "library"):
             return None
         found = self._library(rank, "parameters", dict[str, list[list[list[str]]]]).get(name)
