@@ -200,7 +200,7 @@ class LmdbSink(RowSink):
             return [pending[key] if key in pending else transaction.get(key) for key in keys]
 
     def _stored(self, prefix: bytes, max_keys: int | None = None) -> list[tuple[bytes, bytes]]:
-        """Return the first ``max_keys`` keys that start with ``prefix``, and their values. Ignores pending changes."""
+        """Return the first ``max_keys`` keys that start with ``prefix``, with their values. Ignores pending changes."""
         env = self._opened()
         with self._store.errors(), env.begin() as transaction:
             cursor = transaction.cursor()
@@ -208,7 +208,7 @@ class LmdbSink(RowSink):
             return list(islice(takewhile(lambda pair: pair[0].startswith(prefix), found), max_keys))
 
     def _change(self, changes: Mapping[bytes, bytes | None], value_bytes: int = 0) -> None:
-        """Buffer new values of keys; None deletes a key. Commit the buffer first if it would exceed ``max_bytes``."""
+        """Buffer new values of keys; None deletes a key. First commits the buffer if it would exceed ``max_bytes``."""
         self._opened()
         num_bytes = len(changes) * (value_bytes + _OVERHEAD)
         if self._pending and self._pending_bytes + num_bytes > self._max_bytes:
@@ -255,7 +255,7 @@ class LmdbSink(RowSink):
 
 
 class _WriterLock(Forkable):
-    """Lock on the file ``writer.lock``. Forked processes do not inherit it. Raises SinkError if it is already held."""
+    """Lock on the file ``writer.lock``, held by one process only. Raises SinkError if the lock is already held."""
 
     def __init__(self, store: LmdbStore) -> None:
         path: Path = store.path / "writer.lock"

@@ -79,12 +79,12 @@ class RedisSink(RowSink):
     requests of other clients between batches.
 
     A prefix has only one writer, and each batch verifies that this sink is the writer. Another sink can become the
-    writer only after the connection of this sink has ended. The next write of this sink then raises SinkError and
+    writer only after the connection of this sink has ended. After that, each write of this sink raises SinkError and
     changes nothing.
 
     Depending on ``appendfsync``, Redis acknowledges a batch before the batch is durable. If the server crashes or fails
     over to a replica, the newest batches may be lost. The store is then in an earlier consistent state, from which the
-    predictor continues. If all rows are lost, the predictor writes a snapshot.
+    predictor continues. If the whole store is lost, the predictor writes a snapshot.
 
     Args:
         url: ``redis://host:port/db``, ``rediss://...`` or ``unix://...``.
@@ -328,7 +328,7 @@ class RedisSink(RowSink):
         return self._key(stream, "o", table, number), place * OWNER_BYTES
 
     def _held_keys(self, state: SinkState, table: str) -> Iterator[list[int]]:
-        """Yield the ids of all rows of a table that may be stored, in lists of at most 65,536 ids."""
+        """Yield lists of at most 65,536 ids, which together contain the ids of all stored rows of a table."""
         num_rows = state.tables[table].num_rows
         for begin in range(0, num_rows, _SLOTS_PER_KEY):
             slots = torch.arange(begin, min(begin + _SLOTS_PER_KEY, num_rows))

@@ -32,7 +32,7 @@ class SinkState(Written):
         tables: size and dtype of each table by FQN.
         identities: buckets of raw ids as of ``version``, by FQN of each table with raw ids.
         default_slots: global ids of the default rows that may be stored, by FQN of each table with default rows.
-        choice: names and patterns of the tables that are written; empty for all tables.
+        choice: names and patterns of the tables that the predictor applies; empty for all tables.
 
     Raises:
         InvalidArgumentError: if only one of a version and its hash is None, the dtype of a table is not a floating
@@ -140,7 +140,7 @@ class RowSink(Protocol):
         """
 
     def states(self) -> list[SinkState]:
-        """Return the state of each stored stream. Several streams are stored during a change of stream."""
+        """Return the state of each stored stream. During a change of stream, several streams are stored."""
 
     def current(self) -> str | None:
         """Return the id of the current stream, which readers read; None before the first :meth:`finish`."""
@@ -194,10 +194,10 @@ class RowSink(Protocol):
         """
 
     def logged_owners(self, stream: str, table: str) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the ``slots`` and ``owners`` of each entry of the table's log of owners, oldest first."""
+        """Yield the ``slots`` and ``owners`` of each entry in the table's log of owners, oldest entry first."""
 
     def finish(self, state: SinkState) -> None:
-        """Store ``state`` and make ``state.stream`` current, in one atomic step, once a version's rows are written.
+        """Atomically store ``state`` and make ``state.stream`` current. Called once a version's rows are written.
 
         When the call returns, the version is as durable as the settings of the store permit.
         """
@@ -206,7 +206,7 @@ class RowSink(Protocol):
         """Clear the logs of owners of the stream's tables, then store the state. Does not change the current stream."""
 
     def remove(self, stream: str) -> None:
-        """Delete all keys of a stream that is not current, in batches of limited size. Delete its state last.
+        """Delete all keys of a stream that is not current, in batches of limited size. Delete the state's key last.
 
         Implementations must not scan the keys of other streams. The state contains the numbers of rows and the global
         ids of default rows; the stored maps and logs contain the raw ids. No-op for an unknown stream. Lookups that
@@ -217,4 +217,4 @@ class RowSink(Protocol):
         """
 
     def close(self) -> None:
-        """Discard any uncommitted transaction, allow other writers, and disconnect. No-op if already closed."""
+        """Discard any uncommitted transaction, give up the role of writer, and disconnect. No-op if already closed."""

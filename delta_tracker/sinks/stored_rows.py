@@ -25,7 +25,7 @@ _VERSION_BYTES = 8
 
 
 def num_value_bytes(table: TableSpec) -> int:
-    """Return the size in bytes of a stored row of the table, including the version."""
+    """Return the size in bytes of a stored row of the table, including its version."""
     return _VERSION_BYTES + table.dim * table.dtype.itemsize
 
 
@@ -107,15 +107,15 @@ class LookedUp:
     """Result of a lookup.
 
     Each row has its value as of :attr:`version` or a later version. If :attr:`is_mixed` is True, a rollback or a change
-    to another branch is in progress or was interrupted, and rows may have the value of any version applied before.
+    to another history is in progress or was interrupted, and rows may have the value of any earlier applied version.
 
     Args:
-        values: ``[N, D]`` in the table's dtype. For a raw id that owns no row, the result is its default row, or zeros
+        values: ``[N, D]`` in the table's dtype. A raw id that owns no row gets the values of its default row, or zeros
             in a table without default rows.
         versions: ``[N]`` int64, version that wrote each row; -1 for an id with neither its own row nor a default row.
         is_own: ``[N]`` bool, False for raw ids that own no row.
         stream: id of the stream.
-        version: newest complete version at the time of the lookup; the lowest one if it changed during the lookup.
+        version: newest complete version at the time of the lookup; the lowest such version if it changed meanwhile.
         is_mixed: True if rows may have values of unrelated versions.
     """
 
@@ -129,7 +129,7 @@ class LookedUp:
 
 @lru_cache(maxsize=4)
 def current_state(data: bytes | None) -> SinkState:
-    """Parse the stored state of the current stream. Results are cached for the last few values of ``data``.
+    """Return the state of the current stream, parsed from ``data``. The results for the last few values are cached.
 
     Raises MalformedSinkError if ``data`` is None or invalid.
     """
@@ -214,7 +214,7 @@ class Lookup:
 
 
 def joined(parts: Sequence[LookedUp]) -> LookedUp:
-    """Concatenate the results of several lookups of the same stream and table. ``parts`` must not be empty."""
+    """Concatenate ``parts``, the results of one or more lookups in the same table of the same stream."""
     if len(parts) == 1:
         return parts[0]
     return LookedUp(
