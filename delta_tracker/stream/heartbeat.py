@@ -247,7 +247,7 @@ class PublisherHeartbeat:
 def see_publisher(storage: Storage, head: Manifest) -> tuple[PublisherHeartbeat, float | None] | None:
     """Return the last heartbeat of the publisher that wrote ``head``; None if there is none.
 
-    With it, return the Unix time in seconds at which the store modified the heartbeat, None if the store does not say.
+    Also returns the modification time of the heartbeat in Unix seconds; None if the store does not report it.
     """
     name, response = _publisher_path(head.generation), Transfer()
     beat = read_record(storage, name, "heartbeat", PublisherHeartbeat, response)

@@ -83,7 +83,7 @@ class HostCache:
         """Return a file descriptor of a verified copy of a part. Fetches the part from ``storage`` if it is not cached.
 
         The caller must close the descriptor. Returns None if the part does not fit, the disk is full, the directory
-        fails (logged once until it works again), or the fetching process makes no progress: then read the part from
+        fails (logged once until it works again), or the fetching process makes no progress. Then read the part from
         ``storage``. Raises CorruptPartError, and caches nothing, if the part in ``storage`` does not match its record.
         """
         if part.num_bytes > self._max_bytes:
@@ -191,7 +191,7 @@ class HostCache:
         return 0
 
     def _make_room(self, part: Part, draft: int) -> bool:
-        """Reserve the size and the disk space of a part within ``max_bytes``. Return False if it does not fit."""
+        """Reserve the size and the disk space of a part within ``max_bytes``. Return False if the part does not fit."""
         with self._locked() as is_locked:
             if not is_locked or not self._evict(part):
                 return False

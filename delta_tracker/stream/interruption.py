@@ -77,7 +77,7 @@ def _checked(items: Iterable[T], stop: threading.Event) -> Iterator[T]:
 
 
 def is_interruptible() -> bool:
-    """Return True if this thread has a stop flag. :func:`answer` can then cancel its requests."""
+    """Return True if this thread has a stop flag, so that :func:`answer` can cancel the requests of this thread."""
     return _thread.loop is not None
 
 

@@ -63,7 +63,7 @@ _SPREAD_SECONDS = 1.0  # readers that meet the same fault of a cache spread thei
 
 
 class StreamLog:
-    """Log of the stream in a store, used to read entries and to claim the stream. ``is_listed`` is False over http."""
+    """Access to a stream's log, for reading entries and claiming the stream. ``is_listed`` is False at an http url."""
 
     def __init__(self, storage: Storage, runtime: Runtime = REAL) -> None:
         self.storage = storage
@@ -145,7 +145,7 @@ class StreamLog:
     def versions(self, *, after: int = -1) -> list[int]:
         """Return the versions above ``after``, ascending. Lists the log, which is slow for a remote store.
 
-        Over http, returns the versions that the pointer shows, at most the newest 1,048,576.
+        Over http, returns the versions that the pointer lists, at most the newest 1,048,576.
         """
         if self.is_listed:
             found = self.storage.names("log", after=entry_name(after) if after >= 0 else None)
@@ -228,7 +228,7 @@ class StreamLog:
         return known is not None and not known.may_have(version)
 
     def _confirmed_by(self, pointer: HeadPointer) -> Manifest | None:
-        """Return the entry that ``pointer`` names, and confirm the pointer. Otherwise, refuse it and return None."""
+        """Read the entry that ``pointer`` names, and confirm the pointer, or refuse the pointer and return None."""
         name = entry_name(pointer.version)
         is_only = self.pointer.confirmed in (None, pointer)
         trouble = StaleCacheError(self.url, name, _DOUBT_SECONDS)
@@ -360,8 +360,8 @@ class StreamLog:
         """Return True if ``entry``, which was read from the store, is part of the log.
 
         Call this method for claims: a suspended publisher may have created a claim under the name of an entry that
-        retention has deleted. Other entries need no check: retention does not free names that a fenced publisher may
-        use.
+        retention has deleted. Other entries need no check, because retention never frees a name under which a fenced
+        publisher may create them.
         """
         following = None if self.storage.lists_from else self.read(entry.version + 1)
         if following is None and self.is_surely_newest(entry):
@@ -458,7 +458,7 @@ class StreamLog:
 
 
 class _ParentLostError(StorageError):
-    """Another program has deleted the entry that a new entry follows."""
+    """Error because another program has deleted the entry that a new entry follows."""
 
 
 class Claim:
@@ -669,7 +669,7 @@ def _has(storage: Storage, version: int) -> bool:
 
 
 def _follows_deletable(log: StreamLog, entry: Manifest) -> bool:
-    """Return True if the log contains the parent of ``entry`` and, up to ``entry``, one that retention may delete."""
+    """Return True if the log contains the parent of ``entry``, and an entry up to ``entry`` that may be deleted."""
     after: Manifest | None = None
     link: Link | None = entry.link
     is_deletable = False
@@ -825,7 +825,7 @@ def _continues_after(log: StreamLog, version: int) -> bool:
 
 
 def _is_superseded(taken: Manifest, head: Manifest) -> bool:
-    """Return True if ``taken``, the entry after ``head``, is of a fenced publisher that used a freed name."""
+    """Return True if a fenced publisher created ``taken``, the entry after ``head``, under a deleted entry's name."""
     return (
         taken.stream == head.stream
         and taken.generation < head.generation
@@ -859,7 +859,7 @@ def _is_readable(name: str, data: bytes) -> bool:
 def _newer_publisher(storage: Storage, head: Manifest, entries: list[Manifest], writer: str) -> tuple[int, int] | None:
     """Return the generation and a version of a publisher that has superseded the publisher of ``head``, or None.
 
-    ``entries`` begin with the entry before ``head``. ``writer`` is the id of that publisher's next claim.
+    ``entries`` begin with the entry before ``head``. ``writer`` is the id of the next claim of ``head``'s publisher.
     """
     for entry in entries:
         is_other = entry.writer not in (head.writer, writer) and entry.link != head.parent

@@ -198,8 +198,8 @@ class PinReader:
     def order(self, storage: Storage, *, stream: str = "", at_once: bool = False) -> Pin | None:
         """Poll ``storage`` if a poll is due. Return the newest known pin; None before the first pin.
 
-        ``stream`` is the stream of the reader's rows. If the log of another stream was replaced by its log,
-        the counters may restart at 1. With ``at_once``, polls immediately and without caches.
+        ``stream`` is the stream of the reader's rows. If this stream's log has replaced the log of another stream, the
+        counters may restart at 1. With ``at_once``, polls immediately and without caches.
         """
         now = self._runtime.monotonic()
         if self._next is not None and now < self._next and not at_once:

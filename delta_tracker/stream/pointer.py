@@ -53,7 +53,7 @@ class HeadPointer:
     version: Count
     xxh3: Hex
     oldest: Count
-    """Lowest version such that the log contains all entries from there to ``version``."""
+    """Lowest version such that the log contains all entries from this version to ``version``."""
     snapshot: PointedSnapshot | None
     merged: Annotated[tuple[tuple[Count, Count], ...], Meta(max_length=MAX_POINTED)]
     """First and last version of each merged delta that no other merged delta covers, sorted by last version."""
@@ -224,7 +224,7 @@ class PointerReader(Forkable):
                     self.confirmed = self._base = claimed
 
     def refuse(self, pointer: HeadPointer, trouble: StaleCacheError) -> None:
-        """Ignore ``pointer``, whose entry is missing or differs when read without caches, for at least 10 s."""
+        """Ignore ``pointer`` for at least 10 s, because its entry, read without caches, is missing or differs."""
         with self._lock:
             self.trouble = self.trouble or trouble
             self._refused = pointer, self._runtime.monotonic(), trouble

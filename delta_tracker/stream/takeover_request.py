@@ -100,7 +100,7 @@ class TakeoverRequest:
 
 
 def request_takeover(storage: Storage, head: Manifest, *, force: bool = False) -> None:
-    """Ask a standby to take over from the publisher of ``head``, with ``force`` even if the publisher is alive."""
+    """Ask a standby to take over from the publisher of ``head``; with ``force``, also if the publisher is alive."""
     request = TakeoverRequest(stream=head.stream, generation=head.generation, time=time.time(), force=force)
     storage.replace(_REQUEST_NAME, encode(request))
 

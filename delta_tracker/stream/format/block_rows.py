@@ -1,4 +1,4 @@
-"""Lazy views of the rows of blocks, which are written, read, merged and applied, and overlays of listed rows on them.
+"""Lazy views of the rows of blocks, and functions that write listed rows over whole blocks.
 
 A whole block contains all rows of its range, and may be copied while training continues. Listed rows are stored with
 their ids, and are newer. Readers and compaction first write the listed rows over those of the whole block, so that no
@@ -34,7 +34,7 @@ class BlockRows:
 
     Notation: ``N`` is ``block.num_rows``, and ``width`` is the number of stored columns,
     ``block.encoding.width(block.num_columns)``. Readers return the rows ``begin`` to ``end`` (exclusive), possibly as a
-    view of shared memory: do not write to it.
+    view of shared memory: do not write to the result.
     """
 
     block: Block
@@ -68,7 +68,7 @@ class BlockRows:
         return self.read if column == "values" else self.states[column]
 
     def chunks(self, num_rows: int | None = None, *, read: RowReader | None = None) -> Iterator[Tensor]:
-        """Read all rows lazily with ``read``, by default the values, and yield chunks of at most ``num_rows`` rows.
+        """Yield all rows in chunks of at most ``num_rows`` rows, read lazily with ``read``, by default the values.
 
         By default, a chunk takes 4 MiB in float32, which fits the CPU cache.
         """
@@ -167,9 +167,9 @@ class Overlay:
     def over(self, whole: BlockRows) -> BlockRows:
         """Return the rows of a whole block, overwritten with the listed rows, their states and their owners.
 
-        Ignores listed rows with another encoding, and quantized ones with another column range. If the block has
-        states, overlapping listed rows must have the same column range and states. If the block has owners, they must
-        also have owners and the same encoding.
+        Ignores listed rows with another encoding, and quantized rows with another column range. If the block has
+        states, overlapping listed rows must have the same column range and states. If the block has owners, the listed
+        rows must have owners and the same encoding.
         """
         block = whole.block
         found = [
@@ -206,7 +206,7 @@ class Overlay:
 
 
 class WholeBlocks:
-    """Index of whole blocks, which must not overlap, to find the listed rows that are not completely in one of them."""
+    """Index of whole blocks, which must not overlap. It finds the listed rows that no block contains completely."""
 
     def __init__(self, blocks: Iterable[Block]) -> None:
         self._index = _Index((block, block) for block in blocks)
@@ -229,7 +229,7 @@ class WholeBlocks:
 
 
 def newest(rows: Iterable[BlockRows]) -> tuple[list[BlockRows], list[BlockRows]]:
-    """Merge ``rows``. Return the whole blocks, overwritten with listed rows, and the listed rows outside of them."""
+    """Merge ``rows``. Return the whole blocks, overwritten with listed rows, and the remaining listed rows."""
     whole: list[BlockRows] = []
     listed: list[BlockRows] = []
     for each in rows:

@@ -64,7 +64,7 @@ def encode_rows(values: Tensor, encoding: Encoding) -> Tensor:
 def decode_rows(stored: Tensor, encoding: Encoding, num_columns: int, dtype: torch.dtype) -> Tensor:
     """Decode ``stored``, ``[N, encoding.width(num_columns)]``, to ``[N, num_columns]`` in ``dtype``.
 
-    ``stored`` may be on any device and need not be contiguous. It is returned if no conversion is needed.
+    ``stored`` may be on any device and need not be contiguous. Returns ``stored`` if no conversion is needed.
     """
     if stored.shape[1:] != (encoding.width(num_columns),) or stored.dtype != encoding.dtype:
         remedy = f"Pass rows of {num_columns} columns in {encoding}"

@@ -224,7 +224,7 @@ class Manifest:
 
     @property
     def num_rows(self) -> int:
-        """Number of rows in all parts. A row is counted once per block that holds it, for example per column shard."""
+        """Number of rows in all parts. A row is counted once per block that contains it, such as per column shard."""
         return sum(block.num_rows for part in self.parts for block in part.blocks)
 
     @property

@@ -111,7 +111,7 @@ class Ranged:
         return piece
 
     def _begin(self) -> None:
-        """Check the size and, in format 2, read the digests, before any piece."""
+        """Check the size and, in format 2, read the digests. Called before a piece is read."""
         stored = self._stored
         if self._is_begun:
             return
@@ -220,7 +220,7 @@ def _check_piece(stored: Part | Stored, piece: NDArray[np.uint8], number: int, d
 def read_object(
     storage: Storage, stored: Part | Stored, *, out: NDArray[np.uint8] | None = None, transfer: Transfer | None = None
 ) -> NDArray[np.uint8]:
-    """Read an object with :meth:`Storage.read`. Raise CorruptPartError unless the bytes match its record."""
+    """Read an object with :meth:`Storage.read`. Raise CorruptPartError unless its bytes match the record ``stored``."""
     try:
         data = storage.read(stored.name, max_bytes=stored.num_bytes, out=out, transfer=transfer)
     except MalformedError as error:

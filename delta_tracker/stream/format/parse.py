@@ -112,7 +112,7 @@ class _Commit(Struct):
 
 
 class _Entry(_Commit):
-    """Entry without ``format``. Unknown fields are ignored."""
+    """Fields of an entry except ``format``. Unknown fields are ignored."""
 
     kind: Kind
     snapshot: Count | None
@@ -165,7 +165,7 @@ def parse_manifest(name: str, data: bytes) -> Manifest:
 
 
 def load_json(data: bytes) -> Any:  # noqa: ANN401  untrusted JSON
-    """Parse JSON in UTF-8. Raises ValueError for invalid JSON and duplicate keys, and RecursionError."""
+    """Parse JSON in UTF-8. Raises ValueError for invalid JSON or duplicate keys, RecursionError for deep nesting."""
     return json.loads(data.decode(), object_pairs_hook=_object)
 
 
@@ -283,7 +283,7 @@ def _check_size(stored: _StatesPart | Stored, path: str) -> None:
 
 
 def _check_names(data: str) -> None:
-    """Check for duplicate keys in objects, of which some JSON parsers use the first and some the last."""
+    """Check that no object has duplicate keys: some JSON parsers use the first value, and some use the last."""
     outer: list[set[str]] = []  # names so far in the objects around the current one
     names: set[str] = set()
     for token in _TOKEN.finditer(data):

@@ -130,13 +130,13 @@ class PartReader:
 
     Args:
         part: record of the part, from a checked manifest.
-        source: source of the part's bytes, some of which it may have read; None creates one with ``memory_bytes``.
-            With a :class:`Ranged`, the constructor reads and checks only the header and the row ids, and each later
-            read checks the returned data.
+        source: source of the part's bytes, some of which may already be read; None creates a source with
+            ``memory_bytes``. With a :class:`Ranged`, the constructor reads and checks only the header and the row ids,
+            and each later read checks the returned data.
         blocks: indices of the blocks to read; None for all. If given, the ids of other blocks are neither read nor
             checked, and ``dense`` selects the other checks of the constructor.
         dense: if ``blocks`` is given, names of the dense tensors to check in the constructor, which then also checks
-            the owners of ``blocks``. With None, owners are not checked, and dense tensors only when they are read.
+            the owners of ``blocks``. None checks no owners, and checks dense tensors when they are read.
 
     Raises:
         CorruptPartError: if the bytes do not match the record. Later reads may also raise it.
@@ -216,7 +216,7 @@ class PartReader:
         ]
 
     def dense(self, names: Collection[str] | None = None) -> dict[str, Tensor]:
-        """Return the dense tensors of the part by name: only those in ``names``, or all if it is None."""
+        """Return the dense tensors of the part by name: only those in ``names``, or all if ``names`` is None."""
         with _Refusals(self.part.name):
             found = enumerate(self.part.dense)
             return {name: self._dense(index, name) for index, name in found if names is None or name in names}
@@ -294,7 +294,7 @@ class _Refusals(AbstractContextManager[None]):
 
 
 def read_training(storage: Storage, stored: Stored) -> StateReader:
-    """Return a reader of a rank's training state. It checks only loaded values, and raises CorruptPartError."""
+    """Return a reader of a rank's training state, which raises CorruptPartError when an invalid value is loaded."""
     source = Ranged(storage, stored)
     with _Refusals(stored.name):
         span = _File(stored, {TRAINING_KEY: (torch.uint8, None)}, source).spans[TRAINING_KEY]
@@ -302,7 +302,7 @@ def read_training(storage: Storage, stored: Stored) -> StateReader:
 
 
 class PartBuffer:
-    """Memory that is reused for the parts of successive versions, because allocating it takes longer than a read.
+    """Memory that is reused for the parts of successive versions, because allocation takes longer than a read.
 
     The memory is reusable once every array and tensor that refers to it has been garbage-collected. At most 320 MiB of
     free memory are kept.
@@ -325,7 +325,7 @@ def read_parts(
     """Read and check all parts of a version, and return a reader for each.
 
     With ``narrowed``, a copy of ``manifest`` with only some tables and dense tensors, reads only the parts that contain
-    them. In a part with digests of its tensors, it reads only the required tensors.
+    these. Of a part with digests of its tensors, reads only the required tensors.
 
     Up to ``memory_bytes`` of parts are kept in memory, which ``buffer`` provides if it is given. After a
     :class:`StorageError` or an interruption, ``buffer`` keeps the bytes read so far, and the next call for the same
@@ -376,7 +376,7 @@ def _needed_bytes(part: Part, chosen: Part, manifest: Manifest) -> int:
 
 
 def _narrowed(storage: Storage, part: Part, manifest: Manifest, source: PartSource, chosen: Part) -> PartReader:
-    """Return a reader of the tables and dense tensors of ``chosen``, a subset of ``part``, which are checked."""
+    """Return a reader of ``chosen``, a subset of the tables and dense tensors of ``part``, and check the subset."""
     return PartReader(storage, part, manifest, source=source, blocks=_indices(part, chosen), dense=chosen.dense)
 
 
@@ -393,7 +393,7 @@ def _keys(part: Part, chosen: Part) -> set[str]:
 
 
 def dense_of(readers: Iterable[PartReader], names: Collection[str] | None = None) -> dict[str, Tensor]:
-    """Return the dense tensors in the parts of ``readers`` by name: only those in ``names``, or all if it is None."""
+    """Return the dense tensors in the parts of ``readers`` by name: those in ``names``, or all if it is None."""
     found: dict[str, Tensor] = {}
     for reader in readers:
         if reader.part.dense:

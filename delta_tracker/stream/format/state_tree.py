@@ -80,7 +80,7 @@ class StateTree:
     def buffers(self, tensors: Sequence[Tensor]) -> Iterator[memoryview]:
         """Yield buffers whose concatenation is the encoded state.
 
-        ``tensors`` are copies of :attr:`tensors` on the CPU, in the same order. Their shapes may differ.
+        ``tensors`` are copies of :attr:`tensors` on the CPU, in the same order. The copies may have other shapes.
         """
         copies = iter(tensors)
         head = len(self.text).to_bytes(_SIZE_BYTES, "little") + self.text
@@ -129,7 +129,7 @@ def pack(value: object, path: str) -> bytes:
 
 
 def unpack(data: bytes | bytearray | memoryview | NDArray[np.uint8]) -> object:
-    """Return the state that is encoded in ``data``. Raise ValueError if it is not an encoded state."""
+    """Return the state that is encoded in ``data``. Raise ValueError if ``data`` is not an encoded state."""
     found = np.frombuffer(data, dtype=np.uint8)
     return StateReader(lambda begin, end: found[begin:end], len(found)).load()
 

@@ -1,4 +1,4 @@
-"""Retention: deletion of versions and objects that no reader needs. FORMAT.md specifies the rules, in Log and Pins.
+"""Retention: deletion of versions and objects that no reader needs. See the sections Log and Pins of FORMAT.md.
 
 Versions are deleted oldest first, so that the entries that readers use form a contiguous range. These entries are kept:
 
@@ -8,9 +8,9 @@ Versions are deleted oldest first, so that the entries that readers use form a c
   its objects is missing or has another size;
 - the entries that lead to the version of the newest pin.
 
-An *orphan* is an object that no process needs: one below ``parts/`` that no entry names, the draft of an interrupted
-write, the object of an interrupted probe, the heartbeat of a process that has ended, or the announcement of an
-interrupted pass.
+An *orphan* is an object that no process needs: an object below ``parts/`` that no entry names, the draft of an
+interrupted write, the object of an interrupted probe, the heartbeat of a process that has ended, or the announcement of
+an interrupted pass.
 
 In a local store, the kept entries are synced before any deletion, and the deletions of entries are synced before their
 objects are deleted. After a power loss, the objects of every entry therefore exist. Any process may run retention at

@@ -35,9 +35,9 @@ class Upkeep:
     """Maintenance of a stream, which its publisher runs in threads of rank 0.
 
     Args:
-        retention: bounds on the versions that the stream keeps. Every 16 versions, versions beyond them are deleted.
-            Only versions before a snapshot can be deleted: create snapshots with ``Cadence(snapshot_every=...)`` or
-            ``compact_every``. None keeps all versions.
+        retention: bounds on the versions that the stream keeps. Every 16 versions, versions beyond these bounds are
+            deleted. Only versions before a snapshot can be deleted: create snapshots with
+            ``Cadence(snapshot_every=...)`` or ``compact_every``. None keeps all versions.
         compact_every: number of versions between two compactions, 2 or more; None disables compaction.
         pointer_seconds: minimum time between two writes of the pointer object ``control/head.json``, which readers over
             http need to find new versions. It is written only after commits. Failures are logged. None disables the
@@ -63,7 +63,7 @@ class Upkeep:
 
 
 class _RetentionStep:
-    """Retention passes, which log once if nothing can be deleted because no new snapshot is published."""
+    """Step that runs retention. It logs once if nothing can be deleted because no new snapshot is published."""
 
     def __init__(self, log: StreamLog, retention: Retention) -> None:
         self._log, self._passes = log, RetentionPasses(log, retention)

@@ -38,7 +38,7 @@ class Notifier(Protocol):
         """
 
     def wait(self, stream: str, after: int, timeout_seconds: float) -> bool:
-        """Return True once a version above ``after`` was announced, even before this call; False at the timeout."""
+        """Wait until a version above ``after`` is announced, or was announced before. Return False at the timeout."""
 
     def close(self) -> None:
         """Close the connections."""

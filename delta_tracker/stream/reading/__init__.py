@@ -1,4 +1,4 @@
-"""Rules for what a reader of a log applies next. The loop in ``delta_tracker/predictor/reader.py`` applies it.
+"""Rules that determine what a reader applies next. ``delta_tracker/predictor/reader.py`` contains the loop.
 
 Open ``decide.py`` first: it defines the decisions and their rules. ``position.py`` and ``seen.py`` define their inputs,
 and ``path.py`` finds the entries that lead to a version. ``orders.py`` keeps pins, releases and rollbacks.

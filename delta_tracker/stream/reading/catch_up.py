@@ -73,7 +73,7 @@ class CatchUp:
         return leads_on and self._allows(entry)
 
     def _is_smaller(self, snapshot: Manifest, position: Position, merged: Manifest | None) -> bool:
-        """Return True if ``snapshot`` is smaller than ``merged`` and the versions from there to ``snapshot``."""
+        """Return True if ``snapshot`` is smaller than ``merged`` and the later versions up to ``snapshot`` together."""
         if snapshot.merges is None:
             return True
         num_bytes = 0 if merged is None else merged.num_bytes

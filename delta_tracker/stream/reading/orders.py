@@ -184,7 +184,7 @@ class Orders:
     def release(self) -> None:
         """End the rollback of this process. If there is none, release this process from the pin that it follows.
 
-        Any thread may call it at any time. It takes effect in the next round.
+        Any thread may call this method at any time. The call takes effect in the next round.
         """
         self._releases.append(self._begun or self.followed)
 

@@ -193,9 +193,9 @@ def path_to_entry(
     """Return the entries that lead to ``target``: the entries after a position, or a snapshot and its successors.
 
     The path begins with the newest snapshot, in the log or merged, up to the target. If ``position`` is at or above the
-    newest snapshot of the log, and all later entries are deltas and claims, it begins after ``position``. The path is
-    empty if the position's entry is the target, which may be a merged entry. ``newest`` is the newest version, for
-    error messages. ``shortcut`` reads a merged entry to apply instead of the versions that it replaces, and returns
+    newest snapshot of the log, and all later entries are deltas and claims, the path begins after ``position``. The
+    path is empty if the position's entry is the target, which may be a merged entry. ``newest`` is the newest version,
+    for error messages. ``shortcut`` reads a merged entry to apply instead of the versions that it replaces, and returns
     None if the entry must not be used. Without ``shortcut``, merged deltas are used only for missing versions.
 
     Raises:
@@ -318,7 +318,7 @@ def continues(log: Entries, position: Position, merged: Manifest) -> bool:
 
 
 def is_forward(log: Entries, position: Position, entry: Manifest) -> bool:
-    """Return True if ``entry``, of the position's stream, is newer, possibly with a lower version in another copy."""
+    """Return True if ``entry``, of the position's stream, is newer. In a restored copy, its version may be lower."""
     if position.precedes(entry):
         return entry.version > position.version or _is_other_copy(log, position)
     return _is_restored(log, position, entry) and _is_other_copy(log, position)
@@ -327,7 +327,7 @@ def is_forward(log: Entries, position: Position, entry: Manifest) -> bool:
 def _is_restored(log: Entries, position: Position, entry: Manifest) -> bool:
     """Return True if a publisher has continued an older copy of the log, from which later claims are missing.
 
-    Its generation is then not higher. But unlike entries of a lagging copy, its entries are newer than the position's.
+    The generation is then not higher. But unlike entries of a lagging copy, the entries are newer than the position's.
     """
     head = log.head()
     return head is not None and head.generation == entry.generation and position.is_long_before(entry)

@@ -62,7 +62,7 @@ class Position:
         return cls(entry.stream, entry.link, entry.generation, entry.created)
 
     def names(self, entry: Manifest | None) -> bool:
-        """Return True if ``entry`` is the entry at this position. Return False if it is None."""
+        """Return True if ``entry`` is the entry at this position. Return False if ``entry`` is None."""
         return entry is not None and (entry.stream, entry.link) == (self.stream, self.link)
 
     def leads_to(self, entry: Manifest) -> bool:
@@ -78,7 +78,7 @@ class Position:
         return (entry.generation, entry.version) > (self.generation, self.version)
 
     def is_long_before(self, entry: Manifest) -> bool:
-        """Return True if ``entry`` was committed over ``SKEW_SECONDS`` (tolerated clock skew) after this position."""
+        """Return True if ``entry`` was committed more than ``SKEW_SECONDS`` (tolerated skew) after this position."""
         return entry.created > self.created + SKEW_SECONDS
 
     def to_dict(self) -> dict[str, str | int]:
@@ -178,7 +178,7 @@ class Written:
 
     @property
     def saved_created(self) -> int | None:
-        """Return :attr:`created` as it is saved: a stream that was created in the same second is not newer."""
+        """Return :attr:`created` rounded up: a stream that was created in the same second must not look newer."""
         return None if self.created is None else ceil(self.created)
 
     def with_order(self, kind: str, counter: int) -> Self:

@@ -103,7 +103,7 @@ class Source:
         """Raise an error if the entry after a position was deleted, or if the log was replaced.
 
         The log is not listed if the pointer object shows no newer version and the last applied entry exists, because
-        retention deletes in ascending order. (It keeps claims, see :meth:`StreamLog.is_surely_newest`.) Once per
+        retention deletes in ascending order. (Retention keeps claims, see :meth:`StreamLog.is_surely_newest`.) Once per
         minute, the log is listed in any case.
         """
         held, log = position.link, self.log
@@ -136,7 +136,7 @@ class Sources:
     """Stores of one stream, of which one is current.
 
     A source that failed is not read again for 30 s. Each further failure doubles this time, up to 300 s. Pass urls or
-    stores in the order of preference. Raises InvalidArgumentError if there is no url or one is given twice.
+    stores in the order of preference. Raises InvalidArgumentError if there is no url or a url is given twice.
     """
 
     def __init__(

@@ -222,7 +222,7 @@ class Storage:
             return self._store.stat(name)
 
     def has_any(self, names: Sequence[str]) -> bool:
-        """Return True if any of ``names`` exists. Validates only the first, because all must differ only in digits."""
+        """Return True if any of ``names`` exists. The names must differ only in digits; only the first is validated."""
         with self._operation("size", names[0]):
             return self._store.has_any(names)
 
@@ -244,7 +244,7 @@ class Storage:
             self._store.sync(prefix)
 
     def delete_draft(self, name: str) -> bool:
-        """Delete the file in ``drafts/`` of an interrupted write. Return False if it is in use or does not exist."""
+        """Delete the file in ``drafts/`` of an interrupted write. Return False if the file is in use or missing."""
         with self._operation(None, name, "delete_draft()"):
             return self._store.delete_draft(name)
 
@@ -263,7 +263,7 @@ class Storage:
             return sorted(self._store.objects(prefix, after or ""), key=operator.attrgetter("name"))
 
     def names(self, prefix: str, *, after: str | None = None) -> list[str]:
-        """Return the names of the objects that :meth:`objects` returns, sorted. Faster than it in a local directory."""
+        """Return the names of the objects that :meth:`objects` returns, sorted. Faster in a local directory."""
         with self._operation("list", prefix, "a listing", argument="prefix", after=after):
             return sorted(self._store.names(prefix, after or ""))
 
@@ -321,7 +321,7 @@ class _Translation(AbstractContextManager[None]):
 
 
 def _remedy_of(reason: str) -> str | None:
-    """Return a specific remedy for an error of obstore; None if its text contains one or there is none."""
+    """Return a specific remedy for an error of obstore; None if the text already contains one, or none is known."""
     if any(host in reason for host in _METADATA_HOSTS):
         return (
             "No credentials were found. Pass them with Storage(url, options={'access_key_id': ..., "

@@ -167,7 +167,7 @@ class Store(ABC):
         """Make all creations and deletions of objects in ``prefix`` durable."""
 
     def delete_draft(self, name: str) -> bool:
-        """Delete the remains of an interrupted write in ``drafts/``; return False if it is still being written."""
+        """Delete the draft ``name`` of an interrupted write. Return False if the draft is still being written."""
         self.delete(name)
         return True
 
@@ -180,7 +180,7 @@ class Store(ABC):
         return self.url.rstrip("/") == other.url.rstrip("/")
 
     def reopened(self) -> "Store":
-        """Return the store that is now at the URL; ``self`` if it is still the same."""
+        """Return the store that is now at the URL; ``self`` if the store has not been replaced."""
         return self
 
     def past_caches(self) -> "Store":

@@ -73,7 +73,7 @@ _ENDPOINTS = frozenset({"endpoint", "endpoint_url"})
 # which replace bytes that are not UTF-8.
 _FORBIDDEN = re.compile(r"[\x00-\x1f\x7f\\#\ud800-\udfff]")
 PLAIN_NAME = re.compile(r"[a-z]+/[0-9a-z_-]+(\.[a-z]+)?")
-"""Pattern of most names that this library uses, all valid. Tried first, because a listing may contain many."""
+"""Pattern that matches only valid names, and most names in a store. Matched first, which speeds up listings."""
 _NO_PARTS = frozenset(("", ".", ".."))
 _MAX_NAME_BYTES = 1024
 
