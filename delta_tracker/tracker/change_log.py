@@ -20,7 +20,7 @@ from delta_tracker.types import Delta
 
 
 class ChangeLog:
-    """Change log of a tracker on one rank. Hooks mark rows through :attr:`writes`, and :attr:`consumers` read them.
+    """Change log of a tracker on one rank. Hooks mark rows with :attr:`writes`; :attr:`consumers` reads the rows.
 
     All methods may be called from any thread. They acquire the reentrant :attr:`lock`. If several calls must see the
     same state, hold the lock around them.
@@ -32,7 +32,7 @@ class ChangeLog:
         consumers: names of the consumers.
         delete_on_read: True to drop rows that every consumer has committed.
         auto_compact: True to compact the log when an output distribution is launched, False to compact it after reads.
-        max_bytes: maximum size in bytes, see :class:`LogConsumers`; None for no limit.
+        max_bytes: maximum size of the log in bytes, see :class:`LogConsumers`; None for no limit.
         received: function that is called with each committed delta, see :class:`LogConsumers`.
         owners: store of the owners of the slots, for each table with managed collisions, by FQN.
 
@@ -62,7 +62,7 @@ class ChangeLog:
         self.consumers = LogConsumers(self.lock, self.writes, self.segments, max_bytes=max_bytes, received=received)
 
     def compact(self) -> None:
-        """Merge and drop segments that no consumer needs, see :meth:`LogSegments.compact`."""
+        """Merge segments, and drop rows that are no longer needed, see :meth:`LogSegments.compact`."""
         with self.lock:
             self.segments.compact()
 
@@ -131,7 +131,7 @@ class ChangeLog:
         If memory runs out or the call is interrupted, all rows may become pending for every consumer.
 
         Args:
-            state: state with exactly the consumers of this log. If its ``history`` is None, a later rewind makes all
+            state: state of exactly the consumers of this log. If its ``history`` is None, a later rewind makes all
                 rows pending. If :attr:`ChangedRows.former` is None, the former owners of the rows are unknown.
         """
         segments, cursors = self.segments, self.cursors

@@ -39,8 +39,8 @@ class ConsumerHandle(Uncopied, remedy="Save or copy the tracker's state_dict(), 
 
     Call :meth:`release` at the end, or use the handle in a ``with`` statement. After the release, all other methods
     raise :class:`~delta_tracker.errors.InvalidArgumentError`. If the handle is deleted without a release, the next
-    operation of the tracker ends the reservation, discards the uncommitted read and the note, and, if
-    :meth:`begin_copy` added the consumer, removes it.
+    operation of the tracker ends the reservation, and discards the consumer's uncommitted read and note. A consumer
+    that :meth:`begin_copy` added is then removed.
 
     Args:
         name: name of the consumer. The caller must have reserved the consumer in the log.
@@ -85,13 +85,13 @@ class ConsumerHandle(Uncopied, remedy="Save or copy the tracker's state_dict(), 
     def commit(self, delta: Delta) -> None:
         """Commit the uncommitted read that returned ``delta``: move the consumer's cursor to the end of the read.
 
-        Raises InvalidArgumentError if ``delta`` belongs to another consumer, StaleDeltaError if the read has ended.
+        Raises InvalidArgumentError for a delta of another consumer, and StaleDeltaError for a read that has ended.
         """
         self._check_own(delta)
         self._log.consumers.commit(self._log.consumers.uncommitted(delta))
 
     def abort(self, delta: Delta) -> None:
-        """Discard the uncommitted read that returned ``delta``. Its rows stay pending. Errors: see :meth:`commit`."""
+        """Discard the read that returned ``delta``. Its rows stay pending. Raises the same errors as :meth:`commit`."""
         self._check_own(delta)
         self._log.consumers.abort(self._log.consumers.uncommitted(delta))
 
@@ -103,8 +103,8 @@ class ConsumerHandle(Uncopied, remedy="Save or copy the tracker's state_dict(), 
         """Make rows pending for the consumer, with unknown old states, and abort its uncommitted read.
 
         Call this method if the consumer's copy of these rows differs from the rows it last read. For a table with
-        managed collisions, the copy must have the raw ids of that read. ``ids`` are ``[N]`` integer local ids, in any
-        order, duplicates allowed. Raises InvalidArgumentError if the table is not tracked or an id is not in the shard.
+        managed collisions, the raw ids in the copy must be those of that read. ``ids`` are ``[N]`` integer local ids,
+        in any order, duplicates allowed. Raises InvalidArgumentError if the table or an id is unknown.
         """
         name = self._held()
         self._model.shard(fqn).spec.check_ids(ids)
@@ -119,7 +119,7 @@ class ConsumerHandle(Uncopied, remedy="Save or copy the tracker's state_dict(), 
         """Return the cursor position and the carried rows of each other consumer, by name. Does not read the log.
 
         Carried rows, ``[N]`` int64 local ids by table FQN, are pending rows that are not in the log after the cursor.
-        The other pending rows changed after it. Dropped consumers and those that :meth:`begin_copy` added are omitted.
+        All other pending rows changed after the cursor. Omits dropped consumers and consumers of :meth:`begin_copy`.
         """
         own = self._held()
         with self._log.lock:
@@ -131,13 +131,13 @@ class ConsumerHandle(Uncopied, remedy="Save or copy the tracker's state_dict(), 
         }
 
     def note_of(self, name: str) -> object:
-        """Return the note of the consumer ``name``; None if it has none or its cursor moved after the note was set."""
+        """Return the note of the consumer ``name``; None if no note is set or the cursor has moved since it was set."""
         self._held()
         found = self._log.consumers.find(name)
         return found.note if found.noted_at == found.position else None
 
     def wait_for_updates(self, seconds: float) -> None:
-        """Wait at most ``seconds`` until no update of rows and optimizer states is in progress.
+        """Wait until no update of rows and optimizer states is in progress, but at most ``seconds``.
 
         An update is in progress from the lookup until the backward pass has written the rows. Raises
         UnfinishedStepError if an update is still in progress after ``seconds``.

@@ -16,7 +16,7 @@ _NO_ROWS: Mapping[str, ChangedRows] = MappingProxyType({})
 
 @dataclass(slots=True, eq=False)
 class Read:
-    """Consumer's read that has not been committed or aborted. Created by :meth:`LogConsumers.read`.
+    """Read of a consumer that has not been committed or aborted. Created by :meth:`LogConsumers.read`.
 
     Compaction does not merge rows marked before the end of the read with later rows. A commit, a rewind, or any other
     change of the consumer's record discards the read.
@@ -30,7 +30,7 @@ class Read:
     Attributes:
         rows: pending rows by table FQN, including carried rows (see :class:`Consumer`) and rows that top-k leaves out.
             Emptied by :meth:`LogConsumers.hold`.
-        delta: result of :meth:`returns`; None until it is called.
+        delta: result of :meth:`returns`, which must be called before the read is held or committed; None until then.
     """
 
     consumer: str
@@ -41,7 +41,7 @@ class Read:
     delta: Delta | None = None
 
     def returns(self, rows: Mapping[str, DeltaRows], left_out: Mapping[str, ChangedRows] | None = None) -> Delta:
-        """Return a delta with ``rows``, and record the rows ``left_out`` by top-k. Call it before hold or commit."""
+        """Create and return the delta of this read. It contains ``rows``, but not the rows ``left_out`` by top-k."""
         start, stop, batches = self.start, self.stop, self.batches
         self.delta = Delta(rows, consumer=self.consumer, start=start, stop=stop, batches=batches, left_out=left_out)
         return self.delta
@@ -182,7 +182,7 @@ class Cursors:
                     yield from read.delta.held_back.values()
 
     def note_change(self, position: int) -> None:
-        """Record the current time as the time of the first change at ``position``, unless one is already recorded."""
+        """Record the current time as that of the first change at ``position``, unless a time is already recorded."""
         if position not in self._times:
             self._times[position] = time.monotonic()
 
@@ -199,7 +199,7 @@ class Cursors:
         return since
 
     def merge_times(self, pinned: Collection[int]) -> None:
-        """For each position in ``pinned``, keep the earliest time recorded from it to the next one. Drop the others."""
+        """Keep only the earliest time of a change in each interval that starts at a position in ``pinned``."""
         ordered, times = sorted(pinned), dict[int, float]()
         for position, when in self._times.items():
             index = bisect_right(ordered, position)

@@ -60,7 +60,7 @@ class DataPosition(Uncopied, Generic[T], remedy="Save or copy its state_dict()")
             number of ranks, see :meth:`load_rank_states`.
         event_time: function that returns the time of a batch in seconds, at least 0 and less than 2**53. It runs in the
             thread that fetches the batch.
-        max_ahead: maximum number of batches that were fetched but not yet trained on, see :meth:`check`.
+        max_ahead: maximum number of batches that may be fetched but not yet trained on, see :meth:`check`.
 
     Raises:
         InvalidArgumentError: if an argument is invalid, or if the state of the loader cannot be encoded.
@@ -115,7 +115,7 @@ class DataPosition(Uncopied, Generic[T], remedy="Save or copy its state_dict()")
 
     @property
     def event_time(self) -> float | None:
-        """Time in seconds of the last batch trained on; None before the first batch or without the argument."""
+        """Time in seconds of the last batch trained on. None before the first batch, or if times are not recorded."""
         return self._event_time
 
     @property
@@ -127,9 +127,9 @@ class DataPosition(Uncopied, Generic[T], remedy="Save or copy its state_dict()")
         """Yield the batches of the loader.
 
         Raises:
-            InvalidArgumentError: while iterating, if a newer iterator exists, if the position was restored after the
-                first batch, or if the time of a batch is invalid. At the first batch, if earlier batches were fetched
-                but not trained on.
+            InvalidArgumentError: raised during the iteration if a newer iterator exists, if the position was restored
+                after the first batch, or if the time of a batch is invalid. It is also raised at the first batch if
+                earlier batches were fetched but not trained on.
         """
         with self._lock:
             if self._drawn:
@@ -191,15 +191,15 @@ class DataPosition(Uncopied, Generic[T], remedy="Save or copy its state_dict()")
             raise InvalidArgumentError("batches ahead", self.num_ahead, remedy)
 
     def state_dict(self) -> dict[str, object]:
-        """Return the position: ``batches``, ``event_time``, and ``loader``, the loader's state at the position."""
+        """Return the position as a dict with ``batches``, ``event_time`` and ``loader`` (the loader's state)."""
         return {"batches": self._num_batches, "event_time": self._event_time, "loader": unpack(self._state)}
 
     def load_state_dict(self, state: object) -> None:
         """Restore a position that :meth:`state_dict` returned.
 
-        After the call, create new iterators and pipelines: an iterator that has returned a batch raises at its next
-        batch. Raises InvalidArgumentError if ``state`` is not a position. Errors of the loader are passed on. If the
-        call raises, the position does not change.
+        After the call, create new iterators and pipelines: an iterator that has returned a batch raises an error at its
+        next batch. Raises InvalidArgumentError if ``state`` is not a position. Errors of the loader are propagated. If
+        the call raises an error, the position does not change.
         """
         num_batches, time, loader = _fields(state)
         packed = pack(loader, "data['loader']")

@@ -78,7 +78,7 @@ class TrackerHooks:
         model.is_attached = True
 
     def remove(self) -> None:
-        """Remove the hooks, and keep their counts. :meth:`attach` registers them again."""
+        """Remove the hooks, and keep the counts of their errors and updates. :meth:`attach` registers new hooks."""
         self._model.is_attached = False  # first: if this is interrupted, reads must not return too few rows
         _remove(self.registered)
         self._deleted.detach()

@@ -61,7 +61,7 @@ class LiveTables:
     def spans(self) -> set[tuple[str, int, int]]:
         """Return the device, first address and end address of each table's memory on this rank; empty while detached.
 
-        May be called from any thread. Flushes no cache.
+        May be called from any thread. Does not flush the row caches.
         """
         shards = self._model.shards.values() if self._model.is_attached else ()
         memories = (holder.memory(slot) for shard in shards for holder, slot in shard.holders)

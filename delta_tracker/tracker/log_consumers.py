@@ -27,8 +27,8 @@ class Lag:
     Args:
         batches: number of ``step()`` calls since the consumer's last committed read.
         seconds: seconds since the consumer's last committed read.
-        oldest_pending: age in seconds of the consumer's oldest pending row, for some rows approximate (see
-            :meth:`~delta_tracker.tracker.cursors.Cursors.pending_since`). None if no row is known to be pending.
+        oldest_pending: age in seconds of the consumer's oldest pending row; None if no row is known to be pending. The
+            age of some rows is approximate, see :meth:`~delta_tracker.tracker.cursors.Cursors.pending_since`.
         pending: number of pending rows by table FQN; empty if they were not counted.
     """
 
@@ -54,7 +54,8 @@ class LogConsumers:
 
     Attributes:
         abandoned: names of reserved consumers whose owner was deleted without :meth:`release`. Destructors append to it
-            without the lock. The next operation ends these reservations, and removes the notes and transient consumers.
+            without the lock. The next operation ends these reservations. It removes transient consumers, and the notes
+            of the other consumers.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class LogConsumers:
             return tuple(self._known)
 
     def find(self, consumer: str | None) -> Consumer:
-        """Return the record of a consumer, reserved or not. None selects the only consumer that is not transient.
+        """Return the record of a consumer, even if it is reserved. None selects the only non-transient consumer.
 
         Raises InvalidArgumentError if the name is unknown, or if it is None and there is not exactly one such consumer.
         """
@@ -163,7 +164,7 @@ class LogConsumers:
     # Cursors
 
     def num_pending(self, consumer: str | None) -> dict[str, int]:
-        """Return the number of pending rows by table FQN. :meth:`find` selects the consumer. Waits for the device."""
+        """Return the number of pending rows of a consumer (see :meth:`find`) by table FQN. Waits for the device."""
         with self.lock:
             found = self.find(consumer)
             self._segments.fence.enter()
@@ -171,7 +172,7 @@ class LogConsumers:
             return self._segments.num_changed(found)
 
     def lags(self, *, counts: bool) -> dict[str, Lag]:
-        """Return the lag of each consumer that is not transient, by name. A dropped consumer has all rows pending.
+        """Return the lag of each non-transient consumer, by name. For a dropped consumer, all rows are pending.
 
         If ``counts`` is False, the call does not wait for the device, and :attr:`Lag.pending` is empty except for
         dropped consumers.
@@ -212,7 +213,7 @@ class LogConsumers:
             )
 
     def remove(self, consumer: str) -> None:
-        """Remove a consumer if it exists. With ``delete_on_read``, drop rows that were pending only for it."""
+        """Remove a consumer if it exists. With ``delete_on_read``, drop rows that are pending for no other consumer."""
         with self.lock:
             self._known.pop(consumer, None)
             maintain(self._segments.compact)
@@ -346,7 +347,7 @@ class LogConsumers:
                 raise
 
     def abort(self, read: Read) -> None:
-        """Discard a read, so that its rows are pending, with unknown old states if the read was already committed.
+        """Discard a read. Its rows are then pending. If the read was already committed, their old states are unknown.
 
         An earlier uncommitted read of the consumer stays valid. Does nothing if the read was already discarded.
         """
@@ -372,7 +373,7 @@ class LogConsumers:
     # Memory
 
     def step(self) -> None:
-        """Count a batch, mark unreported writes, and enforce ``max_bytes``."""
+        """Count a batch, mark rows that were written without a report, and enforce ``max_bytes``."""
         with self.lock:
             self._release_abandoned()
             self._writes.end_writes()

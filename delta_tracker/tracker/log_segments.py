@@ -35,7 +35,7 @@ class LogSegments:
         stores: row store of each table, by FQN.
         owners: store of the owners of the slots, for each table with managed collisions, by FQN. A slot whose owner
             changed is marked in both stores of the table.
-        cursors: the consumers. Their cursors and reads separate segments.
+        cursors: records of the consumers. Compaction does not merge segments across their cursors and reads.
         delete_on_read: True to drop rows that every consumer has committed.
 
     Attributes:
@@ -205,7 +205,7 @@ class LogSegments:
         return former
 
     def with_former(self, rows: Mapping[str, ChangedRows]) -> dict[str, ChangedRows]:
-        """Return ``rows`` with former owners, ``NO_OWNER`` if unknown, for tables with managed collisions only."""
+        """Return ``rows`` with the former owners in tables with managed collisions. Unknown owners are ``NO_OWNER``."""
         found = {}
         for fqn, each in rows.items():
             former = each.former if fqn in self.owners else None

@@ -18,9 +18,9 @@ from delta_tracker.tracker.store.several_stores import mark_in_each
 class LogWrites:
     """Listener of the hooks of a :class:`ChangeLog`. It marks the rows that the hooks report.
 
-    Implements :class:`~delta_tracker.sharding.watcher.HookListener`. Each cut (position of a read) marks the rows of
-    the writes in progress again. All methods may be called from any thread. They acquire the log's lock,
-    except :meth:`end_write_later` and :meth:`mark_all_later`.
+    Implements :class:`~delta_tracker.sharding.watcher.HookListener`. Each cut (the start of a new segment) marks the
+    rows of the writes in progress again. All methods may be called from any thread. All methods except
+    :meth:`end_write_later` and :meth:`mark_all_later` acquire the log's lock.
 
     Args:
         lock: the log's lock.

@@ -39,8 +39,8 @@ class RankGroup:
 
     The constructor, :meth:`start_all_gather`, :meth:`all_gather`, :meth:`gather` and :meth:`add` are collectives: all
     ranks must call them in the same order, from one thread. Groups with different names may be created in any order.
-    The constructor waits for all ranks, using the default group's store, and logs missing ranks after a few seconds. If
-    a rank is missing or the store does not respond, it raises after ``timeout``. All ranks may then try again.
+    The constructor waits for all ranks, using the default group's store, and logs missing ranks after a few seconds. It
+    raises an error if ``timeout`` passes before all ranks are found. All ranks may then try again.
 
     After a rank is lost, every later operation of the group raises. Unlike ``torch.distributed.new_group``, the
     constructor never connects a rank to an unrelated group of another rank.

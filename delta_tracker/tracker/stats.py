@@ -101,7 +101,7 @@ class TrackerGauges:
         self._shown: frozenset[str] = frozenset()  # consumers that have gauges
 
     def received(self, delta: Delta) -> None:
-        """Add the rows of a committed read to the counters, by table and consumer."""
+        """Add the number of rows of a committed read to the counters, by table and consumer."""
         for fqn, rows in delta.items():
             self._recorder.touched_rows.cell(table=fqn, consumer=delta.consumer).add(rows.ids.numel())
 

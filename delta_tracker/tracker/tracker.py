@@ -94,11 +94,11 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
             looked up, as TorchRec's tracker does. Plain modules support ``"updates"`` only.
         max_bytes: maximum size of the log on this rank, in bytes, including rows that top-k left out. If the log is
             larger, the consumer that lags furthest is dropped, and its next read raises
-            :class:`~delta_tracker.errors.NeedsSnapshotError`. None for no limit. A CUDA device keeps the newest old
-            states and 64 MiB more per table; all others are in pinned host memory, and count towards the limit, too.
+            :class:`~delta_tracker.errors.NeedsSnapshotError`. None for no limit. The size includes old states in pinned
+            host memory: a CUDA device keeps only the newest old states, about 64 MiB per table.
         engine: name of the row set implementation, see
-            :func:`~delta_tracker.tracker.row_sets.engines.choose_engine`. If it fails later, the torch engine replaces
-            it.
+            :func:`~delta_tracker.tracker.row_sets.engines.choose_engine`. If this engine fails later, the torch engine
+            is used instead.
         monitor: monitor that records this tracker's metrics; None for ``delta_tracker.monitor.MONITOR``.
         name: value of the label ``tracker`` of these metrics, by default ``"tracker"``. If another tracker of this
             process already has this name, ``-2`` or the next free number is appended.
@@ -434,7 +434,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
     def stats(self) -> TrackerStats:
         """Return the pending rows and lag of each consumer and the memory usage on this rank. Waits for the device.
 
-        See :meth:`num_pending` for the counts. For a dropped consumer, all rows count as pending.
+        :meth:`num_pending` describes which rows are counted. For a dropped consumer, all rows count as pending.
         """
         log = self._log
         with log.lock:
@@ -492,8 +492,8 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
     ) -> Delta:
         """Return the rows that changed since the consumer's last committed read.
 
-        A read that raises changes nothing: an earlier uncommitted read can still be committed. Only an interrupt may
-        abort the earlier read. Its rows stay pending. If the model has managed collisions, call this method in the
+        If the call raises an error, an earlier uncommitted read can still be committed. If the call is interrupted, the
+        earlier read may be aborted; its rows stay pending. If the model has managed collisions, call this method in the
         training thread: TorchRec does not update raw ids atomically.
 
         Args:
@@ -521,7 +521,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
                 ``top_k``.
             ReservedConsumerError: if the consumer is reserved. Read it with its :class:`ConsumerHandle`.
             NeedsSnapshotError: if the consumer was dropped because the log exceeded ``max_bytes``.
-            StaleDeltaError: if the ``score`` of ``top_k`` reads, clears or rewinds the same consumer.
+            StaleDeltaError: if the function ``score`` of ``top_k`` reads, clears or rewinds the same consumer.
             RankLostError: if ``top_k`` is given and a rank died or did not make the call in time.
             UnsupportedModelError: if ``with_optimizer`` is True and the optimizer of a table is not fused, or if a
                 managed-collision module has raw ids that cannot be published: one id for two rows, an id in another

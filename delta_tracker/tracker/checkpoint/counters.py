@@ -37,8 +37,8 @@ _COUNT = "_update_count"
 class Mergeable(Protocol):
     """Interface of a counter whose state can be saved, merged with the states of other ranks, and loaded.
 
-    Loading calls :meth:`merge` before it changes any state. :meth:`merge` must raise an error for the state of another
-    counter.
+    Loading calls :meth:`merge` before it changes any state. :meth:`merge` must raise an error if a state was saved by
+    an incompatible counter.
     """
 
     def state_dict(self) -> State:
@@ -79,9 +79,9 @@ class MetricCounter:
     def state_dict(self) -> State:
         """Return copies of the metric's states by name, together with the number of updates.
 
-        A list that can be reduced is returned as one tensor, and omitted if empty. Any other list is returned as its
-        length and one field per tensor. Raises InvalidArgumentError if the metric is synchronized (has the states of
-        all ranks), or if a list contains a value that is not a tensor.
+        A list state that can be merged is returned as one tensor, and omitted if it is empty. Any other list state is
+        returned as its length and one field per tensor. Raises InvalidArgumentError if the metric is synchronized
+        (holds the merged states of all ranks), or if a list contains a value that is not a tensor.
         """
         self._check_unsynced()
         found: dict[str, Any] = {}
@@ -140,7 +140,7 @@ class MetricCounter:
         """Replace the metric's states and number of updates with the values in ``state``.
 
         Tensors are moved to the metric's device. States that are missing in ``state`` are reset. Raises
-        InvalidArgumentError if the metric is synchronized (has the states of all ranks).
+        InvalidArgumentError if the metric is synchronized (holds the merged states of all ranks).
         """
         self._check_unsynced()  # otherwise `unsync()` would bring back the states before the load
         metric = self._metric
@@ -207,7 +207,7 @@ class MetricCounter:
 
 
 def _reduction_name(reduction: object) -> str:
-    """Return a name of a state's reduction that is the same in every process. Contains a partial's arguments."""
+    """Return a name for a reduction, the same in every process. The name of a partial includes its arguments."""
     if reduction is None:
         return "None"
     if isinstance(reduction, partial):

@@ -354,7 +354,7 @@ def parse_all(state: Mapping[str, Tensor]) -> list[RankHeader]:
 def take(state: Mapping[str, Tensor], needed: Mapping[str, Layout], parts: Sequence[RankHeader]) -> dict[str, Tensor]:
     """Return the tensors of ``state`` with the keys in ``needed``, on the CPU.
 
-    Raises CheckpointError if a tensor is missing, or if its dtype, shape or digest does not match ``parts``.
+    Raises CheckpointError if a tensor is missing, or if its dtype, shape or digest does not match its header.
     """
     digests = {part.prefix + name: part.digests.get(name) for part in parts for name in part.all_layouts()}
     tensors = {}

@@ -190,7 +190,7 @@ class TrackerCheckpoint:
             self.restored = Restored.STREAM
 
     def plan_load(self, parts: list[RankHeader]) -> Resharding:
-        """Check the headers ``parts`` with the same errors as :meth:`load_state_dict`. Return a plan for loading."""
+        """Check the headers ``parts``. Return a plan for loading. Raises the same errors as :meth:`load_state_dict`."""
         self._check_free()
         check_alike(parts)
         first = parts[0]

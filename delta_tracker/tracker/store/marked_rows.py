@@ -44,10 +44,9 @@ class Segment:
     states: OldStates | None = None
 
     def merged(self, newer: "Segment") -> "Segment":
-        """Return the union of this segment and a newer one. Rows in both have the states of this one.
+        """Return the union of this segment and a newer one. Rows in both segments keep the states of this segment.
 
-        The result is this segment, or a new one. Use neither of the two afterwards. A call that fails or is interrupted
-        can be repeated.
+        May reuse both segments: afterwards, use only the result. A call that fails or is interrupted can be repeated.
         """
         if self.rows is None:
             return Segment(self.start, newer.rows, newer.states)
@@ -69,9 +68,9 @@ class Segment:
 class MarkedRows:
     """Base class of row stores: marked rows of one shard of ``R`` rows, readable from any pinned position.
 
-    Each segment with marked rows has one row set and, if old states are kept, at most one old state for each of these
-    rows. After :meth:`compact`, the number of segments is at most the number of distinct pinned positions plus one. If
-    row sets are large, one empty set is kept for reuse.
+    Each segment with marked rows contains one row set and, if old states are kept, at most one old state per row. After
+    :meth:`compact`, the number of segments is at most the number of distinct pinned positions plus one. If row sets are
+    large, one empty set is kept for reuse.
 
     To read, call :meth:`cut` while the shard has the values that the read must return, then :meth:`changed`. Callers
     must serialize all calls.
@@ -115,7 +114,7 @@ class MarkedRows:
         self._spare: RowSet | None = None
 
     def replace_engine(self, error: Exception) -> bool:
-        """Switch to the torch engine if the current engine raised ``error``. Return True if it was replaced.
+        """Switch to the torch engine if the current engine raised ``error``. Return True if the engine was replaced.
 
         In each segment with marked rows, all rows are then marked, as the failed engine cannot list the marked rows.
         """

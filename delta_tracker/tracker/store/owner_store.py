@@ -29,7 +29,7 @@ class OwnerStore(MarkedRows):
 
     Attributes:
         source: reader of the module's owners.
-        refusal: reason why the owners of the last :meth:`update` cannot be published; otherwise an empty string.
+        refusal: reason why the owners of the last :meth:`update` cannot be published; empty if they can be published.
     """
 
     def __init__(self, source: LocalOwners, *, engine: str | None) -> None:

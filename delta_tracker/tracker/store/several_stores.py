@@ -22,7 +22,7 @@ _Result = TypeVar("_Result")
 
 
 def _replaced(stores: Mapping[str, SegmentStore], error: Exception) -> bool:
-    """Replace the engine of all stores if it raised ``error``. Return True if it was replaced."""
+    """Replace the engine of all stores if it raised ``error``. Return True if the engine was replaced."""
     replaced = [store.replace_engine(error) for store in stores.values()]
     return any(replaced)
 
