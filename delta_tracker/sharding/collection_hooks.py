@@ -6,7 +6,7 @@ The hook on a collection's ``load_state_dict`` also runs if ``load_state_dict`` 
 ``torch.distributed.checkpoint``. In-place writes that bypass ``load_state_dict`` are detected by
 :class:`~delta_tracker.sharding.weights.WriteWatch`.
 
-A managed-collision module resets the rows of evicted ids in its forward pass, before they are looked up again.
+A managed-collision module resets the rows of evicted ids in its forward pass, before these rows are looked up again.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,7 +32,7 @@ class LaunchHook(Watcher):
 
     Args:
         module: sharded collection.
-        tables, reports: FQNs of its tables, and the objects that the hooks of one tracker share; see :class:`Watcher`.
+        tables, reports: FQNs of the module's tables, and objects shared by the tracker's hooks; see :class:`Watcher`.
     """
 
     def __init__(self, module: Any, tables: Sequence[str], reports: Reports) -> None:  # noqa: ANN401  torchrec's
@@ -73,7 +73,7 @@ class LoadHook(Watcher):
         self._contained(partial(self._listener.acknowledge_writes, self._tables), otherwise=None)
 
     def _shares_rows(self, copied: nn.Module) -> bool:
-        """Return True if a copy of the collection shares the memory of rows with the collection."""
+        """Return True if ``copied``, a copy of the collection, shares the memory of its rows with the collection."""
         pairs = zip(kernels_of(copied), kernels_of(self._module), strict=False)
         return any(share_rows(mine, its) for mine, its in pairs)
 
@@ -83,7 +83,7 @@ class EvictionHook(Watcher):
 
     Args:
         module: sharded managed-collision module.
-        tables, reports: FQNs of its tables, and the objects that the hooks of one tracker share; see :class:`Watcher`.
+        tables, reports: FQNs of the module's tables, and objects shared by the tracker's hooks; see :class:`Watcher`.
     """
 
     def __init__(self, module: nn.Module, tables: Sequence[str], reports: Reports) -> None:
@@ -91,7 +91,7 @@ class EvictionHook(Watcher):
         self._removals.append(WrappedMethod.add(self.before, module, "_evict"))
 
     def before(self, evicted: _Evicted) -> Callable[[bool], object]:
-        """Report rows that are about to be reset, and return a function that the caller must call after the reset.
+        """Report rows that are about to be reset. Return a function to call after the reset.
 
         ``evicted`` maps each table name to ``[N]`` local ids, or to None if the table has no evictions.
         """
@@ -120,7 +120,7 @@ class EvictionHook(Watcher):
 
 
 def watch_collections(model: nn.Module, found: Discovery, reports: Reports) -> Iterator[Watcher]:
-    """Register a launch hook, a load hook and perhaps an eviction hook on each collection of a model. Yield each hook.
+    """Register the hooks of this module on each collection of a model, and yield each hook.
 
     Loads and evictions are reported only for tables with a fused optimizer. To find the changes of other tables, the
     tracker compares them with a copy.

@@ -131,7 +131,7 @@ def _policy_text(policy: Any) -> str:  # noqa: ANN401  a class of torchrec's
 
 
 def load_collision_states(module: Any, states: Sequence[Mapping[str, Any]]) -> int:  # noqa: ANN401
-    """Restore a module, and return the number of ``states`` used. Call :func:`check_collision_states` first."""
+    """Restore a module from ``states``. Return how many of them were used. First call ``check_collision_states()``."""
     parts = _parts(module, states)
     device = module._mch_sorted_raw_ids.device  # noqa: SLF001
     with torch.no_grad():

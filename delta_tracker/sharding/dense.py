@@ -75,7 +75,7 @@ def _is_part(model: nn.Module, part: nn.Module) -> bool:
 
 
 def _parts(dense: DenseChoice) -> list[tuple[str, str | nn.Module]]:
-    """Return the names and modules in ``dense``, each with its key if ``dense`` is a mapping, otherwise ``""``."""
+    """Return ``(key, name or module)`` for each item of ``dense``. The key is ``""`` if ``dense`` is not a mapping."""
     if isinstance(dense, nn.Module):
         return [("", dense)]
     if isinstance(dense, Mapping):

@@ -242,7 +242,7 @@ def _layout(block: Packed) -> tuple[object, ...]:
 
 
 def _quantize(values: Tensor, kind: str) -> Tensor:
-    """Return whole rows quantized as ``[N, bytes]`` uint8: the codes, then scale and bias for int kinds.
+    """Quantize whole rows. Return ``[N, bytes]`` uint8: the codes, followed by scale and bias for integer kinds.
 
     The bytes equal the result of torchrec's ``quantize_state_dict``. ``kind`` is the ``kind`` of a :class:`Packed`.
     """

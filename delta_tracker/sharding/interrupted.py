@@ -1,4 +1,4 @@
-"""Mark a model while a restore writes to it or it follows a stream, so that its forward passes raise an error."""
+"""Mark a model that a restore is writing to or that follows a stream, so that its forward passes raise an error."""
 
 from dataclasses import dataclass
 
@@ -26,7 +26,7 @@ class _Incomplete:
 def mark(model: nn.Module, version: int, *, is_following: bool = False) -> None:
     """Make every forward pass of ``model`` raise IncompleteModelError until :func:`unmark` is called.
 
-    Direct calls of its submodules do not raise. ``version`` is the version that is being restored or, if
+    Direct calls of submodules do not raise it. ``version`` is the version that is being restored or, if
     ``is_following`` is True, the version that the model has reached in the stream.
     """
     held = _mark_of(model)

@@ -90,7 +90,7 @@ class PostLookupHook(Watcher):
             self._removals.append(handle.remove)
 
     def _pre_lookup(self, module: object, args: tuple[Any, ...]) -> None:
-        """Keep a lookup on a stream of its own from moving rows to and from the cache while a read flushes it."""
+        """Prevent a lookup on another stream from moving rows to or from the cache while a read flushes the cache."""
         del module, args
         if not is_capturing():
             self._contained(self._listener.order_lookup, otherwise=None)
@@ -213,7 +213,7 @@ class PostLookupHook(Watcher):
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class _Update:
-    """Write to the rows of one lookup. Only the hooks of its autograd node reference this object.
+    """A write to the rows of one lookup. Only the hooks of the lookup's autograd node reference this object.
 
     Args:
         ids: table FQN to ``[N]`` local ids; None for all rows.
@@ -252,7 +252,7 @@ class _BackwardToken:
 
 
 def _end_with_backward(token: _BackwardToken) -> bool:
-    """Delete ``token`` when the backward pass that runs in this thread ends, even if the pass raises. Return True."""
+    """Make autograd delete ``token`` when this thread's backward pass ends, even if the pass raises. Return True."""
     torch.autograd.Variable._execution_engine.queue_callback(token)  # noqa: SLF001
     return True
 

@@ -29,13 +29,13 @@ class ShardHolder(Protocol):
         """Return a view of the weights of a slot, ``[rows, columns]``. Flushes caches first."""
 
     def memory(self, slot: int) -> Tensor | None:
-        """Return a view of the weights of a slot without flushing caches; None if it has no weights. Thread-safe."""
+        """Return a view of a slot's weights without flushing caches; None if the slot has no weights. Thread-safe."""
 
     def rows(self, slot: int, ids: Tensor) -> Tensor:
         """Return a copy of the rows ``ids`` (``[N]`` int64 local ids) of a slot, ``[N, columns]``."""
 
     def optimizer_states(self, slot: int) -> list[Tensor]:
-        """Return a view of each state that a fused optimizer keeps for the rows of a slot; empty without states."""
+        """Return a view of each state that a fused optimizer keeps for a slot's rows; empty if there are no states."""
 
     def weight_slots(self) -> list[tuple[Mapping[str, Tensor | None], str]]:
         """Return a ``(mapping, key)`` pair for each weight tensor; ``mapping[key]`` is the tensor."""

@@ -1,7 +1,7 @@
 """Mappings of raw ids in the managed-collision modules of a serving model.
 
 TorchRec's modules map raw ids to rows in two ways. ``MCHManagedCollisionModule`` keeps the raw ids sorted, and maps an
-unknown id to the last row of its range. ``HashZchManagedCollisionModule`` probes the rows that start at the hash of an
+unknown id to the last row of its range. ``HashZchManagedCollisionModule`` searches the rows that follow the hash of an
 id. With ``disable_fallback=True``, lookups of an unknown id find no row. Otherwise, they read the row of another id;
 modules without ``disable_fallback=True`` are therefore rejected.
 

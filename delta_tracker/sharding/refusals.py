@@ -70,7 +70,7 @@ def _refuse_stashing(found: Discovery) -> None:
 def _refuse_replicas(model: nn.Module, found: Discovery, torchrec: Torchrec) -> None:
     """Reject tables of a ``DMPCollection`` whose writes the hook on ``sync`` cannot report.
 
-    The 2D sharding environment of a collection shows that a ``DMPCollection`` contains it, even outside ``model``.
+    A collection with a 2D sharding environment belongs to a ``DMPCollection``, which may be outside ``model``.
     """
     wrapped = {
         part

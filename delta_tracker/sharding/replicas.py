@@ -61,11 +61,11 @@ class ReplicaGroup:
         self._marks = torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
 
     def every_row(self) -> dict[str, Tensor | None]:
-        """Return None, which means all rows, for each table, by FQN."""
+        """Return a dict that maps the FQN of each table to None, which means all rows."""
         return dict.fromkeys(self.shards)
 
     def no_row(self) -> dict[str, Tensor | None]:
-        """Return an empty tensor of ids for each table, by FQN."""
+        """Return a dict that maps the FQN of each table to an empty tensor of ids."""
         return {fqn: torch.empty(0, dtype=torch.int64, device=self._device) for fqn in self.shards}
 
     def pack(self, changed: Mapping[str, Tensor | None]) -> None:

@@ -77,7 +77,7 @@ class CachedTable:
 
 
 def cached_table(tbe: Any, slot: int) -> CachedTable | None:  # noqa: ANN401  a class of fbgemm
-    """Return the :class:`CachedTable` of the table in a slot of the FBGEMM module ``tbe``; None if it has no cache."""
+    """Return the :class:`CachedTable` of the table in a slot of the FBGEMM module ``tbe``; None if it is not cached."""
     weights = getattr(tbe, "lxu_cache_weights", None)
     if weights is None or not weights.numel():
         return None
@@ -105,7 +105,7 @@ def between_prefetches(tbe: Any) -> AbstractContextManager[None]:  # noqa: ANN40
 
 @contextmanager
 def same_random_numbers(tbe: Any) -> Iterator[None]:  # noqa: ANN401  one of several classes of FBGEMM
-    """Context manager that restores the CUDA generator, of which a flush to rows of a smaller dtype draws numbers."""
+    """Return a context manager that resets the CUDA random generator at exit: stochastic rounding advances it."""
     weights = getattr(tbe, "lxu_cache_weights", None)
     if weights is None or not weights.is_cuda or not getattr(tbe, "stochastic_rounding", False):
         yield

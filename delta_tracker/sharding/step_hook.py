@@ -68,7 +68,7 @@ class _Step:
 class StepHook(Watcher):
     """Hook that reports the rows that ``torch.optim`` optimizers write to ``nn.Embedding`` and ``nn.EmbeddingBag``.
 
-    Steps that update only tables compared with a copy are counted in :attr:`num_updates`, but not reported.
+    Steps that update only tables that are compared with a copy are counted in :attr:`num_updates`, but not reported.
 
     Args:
         shards: mapping of FQN to shard for the tables of these modules.
@@ -96,9 +96,9 @@ class StepHook(Watcher):
             self._listener.end_write_later(step.key)
 
     def run(self, optimizer: torch.optim.Optimizer, action: Callable[[], bool]) -> None:
-        """Call ``action``. If it returns False or raises, end the open step of the optimizer.
+        """Call ``action``. If it returns False or raises an exception, end the open step of the optimizer.
 
-        If it raises, the next cut marks all rows. Of the exceptions, only such as KeyboardInterrupt are raised again.
+        After an exception, the next cut marks all rows. Only exceptions such as KeyboardInterrupt are raised again.
         """
         try:
             if not self._contained(action, otherwise=False):
@@ -109,7 +109,7 @@ class StepHook(Watcher):
             raise
 
     def before(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Report the rows that ``optimizer.step(*args, **kwargs)`` may write. Pass it to :meth:`run` before it."""
+        """Report the rows that ``optimizer.step(*args, **kwargs)`` may write. Called by :meth:`run` before the step."""
         number = id(optimizer)
         # An earlier step that is open raised. If it wrote a part of its rows, the version counter reports the write.
         self.forget(number)
@@ -130,7 +130,7 @@ class StepHook(Watcher):
         return True
 
     def after(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Report the end of a step of ``optimizer`` that :meth:`before` has reported. Pass it to :meth:`run`."""
+        """Report the end of a step that :meth:`before` has reported. Called by :meth:`run` after the step."""
         step = self._steps.get(id(optimizer))
         if step is None:  # its begin was not reported
             self._listener.mark_all_later(self._tables)

@@ -114,7 +114,7 @@ class Torchrec:
         of ``state_dict``.
 
         The submodules of a module are skipped if ``is_leaf`` returns True for the module. Modules in ``seen`` are
-        skipped, and visited modules are added to ``seen``. If ``seen`` is None, a module is yielded for each FQN.
+        skipped, and visited modules are added to ``seen``. If ``seen`` is None, a module is yielded once per FQN.
         """
         if seen is not None:
             if module in seen:

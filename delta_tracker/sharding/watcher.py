@@ -65,7 +65,7 @@ class HookListener(Protocol):
         """Mark all rows of the tables ``fqns`` as changed at the next cut, with unknown old states.
 
         If ``key`` is the key of a write, also mark them at all cuts during the write and at the first cut afterwards.
-        If it is :data:`UNSEEN`, mark them at all later cuts.
+        If ``key`` is :data:`UNSEEN`, mark them at all later cuts.
 
         The method must be lock-free and must not raise, allocate tensors or launch operations on a device.
         """
@@ -232,7 +232,7 @@ class OtherUpdates:
         self._counts.clear()
 
     def counts(self) -> Counter[str]:
-        """Return the number of counted updates by table FQN; empty if a table was written since the first of them."""
+        """Return the number of counted updates by table FQN; empty if a table was written since the first update."""
         return self._counts if self._counts and self.versions() == self._since else Counter()
 
 
