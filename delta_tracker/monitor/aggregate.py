@@ -100,7 +100,7 @@ class Aggregate:
         return numbers
 
     def merge(self, newer: Self) -> None:
-        """Add the aggregates of ``newer`` to this object. Set ``last`` to ``newer.last`` unless that is NaN."""
+        """Add the aggregates of ``newer`` to this object. Set ``last`` to ``newer.last`` unless the latter is NaN."""
         self.num_rejected += newer.num_rejected
         if self._squares is not None and newer._squares is not None:
             self._add_spread(newer._num_spread, newer._mean, newer._squares)
@@ -110,7 +110,7 @@ class Aggregate:
         self._add_extremes(newer.min, newer.max, newer.last)
 
     def value(self, aggregation: str) -> float | None:
-        """Return the aggregate named ``aggregation``, such as ``p95``; None for ``histogram`` or if undefined."""
+        """Return the aggregate named ``aggregation``, such as ``p95``; None for ``histogram`` or an undefined value."""
         fraction = quantile_of(aggregation)
         if fraction is not None:
             return self._quantile(fraction)

@@ -117,7 +117,7 @@ class LogBuckets:
         ]
 
     def cumulative(self, bounds: Sequence[float]) -> list[int]:
-        """Return, for each bound, how many of the counted numbers are less than or equal to it.
+        """Return how many counted numbers are less than or equal to each of ``bounds``.
 
         ``bounds`` are powers of ``2**(1 / 32)`` in ascending order. The result is exact for numbers whose magnitude is
         above :data:`MIN` and at most :data:`MAX`.

@@ -33,7 +33,7 @@ class Collector:
     """Collector of a monitor's stats and events, which delivers them to sinks and handlers in background threads.
 
     After :meth:`start`, one thread collects periodically. A second thread calls sinks, handlers and callbacks. If a
-    call exceeds the deadline, another thread replaces the second one.
+    call exceeds the deadline, a new thread replaces the second thread.
 
     Args:
         deadline_seconds: time limit of each call to a sink, handler or callback.

@@ -107,7 +107,7 @@ class Subscription:
         return bool(self._waiting)
 
     def queue(self, events: Sequence[Event]) -> None:
-        """Queue the matching ones of ``events``. If the queue exceeds the log's capacity, drop its oldest events."""
+        """Queue the events that match the subscription. If the queue is then too long, drop its oldest events."""
         self._waiting.extend(
             event for event in events if event.severity >= self._severity and fnmatchcase(event.name, self._pattern)
         )

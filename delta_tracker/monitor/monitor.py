@@ -229,7 +229,7 @@ class Monitor(Forkable):
     # Progress
 
     def step(self, number: int | None = None) -> None:
-        """Set the current training step to ``number``, or increment it if ``number`` is None. Window reports show it.
+        """Set the training step that windows report to ``number``, or increment it if ``number`` is None.
 
         Raises InvalidArgumentError if ``number`` is not a nonnegative integer.
         """
@@ -303,7 +303,7 @@ class Monitor(Forkable):
         self._collector.start(sinks, seconds, labels)
 
     def stop(self, timeout: timedelta = timedelta(seconds=15)) -> bool:
-        """Collect one last time, close the sinks and stop the threads. Return False if not done within ``timeout``.
+        """Collect one last time, close the sinks and stop the threads. Return False if ``timeout`` is exceeded.
 
         No-op if the monitor is not running. Raises InvalidArgumentError if ``timeout`` is not a timedelta above 0.
         """

@@ -50,7 +50,7 @@ class Guard:
         return self.call is not None and not self.call.done()
 
     def mute(self, reason: BaseException, now_ns: int) -> None:
-        """Mute the outlet after a failure: for 10 seconds after the first one.
+        """Mute the outlet after a failure, for 10 seconds at first.
 
         The duration doubles with each consecutive failure, up to 600 seconds. Only the first failure is logged.
         """

@@ -65,8 +65,8 @@ class Registry:
     def add_source(self, source: MetricSource) -> None:
         """Add a source, which is read once per collection.
 
-        If its name is in use and ``source.if_taken`` is ``"replace"``, replace the other source. If it is ``"number"``,
-        append a number to the name of ``source``. If it is ``"refuse"``, raise InvalidArgumentError.
+        If the name of ``source`` is in use, ``source.if_taken`` decides: ``"replace"`` replaces the other source,
+        ``"number"`` appends a number to the name, and ``"refuse"`` raises InvalidArgumentError.
         """
         with self._lock:
             self.forget_ended()

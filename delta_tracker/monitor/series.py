@@ -229,7 +229,7 @@ class Cell:
     def end_epoch(self, at: tuple[int | None, int | None] | None = None) -> None:
         """Close the window if the policy has ``Window(epoch=True)``.
 
-        ``at`` is the step and epoch at which the window closes; None for the current ones.
+        ``at`` is the step and epoch at which the window closes; None for the current step and epoch.
         """
         if self._policy.window.epoch:
             with self._lock:

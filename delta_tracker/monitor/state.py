@@ -26,7 +26,7 @@ Totals = dict[str, list[tuple[list[str], _Total]]]
 
 
 class LogicalCounters:
-    """Adapter to save the logical counters of a monitor. Pass it to ``ModelDeltaTracker.register_counter()``.
+    """Adapter that saves the logical counters of a monitor. Pass it to ``ModelDeltaTracker.register_counter()``.
 
     Each rank saves its own counters. When a checkpoint is loaded, each saved state is restored on exactly one rank.
     """

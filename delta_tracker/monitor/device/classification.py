@@ -23,9 +23,9 @@ class DeviceClassification(DeviceState):
 
     Each collection records the gauges ``<name>.accuracy``, ``<name>.precision``, ``<name>.recall`` and ``<name>.f1``.
     Their values equal those of the multiclass metrics of torchmetrics. With ``average="macro"``, they are means over
-    the classes that occur in predictions or targets, and the accuracy equals the recall. With ``"micro"``, all four are
-    the fraction of correct predictions. The counter ``<name>.rejected`` counts pairs of a prediction and a target that
-    were rejected because a class index is invalid.
+    the classes that occur in predictions or targets, and the accuracy equals the recall. With ``"micro"``, each gauge
+    is the fraction of correct predictions. The counter ``<name>.rejected`` counts pairs of a prediction and a target
+    that were rejected because a class index is invalid.
 
     Args:
         name: prefix of the names of the gauges and the counter; dots separate namespaces.

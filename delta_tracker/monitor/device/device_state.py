@@ -101,7 +101,7 @@ def sum_dtype(device: torch.device) -> torch.dtype:
 
 @dataclass(slots=True)
 class _Copy:
-    """Copy of one device's sums of the states ``parts``. ``epoch_end`` is set if it was started at an epoch's end."""
+    """Copy of the sums of the states ``parts`` on one device. If ``epoch_end`` is set, it started at an epoch's end."""
 
     numbers: HostCopy
     device: torch.device
@@ -150,8 +150,8 @@ class DeviceReader(MetricSource):
     def begin(self, epoch_end: EpochEnd | None = None) -> None:
         """Start to copy the sums of all states, each on the CUDA stream that last updated the state.
 
-        Deleted states are dropped from the reader once all copies have been started. If a copy cannot be started, they
-        are kept for the next call. ``epoch_end`` is the step and epoch number at the end of an epoch; None otherwise.
+        Deleted states are dropped from the reader once all copies have been started. If a copy cannot be started, the
+        deleted states are kept for the next call. ``epoch_end`` is the step and epoch number at the end of an epoch.
         """
         with self.lock:
             deleted = [self.deleted[index] for index in range(len(self.deleted))]  # a destructor may append meanwhile

@@ -4,9 +4,9 @@ The sink uses the data model and exporters of the OpenTelemetry SDK. It does not
 are many times slower.
 
 Histograms are exported as exponential histograms with the buckets of :mod:`delta_tracker.monitor.buckets`. The
-specification requires that the counts of the buckets add up to the total count. If this is not true
-for a stat, it is exported as a histogram with a single bucket. If the records have weights, the count is the sum of the
-weights, rounded to an integer of at least 1, and the sum is the mean times the count.
+specification requires that the counts of the buckets add up to the total count. If this is not true for a stat, the
+stat is exported as a histogram with a single bucket. If the records have weights, the count is the sum of the weights,
+rounded to an integer of at least 1, and the sum is the mean times the count.
 """
 
 import math
