@@ -64,7 +64,7 @@ def write_checkpoint(
 
     The keys are those of ``{"model": model.state_dict(), "optimizer": model.fused_optimizer.state_dict()}`` for a
     ``DistributedModelParallel``. The key ``optimizer`` is omitted if the version contains no states of fused
-    optimizers. If it contains training states, those of rank 0 are stored under ``training_state``.
+    optimizers. If the version contains training states, the state of rank 0 is stored under ``training_state``.
 
     ``path`` is the result of :func:`entries_of`. ``directory`` must not exist. ``work`` is an existing directory for
     memory-mapped files, which are as large as the tables and their states. ``advance`` is called with the number of

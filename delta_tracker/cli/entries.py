@@ -27,7 +27,7 @@ class Amount(Struct, frozen=True, rename={"num_bytes": "bytes"}):
 
 
 class OwnerChanges(Struct, frozen=True):
-    """Numbers of rows that were assigned a new raw id (``admitted``) or lost theirs without a new one (``evicted``)."""
+    """Numbers of rows that were assigned a new raw id (``admitted``) or only lost their raw id (``evicted``)."""
 
     admitted: int
     evicted: int
