@@ -93,10 +93,10 @@ _UNKNOWN = _Saved({}, None)
 
 
 class TrackerCallback(Callback):
-    """Callback that builds the tracker when ``fit`` starts, steps it after each batch, and checkpoints its state.
+    """Callback that builds a tracker when ``fit`` starts, calls its ``step()`` after each batch, and saves its state.
 
-    Every checkpoint contains the state: the checkpoint of rank 0 has the parts of all ranks, and the checkpoint of any
-    other rank has the part of this rank. After the model is restored, each rank loads the rows of its own shards, at
+    Every checkpoint contains the state: on rank 0, it contains the parts of all ranks, and on any other rank the part
+    of this rank. After the model is restored, each rank loads the rows of its own shards, at
     any world size. If the checkpoint has no tracker state, every row is marked as changed. If the world size is
     unchanged, each rank also loads its own state of each registered counter.
 
@@ -156,8 +156,8 @@ class TrackerCallback(Callback):
 
         Use this after ``load_from_checkpoint``, which calls no callbacks: build the tracker for the module that it
         returns, register the counters, and call this method on each rank. Every row counts as changed if the checkpoint
-        has no tracker state, or contains other weights than this state, such as the average of ``WeightAveraging``.
-        Raises the errors of :meth:`~delta_tracker.ModelDeltaTracker.load_state_dict`.
+        has no tracker state, or if its weights differ from those of training, such as the average of
+        ``WeightAveraging``. Raises the errors of :meth:`~delta_tracker.ModelDeltaTracker.load_state_dict`.
         """
         tracker.load_state_dict(checkpoint.get(_KEY, {}))
         if _has_other_weights(checkpoint):
@@ -165,7 +165,7 @@ class TrackerCallback(Callback):
 
     @property
     def tracker(self) -> ModelDeltaTracker:
-        """Tracker of the current ``fit``. Raises DetachedError outside ``fit`` or if :meth:`on_fit_start` raised."""
+        """Tracker of the current ``fit``. Raises DetachedError outside ``fit`` or after :meth:`on_fit_start` failed."""
         if self._tracker is None:
             raise DetachedError().advising("Use it while Trainer.fit() runs, from on_fit_start to on_fit_end")
         return self._tracker
