@@ -1,4 +1,4 @@
-"""Track the changed embedding rows of a TorchRec model, publish only those, and apply them to a serving model.
+"""Track the changed embedding rows of a TorchRec model, publish only these, and apply them to a serving model.
 
 Each public name is imported at its first use, so that a serving host does not import the modules of a trainer.
 """

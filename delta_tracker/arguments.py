@@ -82,8 +82,8 @@ def check_home(argument: str, path: Path) -> None:
 def refuses_unknown(**options: type) -> Callable[[type[_T]], type[_T]]:
     """Return a class decorator that makes the constructor raise InvalidArgumentError for unknown keyword arguments.
 
-    The message names the class in ``options`` that accepts the argument, suggests a similar argument, or lists all.
-    ``options`` maps some arguments to the classes of their values.
+    The message names the class in ``options`` that accepts the argument, suggests a similar argument, or lists all
+    arguments. ``options`` maps some arguments to the classes of their values.
     """
 
     def decorate(kind: type[_T]) -> type[_T]:

@@ -216,7 +216,7 @@ class DeltaStoreTrec:
             self._store.append(batch_idx, fqn, ids, states)
 
     def delete(self, up_to_idx: int | None = None) -> None:
-        """Delete the lookups of all batches before ``up_to_idx``. If it is None, delete all lookups and tables."""
+        """Delete the lookups of all batches before ``up_to_idx``. None deletes all lookups and tables."""
         self._store.delete(up_to_idx)
 
     def compact(self, start_idx: int, end_idx: int) -> None:
@@ -225,7 +225,7 @@ class DeltaStoreTrec:
             self._store.compact(start_idx, end_idx)
 
     def get_unique(self, from_idx: int = 0) -> dict[str, UniqueRows]:
-        """Return by table FQN the unique ids of batches from ``from_idx`` on, ascending, with one state per id."""
+        """Return the ids of batch ``from_idx`` and all later batches by table FQN, unique, ascending, with states."""
         return {fqn: UniqueRows(rows.ids, rows.states) for fqn, rows in self._store.get_delta(from_idx).items()}
 
     def get_indexed_lookups(self, start_idx: int, end_idx: int) -> dict[str, list[IndexedLookup]]:

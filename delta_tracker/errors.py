@@ -166,7 +166,7 @@ class ReservedConsumerError(DeltaTrackerError, RuntimeError):
 
 
 class NeedsSnapshotError(DeltaTrackerError, RuntimeError):
-    """A consumer needs a snapshot, because its pending rows exceeded ``max_bytes`` and were dropped.
+    """A consumer needs a snapshot: its pending rows were dropped, because the log exceeded ``max_bytes``.
 
     ``max_bytes`` is None if the rows were dropped in an earlier run, whose checkpoint this run has loaded.
     """
@@ -236,7 +236,7 @@ Action = Literal["publish", "restore", "agree"]
 
 
 class RankFailedError(StreamError, RuntimeError):
-    """A collective failed because rank ``rank`` raised an error or made another call than the others; see ``reason``.
+    """A collective failed because rank ``rank`` raised an error or made a different call; see ``reason``.
 
     After a failed publish, all rows stay pending. If ``is_unknown`` is True, the version may have been published
     nevertheless, or may appear later; in both cases, the next version follows that version. After a failed restore, the
@@ -344,7 +344,7 @@ class IncompleteModelError(StreamError, RuntimeError):
     """The model cannot be used, because a restore was interrupted or the model belongs to a standby.
 
     If ``is_following`` is False, the model mixes rows of several versions: a restore of ``version`` was not completed.
-    If it is True, a :class:`~delta_tracker.recovery.standby.Standby` has applied only the rows of ``version``.
+    Otherwise, a :class:`~delta_tracker.recovery.standby.Standby` has applied only the rows of ``version``.
     """
 
     def __init__(self, version: int, *, is_following: bool = False) -> None:
@@ -568,7 +568,7 @@ class MissingVersionError(StreamError, LookupError):
 
 
 class NoSnapshotError(StreamError, LookupError):
-    """The stream at ``url`` has no snapshot at or below ``version``. If ``version`` is None, it has no snapshot yet."""
+    """The stream at ``url`` has no snapshot at or below ``version``, or none at all if ``version`` is None."""
 
     def __init__(self, url: str, version: int | None = None) -> None:
         if version is None:
@@ -584,7 +584,7 @@ class NoSnapshotError(StreamError, LookupError):
 
 
 class StreamReplacedError(StreamError, RuntimeError):
-    """The stream at ``url`` was replaced after the reader had applied ``version`` of it, completely or in part."""
+    """The stream at ``url`` was replaced after the reader had applied all or part of its version ``version``."""
 
     def __init__(self, url: str, version: int) -> None:
         super().__init__(f"the stream {url} is not the one of which version {version} was applied", CONTINUE)
@@ -592,7 +592,7 @@ class StreamReplacedError(StreamError, RuntimeError):
 
 
 class OlderCopyError(StreamError, RuntimeError):
-    """The log at ``url``, a lagging mirror or a backup, ends at ``newest``, before the applied ``version``."""
+    """The log at ``url`` ends at ``newest``, before the applied ``version``: it is a lagging mirror or a backup."""
 
     def __init__(self, url: str, newest: int, version: int) -> None:
         super().__init__(

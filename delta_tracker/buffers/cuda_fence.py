@@ -65,5 +65,5 @@ class StreamFence:
         return next(iter(self._used.get(device, ())), None)
 
     def leave(self, key: int) -> bool:
-        """End the use with ``key``. Return False if there is no such use, which is always so without a CUDA device."""
+        """End the use with ``key``. Return False if there is no such use, or if no device is a CUDA device."""
         return self._open.pop(key, None) is not None

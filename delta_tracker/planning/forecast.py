@@ -191,7 +191,7 @@ class Forecast:
 
     @property
     def publisher(self) -> Requests:
-        """Requests of the publisher per hour, to write versions and the pointer and to check entries. No retention."""
+        """Hourly requests of the publisher, without retention: writes of versions and the pointer, and entry checks."""
         versions, scans = self._versions, _HOUR / SCAN_SECONDS
         return Requests(
             puts=self._deltas * self.delta.num_writes

@@ -106,7 +106,7 @@ class SortedMap(RawIdMap):
         copy_from_host(known_ids, raw_ids)
 
     def _local_defaults(self, identity: Identity, raw_ids: Tensor) -> Tensor:
-        """Return the default row of each raw id. Default rows outside :attr:`rows` are replaced by its last row."""
+        """Return the default row of each raw id, or the last row of :attr:`rows` if the default row is outside it."""
         first, end = self.rows
         found = defaults_of(identity, raw_ids)
         return torch.where((found == _NO_ROW) | ((found >= first) & (found < end)), found, end - 1)
@@ -157,8 +157,8 @@ class RawIdIndex(SortedMap):
 
         Returns:
             int64 rows in the shape of ``raw_ids``. The row of an unknown id is the default row of its bucket, or -1 if
-            the trainer's collision module has no default rows. Before the first version, all rows are -1. Filter these
-            ids out: as an index of a tensor, -1 selects the last row.
+            the trainer's collision module has no default rows. Before the first version, all rows are -1. Filter out
+            -1 before you index a tensor, where -1 would select the last row.
 
         Raises:
             InvalidArgumentError: if ``raw_ids`` is not an int64 tensor on the CPU.

@@ -58,7 +58,7 @@ def bucket_of(identity: Identity, raw_ids: Tensor) -> Tensor:
 
 
 def default_rows(identity: Identity) -> Tensor:
-    """Return the global id of the default row of each bucket, ``[B]`` int64 on the CPU; -1 without default rows."""
+    """Return the global id of the default row of each bucket, ``[B]`` int64 on the CPU; -1 if there is none."""
     return torch.tensor([-1 if bucket.default is None else bucket.default for bucket in identity.buckets])
 
 
@@ -173,7 +173,7 @@ class RawIdMap(ABC):
 
     @abstractmethod
     def unmap(self, slots: Tensor, owners: Tensor) -> None:
-        """Remove raw ids from the mapping. Lookups of these ids then read default rows. Requires the lock.
+        """Remove raw ids from the mapping. Later lookups of these ids read default rows. Requires the lock.
 
         The arguments are ``[N]`` int64: global row ids inside :attr:`rows`, and their raw ids, never :data:`NO_OWNER`.
         """
