@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from tests.fake_streams.order import Race, Use
 from tests.fake_streams.queues import Operation, Scheduler
 
 _CUDA = 1  # torch's number of the device type
@@ -44,7 +45,7 @@ class FakeStream(torch.Stream):
         self.devices.wait(self.queue.last)
 
     def query(self) -> bool:
-        return not self.queue.pending
+        return not self.queue.pending and self.devices.scheduler.is_done(self.queue.last)
 
     def __enter__(self) -> Any:
         self._entered = self.devices.entered(self)
@@ -71,7 +72,7 @@ class FakeEvent:
         (self._devices.current_stream() if stream is None else stream).wait_event(self)
 
     def query(self) -> bool:
-        return self.recorded is None or self.recorded.is_done
+        return self._devices.scheduler.is_done(self.recorded)
 
     def synchronize(self) -> None:
         self._devices.wait(self.recorded)
@@ -113,6 +114,11 @@ class FakeDevices:
         self._numbers = itertools.count(1)
         self._all = [[FakeStream.of(self, index, 0)] for index in range(count)]  # default stream first
         self._chosen = threading.local()
+
+    @property
+    def races(self) -> list[Race]:
+        """Pairs of uses of the same memory that nothing orders."""
+        return self.scheduler.order.races
 
     # Functions of ``torch.cuda``
 
@@ -180,6 +186,17 @@ class FakeDevices:
         """Let the host wait for an operation."""
         self.num_waits += 1
         self.scheduler.wait(operation)
+
+    def storages(self, tensors: Iterable[Any]) -> list[int]:
+        """Return the numbers of the storages that a device or the host may use at the same time."""
+        found = [each for each in tensors if isinstance(each, torch.Tensor)]
+        return [each.untyped_storage()._cdata for each in found if each.is_cuda or each in self.pinned]
+
+    def use_on_host(self, use: Use) -> None:
+        """Let the host read or write memory of :meth:`storages`."""
+        if use.read or use.written:
+            with self.scheduler.lock:
+                self.scheduler.order.host_used(use)
 
     def index(self, device: Any) -> int:
         """Return the number of a device."""

@@ -6,9 +6,12 @@ import itertools
 import random
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
+
+from tests.fake_streams.order import Order, Use
 
 
 class Operation:
@@ -42,10 +45,12 @@ class Queue:
     """Operations of one stream that have not run.
 
     Args:
+        number: number of the stream.
         weight: relative probability with which the scheduler chooses this queue.
     """
 
-    def __init__(self, weight: float) -> None:
+    def __init__(self, number: int, weight: float) -> None:
+        self.number = number
         self.weight = weight
         self.pending: deque[Operation] = deque()
         self.last: Operation | None = None  # newest operation, which may have run
@@ -64,6 +69,7 @@ class Scheduler:
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
         self.lock = threading.RLock()
+        self.order = Order()
         self._fault: BaseException | None = None  # error of an operation; like CUDA's, it is raised by each later wait
         self._is_running = False
         self._numbers = itertools.count()
@@ -74,19 +80,31 @@ class Scheduler:
     def queue(self) -> Queue:
         """Return the queue of a new stream."""
         with self.lock:
-            queue = Queue(10 ** self.random.uniform(-self._spread, 0))
+            queue = Queue(len(self._queues), 10 ** self.random.uniform(-self._spread, 0))
             self._queues.append(queue)
             return queue
 
-    def append(self, queue: Queue, run: Callable[[], None] | None, after: Iterable[Operation] = ()) -> Operation:
+    def append(
+        self,
+        queue: Queue,
+        run: Callable[[], None] | None,
+        after: Sequence[Operation] = (),
+        use: Use | None = None,
+    ) -> Operation:
         """Append an operation to a queue, then run a random number of operations."""
         with self.lock:
             operation = Operation(queue, next(self._numbers), run, after)
-            queue.pending.append(operation)
-            queue.last = operation
-            while self.random.random() < self._eagerness and self._run_one(self._queues):
-                pass
-            return operation
+            self.order.launched(queue.number, operation.number, [each.number for each in after], use)
+            return self._append(operation)
+
+    def free(self, queue: Queue, storage: Any, spoil: Callable[[], None], others: Iterable[Queue]) -> None:
+        """Free memory of a stream that other streams have used, too."""
+        with self.lock:
+            after = [each.last for each in others if each.last is not None]
+            self.order.freed(storage, [queue.number, *(each.queue.number for each in after)])
+            operation = Operation(queue, next(self._numbers), spoil, after)
+            self.order.launched(queue.number, operation.number, (), None)
+            self._append(operation)
 
     def wait(self, operation: Operation | None) -> None:
         """Run an operation, all operations that it needs, and a random number of others."""
@@ -99,7 +117,16 @@ class Scheduler:
                         queue for queue, last in needed.items() if queue.pending and queue.pending[0].number <= last
                     ]
                     assert self._run_one(self._queues if is_eager else first), "an operation waits for itself"
+            if operation is not None:
+                self.order.host_waited(operation.number)
             self._raise_fault()
+
+    def is_done(self, operation: Operation | None) -> bool:
+        """Return True if an operation has run, or if there is none. The host then knows."""
+        with self.lock:
+            if operation is not None and operation.is_done:
+                self.order.host_waited(operation.number)
+            return operation is None or operation.is_done
 
     def drain(self) -> None:
         """Run all operations."""
@@ -107,6 +134,13 @@ class Scheduler:
             while self._run_one(self._queues):
                 pass
             self._raise_fault()
+
+    def _append(self, operation: Operation) -> Operation:
+        operation.queue.pending.append(operation)
+        operation.queue.last = operation
+        while self.random.random() < self._eagerness and self._run_one(self._queues):
+            pass
+        return operation
 
     def _raise_fault(self) -> None:
         if self._fault is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -14,19 +14,27 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.fake_streams.cuda import FakeDevices
+from tests.fake_streams.order import Race, Use, described
 from tests.fake_streams.queues import Scheduler
 from tests.fake_streams.tensors import _INNER, DeviceTensor, _mapped, run
 
+_HOST_READS = {"numpy", "tolist", "__array__"}
 _FROM_HOST = {torch.tensor, torch.as_tensor, torch.asarray}
 
 
 @contextmanager
-def fake_streams(seed: int, *, num_devices: int = 1) -> Iterator[FakeDevices]:
+def fake_streams(
+    seed: int, *, num_devices: int = 1, may_race: Callable[[Race], bool] = lambda _: False
+) -> Iterator[FakeDevices]:
     """Context manager in which ``torch.cuda`` is simulated. At its end all operations run.
+
+    It also fails at its end if two uses of the same memory were launched that nothing orders, whether or not the order
+    in which they ran did harm.
 
     Args:
         seed: chooses the order of operations, among the orders that a GPU allows.
         num_devices: number of devices.
+        may_race: returns True for a race that is no fault.
 
     Yields:
         The devices, which count the waits of the host and the operations.
@@ -56,6 +64,8 @@ def fake_streams(seed: int, *, num_devices: int = 1) -> Iterator[FakeDevices]:
     ):
         yield devices
         devices.scheduler.drain()
+        races = [each for each in devices.races if not may_race(each)]
+        assert not races, f"{len(races)} races: " + "; ".join(map(described, races[:3]))
 
 
 def _in_modes(devices: FakeDevices, run_thread: Any) -> Any:
@@ -98,6 +108,8 @@ class _Functions(TorchFunctionMode):
             return args[0].to(torch.device("cuda", self._devices.index(None)))
         if func is torch.device:
             return func(*args, **kwargs)
+        if name in _HOST_READS and args and isinstance(args[0], Tensor):
+            self._devices.use_on_host(Use(name, self._devices.storages(args[:1])))
         is_pinned = bool(kwargs.pop("pin_memory", False))
         args, kwargs = _mapped(self._inner, (args, kwargs))
         if isinstance(kwargs.get("device"), str):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.fake_streams.cuda import FakeDevices, FakeStream
+from tests.fake_streams.order import Use
 from tests.fake_streams.queues import Queue, Scheduler
 
 # torch checks this device type like a real one but has no kernels for it; see tests/syncs.py.
@@ -40,8 +41,8 @@ class _Block:
 
     def __del__(self) -> None:
         storage = self.storage
-        after = [other.queue.last for other in self.others if other.queue.last is not None]
-        self.devices.scheduler.append(self.stream.queue, partial(_spoil, storage), after)
+        others = [other.queue for other in self.others]
+        self.devices.scheduler.free(self.stream.queue, storage, partial(_spoil, storage), others)
 
 
 class DeviceTensor(Tensor):
@@ -163,6 +164,7 @@ class _Call:
     def result(self) -> Any:  # noqa: PLR0911  one for each kind of operation
         goes_to_device = self._target is not None and self._target.type == _INNER
         if not self._on_device and not goes_to_device:
+            self._used_by_host()
             return self._func(*self._args, **self._kwargs)
         if self._name == "_to_copy" and self._on_device and self._target is not None and not goes_to_device:
             return self._to_host()
@@ -175,6 +177,7 @@ class _Call:
         self._check_devices()
         if self._waits():
             self._devices.wait(self._stream().queue.last)
+            self._used_by_host()
             result = self._func(*self._held(self._args), **self._held(self._kwargs))
             written = {id(each.held): each for each in self._on_device}
             return _mapped(lambda each: written.get(id(each)) or self._new(each), result)
@@ -191,17 +194,18 @@ class _Call:
         host = _garbage(torch.empty(source.shape, dtype=dtype))
         if is_async:  # torch then allocates pinned memory
             self._devices.pinned.add(host)
-        return self._enqueue_copy(host, source.held, is_async=is_async)
+        return self._enqueue_copy(host, source, is_async=is_async)
 
     def _copy_to_host(self) -> Tensor:
         host, source = self._tensors
         is_pinned = host in self._devices.pinned
         self._devices.num_pageable += not is_pinned
-        return self._enqueue_copy(host, source.held, is_async=self._is_non_blocking() and is_pinned)
+        return self._enqueue_copy(host, source, is_async=self._is_non_blocking() and is_pinned)
 
-    def _enqueue_copy(self, host: Tensor, held: Tensor, *, is_async: bool) -> Tensor:
+    def _enqueue_copy(self, host: Tensor, source: DeviceTensor, *, is_async: bool) -> Tensor:
         self._devices.num_operations += 1
-        operation = self._devices.scheduler.append(self._stream().queue, partial(host.copy_, held))
+        copy, use = partial(host.copy_, source.held), self._use([source], [host])
+        operation = self._devices.scheduler.append(self._stream().queue, copy, use=use)
         if not is_async:
             self._devices.wait(operation)
         return host
@@ -240,7 +244,8 @@ class _Call:
         fresh = [each.held for each in _leaves(outs) if isinstance(each, DeviceTensor)]
         launch = _Launch(func, self._held(args), self._held(kwargs), [each.held for each in written], fresh)
         self._devices.num_operations += 1
-        launch.append(self._devices.scheduler, self._stream().queue)
+        use = self._use([] if self._is_factory() else (args, kwargs), [written, outs])
+        launch.append(self._devices.scheduler, self._stream().queue, use)
         if not written:
             return outs
         num_returns = len(self._func._schema.returns)
@@ -260,13 +265,23 @@ class _Call:
     def _stream(self) -> FakeStream:
         return self._devices.current_stream(self._index)
 
-    def _written(self) -> list[DeviceTensor]:
+    def _written(self) -> list[Tensor]:
         """Return the arguments that the operator writes."""
         found = []
         for number, name in _written_arguments(self._func):
             value = self._args[number] if number < len(self._args) else self._kwargs.get(name)
-            found += [each for each in _leaves(value) if isinstance(each, DeviceTensor)]
+            found += [each for each in _leaves(value) if isinstance(each, Tensor)]
         return found
+
+    def _use(self, read: Any, written: Any) -> Use:
+        return Use(str(self._func), self._devices.storages(_leaves(read)), self._devices.storages(_leaves(written)))
+
+    def _used_by_host(self) -> None:
+        if not _returns_views(self._func) and not self._is_factory():
+            self._devices.use_on_host(self._use(self._tensors, self._written()))
+
+    def _is_factory(self) -> bool:
+        return self._name.startswith("new_") or self._name.endswith("_like")
 
     def _waits(self) -> bool:
         if self._name in _BY_INDEX:
@@ -312,9 +327,9 @@ class _Launch:
         self._written = written
         self._fresh = fresh
 
-    def append(self, scheduler: Scheduler, queue: Queue) -> None:
+    def append(self, scheduler: Scheduler, queue: Queue, use: Use) -> None:
         if scheduler.random.random() < 0.5:
-            scheduler.append(queue, self._whole)
+            scheduler.append(queue, self._whole, use=use)
             return
         share, final = scheduler.random.random(), []
 
@@ -329,7 +344,7 @@ class _Launch:
             for memory, value in zip([*self._written, *self._fresh], values, strict=True):
                 _copy_part(memory, value, share, is_first=False)
 
-        scheduler.append(queue, first)
+        scheduler.append(queue, first, use=use)
         scheduler.append(queue, second)
 
     def _whole(self) -> None:
