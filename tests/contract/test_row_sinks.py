@@ -38,7 +38,7 @@ from tests.row_stores import RowStoreReader, reader_of, rows_at, sink_at
 from tests.servers import free_ports, redis_server
 from tests.stores.wrapped import WrappedStorage
 from tests.stream.streams import FQN as TABLE
-from tests.stream.streams import Writer
+from tests.stream.streams import Writer, a_second_later
 from tests.sweeps import SWEEPS_ARE_WHOLE
 from tests.waiting import eventually
 
@@ -340,9 +340,10 @@ def test_a_replaced_stream_leaves_no_row_of_the_former_one(target) -> None:
     for prefix in ("log", "parts"):
         for name in writer.storage.names(prefix):
             writer.storage.delete(name)
-    other = Writer(writer.storage, num_rows=30)
-    other.table[:] = 7
-    other.snapshot()
+    with a_second_later():
+        other = Writer(writer.storage, num_rows=30)
+        other.table[:] = 7
+        other.snapshot()
     Predictor(sink, writer.storage).sync()
     assert [state.stream for state in sink.states()] == [other.claim.head.stream]
     sink.close()
