@@ -30,10 +30,10 @@ class Cadence:
     a snapshot, all rows are first copied while training continues. The changes made meanwhile are read at a later vote.
 
     Args:
-        batches: number of batches since the last version.
-        seconds: number of seconds since the last version, measured on rank 0.
-        rows: number of pending rows on one rank.
-        num_bytes: size in bytes of the values of the pending rows on one rank, in the tables' dtypes.
+        batches: bound on the number of batches since the last version.
+        seconds: bound on the seconds since the last version, measured on rank 0.
+        rows: bound on the number of pending rows on one rank.
+        num_bytes: bound on the size in bytes of the pending rows' values on one rank, in the tables' dtypes.
         snapshot_every: number of versions from one snapshot to the next, for :meth:`Publisher.step`. It is counted from
             the stream's newest snapshot, which any publisher and any method may have written. Claims count as versions;
             merged snapshots do not count as snapshots. After a restore of the tracker, the first version is therefore a
@@ -81,7 +81,7 @@ class Pace:
 
     Args:
         consumer: name of the consumer whose pending rows are counted.
-        num_batches: number of batches between a check and the start of the version.
+        num_batches: number of batches from a call of :meth:`is_due` to the start of the version.
     """
 
     def __init__(

@@ -33,7 +33,7 @@ class Draft:
     Args:
         kind: ``"snapshot"`` or ``"delta"``.
         batches: half-open range of ``step()`` counts that the version covers.
-        cut: Unix time of the read in seconds.
+        cut: Unix time in seconds at which the rows were read.
         schema: schema of this rank's rows.
         copied: rows and dense tensors to write.
         pending_rows: number of changed rows on this rank that ``top_k`` did not select. They stay pending.

@@ -70,7 +70,7 @@ class Delivery:
         """Start to write and commit a version. If the call is interrupted, repeat it with the same ``outcome``.
 
         Args:
-            outcome: future that receives the result. An error is in its :attr:`Outcome.error`.
+            outcome: future that receives the result. An error is stored in :attr:`Outcome.error`.
             number: number of the vote that decided on the cut, the same on all ranks.
             draft: this rank's contents of the version, or the error of its read.
             read: uncommitted read of the version's rows.

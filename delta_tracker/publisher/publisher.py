@@ -99,7 +99,7 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
             different store.
         UnsupportedStoreError: if the store has no atomic create.
         MalformedError: if the stream's newest entry is malformed.
-        StorageError: if this rank cannot use the store. If the store failed during the claim, the stream may have been
+        StorageError: if this rank cannot use the store. If the store failed during the claim, the stream may be
             claimed.
         RankFailedError: if another rank raised one of these errors, or passed a different ``top_k``, ``encoding``,
             ``cadence`` or ``recovery``.
@@ -250,7 +250,7 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
     def is_fenced(self) -> bool:
         """True if a newer publisher has claimed the stream. This publisher then publishes no more versions.
 
-        It becomes True on all ranks in the same call of :meth:`step`, so that training can end at the same batch.
+        The value changes on all ranks in the same call of :meth:`step`, so that training can end at the same batch.
         """
         return isinstance(self._reports.error, FencedError)
 

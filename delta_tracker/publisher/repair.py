@@ -38,8 +38,8 @@ def rows_to_repair(
 
     Returns:
         FQN to ``[N]`` int64 local ids, ascending and unique. Tables without such rows are omitted. None if every row
-        must be published, because ``note`` is not a position in this stream, because a later version is missing,
-        damaged, a snapshot or of another schema, or because the log from the newest snapshot on is incomplete or of
+        must be published: if ``note`` is not a position in this stream, if a later version is missing, is damaged, is a
+        snapshot or has another schema, or if the log from the newest snapshot on is incomplete or has entries of
         another schema.
     """
     try:  # releases before 0.1.0 saved neither a generation nor a time, which are not used here

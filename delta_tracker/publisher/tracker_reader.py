@@ -48,7 +48,7 @@ class TrackerReader:
     Attributes:
         tables: schema and rows of this rank's tables.
         find_dense: function that returns the dense tensors that this rank writes, by name; None if none are published.
-        is_repairing: True if the next delta must contain all pending rows despite ``top_k``, because it repairs earlier
+        is_repairing: True if the next delta must contain all pending rows despite ``top_k``, to repair earlier
             versions.
     """
 

@@ -76,8 +76,8 @@ class Stateful(Protocol):
 class Recovery:
     """Training state that a publisher writes with each version, and from which a restore or a standby continues.
 
-    Pass the same names to the publisher, the restore and the standby. Besides the states of these objects, a version
-    contains the states of the fused optimizers for each of its rows, the dense tensors and the position in the data.
+    Pass the same names to the publisher, the restore and the standby. Besides the states of the named objects, a
+    version contains the states of the fused optimizers for its rows, the dense tensors and the position in the data.
 
     Args:
         training_state: name to object with ``state_dict`` and ``load_state_dict``, such as the dense optimizer and the
@@ -85,8 +85,9 @@ class Recovery:
             dense parameters that no optimizer in ``training_state`` or ``rank_state`` updates.
         rank_state: name to object whose state differs between the ranks. Each rank's state is published. A restore with
             another number of ranks calls the object's ``load_rank_states(states)`` with the states of all ranks.
-        heartbeat_seconds: time between two heartbeats. A standby uses them to detect that training has stopped. Rank 0
-            writes them in a background thread, only while methods of the publisher are called. None disables them.
+        heartbeat_seconds: time between two heartbeats, by which a standby detects that training has stopped. Rank 0
+            writes heartbeats in a background thread, only while methods of the publisher are called. None disables
+            heartbeats.
 
     Raises:
         InvalidArgumentError: if an argument is invalid, a name is used twice or reserved, or an object has no
