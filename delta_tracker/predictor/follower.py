@@ -146,7 +146,7 @@ class Follower(Forkable):
                 raise
 
     def stop(self, *, raises: bool = True) -> None:
-        """Stop the thread before its next chunk of rows or its next request, and wait until it has ended.
+        """Stop the thread before its next chunk of rows or its next request, and wait until the thread has ended.
 
         If :attr:`error` is not None, raise a copy of it, or log it if ``raises`` is False.
         """

@@ -26,7 +26,7 @@ class Gate:
 
     Args:
         non_finite: True to reject NaN and infinite values.
-        max_drift: maximum relative difference between the RMS row norm of a table and its value in the last applied
+        max_drift: maximum relative difference between the RMS row norm of a table and the norm in the last applied
             version of the same kind (snapshot or delta), as a fraction of the smaller of the two: 0.5 allows growth by
             half or shrinkage by a third. None disables the check. The first version of a kind is the baseline.
         min_rows: minimum number of rows of a table in a version. If there are fewer, ``max_drift`` is not checked for
@@ -50,7 +50,7 @@ class Gate:
 
 
 class GateKeeper:
-    """Checker of versions against the bounds of a gate. Versions that it rejects are held.
+    """Checker of versions against the bounds of a gate. Rejected versions are held.
 
     Attributes:
         held: last :class:`HeldVersionError` of :meth:`Reader.advance`; None if a version was applied since.
@@ -84,7 +84,7 @@ class GateKeeper:
                 self._hold(manifest, f"it has the rows of version {link.version}: {why}")
 
     def check(self, manifest: Manifest, contents: Contents) -> Measure:
-        """Return the RMS row norms for :meth:`passed`. Raise HeldVersionError if the version violates a bound."""
+        """Return RMS row norms to pass to :meth:`passed`. Raise HeldVersionError if the version violates a bound."""
         measure, reason = self.measure(manifest, contents)
         reason = reason or self._drift(measure)
         if reason and manifest.version not in self._accepted:

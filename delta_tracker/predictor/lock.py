@@ -178,9 +178,9 @@ class TableFence:
                 self.devices, self.writing = (*self.devices, device), self._writing
 
     def enter_reading(self, streams: Sequence[Any] = ()) -> list[Any]:
-        """Make the current and the given ``streams`` wait for the last write. Return all for :meth:`leave_reading`.
+        """Make the current streams and ``streams`` wait for the last write. Return all of these streams.
 
-        Raises InvalidArgumentError for a stream of a device that is not covered.
+        Pass the result to :meth:`leave_reading`. Raises InvalidArgumentError for a stream of an uncovered device.
         """
         for stream in streams:
             if getattr(stream, "device", None) not in self.devices:

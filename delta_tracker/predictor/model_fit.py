@@ -43,8 +43,7 @@ class Fit:
     Args:
         tables: specs of the applied tables, by name, with the model's number of rows.
         dense: names of the applied dense tensors.
-        differences: for each table and dense tensor that is not applied completely, a sentence with the reason, by
-            name.
+        differences: by name, a sentence about each table and dense tensor that is not applied completely.
     """
 
     tables: Mapping[str, TableSpec]

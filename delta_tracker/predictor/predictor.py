@@ -93,14 +93,14 @@ class Predictor(Uncopied, remedy="Save or copy its state_dict()"):
         tables: names or patterns, such as ``"user.*"``, of the tables and dense tensors of the stream to read and
             apply; None for all. See ``guide/serve.md``.
         name: name of the heartbeat that is written to the stream every few seconds, which requires write permission;
-            None to disable heartbeats. It is also the value of the metric label ``predictor``, by default
+            None to disable heartbeats. The name is also the value of the metric label ``predictor``, by default
             ``"predictor"``, with a suffix ``-2``, ``-3``, ... if another predictor of this process has the same name.
         monitor: monitor for the metrics; None for ``delta_tracker.monitor.MONITOR``.
         cache: directory, or :class:`~delta_tracker.stream.host_cache.HostCache`, that the predictors of a host share to
             fetch each part only once; None to disable the cache.
-        heartbeats: url or store to write heartbeats to; None for the first writable ``url``, or for the url in use
-            after a failover if it is writable.
-        runtime: clock, waits, random numbers and threads of the predictor.
+        heartbeats: url or store to write heartbeats to; None for the first writable ``url``, or after a failover, for
+            the new ``url`` if it is writable.
+        runtime: provider of the clock, waits, random numbers and threads that the predictor uses.
 
     Raises:
         InvalidArgumentError: for an invalid argument, such as a model without tables.
@@ -163,7 +163,7 @@ class Predictor(Uncopied, remedy="Save or copy its state_dict()"):
     def manifest(self) -> Manifest | None:
         """Manifest of the last applied snapshot or delta; None before the first, and after :meth:`load_state_dict`.
 
-        It lists only the tables and dense tensors that were applied.
+        The manifest lists only the tables and dense tensors that were applied.
         """
         return self._destination.manifest
 
@@ -181,7 +181,7 @@ class Predictor(Uncopied, remedy="Save or copy its state_dict()"):
         """Context manager that blocks writes during lookups, and yields the versions that the tables hold.
 
         Keep the body of the ``with`` statement short and without ``await``: :meth:`follow` and :meth:`sync` cannot
-        write rows until it ends.
+        write rows until the body ends.
 
         If tables are on CUDA devices, launch the lookups on the streams that are current at entry, or pass other
         ``streams``: ``with predictor.reading(stream), torch.cuda.stream(stream):``. These streams wait for the last

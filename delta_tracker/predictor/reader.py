@@ -163,7 +163,7 @@ class Reader:
         _logger.warning("rolled back to version %d of %s", version, self.storage.url)
 
     def release(self) -> None:
-        """Make the next round end the rollback, or without a rollback, ignore the current pin. Thread-safe."""
+        """In the next round, end the rollback, or if there is no rollback, ignore the current pin. Thread-safe."""
         self.orders.release()
         self.pinned, self.why = None, ""
 
@@ -450,7 +450,7 @@ class Resyncs:
         _logger.warning("resync of %s from version %s to %s: %s", url, before, after, str(fault))
 
     def log_once(self, level: int, text: str, error: StreamError, *what: object) -> None:
-        """Log a fault unless it was logged since a version was applied. ``text`` formats ``what`` and ``error``."""
+        """Log a fault unless it was logged since a version was applied. ``text`` is a format of ``what``, ``error``."""
         key = text, *what, *kind_of(error)
         if key not in self.logged:
             self.logged.add(key)

@@ -109,7 +109,7 @@ class Names:
         self.depends_on_stream = not isinstance(choice, Mapping) or len(self._whole) < len(given)
 
     def of(self, names: Iterable[str]) -> dict[str, str]:
-        """Map stream names to model names: all whole names, and those of ``names`` that differ in the model."""
+        """Map names in the stream to names in the model, for all whole names and for ``names`` that are changed."""
         if not self.depends_on_stream:
             return self._whole
         return {name: own for name in names if (own := self._own(name)) != name} | self._whole
@@ -132,9 +132,9 @@ def _is_prefix(name: str) -> bool:
 class ServedModel:
     """Access to the tables, dense tensors and mappings of raw ids of the model in a :class:`ModelTarget`.
 
-    If ``continues`` is True, the part of a version that fits is applied. ``first_devices`` are the devices of the model
-    when this object was created. This object references the tensors of the last version until the next version, even if
-    the model replaces them.
+    If ``continues`` is True, a version that does not fit is applied in part. ``first_devices`` are the devices of the
+    model when this object was created. This object references the tensors of the last version until the next version,
+    even if the model replaces them.
     """
 
     def __init__(self, target: ModelTarget, choice: TableChoice) -> None:

@@ -55,7 +55,7 @@ class Status:
         error: type and message of :attr:`Predictor.error`; None without an error.
         pinned: version of the pin or rollback that the predictor follows; None without one.
         poll_seconds: current interval between two polls of :meth:`Predictor.follow`; None if its thread is not running.
-        notice: a condition that is not an error, such as a pin that is not followed; empty without one.
+        notice: message about a condition that is not an error, such as a pin that is not followed; empty without one.
         why: last decision and its reason, such as ``version 7 is the newest``; empty before the first; see
             ``guide/fleet.md``.
         left_out: names of the tables and dense tensors of the stream that are not applied, because the argument
