@@ -219,7 +219,7 @@ def check_fit(saved: Saved, job: Job, ignore: Collection[str] = (), stateless: C
     """Check that a version and a job have the same tables, tensors and states, except for the names in ``ignore``.
 
     The optimizer states of the tables in ``stateless`` are not compared. Raises RestoreMismatchError if the version and
-    the job differ, and InvalidArgumentError if neither of them contains a name in ``ignore``.
+    the job differ, and InvalidArgumentError if a name in ``ignore`` is in neither of them.
     """
     found = (saved.tables, saved.dense, saved.training, saved.rank, job.shards, job.dense, job.training, job.rank)
     known = {name for names in found for name in names}
@@ -280,7 +280,7 @@ def _names(saved: Iterable[str], found: Iterable[str], ignore: Collection[str]) 
 
 
 def check_same(what: str, saved: object, found: object) -> None:
-    """Raise RestoreMismatchError if ``saved`` and ``found`` differ. ``what`` names the value; None if missing."""
+    """Raise RestoreMismatchError for ``what`` if ``saved`` and ``found`` differ. Pass None for a missing value."""
     if saved != found:
         missing = "missing"
         raise RestoreMismatchError(what, missing if saved is None else saved, missing if found is None else found)

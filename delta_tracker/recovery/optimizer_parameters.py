@@ -21,7 +21,7 @@ class Parameters:
     Args:
         names: result of :func:`~delta_tracker.sharding.dense.parameter_names`.
         kept: names of the parameters whose states in a torch optimizer are not restored.
-        is_changed: True if a parameter that is not restored differs from that in the version.
+        is_changed: True if a parameter that is not restored differs from the version.
         is_moved: True if the parameters have another order in the version.
     """
 
@@ -33,7 +33,7 @@ class Parameters:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """Parameters to restore: ``saved`` and ``own`` map names to the group and number in an optimizer's states."""
+    """Match of parameters by name: ``saved`` and ``own`` map names to (group, number) in the respective state."""
 
     saved: Mapping[str, tuple[int, int]]
     own: Mapping[str, tuple[int, int]]

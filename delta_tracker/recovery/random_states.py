@@ -20,7 +20,7 @@ _LOADERS: dict[str, Callable[[Any], object]] = {
 class RandomStates:
     """States of the global random generators of torch (CPU and all CUDA devices), Python and numpy.
 
-    Pass it to a publisher and to ``restore`` if training uses these generators, for example for dropout::
+    Pass an instance to a publisher and to ``restore`` if training uses these generators, such as for dropout::
 
         rank_state = {"random": RandomStates()}
 

@@ -85,8 +85,7 @@ def restore(  # noqa: PLR0913  all but two have a default
             that differ by rank, in the version or in this job. The name of the position in the data is ``"data"``.
         on_model_change: "stop" to raise an error if the version does not fit the job; "continue" to restore the parts
             that both contain, see ``guide/recover.md``. Pass the same value on all ranks.
-        timeout: maximum time to wait for the slowest rank in each of four steps, of which one reads and writes all
-            rows.
+        timeout: maximum time to wait for the slowest rank in each of four steps. One step reads and writes all rows.
 
     Raises:
         NotRecoverableError: if the version does not exist or contains no states, or if an object in the store is
@@ -97,8 +96,7 @@ def restore(  # noqa: PLR0913  all but two have a default
         UnsupportedModelError: if a part of the model cannot be restored.
         ReservedConsumerError: if a consumer of the tracker is reserved, for example by a publisher.
         MalformedError, CorruptPartError, StorageError: if the version is damaged, or if the store cannot be read.
-        RankFailedError: if an object raises an error while it loads its state, or if another rank raised one of these
-            errors.
+        RankFailedError: if an object cannot load its state, or if another rank raised one of these errors.
         RankLostError: if a rank dies, is interrupted, or does not make the call in time.
 
     Example:

@@ -167,7 +167,7 @@ class RecoveryStream:
 
 
 class ServingStreams:
-    """Serving streams of a trainer. Its standby checks them on each rank, and claims them on rank 0."""
+    """Serving streams of a trainer. A standby checks these streams on each rank, and claims them on rank 0."""
 
     def __init__(self, recovery: StreamLog, urls: Sequence[Location]) -> None:
         if isinstance(urls, str | os.PathLike | Storage) or not isinstance(urls, Sequence):
