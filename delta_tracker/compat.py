@@ -11,7 +11,7 @@ The classes behave like TorchRec's, with these differences:
 - Old values in ``EMBEDDING`` mode and the states of several tables are exact. ``benchmarks/faults`` lists cases in
   which TorchRec returns wrong values. ``EMBEDDING`` mode also tracks an ``EmbeddingBagCollection``, which TorchRec
   rejects.
-- A read returns every tracked table, with empty ids if no row of it changed. TorchRec omits a table before its first
+- A read returns every tracked table, with empty ids for an unchanged table. TorchRec omits a table before its first
   lookup and after ``clear()``, and raises an error if nothing was looked up since the last read.
 - An invalid argument raises :class:`TorchrecAssertionError`, where TorchRec uses an ``assert``.
 
@@ -225,7 +225,7 @@ class DeltaStoreTrec:
             self._store.compact(start_idx, end_idx)
 
     def get_unique(self, from_idx: int = 0) -> dict[str, UniqueRows]:
-        """Return the ids of batch ``from_idx`` and all later batches by table FQN, unique, ascending, with states."""
+        """Return the sorted unique ids of batch ``from_idx`` and all later batches, with states, by table FQN."""
         return {fqn: UniqueRows(rows.ids, rows.states) for fqn, rows in self._store.get_delta(from_idx).items()}
 
     def get_indexed_lookups(self, start_idx: int, end_idx: int) -> dict[str, list[IndexedLookup]]:
@@ -329,7 +329,7 @@ class ModelDeltaTrackerTrec(
 
         Returns:
             Views of the states of this rank's ``R`` rows: ``[R]`` for a state with one number per row, such as the sum
-            of row-wise Adagrad, otherwise ``[R, D]``. Training overwrites them. For a table with ``S > 1`` column
+            of row-wise Adagrad, otherwise ``[R, D]``. Training overwrites the views. For a table with ``S > 1`` column
             ranges on this rank, the result is a copy, ``[R, S]`` or ``[R, D]``. Tables without optimizer states are
             omitted.
         """

@@ -39,7 +39,7 @@ class DeltaTrackerError(Exception):
         super().__init__(str(self))
 
     def advising(self, remedy: str) -> Self:
-        """Replace the remedy with one for the specific cause of this error. Return the error."""
+        """Replace the remedy with ``remedy``, which fits the specific cause of this error. Return the error."""
         self.remedy = remedy
         self.args = (str(self),)
         return self
@@ -490,7 +490,7 @@ class UnsupportedStoreError(StorageError):
 class StaleCacheError(StorageError):
     """The object ``name`` is missing, truncated or altered in the cache at ``url``, but may be intact at the origin.
 
-    A predictor retries the read for ``seconds`` seconds after it first detected the fault, and then resyncs.
+    A predictor retries the read for ``seconds`` seconds after the first failure, and then resyncs.
     """
 
     _remedy = "The read is retried. If it lasts, check the lifetimes of the cache at the url"
@@ -626,9 +626,9 @@ class MirrorDivergedError(StreamError, RuntimeError):
 class ModelMismatchError(StreamError, ValueError):
     """A table or a dense tensor differs between the stream and the predictor's model; nothing was applied.
 
-    ``kind`` is "table" or "dense tensor", and ``name`` is the name of the table or tensor. ``expected`` describes it
-    in the stream, and ``found`` in the model. If the model contains no such name, ``known`` lists the names in the
-    model. ``version`` is the version that does not fit, or None if it is unknown.
+    ``kind`` is "table" or "dense tensor", and ``name`` is the name of this item. ``expected`` describes the item in the
+    stream, and ``found`` describes the item in the model. If the model contains no such name, ``known`` lists the names
+    in the model. ``version`` is the version that does not fit, or None if it is unknown.
     """
 
     version: int | None = None
@@ -824,7 +824,7 @@ def _held(error: BaseException) -> list[object]:
 
 
 def _rebuilt(kind: type[_Own], args: tuple[Any, ...], fields: Mapping[str, Any]) -> _Own:
-    """Return an error with these ``args`` and attributes, without a call of its constructor."""
+    """Return an error with these ``args`` and attributes, without calling its constructor."""
     error = kind.__new__(kind)
     super(DeltaTrackerError, error).__init__(*args)
     vars(error).update(fields)

@@ -30,7 +30,7 @@ def announce_training(trained: Trained) -> None:
 
 
 def num_announced() -> int:
-    """Return the number of calls of :func:`announce_training`. If it has changed, call :func:`trained_memory` again."""
+    """Return the number of calls of :func:`announce_training`. When it changes, call :func:`trained_memory` again."""
     return _announced[0]
 
 

@@ -26,7 +26,7 @@ class RowTarget(Protocol):
     If a method raises, the predictor's ``sync()`` raises the same error, and its ``follow()`` retries. The retry, or
     the next ``sync()``, applies the version again from its start. Until the version is complete, ``reading()`` reports
     the version as ``applying``. Rows of the interrupted chunk may be partly written, so ``write`` should not fail
-    after it has written some of them.
+    after writing some rows.
 
     If the rows are in the memory of CUDA devices, add an attribute ``devices``, an iterable of these devices. Calls of
     :meth:`write` are then also ordered with respect to lookups that are queued on the devices, and :meth:`write` may

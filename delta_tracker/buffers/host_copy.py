@@ -35,7 +35,7 @@ class HostCopy:
 
     @property
     def is_done(self) -> bool:
-        """True if the copy is complete. Does not wait. On devices other than CUDA, :meth:`result` completes it."""
+        """True if the copy is complete. Does not wait. On devices other than CUDA, :meth:`result` makes the copy."""
         return self._source is None if self.copied is None else bool(self.copied.query())
 
     @property

@@ -25,7 +25,7 @@ class Bin:
         full_bytes: bytes that the versions would contain if each version were a full snapshot.
         gaps: number of intervals between a version of the bin and the previous version.
         gap_seconds: sum of these intervals in seconds.
-        max_gap: longest one of these intervals in seconds.
+        max_gap: longest of these intervals in seconds.
         tables: amount of data of each table in the deltas, by FQN.
     """
 

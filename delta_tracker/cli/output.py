@@ -33,7 +33,7 @@ class Output:
     Text is not interpreted as markup, and control characters are escaped.
 
     Args:
-        is_json: True if the option ``--json`` was passed. Results are then printed only as JSON, else only as text.
+        is_json: True if the option ``--json`` was passed. Results are then printed as JSON, otherwise as text.
     """
 
     def __init__(self, *, is_json: bool) -> None:
@@ -69,7 +69,7 @@ class Output:
             self.console.print(renderable)
 
     def note(self, text: object) -> None:
-        """Print a line of text on stderr, with and without ``--json``."""
+        """Print a line of text on stderr, even with ``--json``."""
         self._errors.print(cell(text, "dim"), soft_wrap=True)
 
     @contextmanager
@@ -91,7 +91,7 @@ def cell(value: object, style: str = "") -> Text:
 
 
 def one_line(text: object, style: str = "") -> Text:
-    """Like :func:`cell`, but text that is too wide for the terminal is truncated instead of wrapped."""
+    """Return a result of :func:`cell` that is truncated instead of wrapped if it is too wide for the terminal."""
     made = cell(text, style)
     made.no_wrap, made.overflow = True, "ellipsis"
     return made

@@ -50,7 +50,7 @@ class SeenPredictor:
     def behind(self) -> int | None:
         """Number of versions not yet applied; None if unknown.
 
-        If the predictor is live and its heartbeat contains this number, the result is this number. Otherwise, it is
+        The number is taken from the heartbeat if the predictor is live and the heartbeat contains it. Otherwise, it is
         :attr:`lag_versions`, which also counts versions that were committed after the heartbeat.
         """
         if self.lag_versions is None or self.is_silent or self.beat.lag_versions is None:

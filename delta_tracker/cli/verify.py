@@ -89,7 +89,7 @@ class Finding:
 
 
 class _Owners:
-    """Check that after each version, no raw id owns two rows of a table.
+    """Checker of raw ids: after each version, no raw id may own two rows of a table.
 
     Memory usage is 8 bytes for each row of tables with raw ids, and 16 bytes for each row of the current version.
     """

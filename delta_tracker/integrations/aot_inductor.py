@@ -1,6 +1,6 @@
 """Compiled models: packages of ``torch.export`` and AOTInductor whose parameters a predictor updates in place.
 
-AOTInductor compiles an exported model to native code. :func:`compile_package` compiles it so that each parameter and
+AOTInductor compiles an exported model to native code. :func:`compile_package` makes sure that each parameter and
 persistent buffer can be replaced. :class:`CompiledModel` loads the package and replaces these constants with its own
 tensors ("user-managed" in torch). A predictor writes rows and dense tensors to these tensors; the next call of the
 compiled model reads them. This was tested on CPUs only.

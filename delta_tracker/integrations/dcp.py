@@ -47,8 +47,8 @@ class _Wanted(dict[str, Tensor]):
 class SavedTracker:
     """``Stateful`` object for ``dcp.load`` that loads a tracker's state from a checkpoint.
 
-    A saved state has one part for each rank that saved it. When loading, each rank reads the headers of all parts, and
-    the contents of those with rows of its shards. ``dcp.load`` calls :meth:`state_dict`, fills the tensors, and calls
+    A saved state has one part per rank of the saving job. To load it, each rank reads the headers of all parts, and the
+    parts that contain rows of its shards. ``dcp.load`` calls :meth:`state_dict`, fills the tensors, and calls
     :meth:`load_state_dict`. The model must be restored first. DCP restores in alphabetical order of the keys, so use a
     key after the model's, such as ``"tracker"`` after ``"model"``. The other order is rejected. If a header is
     incompatible or a tensor is missing, every rank raises an error before any state, including the model's, is loaded.
@@ -78,8 +78,8 @@ class SavedTracker:
         The result is empty if the checkpoint has no tracker state.
 
         Raises:
-            InvalidArgumentError: if the checkpoint contains trackers but none under ``key``, if ``key`` is None and it
-                contains several trackers, or if ``dcp.load`` would load the model after the tracker.
+            InvalidArgumentError: if the checkpoint contains trackers but none under ``key``, if it contains several
+                trackers and ``key`` is None, or if ``dcp.load`` would load the model after the tracker.
             StateMismatchError: if the saved state cannot be loaded into this tracker.
             CheckpointError: if parts are missing, a header is invalid, or a tensor is missing or has another shape.
         """
@@ -200,7 +200,7 @@ class _SavedParts:
     def parts(self) -> list[RankHeader]:
         """Return the headers of all parts, without a collective; an empty list if there are none.
 
-        Raises InvalidArgumentError if no state is saved under ``key``, or if ``key`` is None and there are several.
+        Raises InvalidArgumentError if all saved states have other keys, or if ``key`` is None and there are several.
         """
         self._metadata = self._reader.read_metadata()
         found: dict[str, list[str]] = {}

@@ -77,7 +77,7 @@ class _Saved:
     is_restored: bool = False
 
     def belongs_to(self, module: nn.Module) -> bool:
-        """Return True if ``module`` has the same parameters and none was written since the state was saved."""
+        """Return True if ``module`` has the same parameters, and no parameter was written since the state was saved."""
         now = list(module.parameters())
         return (
             self.weights is not None
@@ -95,13 +95,13 @@ _UNKNOWN = _Saved({}, None)
 class TrackerCallback(Callback):
     """Callback that builds a tracker when ``fit`` starts, calls its ``step()`` after each batch, and saves its state.
 
-    Every checkpoint contains the state: on rank 0, it contains the parts of all ranks, and on any other rank the part
-    of this rank. After the model is restored, each rank loads the rows of its own shards, at
-    any world size. If the checkpoint has no tracker state, every row is marked as changed. If the world size is
-    unchanged, each rank also loads its own state of each registered counter.
+    The checkpoint of rank 0 contains the tracker states of all ranks. The checkpoint of any other rank contains the
+    state of that rank. After the model is restored, each rank loads the rows of its own shards, at any world size. If
+    the checkpoint has no tracker state, every row is marked as changed. If the world size is unchanged, each rank also
+    loads its own state of each registered counter.
 
     When ``fit`` starts, all ranks compare their trackers and the states that they load. If these differ, or if a rank
-    fails, all ranks raise an error. This is a collective.
+    fails, all ranks raise an error. This comparison is a collective.
 
     A later ``fit`` without a checkpoint builds a new tracker, in which every row counts as changed. If a checkpoint is
     restored during ``fit``, for example by a batch size finder, every row counts as changed, and the publisher is built
@@ -109,10 +109,10 @@ class TrackerCallback(Callback):
     save and restore checkpoints in the same hooks.
 
     At the end of a ``fit`` without an error, the callback publishes the rows of the last batches. It keeps the state of
-    the tracker for ``trainer.save_checkpoint(...)`` after ``fit``. Both are collectives.
+    the tracker for ``trainer.save_checkpoint(...)`` after ``fit``. Both steps are collectives.
 
-    With a sharded model, the training code must prevent Lightning from wrapping it in ``DistributedDataParallel``, and
-    must save and restore sharded tensors. The callback does neither.
+    If the model is sharded, the training code must prevent Lightning from wrapping the model in
+    ``DistributedDataParallel``, and must save and restore sharded tensors. The callback does neither.
 
     Args:
         build: function that builds the tracker for the ``LightningModule``. A TorchRec model must be sharded before
@@ -156,7 +156,7 @@ class TrackerCallback(Callback):
 
         Use this after ``load_from_checkpoint``, which calls no callbacks: build the tracker for the module that it
         returns, register the counters, and call this method on each rank. Every row counts as changed if the checkpoint
-        has no tracker state, or if its weights differ from those of training, such as the average of
+        has no tracker state, or if its weights are not the weights that this state belongs to, as with
         ``WeightAveraging``. Raises the errors of :meth:`~delta_tracker.ModelDeltaTracker.load_state_dict`.
         """
         tracker.load_state_dict(checkpoint.get(_KEY, {}))
@@ -236,10 +236,10 @@ class TrackerCallback(Callback):
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Add the tracker state to ``checkpoint``: on rank 0 the parts of all ranks, on other ranks this rank's part.
 
-        Lightning calls this on every rank. After ``fit``, this method saves the state at the end of ``fit``, or that of
-        a checkpoint loaded since then, and records whether weights were written afterwards. Before the first ``fit``,
-        and in calls of ``trainer`` after a ``fit`` that raised, it saves an empty state, which marks every row when
-        it is loaded.
+        Lightning calls this on every rank. After ``fit``, this method saves the state at the end of ``fit``, or the
+        state of a checkpoint that was loaded later, and records whether weights were written afterwards. Before the
+        first ``fit``, and in calls of ``trainer`` that follow a failed ``fit``, it saves an empty state. Loading an
+        empty state marks every row as changed.
         """
         if self._tracker is not None:
             checkpoint[_KEY] = self._state()

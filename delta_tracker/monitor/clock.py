@@ -34,7 +34,7 @@ class Progress:
 
     Args:
         step: current training step; None until the step is set.
-        epoch: number of the last epoch that ended; None before the first one.
+        epoch: number of the last epoch that ended; None if no epoch has ended.
     """
 
     clock: Clock = time

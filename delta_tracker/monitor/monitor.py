@@ -187,8 +187,8 @@ class Monitor(Forkable):
             name: name of both events.
             severity: severity of both events. The end event has severity ERROR if the body of the ``with``
                 statement raises.
-            trace: number, such as the step, that groups related spans in one trace. Pass the same number on all ranks
-                to group their spans; the ``run_id`` of :meth:`start` must be the same. None to use the trace of the
+            trace: number, such as the step, that groups related spans in one trace. To group spans of all ranks, pass
+                the same number on all ranks, and the same ``run_id`` to :meth:`start`. None to use the trace of the
                 enclosing span, or a new trace if there is no enclosing span.
             data: values by name to store in both events.
         """
@@ -229,7 +229,7 @@ class Monitor(Forkable):
     # Progress
 
     def step(self, number: int | None = None) -> None:
-        """Set the training step that windows report to ``number``, or increment it if ``number`` is None.
+        """Set the current training step, which windows report, to ``number``. None increments the step by 1.
 
         Raises InvalidArgumentError if ``number`` is not a nonnegative integer.
         """

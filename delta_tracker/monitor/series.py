@@ -32,7 +32,7 @@ class ClosedWindow:
         end_ns: time at which the window closed, in nanoseconds of the monotonic clock.
         time_ns: time at which the window closed, in nanoseconds since the epoch.
         step: training step at which the window closed; None if no step was set.
-        epoch: number of the last epoch that ended before the window closed; None if no epoch was set.
+        epoch: number of the last epoch that ended before the window closed; None if no epoch had ended.
         is_partial: True if the window was closed early, by the last collection or a change of policy.
         number: number of the window in its cell, counted from 1.
         raw: uniform random sample of the records; empty unless the policy sets ``raw``.

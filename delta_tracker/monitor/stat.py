@@ -122,7 +122,7 @@ class Definition:
 
     @property
     def exposed_names(self) -> frozenset[str]:
-        """Names of the metric family and its samples in Prometheus. No other stat may use them."""
+        """Names of the metric family and its samples in Prometheus. No other stat may use these names."""
         family = self.family
         return frozenset([family, *(family + suffix for suffix in _SAMPLE_SUFFIXES[self.kind])])
 
@@ -281,7 +281,7 @@ class Gauge(Stat):
         (self.cell(**labels).add if labels else self.add)(value)
 
     def set_function(self, function: Callable[[], float | None], /, **labels: object) -> None:
-        """Set a function that is called for the value at each collection, and at each scrape of a Prometheus endpoint.
+        """Set a function that returns the value. It is called at each collection and each scrape by Prometheus.
 
         Scraped values are therefore current even if a collection is late. :meth:`remove` also removes the function.
 

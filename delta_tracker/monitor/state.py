@@ -3,7 +3,7 @@
 A logical counter is defined with ``is_logical=True``. It describes the training run. All other counters describe the
 process. They are not saved, and each process counts from 0.
 
-Register :class:`LogicalCounters` with a tracker to save them with its state. Without a tracker, use
+Register :class:`LogicalCounters` with a tracker to save the counters with its state. Without a tracker, use
 :class:`~delta_tracker.tracker.checkpoint.rank_counters.RankCounters`.
 """
 

@@ -56,7 +56,7 @@ def start_time_seconds() -> Readings:
 
 
 def cuda_memory_bytes() -> Readings:
-    """Return the memory of PyTorch's CUDA allocator in bytes, by pairs of a device index and a kind.
+    """Return the memory of PyTorch's CUDA allocator in bytes, by device index and kind.
 
     The kinds are ``allocated``, ``reserved`` and ``peak``. Returns None until the program has initialized CUDA.
     """

@@ -41,13 +41,13 @@ _HASH = "0" * 32
 class Requests:
     """Numbers of requests to a store per hour.
 
-    Providers bill ``PUT``, ``POST`` and ``LIST`` as class A, ``GET`` and ``HEAD`` as class B. Most providers do not
+    Providers bill ``PUT``, ``POST`` and ``LIST`` as class A, and ``GET`` and ``HEAD`` as class B. Most providers do not
     bill deletions.
 
     Args:
         puts: number of requests that write objects, including all requests of multipart uploads.
         lists: number of requests that list objects, one for each page.
-        gets: number of requests that read an object, including objects that do not exist yet.
+        gets: number of requests that read an object, including requests for objects that do not exist yet.
         heads: number of requests for the size of an object.
         deletes: number of requests that delete an object.
     """
@@ -101,7 +101,7 @@ class VersionSize:
 
     @property
     def read_bytes(self) -> int:
-        """Number of bytes that one predictor receives to read the entry and the parts."""
+        """Number of bytes that one predictor receives when it reads the entry and the parts."""
         return self.entry_bytes + self.reads().num_bytes
 
     def reads(self, memory_bytes: int = MEMORY_BYTES) -> "Reads":
@@ -167,7 +167,7 @@ class Forecast:
     def publisher_bytes(self) -> int:
         """Host memory in bytes on one rank for a copy of the rows of a delta, their ids, and the dense tensors.
 
-        On a GPU, the copy takes the same amount of device memory, at most 512 MiB. Torch may round it up.
+        On a GPU, the copy takes the same amount of device memory, at most 512 MiB. Torch may round the amount up.
         """
         num_bytes = {each.fqn: each.dim * each.dtype.itemsize + _ID_BYTES for each in self.workload.tables}
         rows = sum(self._rows_of_delta(each) * num_bytes[each.fqn] for each in self.workload.tables)
@@ -256,7 +256,7 @@ class Forecast:
 
     @property
     def start_bytes(self) -> float | None:
-        """Mean number of bytes that a new predictor reads: a snapshot, and half of the deltas until the next one.
+        """Mean number of bytes that a new predictor reads: a snapshot, and half of the deltas until the next snapshot.
 
         None if only one snapshot is written: the number of deltas is then unbounded.
         """

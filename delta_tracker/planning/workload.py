@@ -136,7 +136,7 @@ def observe(log: StreamLog) -> Workload:
 
     Raises:
         InvalidArgumentError: if there is no stream, if these entries contain fewer than two deltas, or if the stream
-            has training states, raw ids, or tables whose encodings differ by more than their dtypes.
+            has training states, raw ids, or several encodings of which at least one is not its table's dtype.
     """
     url = log.storage.url
     entries = [entry for entry in map(log.read, log.versions()[-_NUM_ENTRIES:]) if entry is not None]

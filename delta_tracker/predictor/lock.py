@@ -123,7 +123,7 @@ class TableLock(Forkable):
                 self._may_write.notify()
 
     def after_fork_in_child(self) -> None:
-        """Release locks of threads that exist only in the parent. Set :attr:`is_torn` if one of them was writing."""
+        """Release locks of threads that exist only in the parent. Set :attr:`is_torn` if such a thread was writing."""
         thread = threading.get_ident()
         if self._writer not in (None, thread):
             self._writer, self.is_torn = None, True

@@ -43,7 +43,7 @@ class Fit:
     Args:
         tables: specs of the applied tables, by name, with the model's number of rows.
         dense: names of the applied dense tensors.
-        differences: by name, a sentence about each table and dense tensor that is not applied completely.
+        differences: sentence about each table and dense tensor that is not applied completely, by name.
     """
 
     tables: Mapping[str, TableSpec]

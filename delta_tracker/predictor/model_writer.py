@@ -1,4 +1,4 @@
-"""Writer of versions to a model in this process, between its lookups."""
+"""Write versions to a model in this process that serves lookups: :class:`ModelWriter`."""
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -51,7 +51,7 @@ class ModelWriter:
     Only one thread at a time may call the methods, except :meth:`reading`. Any thread may read the attributes.
 
     Attributes:
-        manifest: manifest of the last applied snapshot or delta; None before the first.
+        manifest: manifest of the last applied snapshot or delta; None before the first version.
         identities: table FQN to the buckets that currently route unknown raw ids.
         written: versions that were written. While the predictor changes to another stream, these are the versions of
             the former stream, and ``is_mixed`` is True.

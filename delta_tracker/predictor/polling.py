@@ -21,10 +21,10 @@ _HINTED_PAUSE_SECONDS = 0.25
 class PollSchedule:
     """Schedule of polls. The wait before the next poll depends on the results of the last polls and hints.
 
-    If ``is_fixed`` is True, the wait is always ``seconds``. Otherwise, it doubles up to ``longest`` while polls find no
-    version, and a version resets it. After three consecutive hints that were each followed by a version, the wait is
-    ``longest_hinted`` until a version arrives without a hint or the notifier fails. ``is_delayed`` is True if a cache
-    in front of the store may delay a version by some seconds after its hint. Not thread-safe.
+    If ``is_fixed`` is True, the wait is always ``seconds``. Otherwise, the wait doubles up to ``longest`` while polls
+    find no version, and a version resets the wait. After three consecutive hints that were each followed by a version,
+    the wait is ``longest_hinted`` until a version arrives without a hint or the notifier fails. ``is_delayed`` is True
+    if a cache in front of the store may delay a version by some seconds after its hint. Not thread-safe.
 
     Attributes:
         retry_seconds: seconds to wait after a failed poll, without jitter.

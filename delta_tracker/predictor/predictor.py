@@ -161,7 +161,7 @@ class Predictor(Uncopied, remedy="Save or copy its state_dict()"):
 
     @property
     def manifest(self) -> Manifest | None:
-        """Manifest of the last applied snapshot or delta; None before the first, and after :meth:`load_state_dict`.
+        """Manifest of the last applied snapshot or delta; None if there is none, and after :meth:`load_state_dict`.
 
         The manifest lists only the tables and dense tensors that were applied.
         """
@@ -169,7 +169,7 @@ class Predictor(Uncopied, remedy="Save or copy its state_dict()"):
 
     @property
     def version(self) -> int | None:
-        """Number of the last applied version, possibly a claim; None before the first."""
+        """Number of the last applied version, possibly a claim; None before the first version."""
         return self._reader.version
 
     @property
@@ -337,10 +337,10 @@ class Predictor(Uncopied, remedy="Save or copy its state_dict()"):
         self._gate.accept(version)
 
     def rollback(self, version: int) -> None:
-        """Return to an earlier version, and apply no newer one until :meth:`release` is called. Bypasses the gate.
+        """Return to an earlier version, and apply no newer version until :meth:`release` is called.
 
-        With ``follows_pins``, a newer pin or release of the stream ends the rollback. All data is read and validated
-        before the first row is written.
+        The gate is bypassed. With ``follows_pins``, a newer pin or release of the stream ends the rollback. All data is
+        read and validated before the first row is written.
 
         Raises:
             InvalidArgumentError: if ``version`` is invalid, not committed yet or newer than the canary allows.

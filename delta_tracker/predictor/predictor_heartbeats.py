@@ -54,7 +54,7 @@ class Heartbeats:
 
 
 def lag(reader: Reader, poll_seconds: float | None = None) -> tuple[int, float] | None:
-    """Return the number of committed versions that are not applied, and the age in seconds of the oldest of them.
+    """Return the number of committed versions that are not applied, and the age in seconds of the oldest such version.
 
     Returns None if the store cannot be read, or if its log ends before the last applied version. ``poll_seconds`` is
     the interval of a polling thread: if one of its last two polls found no version, this function sends no request.

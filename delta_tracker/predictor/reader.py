@@ -47,7 +47,7 @@ class _Round:
     Args:
         view: input of the next decision.
         looks_for_gap: argument of :meth:`Reader.advance`.
-        retry: source to read a faulty version from next.
+        retry: source from which to read a faulty version next.
         has_waited: True after the wait before the first object is read again.
     """
 
@@ -63,7 +63,7 @@ class Reader:
     Each call of :meth:`advance` is a round. Not thread-safe, except :meth:`release` and the attributes.
 
     Attributes:
-        pinned: version of the pin or rollback that applies to the reader; None without one.
+        pinned: version of the pin or rollback that applies to the reader; None if there is none.
         why: last decision and its reason as text; empty before the first decision, and after :meth:`release`.
     """
 
@@ -110,15 +110,15 @@ class Reader:
 
     @property
     def version(self) -> int | None:
-        """Last applied version; None before the first."""
+        """Last applied version; None before the first version."""
         position = self.position
         return None if position is None else position.link.version
 
     def advance(self, *, looks_for_gap: bool) -> bool:
         """Apply the next version, or all versions that lead to a pin. Return False if there is nothing to apply.
 
-        If ``looks_for_gap`` is True and the next version is missing, check whether it was deleted or is not committed
-        yet. Raises StreamError if a fault prevents the reader from applying a version.
+        If ``looks_for_gap`` is True and the next version is missing, check whether the version was deleted or is not
+        committed yet. Raises StreamError if a fault prevents the reader from applying a version.
         """
         destination = self.writer.destination
         destination.restore()
@@ -207,7 +207,7 @@ class Reader:
         raise errors[sources[0]]
 
     def _check_loaded(self, position: Position) -> None:
-        """Compare the model with the entry of a loaded position, in the first source that has it."""
+        """Compare the model with the entry of a loaded position, in the first source that contains it."""
         for source in self.sources.due():
             with suppress(MalformedError, StorageError):
                 entry = last_with_rows(source.log, source.log.read(position.version))
@@ -450,7 +450,7 @@ class Resyncs:
         _logger.warning("resync of %s from version %s to %s: %s", url, before, after, str(fault))
 
     def log_once(self, level: int, text: str, error: StreamError, *what: object) -> None:
-        """Log a fault unless it was logged since a version was applied. ``text`` is a format of ``what``, ``error``."""
+        """Log ``text``, formatted with ``what`` and ``error``, unless it was logged since a version was applied."""
         key = text, *what, *kind_of(error)
         if key not in self.logged:
             self.logged.add(key)
@@ -458,7 +458,7 @@ class Resyncs:
 
 
 class IgnoredPins:
-    """Check for a pin that the reader ignores. ``notice`` is a message about the pin; empty without a pin."""
+    """Detector of pins that the reader ignores. ``notice`` is a message about the newest pin; empty without a pin."""
 
     def __init__(self, monotonic: Callable[[], float]) -> None:
         self.notice = ""

@@ -54,7 +54,7 @@ class ModelTarget:
         chunk_rows: maximum number of rows in one write. Lookups wait during a write.
 
     Raises:
-        InvalidArgumentError: if an argument is invalid. A predictor also raises it for names that the model lacks.
+        InvalidArgumentError: if an argument is invalid. A predictor also raises this error for unknown names.
 
     Example:
         >>> ModelTarget({"user": torch.zeros(10, 4)}, names={"ec.embeddings.user": "user"}).dense
@@ -109,7 +109,7 @@ class Names:
         self.depends_on_stream = not isinstance(choice, Mapping) or len(self._whole) < len(given)
 
     def of(self, names: Iterable[str]) -> dict[str, str]:
-        """Map names in the stream to names in the model, for all whole names and for ``names`` that are changed."""
+        """Map stream names to model names: all whole names, and each of ``names`` with another name in the model."""
         if not self.depends_on_stream:
             return self._whole
         return {name: own for name in names if (own := self._own(name)) != name} | self._whole

@@ -49,7 +49,7 @@ class SinkWriter(Forkable):
     position is read from the row store again, since a request may have succeeded although its response was lost.
 
     Attributes:
-        manifest: manifest of the last applied snapshot or delta; None before the first.
+        manifest: manifest of the last applied snapshot or delta; None before the first version.
         identities: table FQN to the buckets that currently route unknown raw ids.
         written: stored state of the current stream, which readers of the row store read.
         position: stream position of the stored rows; None before the first version.

@@ -9,7 +9,7 @@ class Served(NamedTuple):
     """Versions that the tables contain, as yielded by :meth:`Predictor.reading`."""
 
     version: int | None
-    """Last version that was applied completely; None before the first, and after a change of the model."""
+    """Last version that was applied completely; None before the first version, and after a change of the model."""
     applying: int | None
     """Version that is written only in part; None if there is no such version.
 
@@ -47,16 +47,16 @@ class Status:
 
     Args:
         stream: id of the stream; None before the first version.
-        version: last applied version, possibly a claim; None before the first.
+        version: last applied version, possibly a claim; None before the first version.
         lag_versions: number of committed versions that are not applied; None if the store cannot be read.
         lag_seconds: age in seconds of the oldest version that is not applied; 0 if all are applied; None if unknown.
         resyncs: number of resyncs since the start of the predictor.
-        last_resync: description of the last resync; empty before the first.
-        error: type and message of :attr:`Predictor.error`; None without an error.
-        pinned: version of the pin or rollback that the predictor follows; None without one.
+        last_resync: description of the last resync; empty if there was none.
+        error: type and message of :attr:`Predictor.error`; None if there is no error.
+        pinned: version of the pin or rollback that the predictor follows; None if there is none.
         poll_seconds: current interval between two polls of :meth:`Predictor.follow`; None if its thread is not running.
-        notice: message about a condition that is not an error, such as a pin that is not followed; empty without one.
-        why: last decision and its reason, such as ``version 7 is the newest``; empty before the first; see
+        notice: message about a non-error condition, such as a pin that is not followed; empty if there is none.
+        why: last decision and its reason, such as ``version 7 is the newest``; empty before the first decision; see
             ``guide/fleet.md``.
         left_out: names of the tables and dense tensors of the stream that are not applied, because the argument
             ``tables`` of the predictor leaves them out, or because they do not fit the model. Empty before the

@@ -63,7 +63,7 @@ class TableChoice:
         return {"tables": json.dumps(self.patterns)} if self.patterns else {}
 
     def position_in(self, state: Mapping[str, T]) -> Mapping[str, T]:
-        """Return ``state`` without its choice of tables. Raise InvalidArgumentError if that choice differs."""
+        """Return ``state`` without its choice of tables. Raise InvalidArgumentError unless this is the same choice."""
         given: object = state
         saved = given.get("tables") if isinstance(given, Mapping) else None
         if saved != self.saved().get("tables"):

@@ -26,8 +26,9 @@ class Cadence:
     All ranks vote at every ``vote_every``-th call of :meth:`Publisher.step`, and act on the votes at the next such
     call. A single rank acts at once. For the bound ``batches``, or on a single rank, a version starts at most
     ``vote_every - 1`` calls late. For the other bounds on several ranks, it starts at most ``2 * vote_every - 1`` calls
-    late. If the previous version is still in progress, it starts later. A delta is committed without further calls. For
-    a snapshot, all rows are first copied while training continues. The changes made meanwhile are read at a later vote.
+    late. If the previous version is still in progress, the new version starts later. A delta is committed without more
+    calls. For a snapshot, all rows are first copied while training continues. Changes made meanwhile are read at a
+    later vote.
 
     Args:
         batches: bound on the number of batches since the last version.

@@ -14,7 +14,7 @@ from delta_tracker.types import TableSpec, TableStates
 def declared_states(messages: Sequence[Mapping[str, Any]], tables: Mapping[str, TableSpec]) -> dict[str, TableStates]:
     """Combine the states that each rank declares into the states of whole tables, and return them by FQN.
 
-    ``messages`` has one mapping per rank, in rank order, of FQN to the states of the rank's column ranges, as JSON
+    ``messages`` contains one mapping per rank, in rank order, of FQN to the states of the rank's column ranges, as JSON
     values. Omits tables for which no rank declares states. Raises RankFailedError if ranks declare different optimizers
     or states for a table, or if their column ranges do not cover each of its columns once.
     """

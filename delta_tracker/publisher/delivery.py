@@ -45,7 +45,7 @@ class Delivery:
         group: process group of all ranks, used by this object only.
         seconds: time between two keep-alive messages.
         committed: functions to call on rank 0 with each committed version, in a thread of this object. If the outcome
-            of a commit is unknown, they are called with the previous entry again.
+            of a commit is unknown, the functions are called with the previous entry again.
 
     Attributes:
         worker: executor of the thread that writes and commits.

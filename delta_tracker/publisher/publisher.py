@@ -99,8 +99,7 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
             different store.
         UnsupportedStoreError: if the store has no atomic create.
         MalformedError: if the stream's newest entry is malformed.
-        StorageError: if this rank cannot use the store. If the store failed during the claim, the stream may be
-            claimed.
+        StorageError: if this rank cannot use the store. If it failed during the claim, the stream may be claimed.
         RankFailedError: if another rank raised one of these errors, or passed a different ``top_k``, ``encoding``,
             ``cadence`` or ``recovery``.
         RankLostError: if a rank dies, or does not build a publisher in time.
@@ -264,10 +263,10 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
 
         With ``recovery``, call it at the end of each training iteration, or with gradient accumulation, only after the
         last accumulated batch: a version contains the state from which the next batch continues. The call waits up to 5
-        seconds for an update in progress. After a wait has timed out, later waits take at most 0.05 seconds, until one
-        succeeds. If the update takes longer, the version is not published. A model output whose backward pass has not
-        run, such as the output of an evaluation, counts as an update in progress: delete it before the call, or compute
-        it under ``torch.no_grad()``. A version is also not published if rows were updated since the last
+        seconds for an update in progress. After a wait has timed out, later waits take at most 0.05 seconds, until a
+        wait succeeds. If the update takes longer, the version is not published. A model output whose backward pass has
+        not run, such as the output of an evaluation, counts as an update in progress: delete it before the call, or
+        compute it under ``torch.no_grad()``. A version is also not published if rows were updated since the last
         ``tracker.step()``. Updates of sharded tables without a fused optimizer are not detected.
 
         Training waits only while the rows are read. A snapshot is copied while training continues. After the cut, other
@@ -308,7 +307,7 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
 
         Raises:
             FencedError: on every rank, if a newer publisher has claimed the stream. Nothing was published.
-            RankFailedError: if another rank failed, called another method, or is at another batch; every row stays
+            RankFailedError: if another rank failed, called another method or is at another batch; all rows stay
                 pending.
             UnfinishedStepError: with ``recovery``, if an update was still in progress after the wait that :meth:`step`
                 describes, or if rows were updated since the last ``tracker.step()``; every row stays pending.

@@ -129,7 +129,7 @@ class TakenState:
     """Training state at a cut. Its tensors have not been copied.
 
     Args:
-        tree: the state. Pass the copies of ``selections`` to its :meth:`StateTree.buffers`.
+        tree: the state. Pass the copies of ``selections`` to :meth:`StateTree.buffers`.
         event_time: event time in seconds of the last batch trained on; None if unknown.
         selections: tensors of the state. Copy them together with the rows, before training continues.
     """

@@ -45,7 +45,7 @@ class SortedMap(RawIdMap):
         return self.tensors()[1]
 
     def owners(self) -> Tensor:
-        """Return the raw id of each row, ``[R]`` int64 on the CPU. :data:`NO_OWNER` for a row without a raw id."""
+        """Return the raw id of each row, ``[R]`` int64 on the CPU; :data:`NO_OWNER` for a row without a raw id."""
         first, end = self.rows
         raw_ids, slots = (each.cpu() for each in self.tensors())
         if len(slots) and not first <= int(slots.min()) <= int(slots.max()) < end:
@@ -106,7 +106,7 @@ class SortedMap(RawIdMap):
         copy_from_host(known_ids, raw_ids)
 
     def _local_defaults(self, identity: Identity, raw_ids: Tensor) -> Tensor:
-        """Return the default row of each raw id, or the last row of :attr:`rows` if the default row is outside it."""
+        """Return the default row of each raw id. Use the last row of :attr:`rows` for default rows outside ``rows``."""
         first, end = self.rows
         found = defaults_of(identity, raw_ids)
         return torch.where((found == _NO_ROW) | ((found >= first) & (found < end)), found, end - 1)
@@ -119,7 +119,7 @@ class SortedMap(RawIdMap):
 class RawIdIndex(SortedMap):
     """Index from the raw ids of a table to its rows, on the CPU, for serving code without torchrec.
 
-    Pass it as ``raw_ids`` to a :class:`~delta_tracker.predictor.predictor.Predictor`, which keeps it up to date. Look
+    Pass it as ``raw_ids`` to a :class:`~delta_tracker.predictor.predictor.Predictor`, which updates the index. Look
     up ids and rows in one ``with predictor.reading()`` block. The index takes 16 bytes per row, and up to 60 more bytes
     per row while a version that changes the owners of all rows is applied. Serving code calls :meth:`rows_of`,
     :meth:`state_dict` and :meth:`load_state_dict`. The predictor calls the other methods.

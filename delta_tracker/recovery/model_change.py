@@ -81,7 +81,7 @@ def change_of(
 def _unfit_objects(
     job: LocalJob, states: TrainingStates, rank: int | None, left_out: Collection[str], parameters: Parameters
 ) -> dict[str, str]:
-    """Return the objects, except those in ``left_out``, whose state cannot be restored, and the reason, by name."""
+    """Return the reasons why states of objects cannot be restored, by name. Skips the objects in ``left_out``."""
     found = {}
     for argument, source in (("training_state", 0), ("rank_state", rank)):
         for name, each in getattr(job.recovery, argument).items():

@@ -20,7 +20,7 @@ _LOADERS: dict[str, Callable[[Any], object]] = {
 class RandomStates:
     """States of the global random generators of torch (CPU and all CUDA devices), Python and numpy.
 
-    Pass an instance to a publisher and to ``restore`` if training uses these generators, such as for dropout::
+    Pass an instance to a publisher and ``restore`` if training uses these generators, for example for dropout::
 
         rank_state = {"random": RandomStates()}
 
@@ -48,7 +48,7 @@ class RandomStates:
         }
 
     def load_state_dict(self, state: Any) -> None:  # noqa: ANN401  validated below
-        """Restore a result of :meth:`state_dict`.
+        """Restore ``state``, a result of :meth:`state_dict`.
 
         Raises InvalidArgumentError, and changes nothing, if a state is invalid or the number of CUDA devices differs.
         """

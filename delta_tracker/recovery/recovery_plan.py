@@ -197,7 +197,7 @@ def prepare(log: StreamLog, path: Sequence[Manifest], job: LocalJob, applied: Ma
 
 
 def names_of_all_ranks(states: TrainingStates, ignore: Collection[str], url: str) -> list[str]:
-    """Return the names of per-rank states. Raise NotRecoverableError if a rank lacks one that is not in ``ignore``."""
+    """Return the names of per-rank states. Raise NotRecoverableError if a rank lacks a state outside ``ignore``."""
     names = [set(states.names_of(rank)) for rank in range(states.world_size)]
     every = set().union(*names)
     for rank, each in enumerate(names):

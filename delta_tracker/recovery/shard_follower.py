@@ -42,7 +42,7 @@ class ShardFollower:
     """Reader of a stream for a standby. It writes the rows and optimizer states of this rank's shards.
 
     If writing an entry failed or was interrupted, the entry is written again. Unlike a
-    :class:`~delta_tracker.predictor.reader.Reader`, it may resume from an older snapshot after an error.
+    :class:`~delta_tracker.predictor.reader.Reader`, a follower may resume from an older snapshot after an error.
 
     Attributes:
         error: error of the last attempt, which :meth:`advance` will retry; None if the attempt succeeded.
@@ -110,7 +110,7 @@ class ShardFollower:
         self._next_try = self._gap_check = 0.0
 
     def overwritten(self, plan: Plan) -> None:
-        """Record that a restore with ``plan`` failed and may have written rows. Call it before the next retry."""
+        """Record that a restore with ``plan`` failed and may have written rows. Call this before the next retry."""
         if plan.continues:
             self._partial = plan.last
         else:

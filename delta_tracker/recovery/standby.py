@@ -145,7 +145,7 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
 
     @property
     def error(self) -> StreamError | None:
-        """Error that currently prevents this rank from applying versions; None without an error. Later polls retry."""
+        """Error that currently prevents this rank from applying versions; None if there is none. Later polls retry."""
         return self._follower.error
 
     def follow(self, silence: float | None = None) -> Takeover:

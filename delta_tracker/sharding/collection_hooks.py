@@ -53,7 +53,7 @@ class LaunchHook(Watcher):
 class LoadHook(Watcher):
     """Hook that reports all rows of one sharded collection as changed after each call of its ``load_state_dict``.
 
-    It takes the same arguments as :class:`LaunchHook`.
+    The arguments are the same as in :class:`LaunchHook`.
     """
 
     def __init__(self, module: nn.Module, tables: Sequence[str], reports: Reports) -> None:

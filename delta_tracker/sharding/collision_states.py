@@ -73,7 +73,7 @@ def collision_state(module: Any) -> dict[str, Any]:  # noqa: ANN401  a class of 
 
 
 def collision_fault(state: Mapping[str, Any]) -> str:
-    """Return the name of the first invalid value in a state that was read from a stream, or an empty string."""
+    """Return the name of the first invalid value in a state from a stream, or an empty string if all are valid."""
     return next(_faults(state), "")
 
 

@@ -90,7 +90,7 @@ def _parts(dense: DenseChoice) -> list[tuple[str, str | nn.Module]]:
 
 
 def parameter_names(model: nn.Module) -> dict[int, list[str]]:
-    """Return all names of each parameter of a model on this rank, ascending, by the parameter's ``id()``."""
+    """Return the sorted names of each parameter of a model on this rank, by the ``id()`` of the parameter."""
     torchrec, found = Torchrec(), dict[int, set[str]]()
     for fqn, module in walk(model, torchrec):
         is_leaf = torchrec.holder(module) is not None or has_unknown_rows(module, torchrec)

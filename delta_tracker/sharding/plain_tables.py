@@ -123,7 +123,7 @@ def plain_shards(model: nn.Module, modules: Mapping[str, PlainModule], torchrec:
 
 
 def _path(model: nn.Module, name: str) -> Iterator[tuple[nn.Module, str]]:
-    """Yield the modules on the path from ``model`` to its submodule ``name``, each with the key of the next one."""
+    """Yield the modules on the path from ``model`` to its submodule ``name``, each with the key of its child there."""
     for key in name.split("."):
         yield model, key
         model = model.get_submodule(key)

@@ -25,7 +25,7 @@ def has_collisions(model: nn.Module) -> bool:
 
 
 def traced_collisions(model: nn.Module) -> list[str]:
-    """Return the names of the tensors that map raw ids to rows in scripted or traced modules, sorted."""
+    """Return the sorted names of the tensors that map raw ids to rows in scripted or traced modules."""
     found = []
     for fqn, module in model.named_modules():
         tensors = (*module.named_buffers(recurse=False), *module.named_parameters(recurse=False))

@@ -1,8 +1,8 @@
 """Mappings of raw ids in the managed-collision modules of a serving model.
 
 TorchRec's modules map raw ids to rows in two ways. ``MCHManagedCollisionModule`` keeps the raw ids sorted, and maps an
-unknown id to the last row of its range. ``HashZchManagedCollisionModule`` searches the rows that follow the hash of an
-id. With ``disable_fallback=True``, lookups of an unknown id find no row. Otherwise, they read the row of another id;
+unknown id to the last row of its range. ``HashZchManagedCollisionModule`` searches rows, starting at the hash of an id.
+With ``disable_fallback=True``, lookups of an unknown id find no row. Otherwise, they read the row of another id;
 modules without ``disable_fallback=True`` are therefore rejected.
 
 A trainer on several ranks has a default row on each rank. In a module that holds the rows of several ranks, ``remap``

@@ -37,7 +37,7 @@ _CHUNK_ROWS = 1 << 15
 class ReplicaGroup:
     """Tables that ``sync`` averages over one process group, whose ranks exchange masks of the changed rows.
 
-    The buffer of the exchange has one byte for each row. It is allocated once, so that a rank that has run out of
+    The buffer of the exchange takes one byte per row. It is allocated once, so that a rank that has run out of
     memory can still take part in the exchange.
 
     Args:
@@ -206,8 +206,8 @@ def unstable_rows(shard: LocalShard, ids: Tensor | None, num_replicas: int) -> T
     """Return the local ids of the rows that the next average changes although their replicas are equal.
 
     These rows have values near the limits of the dtype: a fraction of a small value may not be representable, and a sum
-    of large values may overflow. Such values are frequent in float16. The next average makes the rows stable. Waits for
-    the device.
+    of large values may overflow. Such values are frequent in float16. Averages after the next one do not change these
+    rows. Waits for the device.
 
     ``shard`` must be equal on all replicas. ``ids`` are the ``[N]`` local ids to check; None for all rows.
     ``num_replicas`` is 2 or 4.

@@ -77,7 +77,7 @@ class CachedTable:
 
 
 def cached_table(tbe: Any, slot: int) -> CachedTable | None:  # noqa: ANN401  a class of fbgemm
-    """Return the :class:`CachedTable` of the table in a slot of the FBGEMM module ``tbe``; None if it is not cached."""
+    """Return the cache of the table in a slot of the FBGEMM module ``tbe``; None if the table is not cached."""
     weights = getattr(tbe, "lxu_cache_weights", None)
     if weights is None or not weights.numel():
         return None

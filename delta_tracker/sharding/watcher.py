@@ -318,7 +318,7 @@ def untraced(hook: Callable[..., None], omitted: Callable[[], object]) -> Callab
 
 
 def forget_compiled_code() -> None:
-    """Discard all compiled code of this process. Call this after adding hooks: compiled code does not call them."""
+    """Discard all compiled code of this process. Call this after adding hooks: existing code does not call them."""
     compiler = sys.modules.get("torch._dynamo")
     if compiler is not None:
         compiler.reset_code_caches()  # unlike torch.compiler.reset(), keeps CUDA graphs

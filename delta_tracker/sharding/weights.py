@@ -50,7 +50,7 @@ class WriteWatch:
     In-place operators of torch increment the counter, for example when values are copied into the tensors of a state
     dict. The following do not increment it: the fused backward pass, the reads of this module, collectives that write
     to a tensor (``broadcast``, ``all_reduce``, ``recv``), and writes through ``.data``, ``untyped_storage()``, DLPack,
-    numpy or a raw pointer. Nor do the fused optimizers of ``torch.optim`` increment it; hooks report their
+    numpy or a raw pointer. The fused optimizers of ``torch.optim`` do not increment it either; hooks report their
     steps. The tables of a kernel share one counter: a write to one table is reported for all of them. A call of a
     function in :data:`delta_tracker.sharding.named_writers.NAMED_WRITERS` is reported for every table.
 
@@ -67,7 +67,7 @@ class WriteWatch:
         self._named = num_named_writes()
 
     def __call__(self) -> bool:
-        """Return True if weights were written or replaced since the previous call or, in the first call, creation."""
+        """Return True if weights were written or replaced since the previous call (first call: since creation)."""
         # Takes less than a microsecond for most shards.
         shard = self._shard()
         named, self._named = self._named, num_named_writes()
@@ -136,7 +136,7 @@ def read_optimizer(shard: LocalShard, ids: Tensor) -> tuple[Tensor, ...]:
 
     Returns:
         One tensor per state, in the optimizer's order: ``[N, D]``, or ``[N, S]`` for a state with one number per row
-        and column range. No tensors for SGD and unfused kernels, or if the rank has no rows.
+        and column range. The tuple is empty for SGD and unfused kernels, and if the rank has no rows.
     """
     every = zip(*state_views(shard), strict=True)
     return tuple(_side_by_side([view.index_select(0, ids) for view in views]) for views in every)
@@ -146,7 +146,7 @@ def state_views(shard: LocalShard) -> list[list[Tensor]]:
     """Return a list of views of the optimizer states for each column range of a shard, in order.
 
     A view is ``[R, columns]``, or ``[R, 1]`` for a state with one number per row. Training overwrites the views. The
-    inner lists are empty if there are no states, the outer list if the rank has no rows of the table.
+    outer list is empty if the rank has no rows of the table, and the inner lists are empty if there are no states.
     """
     return [
         [state if state.dim() > 1 else state.unsqueeze(1) for state in kernel.optimizer_states(slot)]

@@ -213,7 +213,7 @@ class RowSink(Protocol):
         started earlier may still read the stream.
 
         Raises:
-            InvalidArgumentError: if the stream is the current one.
+            InvalidArgumentError: if the stream is the current stream.
         """
 
     def close(self) -> None:

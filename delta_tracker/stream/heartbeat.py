@@ -45,7 +45,7 @@ _MIN_LOOKS = 3
 _Fault = Literal["failing", "stuck", "silent", "elsewhere", "unpinned", "behind"]
 State = Literal[_Fault, "waiting", "pinned", "applying", "current", "stopped"]
 STATES: tuple[State, ...] = get_args(State)
-"""All states, the worst first."""
+"""All states of a predictor, the worst state first."""
 Look = tuple[Time, Count | None, Count | None]
 """One heartbeat in a window: age in seconds (predictor's monotonic clock), version, and lag in versions."""
 
@@ -89,7 +89,7 @@ def check_name(name: object) -> None:
 
 
 def write_heartbeat(storage: Storage, beat: Heartbeat) -> None:
-    """Write a heartbeat, replacing an earlier one of the same name. Truncates its error, reason and next step."""
+    """Write a heartbeat, replacing an earlier one of the same name. Truncates the error, reason and next step."""
     error = None if beat.error is None else beat.error[:_MAX_TEXT]
     fields = asdict(beat) | {"error": error, "why": beat.why[:_MAX_TEXT], "next_step": beat.next_step[:_MAX_STEP]}
     fields["differences"] = beat.differences[:_MAX_TEXT]

@@ -43,8 +43,8 @@ class HostCache:
 
     Args:
         directory: directory of the cache on a local file system; created with mode 0700 if it is missing.
-        max_bytes: maximum size of all files. The least recently used parts are deleted first. A part above this size
-            bypasses the cache.
+        max_bytes: maximum size of the cache in bytes. The least recently used parts are deleted first. Larger parts
+            bypass the cache.
         patience_seconds: time without progress of a fetching process after which other processes bypass the cache.
 
     Attributes:

@@ -216,7 +216,7 @@ class StreamLog:
         return self.pointer.confirmed
 
     def check_pointer(self) -> None:
-        """Raise the UnreadablePointerError or StaleCacheError of the last read of the pointer object, if it failed."""
+        """If the last read of the pointer object failed, raise its UnreadablePointerError or StaleCacheError."""
         if not self.is_listed and (trouble := self.pointer.trouble) is not None:
             raise unraised(trouble)
 
@@ -255,7 +255,7 @@ class StreamLog:
         return None
 
     def readable(self, version: int) -> Manifest | None:
-        """Return an entry; None if missing or malformed. Over http, reads a malformed entry again without caches."""
+        """Return an entry; None if missing or malformed. Over http, rereads a malformed entry, bypassing caches."""
         with suppress(MalformedError):
             return self.read(version)
         with suppress(MalformedError):
@@ -263,12 +263,12 @@ class StreamLog:
         return None
 
     def _may_doubt(self, name: str) -> bool:
-        """Return True unless the entry ``name`` was read without caches less than 10 s ago."""
+        """Return True unless a read of the entry ``name`` bypassed the caches less than 10 s ago."""
         doubted = self._doubted
         return doubted is None or doubted[0] != name or self._runtime.monotonic() - doubted[1] >= _DOUBT_SECONDS
 
     def _read_past_cache(self, name: str) -> Manifest | None:
-        """Read an entry without caches. Return None if it is missing, or was read in this way in the last 10 s."""
+        """Read an entry, bypassing caches. Return None if it is missing, or was read in this way in the last 10 s."""
         if not self._may_doubt(name):
             return None
         self._doubted = name, self._runtime.monotonic()
@@ -360,8 +360,8 @@ class StreamLog:
         """Return True if ``entry``, which was read from the store, is part of the log.
 
         Call this method for claims: a suspended publisher may have created a claim under the name of an entry that
-        retention has deleted. Other entries need no check, because retention never frees a name under which a fenced
-        publisher may create them.
+        retention has deleted. Other entries need no check, because retention keeps every entry whose name a fenced
+        publisher may use.
         """
         following = None if self.storage.lists_from else self.read(entry.version + 1)
         if following is None and self.is_surely_newest(entry):
@@ -393,8 +393,8 @@ class StreamLog:
         Raises:
             LivePublisherError: if the newest entry is not ``after``. Nothing was created.
             StreamReplacedError: if ``after`` is given and the store is empty.
-            StorageError: if other publishers won every attempt, or if the store fails. In the latter case, the claim
-                may exist.
+            StorageError: if other publishers were faster in every attempt, or if the store fails. In the latter case,
+                the claim may exist.
             AlteredEntryError: if three consecutive claims were altered in transit.
         """
         writer = secrets.token_hex(16) if writer is None else writer
@@ -462,7 +462,7 @@ class _ParentLostError(StorageError):
 
 
 class Claim:
-    """Right of one publisher to append entries to a stream. It ends when another publisher claims the stream.
+    """Right of one publisher to append entries to a stream, until another publisher claims the stream.
 
     Attributes:
         head: newest entry of this generation.
@@ -501,7 +501,7 @@ class Claim:
             LostEntryError: if the newest entry was deleted and ``entry`` is a delta. Nothing was committed. The stream
                 was claimed again.
             UnknownOutcomeError: if the store fails, and the entry may exist or may appear later. If so, the next commit
-                follows it. If the error names a ``directory``, the entry exists, but a power loss may undo it.
+                follows that entry. If the error names a ``directory``, the entry exists, but a power loss may undo it.
             StorageError: for other failures of the store. Nothing was committed.
         """
         if self._fenced is not None:
@@ -570,7 +570,7 @@ class Claim:
     def _claim_again(self, kind: Kind) -> None:
         """Claim the stream after this publisher's newest entry was lost; raise LostEntryError if ``kind`` is a delta.
 
-        The name of the claim is one that was never used, because caches may contain the lost entries.
+        The claim gets a name that was never used, because caches may contain the lost entries.
         """
         lost, num_altered = entry_name(self.head.version), 0
         for attempt in range(_CLAIM_ATTEMPTS):
@@ -619,7 +619,7 @@ class Claim:
     def _check_owner(self, writer: str) -> tuple[int, bytes | None]:
         """Return the newest version above this publisher's lost entry, and its bytes; ``(-1, None)`` if there is none.
 
-        If there is a newer publisher, deletes this publisher's entries above the lost one, and raises FencedError.
+        If there is a newer publisher, deletes this publisher's entries above the lost entry, and raises FencedError.
         """
         log, head = self._log, self.head
         versions = log.versions()
@@ -736,8 +736,8 @@ def _append(log: StreamLog, draft: Manifest, sent: set[str]) -> tuple[Manifest, 
 def _confirm(log: StreamLog, entry: Manifest) -> bool:
     """Return True if a newly created entry is part of the log; otherwise delete the entry and return False.
 
-    The entry may reuse the name of one that retention deleted. An entry of the log is the head or the parent of the
-    next entry. Raises :class:`_ParentLostError`, and keeps the entry, if another program has deleted its parent.
+    The entry may reuse the name of a deleted entry. An entry of the log is the head or the parent of the next entry.
+    Raises :class:`_ParentLostError`, and keeps the entry, if another program has deleted its parent.
     """
     follows = None if entry.kind == "claim" else entry.parent
     is_lost = follows is not None and _is_lost(log.storage, follows, entry.writer)

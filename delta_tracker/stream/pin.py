@@ -1,7 +1,6 @@
 """Pins: objects ``control/pins/{counter}.json`` by which an operator returns all predictors to one version.
 
-Counters are assigned without gaps, and an existing object is never overwritten. The pin with the highest counter
-applies.
+Counters are assigned without gaps, and objects are never overwritten. The pin with the highest counter applies.
 """
 
 import json
@@ -180,8 +179,8 @@ class PinReader:
     """Reader that polls one url for the newest pin every ``seconds``, with a random jitter of 25 %.
 
     A pin is confirmed once its entry has been read. The counter of a stream's confirmed pin never decreases, even if
-    the store is replaced by one with fewer pins. An unconfirmed pin may be forged: the reader drops it if a read
-    without caches does not find it, or if the store fails for a minute.
+    the store is replaced by a store with fewer pins. An unconfirmed pin may be forged: the reader drops it if a read
+    that bypasses caches does not find it, or if the store fails for a minute.
     """
 
     def __init__(self, seconds: float = 5.0, runtime: Runtime = REAL) -> None:
@@ -199,7 +198,7 @@ class PinReader:
         """Poll ``storage`` if a poll is due. Return the newest known pin; None before the first pin.
 
         ``stream`` is the stream of the reader's rows. If this stream's log has replaced the log of another stream, the
-        counters may restart at 1. With ``at_once``, polls immediately and without caches.
+        counters may restart at 1. With ``at_once``, polls immediately and bypasses caches.
         """
         now = self._runtime.monotonic()
         if self._next is not None and now < self._next and not at_once:
@@ -218,12 +217,12 @@ class PinReader:
         return self._newest
 
     def confirm(self, pin: Pin) -> None:
-        """Confirm a pin. Call this method once the entry that it names has been read and has the expected hash."""
+        """Confirm a pin. Call this method once the entry that the pin names has been read and has the expected hash."""
         if pin == self._newest:
             self._confirmed = pin
 
     def doubt(self, pin: Pin) -> None:
-        """Read a pin again at the next :meth:`order`. Call this method if its entry is missing or has another hash."""
+        """Read a pin again at the next :meth:`order`. Call this if the pin's entry is missing or has another hash."""
         if pin == self._newest:
             self._recheck_at = 0.0
 

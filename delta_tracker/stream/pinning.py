@@ -39,8 +39,7 @@ def pin_version(
     """Write and return a pin: all predictors that follow pins return to ``version``, and stay there until a release.
 
     Checks the entries that lead to the version and the sizes of their objects, before and after the pin is written.
-    Unless ``is_quick`` is True, first verifies all bytes of the parts too. Retention keeps these objects while the pin
-    applies.
+    Unless ``is_quick``, first verifies all bytes of the parts too. Retention keeps these objects while the pin applies.
 
     ``reason`` is a text of at most 1,000 characters for operators. ``replaces=True`` replaces a current pin.
 
@@ -49,8 +48,8 @@ def pin_version(
         MissingVersionError, NoSnapshotError, MalformedError, CorruptPartError: if an entry or an object that leads to
             the version is missing or damaged.
         PinError: if the stream is pinned and ``replaces`` is False, if another operator wrote a pin or a release in the
-            meantime, or if a running or interrupted retention pass may delete versions that lead to this one. If
-            the pin was already written, it is undone.
+            meantime, or if a running or interrupted retention pass may delete versions that lead to ``version``. If the
+            pin was already written, it is undone.
         UnsupportedStoreError: if the store is at an http url.
         StorageError: if the store fails. The pin may have been written.
     """

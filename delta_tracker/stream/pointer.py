@@ -1,7 +1,7 @@
 """Pointer object ``control/head.json``: a hint with the newest entry of a log, for readers that cannot list.
 
-No writer depends on the pointer. It may be missing, late, forged, or older than one that was read before. A reader that
-cannot list therefore takes all fields from the newest pointer whose entry it has read, and checks every object.
+No writer depends on the pointer. It may be missing, late, forged, or older than a previously read pointer. A reader
+that cannot list therefore takes all fields from the newest pointer whose entry it has read, and checks every object.
 """
 
 import json
@@ -152,7 +152,7 @@ class PointerReader(Forkable):
     A pointer is **claimed** until the entry that it names has been read, and then **confirmed**. The confirmed pointer
     is replaced as a whole: fields of several pointers are never combined. A lower pointer is ignored as outdated,
     unless its entry exists and the confirmed pointer's entry does not, because the log was restored from a copy. A
-    pointer of another stream is accepted only after the pointer and its entry were read without caches. If the
+    pointer of another stream is accepted only after the pointer and its entry were read again, bypassing caches. If the
     generation is not higher, the confirmed pointer's entry must also be missing.
 
     Args:
@@ -224,7 +224,7 @@ class PointerReader(Forkable):
                     self.confirmed = self._base = claimed
 
     def refuse(self, pointer: HeadPointer, trouble: StaleCacheError) -> None:
-        """Ignore ``pointer`` for at least 10 s, because its entry, read without caches, is missing or differs."""
+        """Ignore ``pointer`` for at least 10 s, because a read that bypassed caches did not find the expected entry."""
         with self._lock:
             self.trouble = self.trouble or trouble
             self._refused = pointer, self._runtime.monotonic(), trouble
@@ -277,7 +277,7 @@ class PointerReader(Forkable):
             self._claimed = None
 
     def _replacement(self, known: HeadPointer, pointer: HeadPointer, *, is_uncached: bool) -> HeadPointer | None:
-        """Return the pointer that has replaced ``known`` in the log, or None. Reads entries without caches."""
+        """Return the pointer that has replaced ``known`` in the log, or None. Reads of entries bypass caches."""
         is_other = pointer.stream != known.stream
         base = self._base  # a pointer that was read before entries raised it is not lower than itself
         is_late = not is_other and base is not None and _order(pointer) >= _order(base)

@@ -74,7 +74,7 @@ class PointerWriter:
         self._wake.set()
 
     def write_now(self, head: Manifest | None = None) -> None:
-        """Write a pointer to ``head``, by default that of the last :meth:`after`, unless the pointer is unchanged."""
+        """Write a pointer to ``head``, by default the head of the last :meth:`after`, unless the pointer is current."""
         with self._writing:
             self._head = self._head if head is None else head
             if self._head is None:

@@ -34,7 +34,7 @@ class ChangeLog:
         auto_compact: True to compact the log when an output distribution is launched, False to compact it after reads.
         max_bytes: maximum size of the log in bytes, see :class:`LogConsumers`; None for no limit.
         received: function that is called with each committed delta, see :class:`LogConsumers`.
-        owners: store of the owners of the slots, for each table with managed collisions, by FQN.
+        owners: store of the owners (raw ids) of the rows, for each table with managed collisions, by FQN.
 
     Attributes:
         lock: lock of the log.
@@ -79,7 +79,7 @@ class ChangeLog:
 
         Args:
             stores: new store of each table, by FQN.
-            owners: new store of the slots' owners, by FQN, for those tables in ``stores`` that have managed collisions.
+            owners: new store of the rows' owners, by FQN, for those tables in ``stores`` that have managed collisions.
             gone: FQNs of tables to remove from the log, with their pending rows. Unknown FQNs are ignored.
         """
         if not (stores or gone):

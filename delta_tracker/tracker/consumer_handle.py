@@ -112,7 +112,7 @@ class ConsumerHandle(Uncopied, remedy="Save or copy the tracker's state_dict(), 
 
     @property
     def needs_snapshot(self) -> bool:
-        """True if the consumer was dropped because the log exceeded ``max_bytes``. It then needs all rows."""
+        """True if the consumer was dropped because the log exceeded ``max_bytes``, and therefore needs all rows."""
         return self._record.was_dropped
 
     def others(self) -> dict[str, tuple[int, dict[str, Tensor]]]:
@@ -131,7 +131,7 @@ class ConsumerHandle(Uncopied, remedy="Save or copy the tracker's state_dict(), 
         }
 
     def note_of(self, name: str) -> object:
-        """Return the note of the consumer ``name``; None if no note is set or the cursor has moved since it was set."""
+        """Return the note of the consumer ``name``; None if it has none, or its cursor moved after the note was set."""
         self._held()
         found = self._log.consumers.find(name)
         return found.note if found.noted_at == found.position else None
@@ -160,7 +160,7 @@ class ConsumerHandle(Uncopied, remedy="Save or copy the tracker's state_dict(), 
     # Top-k
 
     def check_top_k(self, top_k: TopK | None) -> None:
-        """Raise InvalidArgumentError if reads of the consumer do not support ``top_k``. None is supported."""
+        """Raise InvalidArgumentError if reads of the consumer do not support ``top_k``. None is always supported."""
         self._held()
         self._reader.check(top_k, with_optimizer=False)
 

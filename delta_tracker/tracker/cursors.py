@@ -82,7 +82,7 @@ class Consumer(NamedTuple):
         return moved._replace(reads=(), was_dropped=False)
 
     def dropped(self, position: int, since: float | None) -> Self:
-        """Return a copy of the record that is marked as dropped: it needs a snapshot and has no pending rows.
+        """Return a copy of the record for a dropped consumer, which needs a snapshot and has no pending rows.
 
         ``since`` is the time of the oldest change of the dropped pending rows; None if unknown.
         """
@@ -190,7 +190,7 @@ class Cursors:
         """Return the time of the oldest change of a consumer's pending rows; None if no row is known to be pending.
 
         The time (``time.monotonic()``) is exact for rows in the log, and a lower bound for rows that reads left out.
-        For rows that a read finds by comparing a shard with a copy, it is the time of the read.
+        A row that a read finds by comparing a shard with a copy counts as changed at the time of the read.
         """
         since = consumer.carried_since
         for position, when in self._times.items():

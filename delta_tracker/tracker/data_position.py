@@ -56,10 +56,10 @@ class DataPosition(Uncopied, Generic[T], remedy="Save or copy its state_dict()")
     restore of this position, the loader must not return more batches of the epoch.
 
     Args:
-        loader: the loader. If it has a method ``load_rank_states(states)``, its position can be restored with another
-            number of ranks, see :meth:`load_rank_states`.
-        event_time: function that returns the time of a batch in seconds, at least 0 and less than 2**53. It runs in the
-            thread that fetches the batch.
+        loader: the loader. If it has a method ``load_rank_states(states)``, its position can be restored with a
+            different number of ranks, see :meth:`load_rank_states`.
+        event_time: function that returns the time of a batch in seconds, at least 0 and less than 2**53. The function
+            runs in the thread that fetches the batch. None to record no times.
         max_ahead: maximum number of batches that may be fetched but not yet trained on, see :meth:`check`.
 
     Raises:
@@ -207,7 +207,7 @@ class DataPosition(Uncopied, Generic[T], remedy="Save or copy its state_dict()")
         self._restored(packed, num_batches, time)
 
     def load_rank_states(self, states: Sequence[object]) -> None:
-        """Restore this rank's position from the positions of a job with another number of ranks.
+        """Restore this rank's position from the positions of a job with a different number of ranks.
 
         Passes the loader states of all ranks to the loader's ``load_rank_states``. The loader must continue with this
         rank's share of the data. The number of batches is the maximum over the ranks, and the event time the minimum.

@@ -110,7 +110,7 @@ class TrackerHooks:
     def check_batch(self, num_recorded: Mapping[str, int]) -> None:
         """Warn if the tables do not seem to be trained. Called at the end of a batch.
 
-        Warns after 10 updates of tensors that resemble tables without an update of a table, and after 100 batches
+        Warns if a tensor that resembles a table was updated 10 times while no table changed, and after 100 batches
         without any update, write or recorded row. ``num_recorded`` is the number of recorded rows by table FQN.
         """
         if self._has_warned:

@@ -36,7 +36,7 @@ class LiveTables:
 
     @property
     def num_attached(self) -> int:
-        """Number of times that the tracker was attached. Tables and shards change only when it is attached again."""
+        """Number of times that the tracker was attached. Tables and shards change only when this number changes."""
         return self._model.num_attached
 
     @property
@@ -71,7 +71,7 @@ class LiveTables:
 
     @property
     def identities(self) -> Mapping[str, Identity]:
-        """Rule that assigns raw ids to rows, by FQN of each table with managed collisions; the same on every rank."""
+        """Rule that assigns raw ids to rows, for each table with managed collisions, by FQN. Equal on all ranks."""
         return {fqn: store.source.identity for fqn, store in self._log.segments.owners.items()}
 
     @property

@@ -47,15 +47,15 @@ class LogConsumers:
         lock: the log's lock.
         writes: the log's writes in progress.
         segments: the log's segments, with the consumers' cursors.
-        max_bytes: maximum size in bytes of the log and the carried rows. If it is exceeded, the consumer that lags
-            furthest is dropped. None for no limit.
+        max_bytes: maximum size in bytes of the log and of pending rows outside the log. If it is exceeded, the consumer
+            that lags furthest is dropped. None for no limit.
         received: function that is called with each committed delta while the lock is held. Not called for transient
             consumers, which a publisher adds while it copies a snapshot.
 
     Attributes:
         abandoned: names of reserved consumers whose owner was deleted without :meth:`release`. Destructors append to it
-            without the lock. The next operation ends these reservations. It removes transient consumers, and the notes
-            of the other consumers.
+            without the lock. The next operation ends these reservations. That operation also removes transient
+            consumers, and the notes of the other consumers.
     """
 
     def __init__(
@@ -237,7 +237,7 @@ class LogConsumers:
     def rewind(self, consumer: str) -> None:
         """Move a consumer back to the start of the log. All rows that changed since the start are pending again.
 
-        Aborts its uncommitted read. Raises InvalidArgumentError if the log drops committed rows (``delete_on_read``).
+        Aborts the consumer's uncommitted read. Raises InvalidArgumentError if ``delete_on_read`` is True.
         """
         with self.lock:
             if self._segments.delete_on_read:
@@ -319,7 +319,7 @@ class LogConsumers:
                 self._known[known.name] = known._replace(reads=(read,))
 
     def commit(self, read: Read) -> None:
-        """Move the consumer's cursor to the end of a read. Rows that its delta left out stay pending.
+        """Move the consumer's cursor to the end of a read. Rows that the read's delta left out stay pending.
 
         If the call is interrupted, the rows of the read may stay pending, with unknown old states.
         """

@@ -33,8 +33,8 @@ class LogSegments:
 
     Args:
         stores: row store of each table, by FQN.
-        owners: store of the owners of the slots, for each table with managed collisions, by FQN. A slot whose owner
-            changed is marked in both stores of the table.
+        owners: store of the owners (raw ids) of the slots (rows), for each table with managed collisions, by FQN. A
+            slot whose owner changed is marked in both stores of the table.
         cursors: records of the consumers. Compaction does not merge segments across their cursors and reads.
         delete_on_read: True to drop rows that every consumer has committed.
 
@@ -78,7 +78,7 @@ class LogSegments:
     # Recording
 
     def record(self, ids: Mapping[str, Tensor | None], key: int | None = None, *, captures: bool = True) -> None:
-        """Enter :attr:`fence` and count changed rows. The caller must mark these rows afterwards.
+        """Prepare to mark changed rows: enter :attr:`fence`, and count the rows. The caller must then mark them.
 
         ``ids`` maps table FQNs to local ids, or to None for all rows. ``key`` is the key of a write in progress, or
         None. Pass ``captures=True`` if marking the rows captures their current states as old states.
@@ -99,7 +99,7 @@ class LogSegments:
             self.cursors.note_change(self.position)
 
     def notice_writes(self, fqns: Iterable[str]) -> None:
-        """Mark all rows of those tables in ``fqns`` for which a write may have happened that no hook reported."""
+        """Mark all rows of each table in ``fqns`` that may have been written without a report by a hook."""
         for fqn in fqns:
             if self.stores[fqn].has_unmarked_writes():
                 self.fence.enter()
@@ -109,7 +109,7 @@ class LogSegments:
     # Cuts
 
     def cut(self, fqns: Collection[str] | None = None) -> None:
-        """Start a segment in each store of the tables ``fqns``. Rows of writes in progress are marked in it again.
+        """Start a segment in each store of the tables ``fqns``, and mark the rows of writes in progress in it again.
 
         If ``fqns`` is None, start a segment in the stores of all tables and of the owners of their slots.
         """
@@ -258,7 +258,7 @@ class LogSegments:
         self.in_place: _Context = reading_in_place if self.reads_shards else nullcontext
 
     def memory(self) -> Memory:
-        """Return the sizes in bytes of the log, of the copies of shards, and of the carried rows."""
+        """Return the sizes in bytes of the log, of the copies of shards, and of pending rows outside the log."""
         stores = [store for _, store in self._every]
         log_bytes, copy_bytes = sum(each.log_bytes for each in stores), sum(each.copy.nbytes for each in stores)
         return Memory(log_bytes, copy_bytes, self.cursors.num_bytes)

@@ -78,7 +78,7 @@ class LogWrites:
             segments.stores[fqn].mark(ids, states=states, is_written=is_written)
 
     def notice_writes(self, fqns: Iterable[str]) -> None:
-        """Mark all rows of those tables in ``fqns`` for which a write may have happened that no hook reported."""
+        """Mark all rows of each table in ``fqns`` that may have been written without a report by a hook."""
         with self.lock:
             self._segments.notice_writes(fqns)
 

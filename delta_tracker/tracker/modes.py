@@ -51,7 +51,7 @@ class Capture:
         return torch.float32.itemsize if self.keeps_old else 0
 
     def states(self, shard: LocalShard, rows: ChangedRows) -> Tensor | None:  # noqa: ARG002
-        """Return the ``states`` of a delta for changed rows. ``rows`` contains old states if :attr:`keeps_old`.
+        """Return the ``states`` of a delta that contains ``rows``. These have old states if :attr:`keeps_old` is True.
 
         Returns:
             ``[N, ...]``, NaN for rows whose old state is required but unknown; None in a mode without states.

@@ -42,7 +42,7 @@ class RankGroup:
     The constructor waits for all ranks, using the default group's store, and logs missing ranks after a few seconds. It
     raises an error if ``timeout`` passes before all ranks are found. All ranks may then try again.
 
-    After a rank is lost, every later operation of the group raises. Unlike ``torch.distributed.new_group``, the
+    After a rank is lost, every later operation raises RankLostError. Unlike ``torch.distributed.new_group``, the
     constructor never connects a rank to an unrelated group of another rank.
 
     Args:
@@ -113,7 +113,7 @@ class RankGroup:
         return tensors
 
     def send_all(self, tensor: Tensor) -> None:
-        """Send ``tensor`` to all other ranks, see :meth:`send`. If one rank is lost, the others still receive it."""
+        """Send ``tensor`` to each other rank, see :meth:`send`. If one is lost, the others still receive the tensor."""
         with self._typed_errors(), ExitStack() as waits:
             group = self._group
             for rank in range(self.world_size):
@@ -211,7 +211,7 @@ class Gathering:
     work: dist.Work | None = None
 
     def result(self, meanwhile: Callable[[], None] | None = None) -> list[Tensor]:
-        """Wait for the tensors of all ranks and return them in rank order. After an interrupt, it can be called again.
+        """Wait for the tensors of all ranks and return them in rank order. An interrupted call can be repeated.
 
         ``meanwhile`` is called several times per second during the wait.
         """
@@ -223,7 +223,7 @@ class Gathering:
 class _Meeting:
     """Rendezvous of all ranks that creates one gloo group. The ranks find each other in the default group's store.
 
-    Each attempt has a number. It ends when the last rank joins it or when the first rank times out, with the same
+    Attempts are numbered. An attempt ends when the last rank joins it or when the first rank times out, with the same
     result on all ranks: ``go`` after a success, otherwise the reason for the failure. A rank skips attempts that have
     already ended.
 

@@ -67,7 +67,7 @@ class TrackedModel:
         return self.shards[fqn]
 
     def check_attached(self) -> None:
-        """Raise DetachedError if hooks are removed, or UnsupportedModelError if a plain module was replaced or cast."""
+        """Raise DetachedError if the tracker is detached, UnsupportedModelError if a plain table cannot be tracked."""
         if not self.is_attached:
             raise DetachedError
         for table in self.found.plain:

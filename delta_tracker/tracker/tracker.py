@@ -84,7 +84,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
             modules.
         consumers: names of the independent readers. Default: one consumer named ``"default"``.
         delete_on_read: drop rows once every consumer has committed a read of them. False keeps these rows for
-            :meth:`rewind`, in at most one more row set per table, with old states if the mode keeps them.
+            :meth:`rewind`. They take at most one more row set per table, and old states if the mode keeps them.
         auto_compact: compact the log after a collection has launched its output distribution, so that compaction
             overlaps with communication. False compacts after each read. Trackers that keep old states on a GPU always
             compact after reads.
@@ -398,7 +398,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
             raise
 
     def needs_snapshot(self, consumer: str | None = None) -> bool:
-        """Return True if a consumer was dropped because the log exceeded ``max_bytes``. It then needs all rows.
+        """Return True if a consumer was dropped because the log exceeded ``max_bytes``, and therefore needs all rows.
 
         The name is optional if there is only one consumer. Raises InvalidArgumentError for an unknown consumer.
         """
@@ -647,11 +647,11 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
                 ranks.
 
         Returns:
-            CPU tensors by key, as copies. Different ranks have different keys. The format is defined in
+            Copies of the state as CPU tensors, by key. Different ranks have different keys. The format is defined in
             :mod:`delta_tracker.tracker.checkpoint.part`.
 
         Raises:
-            DetachedError: if the tracker is detached, because updates since then are unknown.
+            DetachedError: if the tracker is detached, because later updates were not recorded.
             UnsupportedModelError: if a plain module was replaced.
             RankFailedError: if the strategy is a collective and another rank raised one of these errors.
             InvalidArgumentError: if the strategy is unknown, if the state of a counter cannot be saved, or if rows

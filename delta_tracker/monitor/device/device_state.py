@@ -101,7 +101,7 @@ def sum_dtype(device: torch.device) -> torch.dtype:
 
 @dataclass(slots=True)
 class _Copy:
-    """Copy of the sums of the states ``parts`` on one device. If ``epoch_end`` is set, it started at an epoch's end."""
+    """Copy of the sums of the states ``parts`` on one device. ``epoch_end`` is set for a copy at an epoch's end."""
 
     numbers: HostCopy
     device: torch.device
@@ -206,7 +206,7 @@ class DeviceReader(MetricSource):
 def _start_copy(vectors: Sequence[Tensor], stream: Any) -> HostCopy:  # noqa: ANN401  torch's stubs lack it
     """Concatenate ``vectors`` and start to copy the result to the host on the CUDA stream ``stream``.
 
-    For devices other than CUDA, ``stream`` is None, and the copy is made when it is read, because it may block.
+    For devices other than CUDA, ``stream`` is None. The copy may block, and is made when its result is read.
     """
     with torch.cuda.stream(stream):
         return HostCopy(torch.cat([*vectors, vectors[0][:0]]))  # never one of the vectors themselves

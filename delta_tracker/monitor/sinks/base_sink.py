@@ -22,11 +22,11 @@ class Sink(ABC):
     If a call raises, the error is counted, and the sink is not called for at least 10 seconds. Only the first error of
     a sink is logged. The next collection contains the undelivered windows and events again, so a sink should write a
     collection completely or not at all. The queue of a sink contains at most 8192 windows and ``capacity`` events
-    (see :class:`~delta_tracker.monitor.monitor.Monitor`). The oldest ones beyond these limits are dropped and counted.
+    (see :class:`~delta_tracker.monitor.monitor.Monitor`). Above these limits, the oldest items are dropped and counted.
 
     A call that exceeds the monitor's deadline counts as an error, and the sink is not called again until that call
-    returns. If that call then returns without an error, the collection counts as delivered. If it never returns, the
-    sink is not closed.
+    returns. If that call then returns without an error, the collection counts as delivered. If that call never returns,
+    the sink is not closed.
     """
 
     @property

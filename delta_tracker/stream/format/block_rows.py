@@ -1,8 +1,8 @@
 """Lazy views of the rows of blocks, and functions that write listed rows over whole blocks.
 
 A whole block contains all rows of its range, and may be copied while training continues. Listed rows are stored with
-their ids, and are newer. Readers and compaction first write the listed rows over those of the whole block, so that no
-outdated row is applied.
+their ids, and are newer than the whole block. Readers and compaction first write the listed rows over those of the
+whole block, so that no outdated row is applied.
 """
 
 from bisect import bisect_left, bisect_right
@@ -78,7 +78,7 @@ class BlockRows:
             yield read(begin, min(begin + step, self.block.num_rows))
 
     def owned(self) -> Iterator[tuple[Tensor | slice, Tensor]]:
-        """Yield the ``n`` global ids of rows, as a slice or as ascending int64, with their ``[n]`` int64 raw ids.
+        """Yield the global ids of ``n`` rows at a time, as a slice or ascending int64, and their ``[n]`` int64 raw ids.
 
         Yields nothing if the block has no owners.
         """
@@ -89,7 +89,7 @@ class BlockRows:
             yield ids, self.reader("owners")(begin, end)[:, 0]
 
     def loaded(self) -> "BlockRows":
-        """Read the rows with their states and owners now, and return them as rows in memory."""
+        """Load the rows, their states and their owners into memory, and return a view of the loaded rows."""
         return self._read_through(self.block, self.ids, lambda read: held_rows(read(0, self.block.num_rows)))
 
     def decoded(self, dtype: torch.dtype) -> "BlockRows":
@@ -106,7 +106,7 @@ class BlockRows:
         )
 
     def within(self, rows: tuple[int, int], columns: tuple[int, int]) -> "BlockRows":
-        """Return the part of the block that lies in half-open ranges of its global row ids and columns.
+        """Return the part of the block in the half-open ranges ``rows`` (global row ids) and ``columns``.
 
         For quantized rows and for rows with states or owners, ``columns`` must be the block's whole column range.
         """
@@ -140,7 +140,7 @@ class BlockRows:
 
 
 def read_rows(read: RowReader, indices: Tensor) -> Tensor:
-    """Return the rows at ``indices``, ``[M]`` ascending int64, as ``[M, width]``. Reads them as one range."""
+    """Return the rows at ``indices``, ``[M]`` ascending int64, as ``[M, width]``. Reads one range with all of them."""
     if not len(indices):
         return read(0, 0)
     first = int(indices[0])

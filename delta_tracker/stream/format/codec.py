@@ -7,7 +7,7 @@ value is stored as ``code = round((value - bias) * inverse)``, ties to even, and
 - ``INT8``: codes of one byte, then ``scale = (maximum - minimum) / 255`` and ``bias = minimum`` in float32. ``inverse``
   is ``255 / (maximum - minimum + 1e-8)``.
 - ``INT4``: bytes of two codes, the earlier column in the low four bits, then ``scale`` and ``bias`` in float16.
-  ``bias`` is the minimum rounded to float16. ``scale`` is ``(maximum - bias) / 15`` rounded to float16, or 1 if that is
+  ``bias`` is the minimum rounded to float16. ``scale`` is ``(maximum - bias) / 15`` rounded to float16, or 1 if this is
   0. ``inverse`` is ``1 / scale``. Codes are clamped to 0..15.
 
 Rows are encoded in float32. Overflow is not clamped: every column of a row reads as NaN if the row contains a NaN or an
@@ -16,12 +16,12 @@ infinity, if ``maximum - minimum`` overflows float32, or if ``scale`` or ``bias`
 
 FBGEMM's implementations differ from this one as follows:
 
-- Row with NaN: FBGEMM's AVX2 loop ignores a NaN in some columns, and the row reads as numbers. Here it reads as NaN.
-- Row of infinities only: the stored scale and bias depend on which of FBGEMM's loops runs. The row always reads as NaN.
-- Reading ``INT8``: the AVX2 loop uses a fused multiply-add, the scalar loop rounds twice. Here the sum is computed in
-  float64 and is the same on every device. It equals the fused result, except that a tie may round to the other
+- Row with NaN: FBGEMM's AVX2 kernel ignores a NaN in some columns, and the row reads as numbers. Here it reads as NaN.
+- Row of infinities only: the stored scale and bias depend on which FBGEMM kernel runs. The row always reads as NaN.
+- Reading ``INT8``: the AVX2 kernel uses a fused multiply-add, the scalar kernel rounds twice. Here the sum is computed
+  in float64 and is the same on every device. It equals the fused result, except that a tie may round to the other
   neighboring float32 if ``bias`` is less than 2^-28 of the product.
-- ``INT4``: FBGEMM needs a multiple of four columns, this implementation needs an even number of columns.
+- ``INT4``: FBGEMM needs a multiple of four columns; this implementation needs an even number of columns.
 """
 
 import zlib

@@ -208,7 +208,7 @@ class Manifest:
         return self.created - self.committed
 
     def seconds_since(self, before: Manifest) -> float:
-        """Return the seconds, 0 or more, from the commit of ``before``, the preceding entry, to the commit of this one.
+        """Return the seconds (0 or more) between the commits of ``before``, the preceding entry, and of this entry.
 
         The publisher's clock is used, because a store may truncate its times to seconds, and copies of objects have new
         times. If the publishers differ, or if a clock was set in between, the store's times are used.

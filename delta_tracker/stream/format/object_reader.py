@@ -58,7 +58,7 @@ class Ranged:
     An object of format 2 contains digests of its pieces, which are read first and compared with the record. In format
     1, :meth:`finish` hashes all pieces, and a piece that is read again must not have changed. Read in ascending order,
     because only the last piece is kept in memory. With ``is_whole``, and always in format 1, :meth:`finish` reads and
-    checks all pieces, otherwise only the digests. If the store fails, the next call continues.
+    checks all pieces. Otherwise, it checks only the digests. If the store fails, the next call continues.
     """
 
     def __init__(self, storage: Storage, stored: Part | Stored, *, is_whole: bool = False) -> None:
@@ -85,7 +85,7 @@ class Ranged:
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     def finish(self) -> None:
-        """Read the remaining bytes and compare the object with its record. After a StorageError, call it again."""
+        """Read the remaining bytes and compare the object with its record. After a StorageError, call this again."""
         self._begin()
         while self._is_whole and self._num_checked < num_digests(self._end):
             self._piece(self._num_checked)
@@ -144,7 +144,7 @@ class Tensors:
         self._is_begun = False
 
     def lay_out(self, ranges: Mapping[str, tuple[int, int]]) -> None:
-        """Set the half-open byte ranges of the tensors, ascending. Raises ValueError unless each has a digest."""
+        """Set the half-open byte ranges of the tensors, ascending. Raises ValueError if a tensor has no digest."""
         if len(ranges) != len(self._part.tensors):
             raise ValueError(f"{len(self._part.tensors)} digests of its {len(ranges)} tensors")
         self._ranges = list(ranges.values())

@@ -170,12 +170,12 @@ def load_json(data: bytes) -> Any:  # noqa: ANN401  untrusted JSON
 
 
 def reason_of(error: Exception) -> str:
-    """Return the type and text of an error, truncated to 1,000 characters. The text may quote a whole file."""
+    """Return the type and text of an error, truncated to 1,000 characters because the text may quote a whole file."""
     return f"{type(error).__name__}: {error}"[:_MAX_REASON]
 
 
 def check_columns(table: TableSpec, columns: tuple[Range, ...]) -> None:
-    """Raise ValueError unless ``columns``, ascending, cover the table's columns without gaps and overlaps."""
+    """Raise ValueError unless the ascending ranges ``columns`` cover the table's columns without gaps or overlaps."""
     ends = [0, *(end for _, end in columns)]
     is_right = ends[-1] == table.dim and all(first < end for first, end in columns)
     if not is_right or columns != tuple(pairwise(ends)):

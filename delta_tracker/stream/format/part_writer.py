@@ -1,7 +1,7 @@
 """Writer of parts, which are safetensors files with rows and dense tensors. ``stream/FORMAT.md`` specifies them.
 
 The file is written directly from the tensors' memory, chunk by chunk, and can be read without a copy. ``save`` of the
-``safetensors`` package returns a copy of all bytes, which makes a publish several times slower.
+``safetensors`` package returns a copy of all bytes, which would make publishing several times slower.
 """
 
 import json
@@ -60,7 +60,7 @@ class _FileWriter(Iterable[memoryview]):
     tensors: list[xxhash.xxh3_128] = field(default_factory=list)  # of each tensor, up to the current one
 
     def __iter__(self) -> Iterator[memoryview]:
-        """Yield buffers whose concatenation is the file. Write each one before requesting the next."""
+        """Yield buffers whose concatenation is the file. Write each buffer before requesting the next buffer."""
         size = sum(map(attrgetter("num_bytes"), self.entries))
         head = self._header(size)
         body = len(head) + size

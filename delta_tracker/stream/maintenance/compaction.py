@@ -61,12 +61,11 @@ def compact(
 
     Args:
         stream: store or log of the stream.
-        fold: fraction of the newest snapshot's size. Once the deltas to merge reach it, a snapshot is created.
-        max_bytes: maximum size of the versions in memory, in bytes. Versions that do not fit are merged by a later
-            call.
+        fold: fraction of the newest snapshot's size. Once the deltas to merge reach this size, a snapshot is created.
+        max_bytes: maximum size in bytes of the versions in memory. A later call merges versions that do not fit.
         min_versions: minimum number of unmerged deltas. With fewer, no delta is created, and only merged deltas count
             towards ``fold``.
-        now: returns the Unix time in seconds.
+        now: function that returns the Unix time in seconds.
 
     Returns:
         The merged entry, even if another process created it first; None if there is nothing to merge, or if retention
@@ -125,7 +124,7 @@ class _Compaction:
     def merge(self, versions: Sequence[Manifest], *, fold_bytes: float = float("inf")) -> Manifest | None:
         """Merge ``versions``, oldest first, into a delta.
 
-        If the delta would have ``fold_bytes`` or more, merges them and the newest snapshot into a new snapshot.
+        If the delta would have ``fold_bytes`` or more, merges ``versions`` and the newest snapshot into a new snapshot.
         """
         draft = _delta(versions)
         rows, dense = self._read(versions)
@@ -308,7 +307,7 @@ def _loaded_rows(part: PartReader, *, of_whole_blocks: bool = False) -> list[Blo
 def _newest_rows(rows: Iterable[BlockRows], tables: Mapping[str, TableSpec]) -> Iterator[BlockRows]:
     """Yield the newest rows of each table, in column ranges that do not overlap. Values are gathered lazily.
 
-    ``rows`` are listed rows in memory, oldest first. All blocks of a table with states have its own encoding, and
+    ``rows`` are listed rows in memory, oldest first. All blocks of a table with states have the table's encoding, and
     column ranges that are equal or do not overlap. All blocks of a table with owners have one encoding and all columns.
     """
     rows_of: dict[str, list[BlockRows]] = {}

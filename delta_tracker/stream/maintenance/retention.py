@@ -116,7 +116,7 @@ def retain(stream: Storage | StreamLog, retention: Retention, now: Callable[[], 
     """Delete the versions, merged entries and orphans that ``retention`` does not keep.
 
     All entries are read first, and nothing is deleted if an entry cannot be read. An interrupted pass leaves a valid
-    stream. Objects whose names this library does not create are never deleted.
+    stream. Objects with names that this library does not use are never deleted.
 
     ``now`` returns the store's Unix time in seconds, from which ages of versions and merged entries are computed. None
     uses the newest modification time in the store.
@@ -129,7 +129,7 @@ def retain(stream: Storage | StreamLog, retention: Retention, now: Callable[[], 
 
 
 class RetentionPasses:
-    """Retention passes of a process that runs many of them over one log. Not thread-safe.
+    """Runner of repeated retention passes over one log. Not thread-safe.
 
     A pass reads only the entries created since the last pass, and ends if there is no version or merged entry to
     delete. Otherwise, or if the last :func:`retain` was at least ten minutes ago (more for a long log), it runs

@@ -39,9 +39,8 @@ class Upkeep:
             deleted. Only versions before a snapshot can be deleted: create snapshots with
             ``Cadence(snapshot_every=...)`` or ``compact_every``. None keeps all versions.
         compact_every: number of versions between two compactions, 2 or more; None disables compaction.
-        pointer_seconds: minimum time between two writes of the pointer object ``control/head.json``, which readers over
-            http need to find new versions. It is written only after commits. Failures are logged. None disables the
-            writes.
+        pointer_seconds: minimum time between two writes of the pointer object ``control/head.json``, by which readers
+            over http find new versions. It is written only after commits. Failures are logged. None disables writes.
 
     Raises:
         InvalidArgumentError: if an argument is invalid.
@@ -138,7 +137,7 @@ class UpkeepThread:
     def error(self) -> Exception | None:
         """Error of the last compaction or retention, without a traceback; None if neither failed.
 
-        If both failed, the error of the step that failed first.
+        If both failed, this is the error of the step that failed first.
         """
         return next(iter(self._errors.values()), None)
 

@@ -49,7 +49,7 @@ class Hints:
 
     After a failure, the notifier is not called for one second. The pause doubles with each further failure, up to
     thirty seconds. The first of consecutive failures and the recovery are logged. Without a notifier, hints are
-    disabled. ``stop`` ends every wait once it is set.
+    disabled. Setting ``stop`` ends every wait.
 
     Attributes:
         num_lost: number of hints that were not sent because the broker failed.

@@ -47,7 +47,7 @@ class Canary:
 
 
 class CanaryBound:
-    """Comparison of entries with the newest entry of a log. Caches that entry while the log contains it.
+    """Comparison of entries with the newest entry of a log. Caches the newest entry while the log contains it.
 
     The number of requests grows with the distance between an older entry and the newest entry.
     """

@@ -24,9 +24,9 @@ class CatchUp:
     def find(self, position: Position) -> Manifest | None:
         """Return a merged delta or a newer snapshot to apply instead of many versions; None if there is none.
 
-        The merged delta is the longest one that can be applied and replaces at least 8 versions. A newer snapshot is
-        returned instead if its parts are smaller than those of the versions up to it, whose size is estimated beyond 64
-        versions. Entries that could not be applied or read earlier are skipped.
+        The merged delta is the longest that can be applied, and replaces at least 8 versions. A newer snapshot is
+        returned instead if its parts are smaller than the parts of the versions up to it. Beyond 64 versions, this size
+        is estimated. Entries that could not be applied or read earlier are skipped.
         """
         held = position.version
         if self._bound < held + _MIN_MERGED:  # otherwise, it need not be looked for again

@@ -1,7 +1,7 @@
 """Rules by which a reader decides what to apply next: :func:`decide`, a pure function of a :class:`View`.
 
 A reader only moves forward: to a newer version of its stream, or to a stream that continues it. Exceptions are orders,
-tables whose rows are mixed, and a log that was replaced by an unrelated one.
+tables whose rows are mixed, and a log that was replaced by an unrelated log.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -62,14 +62,14 @@ example because of missing permissions or a bad sector."""
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Error of an entry that was read from the url ``number`` and could not be applied in this round."""
+    """Error of an entry that was read from the url with index ``number`` and could not be applied in this round."""
 
     number: int
     entry: Manifest
     error: StreamError
 
     def concerns(self, number: int, entry: Manifest) -> bool:
-        """Return True if ``entry`` has this fault at the url ``number``. Some errors apply to an entry at every url."""
+        """Return True if ``entry`` has this fault at the url with index ``number``. Some faults exist at every url."""
         if number != self.number and not isinstance(self.error, OF_ALL_URLS):
             return False
         own = self.entry
@@ -81,13 +81,13 @@ class View:
     """Input of a decision.
 
     Args:
-        logs: logs at the urls of the reader, beginning with the current one.
-        faults: entries that could not be applied in this round.
+        logs: logs at the urls of the reader, beginning with the log at the current url.
+        faults: faults of entries that could not be applied in this round.
         num_failures: number of consecutive rounds that failed.
         looks_for_gap: True to check whether a missing next entry was deleted or has not been committed yet.
         catches_up: True to look for an entry that replaces many versions.
         surveys: True to check the other urls even if the log at the current url has no newer version.
-        is_partial: True if some urls are not read in this round, because they failed.
+        is_partial: True if some urls are not read in this round, because reads from these urls failed.
         followed: last pin or release that was carried out.
     """
 
@@ -116,7 +116,7 @@ class View:
 
 
 class Rule(Enum):
-    """Rule that led to a decision. Its value states when it applies; see ``guide/fleet.md`` for the effects."""
+    """Rule that led to a decision. Its value states when the rule applies; see ``guide/fleet.md`` for the effects."""
 
     NEXT = "the next version is committed"
     CATCH_UP = "a start, or 8 versions applied in a row, did not reach the newest"
@@ -138,7 +138,7 @@ class Apply:
     """Decision to apply entries, in order.
 
     Args:
-        log: log to read them from.
+        log: log from which to read the entries.
         entries: the entries. If there are several, all are checked before the first row is written.
         cause: fault that requires a resync; None without a resync.
         is_elsewhere: True if the entry may belong to another history than the applied version, so that rows are mixed
@@ -200,7 +200,7 @@ def decide(view: View) -> Decision:
 
 
 def _elsewhere(view: View, decision: Decision) -> Decision:
-    """Return the decision for another log, or ``decision`` if no other log is better than the current one."""
+    """Return the decision for another log, or ``decision`` if no other log is better than the current log."""
     lead, *others = view.logs
     # Another log at rest is better then. If it lacks a version too, the fault of that one must be seen.
     error = decision.error if isinstance(decision, Fail) else None
@@ -225,7 +225,7 @@ def _elsewhere(view: View, decision: Decision) -> Decision:
 
 
 def _hides_misfit(log: SeenLog, view: View, found: Apply) -> bool:
-    """Return True if a reader would begin with a version that may be older than one that does not fit its model."""
+    """Return True if the first version of ``found`` may be older than a version that does not fit the model."""
     begun, misfits = found.entries[-1], [each.entry for each in view.faults if isinstance(each.error, _MISFITS)]
     return view.position is None and not all(
         begun.version > each.version if each.stream == begun.stream else each.stream in log.former_streams()
@@ -509,7 +509,7 @@ def _newest(log: SeenLog, view: View, found: Iterable[Manifest], cause: StreamEr
 
 
 def _forward(log: SeenLog, view: View, position: Position, bound: int | None = None) -> Apply | Stay:
-    """Apply the next version, up to ``bound``, or an entry that replaces many. Skip a version that has a fault."""
+    """Apply the next version, up to ``bound``, or an entry that replaces many versions. Skip versions with faults."""
     ahead = log.ahead(position) if view.catches_up and bound is None else None
     if ahead is not None and _skips_to(log, view, position, ahead) and view.fault_of(log, ahead) is None:
         return Apply(log, (ahead,), Rule.CATCH_UP, is_elsewhere=_is_unproven(log, view, ahead))

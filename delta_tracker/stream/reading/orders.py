@@ -106,9 +106,9 @@ class Orders:
         return self.policy
 
     def newest(self, number: int, *, at_once: bool = False) -> Order | None:
-        """Poll the url ``number`` for pins (see :meth:`PinReader.order`), and return the newest order of all urls.
+        """Poll the url with index ``number`` for pins, and return the newest order of all urls.
 
-        If a forged pin was dropped, also drops the record that the pin was followed.
+        See :meth:`PinReader.order`. If a forged pin was dropped, also drops the record that the pin was followed.
         """
         if not self.policy.follows_pins:
             return None
@@ -151,7 +151,7 @@ class Orders:
             self._begun = replace(order, is_new=False)
 
     def record(self, position: Position | None) -> Order | None:
-        """Record the newest order at the end of a round. Return it if a reader at ``position`` has followed it."""
+        """Record the newest order at the end of a round. Return the order if a reader at ``position`` followed it."""
         order, self._stream = self._newest, "" if position is None else position.stream
         self._known = None if order is None else replace(order, is_new=False)
         if order is None or not order.is_followed_by(position):

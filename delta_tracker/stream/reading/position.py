@@ -19,7 +19,7 @@ class Rows(Enum):
     WHOLE = "whole"
     """Nothing else."""
     AHEAD = "ahead"
-    """Some rows of later versions: of a partly written one, or because the rows were saved after the position."""
+    """Some rows of later versions, because a version was partly written or the rows were saved after the position."""
     MIXED = "mixed"
     """Rows of unrelated versions. Only a snapshot may be applied next."""
 
@@ -101,14 +101,14 @@ class Written:
     """Versions of one stream that were written.
 
     Each row has its value as of :attr:`version`, or as of a later version up to :attr:`applying`. If :attr:`is_mixed`
-    is True, it may also have its value as of any version that was applied before.
+    is True, a row may also have its value as of any version that was applied before.
 
     Args:
         stream: id of the stream, 32 hex digits; empty if nothing was written.
         version: version that all rows have reached; None until the first snapshot is complete.
         xxh3: 128-bit xxh3 of the entry of ``version``, in hex; None if ``version`` is None.
         generation: generation of that entry; None if ``version`` is None.
-        created: Unix time at which that entry was committed, in seconds; rounded up if it was saved; None if
+        created: Unix time at which that entry was committed, in seconds; rounded up if the state was saved; None if
             ``version`` is None.
         pin: counter of the pin that led to ``version``; 0 without a pin.
         release: counter of the last release that was followed; 0 without a release, or if ``pin`` is above 0.
@@ -172,7 +172,7 @@ class Written:
         return replace(finished, applying=None, applying_xxh3=None, applying_generation=None)
 
     def at(self, entry: Manifest) -> Self:
-        """Return a copy with the version of ``entry``."""
+        """Return a copy whose last complete version is ``entry``."""
         link = entry.link
         return replace(self, version=link.version, xxh3=link.xxh3, generation=entry.generation, created=entry.created)
 

@@ -20,13 +20,13 @@ _AGAIN_SECONDS = 300.0  # after which a fault that lasts is doubted again: a cac
 class Settling:
     """Delay before a reader over http acts on a fault, because a stale cache may be the cause.
 
-    The delay begins with the first fault at a stream position, and ends when a version is applied. It is the same for
-    all faults at one position. During the delay, reads of the objects that may be affected bypass the caches, once in
-    five minutes. The reader acts on a fault after ``seconds``, which must exceed the time for which a cache keeps a
-    404 response.
+    The delay begins with the first fault at a stream position, and ends when a version is applied. All faults at one
+    position share one delay. During the delay, reads of the objects that may be affected bypass the caches, once every
+    five minutes. The reader acts on a fault after ``seconds``, which must exceed the time for which a cache keeps a 404
+    response.
 
     Attributes:
-        has_read_pointer: True if the reader has read the pointer without caches during this delay.
+        has_read_pointer: True if a read of the pointer has bypassed the caches during this delay.
     """
 
     def __init__(self, seconds: float = 10.0, clock: Callable[[], float] = time.monotonic) -> None:
@@ -56,8 +56,8 @@ class Settling:
     ) -> Storage | None:
         """Begin or continue the delay. Return the store to read from again; None if all objects have been read again.
 
-        ``faults`` are the fault of a decision and the faults that it ignored, such as a malformed merged entry.
-        ``counts`` is called with 1 for each read that bypasses the caches.
+        ``faults`` are the fault of a decision and the faults that the decision ignored, such as a malformed merged
+        entry. ``counts`` is called with 1 for each read that bypasses the caches.
         """
         now = self._clock()
         is_new = self._doubted is None or self._position != position
@@ -71,7 +71,7 @@ class Settling:
         return self._doubted.view() if self._doubted.doubt(names) else None
 
     def has_unread(self, fault: StreamError, position: Position | None) -> bool:
-        """Return True if there is a delay, but the damaged object of ``fault`` has not been read without caches."""
+        """Return True if, during a delay, no read of the damaged object of ``fault`` has bypassed the caches yet."""
         if self._doubted is None or self._position != position:
             return False
         return isinstance(fault, CorruptPartError | MalformedError) and not self._doubted.reads(fault.path)

@@ -32,7 +32,7 @@ class Source:
 
     Attributes:
         canary: distance that the reader keeps from the newest version; None for no distance.
-        bound: comparison of entries with the newest one, for a canary; None without a canary.
+        bound: comparison of entries with the newest entry, for a canary; None without a canary.
         settling: delay before the reader acts on a fault that a cache can cause, for a store that cannot list.
         lag: lag of the reader behind this log.
         has_listed: True if a check for a gap listed the log in this round. The reader resets it for each round.
@@ -85,14 +85,14 @@ class Source:
         return entry
 
     def former_streams(self, head: Manifest) -> tuple[str, ...]:
-        """Return the former streams of the stream of ``head``, the newest entry. They are searched once per minute."""
+        """Return the former streams of the stream of ``head``, the newest entry. Searches once per minute."""
         now = self._runtime.monotonic()
         if self._lineage is None or self._lineage[0] != head.stream or now - self._lineage[1] >= _LIST_SECONDS:
             self._lineage = head.stream, now, former_streams(self.log, head, self.log.readable)
         return self._lineage[2]
 
     def known_former_streams(self) -> tuple[str, ...]:
-        """Return the former streams found in the last minute, or the last known ones if the log cannot be read."""
+        """Return the former streams found in the last minute, or the last known streams if the log cannot be read."""
         if self._lineage is None or self._runtime.monotonic() - self._lineage[1] >= _LIST_SECONDS:
             with suppress(MalformedError, StorageError):
                 if (head := self.log.head()) is not None:
@@ -157,7 +157,7 @@ class Sources:
         self.current = self.all[0]
 
     def due(self) -> list[Source]:
-        """Return the current source, and then the others that may be read, in the order of preference."""
+        """Return the current source, followed by the other sources that may be read, in the order of preference."""
         if len(self.all) == 1:
             return [self.current]
         now = self._monotonic()
@@ -183,8 +183,8 @@ class Lag:
 
     The age is the sum of two times, each measured with one clock: the time between the commits of the oldest version
     that is not applied and the newest version (store's modification times), and the time since this reader first saw
-    the newest version (monotonic clock). The sum is too low by the time until the reader saw that version, and by up to
-    one second if the store truncates modification times.
+    the newest version (monotonic clock). The sum is too low by the time from that version's commit until the reader saw
+    it, and by up to one second if the store truncates modification times.
 
     Attributes:
         rested: version after which the last poll found no entry, and the monotonic time at which the poll began; None
@@ -205,7 +205,7 @@ class Lag:
     def of(self, log: StreamLog, held: int | None) -> tuple[int, float]:
         """Return the number of versions above ``held``, and the age of the oldest of these versions in seconds.
 
-        Either both are 0 or both are above 0. Reads no entries, and lists the log only before the first applied
+        Both results are 0, or both are above 0. Reads no entries, and lists the log only before the first applied
         version, or if the next entry is missing although newer entries exist. Raises a StreamError if the store cannot
         be read, or if its log ends before ``held``.
         """

@@ -31,7 +31,7 @@ _open = partial(os.open, flags=os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
 class DirectoryStore(Store):
-    """Files below a directory.
+    """Store of objects as files below a directory.
 
     obstore is not used, because it takes 30 times as long to stream a local file. It also keeps a reference to the
     previous buffer while it requests the next one, so that the buffers would have to be copied.

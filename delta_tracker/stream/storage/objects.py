@@ -231,7 +231,7 @@ class HttpStore(BucketStore):
 
 
 def _repeated(request: Callable[[], T]) -> T:
-    """Send a request. Repeat it while the store refuses it because of a concurrent request (409 on AWS)."""
+    """Send a request. Repeat the request while the store refuses it because of a concurrent request (409 on AWS)."""
     for attempt in range(1, _ATTEMPTS):
         try:
             return request()

@@ -111,7 +111,7 @@ class Storage:
 
     @property
     def uncached(self) -> Storage:
-        """View of this store whose reads bypass HTTP caches, where these allow it; ``self`` if not at an http URL."""
+        """View of this store whose reads bypass HTTP caches, if the caches allow it; ``self`` if not at an http URL."""
         if self._uncached is None:
             store = self._store.past_caches()
             if store is self._store:
@@ -136,8 +136,8 @@ class Storage:
         Each buffer is written or copied before the next one is requested, so that its memory can then be reused. A
         remote object may have up to 80 GB, and its write needs up to 100 MB of memory. No partial object is visible.
 
-        If a remote store refuses a request because of a concurrent one (409 on AWS), the write is retried for about a
-        second. For this, ``buffers`` of more than 8 MiB must be iterable again, such as a :class:`Repeatable`.
+        If a remote store refuses a request because of a concurrent request (409 on AWS), the write is retried for about
+        a second. For this, ``buffers`` of more than 8 MiB must be iterable again, such as a :class:`Repeatable`.
         """
         with self._operation("write", name, "put()"):
             self._store.put(name, buffers)
@@ -197,7 +197,7 @@ class Storage:
     ) -> NDArray[np.uint8] | None:
         """Return the bytes ``[begin, end)`` of an object; None if it does not exist.
 
-        ``transfer`` is as in :meth:`read`. Raises :class:`StorageError` if the object is too short; no memory is
+        See :meth:`read` for ``transfer``. Raises :class:`StorageError` if the object is too short; no memory is
         allocated in that case.
         """
         if not 0 <= begin <= end:
@@ -206,7 +206,7 @@ class Storage:
             return self._store.read(Span(self.url, name, end - begin, None, begin, end), transfer or Transfer())
 
     def read_span(self, span: Span, transfer: Transfer) -> NDArray[np.uint8] | None:
-        """Read ``span`` with :meth:`read` or :meth:`read_range`. For stores that wrap this object."""
+        """Read ``span`` with :meth:`read` or :meth:`read_range`. Used by stores that wrap this object."""
         if span.end is None:
             return self.read(span.name, max_bytes=span.max_bytes, out=span.out, transfer=transfer)
         return self.read_range(span.name, span.begin, span.end, transfer=transfer)
@@ -263,7 +263,7 @@ class Storage:
             return sorted(self._store.objects(prefix, after or ""), key=operator.attrgetter("name"))
 
     def names(self, prefix: str, *, after: str | None = None) -> list[str]:
-        """Return the names of the objects that :meth:`objects` returns, sorted. Faster in a local directory."""
+        """Return the sorted names of the objects in :meth:`objects`. In a local directory, this call is faster."""
         with self._operation("list", prefix, "a listing", argument="prefix", after=after):
             return sorted(self._store.names(prefix, after or ""))
 

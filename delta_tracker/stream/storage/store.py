@@ -40,7 +40,7 @@ class Transfer:
 
 @dataclass(slots=True, eq=False)
 class Span:
-    """Bytes ``[begin, end)`` of an object to read. With ``end=None``, to the end, at most ``max_bytes``."""
+    """Bytes ``[begin, end)`` of an object to read. If ``end`` is None, the span is the rest, at most ``max_bytes``."""
 
     url: str
     name: str

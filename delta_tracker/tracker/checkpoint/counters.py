@@ -242,7 +242,7 @@ class CounterSet:
         self._counters[name] = _as_mergeable(name, counter)
 
     def kinds(self) -> dict[str, Kind]:
-        """Return the description (kind) of each counter, by name in alphabetical order. JSON serializable."""
+        """Return the description (kind) of each counter as a JSON object, by name in alphabetical order."""
         return {name: _kind_of(counter) for name, counter in sorted(self._counters.items())}
 
     def states(self) -> dict[str, State]:
@@ -304,7 +304,7 @@ class CounterSet:
         return merged
 
     def load(self, states: Mapping[str, State]) -> None:
-        """Replace every counter's state with a result of :meth:`merged`. If a counter raises, no counter changes."""
+        """Replace the states of all counters with a result of :meth:`merged`. If a counter fails, none is changed."""
         counters = self._counters
         before = {name: copy.deepcopy(counter.merge([counter.state_dict()])) for name, counter in counters.items()}
         begun: list[str] = []

@@ -232,7 +232,7 @@ def pack(
 ) -> dict[str, Tensor]:
     """Encode the state of a rank as a part: the CPU tensors to save, by key.
 
-    ``shards`` are the rank's blocks by table FQN. The rows in ``state`` have local ids. ``counters`` and ``kinds`` are
+    ``shards`` are the rank's blocks by table FQN. The row ids in ``state`` are local. ``counters`` and ``kinds`` are
     the fields and the kind of each counter, by name. Raises InvalidArgumentError if a field of a counter is neither a
     JSON value nor a tensor of a supported dtype.
     """

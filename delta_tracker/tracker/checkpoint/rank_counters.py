@@ -69,7 +69,7 @@ class RankCounters:
         return {**vars(self), "_group": None}
 
     def description(self) -> dict[str, object]:
-        """Return the names and kinds of the counters. They must be the same on every rank. JSON serializable."""
+        """Return the names and kinds of the counters as a JSON object. It must be the same on every rank."""
         return {"counters": self._counters.kinds()}
 
     def state_dict(self, *, strategy: CounterStrategy = "local") -> dict[str, Tensor]:

@@ -184,7 +184,7 @@ def _local(rows: ChangedRows | None, spec: ShardSpec) -> ChangedRows | None:
 def _checked_states(
     part: RankHeader, fqn: str, rows: ChangedRows, held: Tensor, indices: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Check that the old states of ``rows`` fit into ``held``. Return the states, and a mask of the known ones."""
+    """Check that the old states of ``rows`` fit into ``held``. Return the states, and a mask of the known states."""
     if rows.states is None or rows.known is None:
         raise CheckpointError(part.prefix, f"old states are missing for rows of {fqn!r}")
     if rows.states.dtype != held.dtype:

@@ -73,7 +73,7 @@ class TrackerCheckpoint:
         self._group: RankGroup | None = None  # created at the first gather, in which all ranks participate
 
     def description(self) -> dict[str, object]:
-        """Return the mode, consumers, tables and counters. They must be equal on all ranks. JSON serializable."""
+        """Return the mode, consumers, tables and counters as a JSON object. It must be the same on all ranks."""
         return {
             "mode": self._mode.value,
             "consumers": sorted(self._log.consumers.names),

@@ -251,7 +251,7 @@ def count_before(words: _Ints, summary: _Ints, before: _Ints) -> None:
 
 @_loop("void(int64[::1], int64[::1], int64, int64[::1], int64[::1])")
 def rank(words: _Ints, before: _Ints, num_rows: int, ids: _Ints, out: _Ints) -> None:
-    """Write the number of marked rows with a lower id than each of ``ids`` to ``out``, ``[N]`` int64.
+    """For each of ``ids``, write the number of marked rows with a lower id to ``out``, ``[N]`` int64.
 
     ``before`` is the array that :func:`count_before` filled.
     """

@@ -53,7 +53,7 @@ class RowSet(ABC):
     def warm_up(cls, device: torch.device) -> None:
         """Compile the engine's kernels for ``device``. No-op by default.
 
-        The first set on a device also compiles them. Call this method before a training step that creates that set.
+        The first set on a device also compiles them. Call this method earlier to avoid the delay in a training step.
         """
 
     @property

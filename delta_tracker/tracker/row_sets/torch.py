@@ -25,7 +25,7 @@ class JointIds:
 
     Attributes:
         lengths: number of ids of each set.
-        sets: ``[N]`` int64, number of the set that each id belongs to, from 0 to ``T - 1``.
+        sets: ``[N]`` int64, index of the set that each id belongs to, from 0 to ``T - 1``.
         indices: ``[N]`` int64, index in the tensor of each id's row, in the order of the concatenated ``ids``.
 
     Example:

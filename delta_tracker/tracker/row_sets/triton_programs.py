@@ -50,7 +50,7 @@ def mark(
 
     ``sets`` is ``[T, 5]`` int64: the addresses of a set's words and summary, its number of rows, and the start and end
     of its ids in ``ids``. If ``wants_fresh`` is set, the newly marked rows of a set are written to ``fresh``, ``[N]``,
-    from the start of that range, each row once. Their number is added to the set's element of ``num_fresh``, ``[T]``
+    at the start of the set's range, each row once. Their number is added to the set's element of ``num_fresh``, ``[T]``
     int64. Instance ``(i, t)`` processes ``size`` ids of set ``t``, starting at ``i * size``, and writes its new rows
     next to each other. The order of the instances is random.
     """

@@ -43,7 +43,7 @@ class DeltaStore:
     one :class:`~delta_tracker.tracker.store.segments.SegmentStore` per table takes less memory.
 
     Call :meth:`append` for each batch, in ascending order of batches. A reader calls :meth:`get_delta` with its first
-    unread batch. Once all readers have read all batches before a given one, call :meth:`delete` with that batch. After
+    unread batch. Once all readers have read all batches before batch ``n``, call :meth:`delete` with ``n``. After
     :meth:`compact` has merged a range of batches, a read may start at the first batch of the range, but not inside the
     range. Not thread-safe.
 

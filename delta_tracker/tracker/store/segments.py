@@ -59,7 +59,7 @@ class SegmentStore(MarkedRows):
         self.writes: dict[int, Tensor | None] = {}
 
     def begin_write(self, key: int, ids: Tensor | None) -> None:
-        """Record a write in progress with a new key, and mark its rows: ``[N]`` local ids, or None for all rows."""
+        """Record a write in progress with a new ``key``, and mark its rows ``ids``: ``[N]`` local ids; None for all."""
         self.writes[key] = ids
         self.mark(ids)
 
@@ -84,7 +84,7 @@ class SegmentStore(MarkedRows):
     def notice_writes(self) -> None:
         """Mark all rows, with unknown old states, if the shard was written and no hook reported the write.
 
-        Also mark them if :meth:`mark_all_later` requested it. Call this method before every :meth:`cut`. If old states
+        Also mark them after a call of :meth:`mark_all_later`. Call this method before every :meth:`cut`. If old states
         are kept, also call it before each :meth:`begin_write` or :meth:`mark` that captures states: after an unreported
         write, the current states are not the old states.
         """
@@ -99,8 +99,8 @@ class SegmentStore(MarkedRows):
     def mark_all_later(self, key: int | None = None) -> None:
         """Request that the next :meth:`notice_writes` marks all rows. Allocates no memory. Any thread may call it.
 
-        If ``key`` is given, every :meth:`notice_writes` until the write ``key`` ends marks all rows, and
-        so does the first one afterwards.
+        If ``key`` is given, each call of :meth:`notice_writes` until the write ``key`` ends marks all rows, and so does
+        the first call afterwards.
         """
         self._has_unmarked = True
         if key is not None and key not in self._lost:
@@ -120,7 +120,7 @@ class SegmentStore(MarkedRows):
         return self._has_unmarked or bool(self._lost)
 
     def acknowledge_writes(self) -> None:
-        """Make :meth:`notice_writes` ignore earlier unreported writes. Call it if their rows need not be marked."""
+        """Make :meth:`notice_writes` ignore earlier writes. Call it if the rows of these writes need not be marked."""
         if self._was_written is not None:
             self._was_written()
 
@@ -139,5 +139,5 @@ class SegmentStore(MarkedRows):
 
     @property
     def log_bytes(self) -> int:
-        """Size in bytes of the row sets, the old states and ids of writes in progress, including reserved memory."""
+        """Size in bytes of the row sets, the old states and the ids of pending writes, including reserved memory."""
         return super().log_bytes + sum(ids.nbytes for ids in self.writes.values() if ids is not None)
