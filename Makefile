@@ -22,7 +22,7 @@ TRITON := 3.7.1
 # The GPU targets use the environment of python3, which needs a torch for CUDA; without a GPU, they use .venv.
 DEVICE := cuda
 PYTHON := $(if $(filter cuda,$(DEVICE)),python3,$(BIN)/python)
-INSTALLED := $(if $(filter cuda,$(DEVICE)),,$(VENV)/.installed)
+INSTALLED := $(if $(filter $(BIN)/%,$(PYTHON)),$(VENV)/.installed)
 
 .PHONY: help demo demo-failover check test test-area test-gpu test-triton test-matrix test-no-extras test-reverts test-sweeps test-daily-sweeps test-long-sweeps dist test-dist bench bench-gpu docs lint types format clean
 
@@ -45,8 +45,7 @@ test: $(VENV)/.installed  ## run the tests
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-gpu: $(INSTALLED)  ## run the tests on a GPU, or everywhere with DEVICE=simulated; PYTHON is the interpreter
-	@$(PYTHON) -m benchmarks.gpu_needs pytest pytest_timeout hypothesis
-	@DELTA_TRACKER_DEVICE=$(DEVICE) $(PYTHON) -W ignore -m tests.gpu $(ARGS)
+	@$(PYTHON) .ci/gpu test --device $(DEVICE) $(ARGS)
 
 test-triton: $(VENV)/triton/.installed  ## run the Triton engine in its interpreter, and compile it for two GPUs
 	@PYTHONPATH="$(CURDIR)/$(VENV)/triton$${PYTHONPATH:+:$$PYTHONPATH}" $(BIN)/python -m pytest -n 2 -k triton \
@@ -86,8 +85,7 @@ bench: $(VENV)/.installed  ## run all benchmarks and fill the table in benchmark
 	@$(BIN)/python -W ignore -m benchmarks
 
 bench-gpu: $(INSTALLED)  ## run the benchmark on a GPU, or a tiny one everywhere with DEVICE=simulated
-	@$(PYTHON) -m benchmarks.gpu_needs
-	@$(PYTHON) -W ignore -m benchmarks.bench_gpu --device $(DEVICE) $(ARGS)
+	@$(PYTHON) .ci/gpu bench --device $(DEVICE) $(ARGS)
 
 docs: $(VENV)/.installed  ## build the site of the documents and the reference in docs-output/; warnings fail
 	@$(BIN)/python -W ignore -m sphinx --quiet --fresh-env --fail-on-warning --keep-going -c .ci/docs . docs-output

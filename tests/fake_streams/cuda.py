@@ -180,6 +180,10 @@ class FakeDevices:
         for stream in self._all[self.index(device)]:
             self.scheduler.wait(stream.queue.last)
 
+    def sleep(self, cycles: int) -> None:
+        """Append an operation without a result to the queue of the current stream."""
+        self.scheduler.append(self.current_stream().queue, lambda: None)
+
     # For tensors
 
     def wait(self, operation: Operation | None) -> None:

@@ -41,6 +41,7 @@ def fake_streams(
     """
     devices = FakeDevices(Scheduler(seed), num_devices)
     cuda = {
+        "_sleep": devices.sleep,
         "Stream": devices.stream,
         "Event": devices.event,
         "current_device": devices.current_device,

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks import gpu_results
 from benchmarks.gpu_needs import fbgemm_obstacle
 from tests.gpu.devices import ENGINES, IS_CUDA, KIND, MISSING
 from tests.gpu.parts import PARTS, Part
@@ -30,14 +31,19 @@ _SHOWN = ("torch", "triton", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "numpy"
 def probe(*, wants_fbgemm: bool) -> bool:
     """Print the device and versions. Return True if the parts with FBGEMM are wanted and can run."""
     print(f"device: {KIND}")
+    fields: dict[str, object] = {}
     if IS_CUDA:
         if not torch.cuda.is_available():
             sys.exit(f"torch {torch.__version__} of {sys.executable} finds no CUDA device: pass DEVICE=simulated")
         properties = torch.cuda.get_device_properties(0)
-        print(
-            f"  {properties.name}, {properties.total_memory >> 30} GiB, capability {torch.cuda.get_device_capability()}"
-        )
-        print(f"  CUDA {torch.version.cuda}, driver {_driver()}")
+        fields = {
+            "name": properties.name,
+            "GiB": properties.total_memory >> 30,
+            "capability": torch.cuda.get_device_capability(),
+            "CUDA": torch.version.cuda,
+            "driver": _driver(),
+        }
+        print("  " + ", ".join(f"{name} {value}" for name, value in fields.items()))
         values = torch.arange(1000, device="cuda")
         assert int((values * values).sum()) == sum(n * n for n in range(1000)), "the device computes wrong sums"
     else:
@@ -45,6 +51,7 @@ def probe(*, wants_fbgemm: bool) -> bool:
             print(f"  without {name}: {description}")
     print(f"versions: python {sys.version.split()[0]}, " + ", ".join(filter(None, map(_version, _SHOWN))))
     print(f"engines of row sets: {', '.join(ENGINES)}")
+    gpu_results.append("device", device=KIND, engines=ENGINES, **fields)
     if not wants_fbgemm:
         return False
     obstacle = fbgemm_obstacle(KIND)
@@ -71,6 +78,7 @@ def _run(part: Part, log: Path) -> str:
     """Run a part, append what pytest says to ``log``, print the names of failed tests, and return the outcome."""
     # A newer torch than the pinned one warns about other things, which is no error here.
     command = [sys.executable, "-W", "ignore", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "default"]
+    command += ["-p", "benchmarks.gpu_results"]
     command += ["--no-header", "--tb=short", "-o", "minversion=7", *part.paths]
     path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
     env = os.environ | {"DELTA_TRACKER_DEVICE": KIND, "PYTHONPATH": path}
@@ -115,6 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for part in chosen:
         print(f"\n== {part.title}", flush=True)
         outcomes[part.title] = _run(part, log)
+        gpu_results.append("part", name=part.title, outcome=outcomes[part.title])
     print(f"\n{'part':<55} on {KIND}")
     for title, outcome in outcomes.items():
         print(f"{title:<55} {outcome}")

@@ -29,12 +29,13 @@ def _files(*names: str) -> tuple[str, ...]:
 
 
 PARTS = (
+    Part("no wait for the device, and row sets", _files("test_waits", "test_row_sets"), 30),
     Part("tracking, publishing and following, with plain torch", _files("test_tracking"), 30),
+    Part("no wait for the device in hooks", _files("fbgemm/test_hooks"), 40, needs_fbgemm=True),
     Part("exactness of each optimizer, placement and dtype", _files("fbgemm/test_exactness"), 90, needs_fbgemm=True),
-    Part("no wait for the device in hooks", _files("fbgemm/test_hooks"), 30, needs_fbgemm=True),
     Part("races between streams", _files("test_races"), 20),
     Part("train pipelines on one and two ranks", _files("fbgemm/test_pipelines"), 40, needs_fbgemm=True),
-    Part("row sets, stores and encoding", _files("test_row_sets", "test_stores", "test_encoding"), 20),
+    Part("stores and encoding", _files("test_stores", "test_encoding"), 20),
     Part("device metrics and predictors", _files("test_metrics", "test_apply"), 20),
     Part("quantized tables", _files("fbgemm/test_quantized"), 30, needs_fbgemm=True),
     Part("compiled lookups", _files("fbgemm/test_compile"), 40, needs_fbgemm=True),

@@ -35,5 +35,6 @@ def test_hooks_do_not_wait_for_the_device(
         engine=engine,
     )
     assert found["errors"] == 0
+    assert found["waiting"] == []
     assert found["hooks"] >= 3 * 3
     assert found["rows"] > 0

@@ -21,6 +21,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from delta_tracker import ModelDeltaTracker, Predictor, Publisher, Storage, TrackingMode
 from delta_tracker.sharding.watcher import Watcher
 from tests.gpu.devices import IS_CUDA, OF_MODULES, no_sync, slow_down, wait
+from tests.gpu.waits import run_asleep
 from tests.models import Spec, Table, batch, kernels_of, shard
 
 # FBGEMM's LARS multiplies the learning rate by 0.001 and the ratio of two norms.
@@ -150,8 +151,8 @@ def _checked_hooks() -> Iterator[list[str]]:
 
 def hooks_without_syncs(
     rank: int, world_size: int, mode: str, record: str, kernel: str, bag: bool, engine: str
-) -> dict[str, int]:
-    """Train with hooks that may not wait for the device; return the numbers of hooks and errors."""
+) -> dict[str, Any]:
+    """Train with hooks that may not wait for the device; return the number of hooks, those that wait, and errors."""
     spec = spec_of(world_size, bag=bag, kernel=kernel)
     model = shard(spec)
     generator = torch.Generator().manual_seed(rank)
@@ -162,7 +163,14 @@ def hooks_without_syncs(
                 model(batch(spec, generator)).backward()
                 with no_sync():
                     tracker.step()
-        return {"hooks": len(ran), "errors": tracker.num_hook_errors, "rows": tracker.get_delta().num_rows}
+        waiting: list[str] = []
+        if IS_CUDA:
+            for _ in range(3):
+                features = batch(spec, generator)
+                waiting += run_asleep(lambda: model(features).backward()).waiting  # noqa: B023
+                tracker.step()
+        rows = tracker.get_delta().num_rows
+        return {"hooks": len(ran), "waiting": waiting, "errors": tracker.num_hook_errors, "rows": rows}
 
 
 class Parts(nn.Module):
