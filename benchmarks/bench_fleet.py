@@ -22,7 +22,8 @@ import xxhash
 from torch import Tensor
 
 from benchmarks.harness import Report, parser
-from benchmarks.workloads import Trainer, distinct_ids, one_rank, tables
+from benchmarks.ids import distinct_ids
+from benchmarks.workloads import Trainer, one_rank, tables
 from delta_tracker import ModelDeltaTracker, Predictor, Publisher
 from delta_tracker.errors import StreamError
 from delta_tracker.stream.storage.storage import Storage

@@ -21,7 +21,8 @@ import xxhash
 from torch import Tensor
 
 from benchmarks.harness import Figures, Report, Sample, interleaved, parser, provide_pages, timed
-from benchmarks.workloads import Trainer, distinct_ids, one_rank, tables
+from benchmarks.ids import distinct_ids
+from benchmarks.workloads import Trainer, one_rank, tables
 from delta_tracker import ModelDeltaTracker, Predictor, Publisher
 from delta_tracker.stream.format.codec import decode_rows, encode_rows
 from delta_tracker.stream.format.encoding import Encoding

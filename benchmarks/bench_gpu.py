@@ -27,11 +27,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks import gpu_results
+from benchmarks.gpu_kernels import row_sets
 from benchmarks.gpu_needs import fbgemm_obstacle
 from benchmarks.harness import Report, Sample, parser
 from benchmarks.plain_torchrec import PlainModel, installed
 from delta_tracker import Cadence, ModelDeltaTracker, Predictor, Publisher, TrackingMode
-from delta_tracker.tracker.row_sets.engines import choose_engine
 
 _MODES = (TrackingMode.ID_ONLY, TrackingMode.EMBEDDING)
 _DIM = 64
@@ -95,6 +96,13 @@ class Bench:
         share = "" if not bound else f"{sample.median / bound:.2f}"
         limit = "" if bound is None else f"{bound * 1e3:.3f} {of}"
         self.report.lines.append((name, sample.text(1e3, 3), limit, share))
+        times = {
+            "median_ms": sample.median * 1e3,
+            "min_ms": min(sample.values) * 1e3,
+            "max_ms": max(sample.values) * 1e3,
+        }
+        limits = {} if bound is None else {"bound_ms": bound * 1e3, "of": of}
+        gpu_results.append("case", name=name, repeats=len(sample.values), **times, **limits)
 
 
 def wait(device: torch.device) -> None:
@@ -111,50 +119,6 @@ def _ids(num_rows: int, num_ids: int, device: torch.device, seed: int = 0) -> Te
 def _unique(ids: Tensor) -> Tensor:
     found: Tensor = torch.unique(ids)
     return found
-
-
-def row_sets(bench: Bench) -> None:
-    """Row sets of 10 M rows and 1.3 M ids, and of 100 M rows and 100,000 ids, against the bytes that they move."""
-    for full_rows, full_ids in ((10_000_000, 1_300_000), (100_000_000, 100_000)):
-        num_rows, num_ids = bench.size(full_rows), bench.size(full_ids)
-        ids = _ids(num_rows, num_ids, bench.device)
-        num_marked = len(_unique(ids))
-        for engine in bench.engines:
-            rows = choose_engine(engine, bench.device)(num_rows, bench.device)
-            name = f"{engine}, {num_ids:,} ids of {num_rows:,} rows"
-            moved = num_ids * 8 + 2 * min(32 * num_marked, rows.num_bytes)  # ids once, a sector of each row twice
-            bench.add(f"mark: {name}", bench.seconds(lambda: rows.mark(ids)), moved / bench.copy_bytes, "bytes")  # noqa: B023
-
-            def mark_new() -> None:
-                rows.clear()  # noqa: B023
-                rows.mark_new_padded(ids)  # noqa: B023
-
-            moved += num_ids * 8 + rows.num_bytes
-            bench.add(f"clear and mark_new_padded: {name}", bench.seconds(mark_new), moved / bench.copy_bytes, "bytes")
-            assert rows.count() == num_marked
-            moved = rows.num_bytes + 8 * num_marked
-            bench.add(f"scan: {name}", bench.seconds(rows.scan), moved / bench.copy_bytes, "bytes")
-            assert torch.equal(rows.scan(), _unique(ids))
-    _several_row_sets(bench)
-
-
-def _several_row_sets(bench: Bench) -> None:
-    """Row sets of 26 tables that are marked together, against the same sets marked one after the other."""
-    num_rows, num_ids = bench.size(1_000_000), bench.size(65_536)
-    ids = [_ids(num_rows, num_ids, bench.device, seed) for seed in range(26)]
-    for engine in bench.engines:
-        kind = choose_engine(engine, bench.device)
-        sets = kind.create_each([num_rows] * len(ids), bench.device)
-
-        def one_by_one() -> None:
-            for rows, own in zip(sets, ids, strict=True):  # noqa: B023
-                rows.mark(own)
-
-        alone = bench.seconds(one_by_one)
-        bench.add(f"mark 26 sets one by one: {engine}", alone)
-        together = bench.seconds(lambda: kind.mark_each(sets, ids))  # noqa: B023
-        bench.add(f"mark 26 sets together: {engine}", together, alone.median, "one by one")
-        assert [rows.count() for rows in sets] == [len(_unique(own)) for own in ids]
 
 
 def steps(bench: Bench) -> None:
@@ -449,6 +413,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         made.error("no CUDA device: pass --device simulated to test the program")
     device = torch.device("cuda", 0) if is_cuda else torch.device("cpu")
     copy_bytes, pinned_bytes = _bandwidths(device, 1 << 30 if is_cuda else 1 << 20)
+    gpu_results.append("device", device=settings.device, copy_bytes=copy_bytes, pinned_bytes=pinned_bytes)
     report = Report(
         name="bench_gpu",
         settings={
@@ -486,6 +451,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             except Exception:  # noqa: BLE001  the times of the other parts are not lost
                 traceback.print_exc()
                 failed.append(name)
+            gpu_results.append("part", name=name, outcome="failed" if name in failed else "passed")
     if failed:
         report.notes.append(f"FAILED: {', '.join(failed)}.")
     report.finish(settings.out if is_cuda else None)

@@ -19,7 +19,8 @@ from torchrec.optim import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from benchmarks.harness import Report, Sample, parser
-from benchmarks.workloads import Table, bags, one_rank, shard, zipf_ids
+from benchmarks.ids import zipf_ids
+from benchmarks.workloads import Table, bags, one_rank, shard
 from delta_tracker import ModelDeltaTracker, Predictor, Publisher, Storage
 
 _DIM, _BATCHES = 16, 10

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.harness import Figures, Report, Sample, interleaved, parser, timed
-from benchmarks.workloads import distinct_ids, uniform_ids
+from benchmarks.ids import distinct_ids, uniform_ids
 from delta_tracker import ModelTarget, Predictor
 from delta_tracker.monitor.recorder import Recorder
 from delta_tracker.predictor.lock import TableLock

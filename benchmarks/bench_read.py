@@ -16,8 +16,9 @@ import numpy as np
 import torch
 
 from benchmarks.harness import Figures, Report, Sample, interleaved, parser, timed
+from benchmarks.ids import distinct_ids
 from benchmarks.stores import Ours, lookups
-from benchmarks.workloads import Trainer, distinct_ids, one_rank, tables
+from benchmarks.workloads import Trainer, one_rank, tables
 from delta_tracker import Delta, ModelDeltaTracker, Publisher, TopK, TrackingMode
 from delta_tracker.publisher.cadence import Cadence
 from delta_tracker.stream.storage.storage import Storage

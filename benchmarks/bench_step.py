@@ -28,8 +28,9 @@ from torchrec.distributed.model_tracker.model_delta_tracker import ModelDeltaTra
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from benchmarks.harness import Figures, Report, Sample, interleaved, parser, timed
+from benchmarks.ids import zipf_ids
 from benchmarks.stores import Ours, Store, Theirs, lookups
-from benchmarks.workloads import Table, bags, one_rank, shard, tables, zipf_ids
+from benchmarks.workloads import Table, bags, one_rank, shard, tables
 from delta_tracker import ModelDeltaTracker, TopK, TrackingMode
 from delta_tracker.monitor import metrics
 from tests.syncs import SIMULATED, find_syncs, on_device

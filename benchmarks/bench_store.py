@@ -18,8 +18,8 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from benchmarks.harness import Figures, Report, Sample, interleaved, parser, timed
+from benchmarks.ids import uniform_ids, zipf_ids
 from benchmarks.stores import Found, Ours, Store, Theirs, assert_same, lookups
-from benchmarks.workloads import uniform_ids, zipf_ids
 from delta_tracker.buffers import MEMORY
 
 _DIM = 64

@@ -34,7 +34,8 @@ from unittest import mock
 import torch
 
 import delta_tracker
-from benchmarks.workloads import Trainer, distinct_ids, one_rank, tables
+from benchmarks.ids import distinct_ids
+from benchmarks.workloads import Trainer, one_rank, tables
 from delta_tracker import ModelDeltaTracker, Predictor, Publisher, TrackingMode, Upkeep
 from delta_tracker.stream.pointer import POINTER_NAME
 from delta_tracker.stream.reading.runtime import Runtime

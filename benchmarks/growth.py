@@ -37,8 +37,8 @@ import xxhash
 from torch import Tensor, nn
 
 from benchmarks.harness import Figures, Report, Sample, interleaved, parser
+from benchmarks.ids import uniform_ids
 from benchmarks.stores import Ours, lookups
-from benchmarks.workloads import uniform_ids
 from delta_tracker import ModelDeltaTracker, Predictor, Publisher, Retention
 from delta_tracker.stream.format.manifest import Kind, Link, entry_name
 from delta_tracker.stream.log import StreamLog, part_name

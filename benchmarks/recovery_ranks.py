@@ -33,8 +33,9 @@ from torchrec.optim import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from benchmarks.bench_step import Dlrm, recorded_seconds
+from benchmarks.ids import zipf_ids
 from benchmarks.stores import lookups
-from benchmarks.workloads import Table, tables, zipf_ids
+from benchmarks.workloads import Table, tables
 from delta_tracker import ModelDeltaTracker, Publisher, Recovery
 from delta_tracker.publisher.cadence import Cadence
 from delta_tracker.recovery.restore import restore

@@ -20,7 +20,8 @@ from types import TracebackType
 import torch
 
 from benchmarks.harness import Figures, interleaved
-from benchmarks.workloads import Trainer, distinct_ids, one_rank, tables
+from benchmarks.ids import distinct_ids
+from benchmarks.workloads import Trainer, one_rank, tables
 from delta_tracker import ModelDeltaTracker, Publisher, TrackingMode
 
 _MODES = (TrackingMode.ID_ONLY, TrackingMode.EMBEDDING)

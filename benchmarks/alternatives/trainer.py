@@ -15,7 +15,8 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from benchmarks.alternatives.senders import SENDERS, Clock
-from benchmarks.workloads import Trainer, one_rank, tables, zipf_ids
+from benchmarks.ids import zipf_ids
+from benchmarks.workloads import Trainer, one_rank, tables
 
 _WORK = 256  # rows and columns of the matrices that stand for a dense model
 

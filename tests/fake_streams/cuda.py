@@ -77,6 +77,12 @@ class FakeEvent:
     def synchronize(self) -> None:
         self._devices.wait(self.recorded)
 
+    def elapsed_time(self, end: FakeEvent) -> float:
+        """Return the number of operations since this event, as milliseconds."""
+        assert self.recorded is not None
+        assert end.recorded is not None
+        return float(end.recorded.number - self.recorded.number)
+
 
 class PinnedMemory:
     """Host memory of which the simulated devices know that it is pinned."""

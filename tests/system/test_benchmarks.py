@@ -8,19 +8,22 @@ import math
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from benchmarks import bench_gpu, gpu_needs
+from benchmarks import bench_gpu, gpu_needs, gpu_results
 from benchmarks.bench_recovery import shortest_intervals
+from benchmarks.gpu_kernels import time_launches
 from benchmarks.harness import Report, Sample, interleaved
+from benchmarks.ids import distinct_ids, uniform_ids, zipf_ids
 from benchmarks.summary import COMPARISON, alternatives, markdown
 from benchmarks.targets import Target
-from benchmarks.workloads import distinct_ids, uniform_ids, zipf_ids
 from tests import forked
+from tests.fake_streams.simulation import fake_streams
 from tests.sweeps import SWEEPS_ARE_WHOLE
 
 _ROOT = Path(__file__).parent.parent.parent
@@ -75,6 +78,39 @@ def test_the_benchmark_for_gpus_runs_tiny_without_one() -> None:
     assert ("TorchRec's tracker" in done.stdout) == SWEEPS_ARE_WHOLE
 
 
+def test_each_launch_is_timed_between_its_events() -> None:
+    device = torch.device("cuda", 0)
+    with fake_streams(1):  # operations run as late as possible
+        table = torch.zeros(3, device=device)
+
+        def launch(count: int) -> int:
+            for _ in range(count):
+                torch.cuda._sleep(1)  # one operation
+            return count
+
+        found = time_launches(device, [partial(launch, count) for count in range(23)])
+        assert found.results == list(range(23))
+        assert found.sample.values == tuple(count / 1e3 for count in range(23))
+        assert not found.is_host_bound
+        assert time_launches(device, [table.tolist]).is_host_bound
+    assert time_launches(torch.device("cpu"), [lambda: 7]).results == [7]
+
+
+def test_results_for_gpus_are_kept_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv(gpu_results.RESULTS, raising=False)
+    gpu_results.append("part", name="before")
+    monkeypatch.setenv(gpu_results.RESULTS, str(tmp_path / "results"))
+    gpu_results.append("part", name="a", device=torch.device("cpu"))
+    report = {"nodeid": "b", "location": ("", 0, ""), "keywords": {}}
+    for outcome, text, when in [("passed", None, "setup"), ("failed", "why", "call"), ("passed", None, "teardown")]:
+        gpu_results.pytest_runtest_logreport(
+            pytest.TestReport(**report, outcome=outcome, longrepr=text, when=when)  # type: ignore[arg-type]
+        )
+    first, second = map(json.loads, (tmp_path / "results").read_text().splitlines())
+    assert (first["kind"], first["name"], first["device"]) == ("part", "a", "cpu")
+    assert (second["kind"], second["name"], second["outcome"], second["text"]) == ("test", "b", "failed", "why")
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests the outcome without a GPU")
 def test_the_tests_for_gpus_run_in_parts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     runner = importlib.import_module("tests.gpu.__main__")
@@ -98,7 +134,10 @@ def test_the_tests_for_gpus_run_in_parts(monkeypatch: pytest.MonkeyPatch, capsys
     assert re.search(r"^2 parts in one process +passed", printed, re.MULTILINE)
     with pytest.raises(SystemExit, match="2"):
         runner.main(["captureds"])
-    assert "no part has one of ['captureds'] in its title: ['tracking, " in capsys.readouterr().err
+    assert (
+        "no part has one of ['captureds'] in its title: ['no wait for the device, and row sets', "
+        in capsys.readouterr().err
+    )
 
 
 def test_the_tests_for_gpus_name_missing_packages(
