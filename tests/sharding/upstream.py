@@ -118,22 +118,22 @@ PIPELINES: Mapping[str, str] = {
     "EvalPipelineCPUSparse": WITHOUT_ROWS,
     "EvalPipelineFusedSparseDist": WITHOUT_ROWS,
     "EvalPipelineSparseDist": WITHOUT_ROWS,
-    "PrefetchTrainPipelineSparseDist": NO_EVIDENCE,
-    "StagedTrainPipeline": NO_EVIDENCE,
-    "TrainEvalHybridPipelineBase": NO_EVIDENCE,
+    "PrefetchTrainPipelineSparseDist": TRACKED,
+    "StagedTrainPipeline": TRACKED,
+    "TrainEvalHybridPipelineBase": TRACKED,
     "TrainPipelineBase": TRACKED,
-    "TrainPipelineFusedSparseDist": NO_EVIDENCE,
+    "TrainPipelineFusedSparseDist": TRACKED,
     "TrainPipelinePEC": NO_EVIDENCE,
-    "TrainPipelinePT2": NO_EVIDENCE,
+    "TrainPipelinePT2": TRACKED,
     "TrainPipelinePrefetchEMS": REFUSED,  # its tables are stashed
-    "TrainPipelineSemiSync": NO_EVIDENCE,
+    "TrainPipelineSemiSync": TRACKED,
     "TrainPipelineSparseDist": TRACKED,
-    "TrainPipelineSparseDistBwdOpt": NO_EVIDENCE,
-    "TrainPipelineSparseDistCompAutograd": NO_EVIDENCE,
+    "TrainPipelineSparseDistBwdOpt": TRACKED,
+    "TrainPipelineSparseDistCompAutograd": TRACKED,
     "TrainPipelineSparseDistEmbStash": REFUSED,  # its tables are stashed
     "TrainPipelineSparseDistLite": TRACKED,
-    "TrainPipelineSparseDistOptStash": NO_EVIDENCE,
-    "TrainPipelineSparseDistT": NO_EVIDENCE,
+    "TrainPipelineSparseDistOptStash": TRACKED,
+    "TrainPipelineSparseDistT": TRACKED,
 }
 
 TABLES: Mapping[str, Mapping[str, str]] = {
