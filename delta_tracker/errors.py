@@ -184,10 +184,8 @@ class StaleDeltaError(DeltaTrackerError, RuntimeError):
     """A delta is no longer its consumer's uncommitted read: it was committed, aborted or replaced by a newer read."""
 
     def __init__(self, consumer: str) -> None:
-        super().__init__(
-            f"this delta is no longer the uncommitted read of consumer {consumer!r}",
-            "Call get_delta(commit=False) again and commit the new delta; no row was lost",
-        )
+        remedy = "Call get_delta(commit=False) again and commit the new delta; no row was lost"
+        super().__init__(f"this delta is no longer the uncommitted read of consumer {consumer!r}", remedy)
         self.consumer = consumer
 
 
@@ -414,12 +412,8 @@ class WriteRefusedError(StorageError):
     @classmethod
     def taken(cls, url: str, name: str, attempts: int) -> Self:
         """Return the error for an object that the store refused to create ``attempts`` times."""
-        return cls(
-            url,
-            f"it refused {attempts} times to create {name} as existing, but does not list it",
-            "Remove what has this name in the store, such as a dangling link, then try again; nothing was lost",
-            name,
-        )
+        remedy = "Remove what has this name in the store, such as a dangling link, then try again; nothing was lost"
+        return cls(url, f"it refused {attempts} times to create {name} as existing, but does not list it", remedy, name)
 
 
 class AlteredEntryError(StorageError):
@@ -695,10 +689,8 @@ class WaitTimeoutError(StreamError, TimeoutError):
         what = "any version" if wanted is None else f"version {wanted}"
         held = "no version" if version is None else f"version {version}"
         cause = "" if error is None else f"; the last attempt failed: {type(error).__name__}: {error}"
-        super().__init__(
-            f"the predictor of {url} has not applied {what} after {seconds} s and holds {held}{cause}",
-            "Check the url and that the publisher publishes, or pass a longer timeout",
-        )
+        problem = f"the predictor of {url} has not applied {what} after {seconds} s and holds {held}{cause}"
+        super().__init__(problem, "Check the url and that the publisher publishes, or pass a longer timeout")
         self.wanted, self.version = wanted, version
 
 

@@ -312,11 +312,8 @@ class ShardSpec:
         rows_fit = self.row_offset >= 0 and 0 <= self.num_rows <= self.table.num_rows - self.row_offset
         columns_fit = edges == sorted(edges) and all(0 <= edge <= self.table.dim for edge in edges)
         if not (rows_fit and columns_fit):
-            raise InvalidArgumentError(
-                "ShardSpec",
-                (self.row_offset, self.num_rows, self.columns),
-                f"Keep the shard of {self.table.fqn!r} inside the table's {self.table}",
-            )
+            remedy = f"Keep the shard of {self.table.fqn!r} inside the table's {self.table}"
+            raise InvalidArgumentError("ShardSpec", (self.row_offset, self.num_rows, self.columns), remedy)
 
     def check_ids(self, ids: Tensor) -> None:
         """Raise InvalidArgumentError unless ``ids`` are ``[N]`` integers from 0 to ``num_rows - 1``."""

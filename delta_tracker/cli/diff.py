@@ -98,12 +98,7 @@ def _table(fqn: str | None, manifest: Manifest) -> TableSpec:
 
 
 def _both(
-    stream: Stream,
-    paths: tuple[list[Manifest], list[Manifest]],
-    spec: TableSpec,
-    scratch: Path,
-    *,
-    with_ids: bool = False,
+    stream: Stream, paths: tuple[list[Manifest], list[Manifest]], spec: TableSpec, scratch: Path, *, with_ids: bool
 ) -> tuple[Tensor, Tensor]:
     """Return the rows of a table in two versions. If ``with_ids`` is True, return the raw ids of the rows instead.
 
@@ -124,8 +119,7 @@ def _both(
             rows, owners = ({}, room) if with_ids else (room, {})
             write_versions(stream.storage, manifests, rows, owners, like=first[0], table=spec.fqn, advance=advance)
             rooms.append(room[spec.fqn])
-    before, after = rooms
-    return before, after
+    return rooms[0], rooms[1]
 
 
 def _compare_ids(before: Tensor, after: Tensor, limit: int) -> dict[str, Any]:

@@ -59,13 +59,8 @@ class Guard:
         self.muted_until_ns = now_ns + round(seconds / NS)
         if not self.has_failed:
             self.has_failed = True
-            _logger.error(
-                "monitor: muted after a failure: outlet=%s seconds=%d error=%s",
-                self.name,
-                seconds,
-                reason,
-                exc_info=reason,
-            )
+            text = "monitor: muted after a failure: outlet=%s seconds=%d error=%s"
+            _logger.error(text, self.name, seconds, reason, exc_info=reason)
 
 
 class Runner:

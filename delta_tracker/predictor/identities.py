@@ -60,10 +60,8 @@ def identities_after(manifest: Manifest, held: Mapping[str, Identity]) -> Mappin
         return {**kept, **manifest.identities}
     for fqn, identity in manifest.identities.items():
         if held.get(fqn) != identity:
-            raise MalformedError(
-                entry_name(manifest.version),
-                f"its buckets of raw ids of table {fqn!r} are not those of its predecessor, but it is no snapshot",
-            )
+            reason = f"its buckets of raw ids of table {fqn!r} are not those of its predecessor, but it is no snapshot"
+            raise MalformedError(entry_name(manifest.version), reason)
     return {**held, **manifest.identities}
 
 

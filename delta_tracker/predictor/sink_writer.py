@@ -115,11 +115,8 @@ class SinkWriter(Forkable):
             raise MalformedSinkError(f"its stream {current}", "it has no state")
         if current is not None and states[current].choice != self._choice.patterns:
             known = list(states[current].choice) or None
-            raise InvalidArgumentError(
-                "tables",
-                list(self._choice.patterns) or None,
-                f"Pass {known}, with which the row store began, or another prefix or directory",
-            )
+            remedy = f"Pass {known}, with which the row store began, or another prefix or directory"
+            raise InvalidArgumentError("tables", list(self._choice.patterns) or None, remedy)
         for stream in states:
             if stream != current:  # a former one, or one whose first snapshot was interrupted
                 self._sink.remove(stream)

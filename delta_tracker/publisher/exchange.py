@@ -168,11 +168,8 @@ class Exchange:
         votes = torch.stack(gathered)
         least, most = (Vote(*bound.tolist()) for bound in votes.aminmax(dim=0))
         if least.phase != most.phase:
-            check_alike(
-                [{"phase": f"the phase {Phase(int(phase)).name.lower()}"} for phase in votes[:, 0]],
-                "phase",
-                action=self._action,
-            )
+            phases = [{"phase": f"the phase {Phase(int(phase)).name.lower()}"} for phase in votes[:, 0]]
+            check_alike(phases, "phase", action=self._action)
         self._num_owed_bytes = 0 if most.is_working else most.num_bytes
         return most, least[:3] == most[:3]
 

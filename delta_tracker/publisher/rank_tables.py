@@ -241,18 +241,14 @@ def _shown(named: tuple[str, Identity]) -> str:
 
 
 def _view(
-    block: Block,
-    ids: SelectedRows | None,
-    values: SelectedRows,
-    states: Sequence[SelectedRows],
-    owners: SelectedRows | None,
+    block: Block, ids: SelectedRows | None, values: SelectedRows, states: list[SelectedRows], owned: SelectedRows | None
 ) -> BlockRows:
     return BlockRows(
         block,
         None if ids is None else ids.copied,
         partial(_encoded, values.copied, block),
         tuple([held_rows(state.copied) for state in states]) if states else (),
-        None if owners is None else held_rows(owners.copied),
+        None if owned is None else held_rows(owned.copied),
     )
 
 

@@ -159,7 +159,7 @@ class TrainingCuts:
         self, live: LiveTables, progress: Progress, handle: ConsumerHandle, recovery: Recovery, *, is_first: bool
     ) -> None:
         training_state, rank_state = recovery.training_state, recovery.rank_state
-        _check_unfused(live.unfused_storages(), training_state, rank_state)
+        _check_unfused(live.unfused_storages(), recovery)
         self._live = live
         self._progress = progress
         self._handle = handle
@@ -330,16 +330,12 @@ def group_names(
     return [[names.get(id(each), [f"{name} (param_names)"] if name else []) for each, name in group] for group in named]
 
 
-def _check_unfused(
-    unfused: Mapping[str, tuple[AbstractSet[int], bool]],
-    training_state: Mapping[str, Stateful],
-    rank_state: Mapping[str, Stateful],
-) -> None:
+def _check_unfused(unfused: Mapping[str, tuple[AbstractSet[int], bool]], recovery: Recovery) -> None:
     """Raise UnsupportedModelError if the optimizer of an ``unfused`` table is not among the published objects."""
     if not unfused:
         return
-    of_ranks = set(_storages(rank_state))
-    whole = of_ranks.union(_storages(training_state))
+    of_ranks = set(_storages(recovery.rank_state))
+    whole = of_ranks.union(_storages(recovery.training_state))
     for fqn, (storages, is_replicated) in unfused.items():
         if not storages <= (whole if is_replicated else of_ranks):
             argument = "training_state" if is_replicated else "rank_state, because each rank has a part of it"

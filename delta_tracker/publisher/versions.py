@@ -345,13 +345,8 @@ class Versions:
         return job
 
     def _cut(self, kind: Kind, *, copied: Future[Part | None] | None, is_complete: bool) -> None:
-        self._flight = cut = Cut(
-            after=self._ballots.number,
-            kind=kind,
-            batch=self._reader.tracker.num_batches,
-            is_complete=is_complete,
-            copied=copied,
-        )
+        number, batch = self._ballots.number, self._reader.tracker.num_batches
+        self._flight = cut = Cut(after=number, kind=kind, batch=batch, is_complete=is_complete, copied=copied)
         self._start(cut)
 
     def _start(self, cut: Cut) -> None:

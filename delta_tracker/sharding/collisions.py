@@ -174,17 +174,11 @@ def local_owners(model: nn.Module, found: Discovery) -> dict[str, LocalOwners]:
             else:
                 sources[fqn] = _local_owners(held, mapped[name], found.shards[fqn], torchrec)
     if unknown:
-        raise UnsupportedModelError(
-            unknown,
-            "Use an MCHManagedCollisionModule, or name the tables in fqns_to_skip to train them untracked",
-            problem="sharded parts whose managed collisions cannot be read",
-        )
+        remedy = "Use an MCHManagedCollisionModule, or name the tables in fqns_to_skip to train them untracked"
+        raise UnsupportedModelError(unknown, remedy, problem="sharded parts whose managed collisions cannot be read")
     if unhashed:
-        raise UnsupportedModelError(
-            unhashed,
-            "An unsharded module calls it: remove need_preprocess=False, or pass no function",
-            problem="sharded parts whose input_hash_func is not called",
-        )
+        remedy = "An unsharded module calls it: remove need_preprocess=False, or pass no function"
+        raise UnsupportedModelError(unhashed, remedy, problem="sharded parts whose input_hash_func is not called")
     _check_apart(model, found)
     return sources
 

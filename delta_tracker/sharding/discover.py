@@ -100,10 +100,8 @@ def discover(model: nn.Module, fqns_to_skip: Sequence[str] = ()) -> Discovery:
             "or name them in fqns_to_skip to train them untracked",
         )
     if found.modules and plain:
-        _logger.warning(
-            "not tracked, because the model has sharded collections: %s; publish these tables with dense=...",
-            ", ".join(sorted(fqn for fqn in plain if not _is_skipped(fqn, fqns_to_skip))),
-        )
+        text = "not tracked, because the model has sharded collections: %s; publish these tables with dense=..."
+        _logger.warning(text, ", ".join(sorted(fqn for fqn in plain if not _is_skipped(fqn, fqns_to_skip))))
     elif plain:
         found.skipped += [fqn for fqn in plain if _is_skipped(fqn, fqns_to_skip)]
         kept = {fqn: module for fqn, module in plain.items() if not _is_skipped(fqn, fqns_to_skip)}
@@ -112,11 +110,8 @@ def discover(model: nn.Module, fqns_to_skip: Sequence[str] = ()) -> Discovery:
         holders = (holder for shard in found.shards.values() for holder, _ in shard.holders)
         found.plain = [holder for holder in holders if isinstance(holder, PlainTable)]
     if not found.tables and not found.skipped:
-        raise UnsupportedModelError(
-            others,
-            "Pass a model with nn.Embedding, nn.EmbeddingBag or TorchRec's (sharded) collections",
-            problem="no table to track; other embedding modules found",
-        )
+        remedy = "Pass a model with nn.Embedding, nn.EmbeddingBag or TorchRec's (sharded) collections"
+        raise UnsupportedModelError(others, remedy, problem="no table to track; other embedding modules found")
     _warn_of_skips(fqns_to_skip, found)
     return found
 

@@ -245,12 +245,8 @@ class StepHook(Watcher):
     def _warn(self, what: str, remedy: str) -> None:
         if what not in self._strange:
             self._strange.add(what)
-            _logger.warning(
-                "all rows count as changed after %s; to send only the changed rows, %s: tables=%s",
-                what,
-                remedy,
-                list(self._tables),
-            )
+            text = "all rows count as changed after %s; to send only the changed rows, %s: tables=%s"
+            _logger.warning(text, what, remedy, list(self._tables))
 
 
 def _weight_version(module: PlainModule) -> int | None:

@@ -91,16 +91,11 @@ class HeadPointer:
 
     def raised(self, head: Manifest) -> Self:
         """Return a copy of this pointer that names ``head``, a newer entry of the same log."""
-        snapshot = self.snapshot if head.stream == self.stream else None
-        if head.snapshot is not None and (snapshot is None or head.snapshot > snapshot.version):
-            snapshot = PointedSnapshot(version=head.snapshot, merged=False)
+        newest = self.snapshot if head.stream == self.stream else None
+        if head.snapshot is not None and (newest is None or head.snapshot > newest.version):
+            newest = PointedSnapshot(version=head.snapshot, merged=False)
         return replace(
-            self,
-            stream=head.stream,
-            generation=head.generation,
-            version=head.version,
-            xxh3=head.xxh3,
-            snapshot=snapshot,
+            self, stream=head.stream, generation=head.generation, version=head.version, xxh3=head.xxh3, snapshot=newest
         )
 
 

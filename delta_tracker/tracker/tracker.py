@@ -146,7 +146,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         self._mode = mode
         self._records_lookups = record == "lookups"
         self._engine = engine
-        self._capture = CAPTURES[mode]
+        self._capture = capture = CAPTURES[mode]
         self._model = TrackedModel(model, fqns_to_skip, self._capture)
         if self._records_lookups and not self._model.found.modules:
             raise InvalidArgumentError("record", record, "Pass 'updates': lookups of plain modules are not recorded")
@@ -167,11 +167,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         self._reader = DeltaReader(self._log, self._model, self._capture)
         self._checkpoint = TrackerCheckpoint(self._log, self._model, mode, self._capture, self._metrics.monitor)
         self._hooks = TrackerHooks(
-            self._log.writes,
-            self._model,
-            self._metrics,
-            lookups=self._records_lookups,
-            keeps_states=self._capture.keeps_old,
+            self._log.writes, self._model, self._metrics, lookups=self._records_lookups, keeps_states=capture.keeps_old
         )
         self._progress = Progress(self._log, self._hooks)
         self._hooks.attach()

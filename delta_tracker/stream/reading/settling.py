@@ -48,16 +48,12 @@ class Settling:
         self.has_read_pointer = False
 
     def doubt(
-        self,
-        faults: Sequence[StreamError],
-        position: Position | None,
-        storage: Storage,
-        counts: Callable[[int], object],
+        self, faults: Sequence[StreamError], position: Position | None, storage: Storage, count: Callable[[int], object]
     ) -> Storage | None:
         """Begin or continue the delay. Return the store to read from again; None if all objects have been read again.
 
         ``faults`` are the fault of a decision and the faults that the decision ignored, such as a malformed merged
-        entry. ``counts`` is called with 1 for each read that bypasses the caches.
+        entry. ``count`` is called with 1 for each read that bypasses the caches.
         """
         now = self._clock()
         is_new = self._doubted is None or self._position != position
@@ -65,7 +61,7 @@ class Settling:
             self.clear()
             self._position, self._began = position, now
         if is_new or now >= self._again_at:  # the delay does not begin again, because calls may be far apart
-            self._doubted, self._again_at = DoubtedStore(storage, counts), now + _AGAIN_SECONDS
+            self._doubted, self._again_at = DoubtedStore(storage, count), now + _AGAIN_SECONDS
         assert self._doubted is not None, "set above"
         names = set[str]().union(*(_doubtful(each, position) for each in faults))
         return self._doubted.view() if self._doubted.doubt(names) else None

@@ -268,11 +268,8 @@ class DirectoryStore(Store):
                 or any(self.directory.iterdir())
             ):
                 return
-        raise WriteRefusedError(
-            self.url,
-            f"its directory {_GONE}",
-            "Mount its volume and try again; if the directory is the right one, build a new Publisher from the url",
-        )
+        remedy = "Mount its volume and try again; if the directory is the right one, build a new Publisher from the url"
+        raise WriteRefusedError(self.url, f"its directory {_GONE}", remedy)
 
     def _sync(self, prefix: str, name: str) -> None:
         if not self._fsync:

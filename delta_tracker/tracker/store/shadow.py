@@ -90,15 +90,10 @@ def make_store(shard: Callable[[], LocalShard], capture: Capture, *, engine: str
         engine: name of the row set implementation, see :func:`~delta_tracker.tracker.row_sets.engines.choose_engine`.
     """
     now = shard()  # again at each read, because a reshard may replace it
+    num_rows, keeps_old = now.spec.num_rows, capture.keeps_old
     if now.is_compared:
         return ShadowStore(
-            lambda ids: read_rows(shard(), ids),
-            now.spec.num_rows,
-            now.device,
-            engine=engine,
-            keeps_states=capture.keeps_old,
+            lambda ids: read_rows(shard(), ids), num_rows, now.device, engine=engine, keeps_states=keeps_old
         )
-    old_states = (lambda ids: capture.old_states(shard(), ids)) if capture.keeps_old else None
-    return SegmentStore(
-        now.spec.num_rows, now.device, engine=engine, old_states=old_states, was_written=WriteWatch(shard)
-    )
+    old_states = (lambda ids: capture.old_states(shard(), ids)) if keeps_old else None
+    return SegmentStore(num_rows, now.device, engine=engine, old_states=old_states, was_written=WriteWatch(shard))
