@@ -94,16 +94,10 @@ def command(  # noqa: PLR0913  the options of the command
     destination = Storage(dst, create=True, options=store_options(dst_options, "--dst-option"))
     if not destination.is_read_only:
         destination.probe()
-    mirror = Mirror(
-        stream.storage, destination, retention=None if keep_versions is None else Retention(versions=keep_versions)
-    )
-    default = REMOTE_POLL_SECONDS if stream.storage.is_remote else LOCAL_POLL_SECONDS
-    mirror.run(
-        stop=threading.Event(),
-        poll_seconds=default if poll is None else poll,
-        on_entry=lambda entry: _show(stream, entry),
-        once=once,
-    )
+    retention = None if keep_versions is None else Retention(versions=keep_versions)
+    mirror = Mirror(stream.storage, destination, retention=retention)
+    seconds = poll or (REMOTE_POLL_SECONDS if stream.storage.is_remote else LOCAL_POLL_SECONDS)
+    mirror.run(stop=threading.Event(), poll_seconds=seconds, on_entry=lambda entry: _show(stream, entry), once=once)
     if once and mirror.head is None:
         raise NoSnapshotError(stream.storage.url)
     return 0

@@ -8,15 +8,7 @@ from msgspec import to_builtins
 
 from delta_tracker.cli.entries import Entry
 from delta_tracker.stream.format.manifest import Manifest
-from delta_tracker.stream.heartbeat import (
-    GONE_SECONDS,
-    STATES,
-    Heartbeat,
-    SeenHeartbeat,
-    State,
-    evaluate,
-    see_heartbeats,
-)
+from delta_tracker.stream.heartbeat import GONE_SECONDS, STATES, Heartbeat, State, evaluate, see_heartbeats
 from delta_tracker.stream.pin import Pin
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.stream.store_clock import StoreClock, skew_problem
@@ -79,8 +71,16 @@ def read_predictors(
     None for no limit. Their modification times update ``clock``. ``order`` is the newest pin or release of the stream.
     """
     seen, num_unread = see_heartbeats(storage, clock, max_age=GONE_SECONDS, limit=limit)
-    found = [_seen_predictor(each, head, max(0.0, clock.now() - each.modified), order) for each in seen]
-    return sorted(found, key=_urgency), num_unread
+    found: list[SeenPredictor] = []
+    for each in seen:
+        beat, seconds_ago = each.beat, max(0.0, clock.now() - each.modified)
+        lag = None if beat.version is None or beat.stream != head.stream else max(0, head.version - beat.version)
+        health = evaluate(beat, seconds_ago, head, order=order)
+        found.append(SeenPredictor(beat, health, seconds_ago, each.skew, lag))
+    found.sort(
+        key=lambda each: (each.beat.error is None, STATES.index(each.health), each.beat.version or 0, each.beat.name)
+    )
+    return found, num_unread
 
 
 def hosts_of(predictors: Sequence[SeenPredictor]) -> dict[str, dict[str, int | None]]:
@@ -134,14 +134,3 @@ class Skews:
             skews["this host"] = -clock.offset
         described = (skew_problem(whose, seconds) for whose, seconds in skews.items())
         return [problem for problem in described if problem is not None]
-
-
-def _seen_predictor(seen: SeenHeartbeat, head: Manifest, seconds_ago: float, order: Pin | None) -> SeenPredictor:
-    beat = seen.beat
-    lag = None if beat.version is None or beat.stream != head.stream else max(0, head.version - beat.version)
-    return SeenPredictor(beat, evaluate(beat, seconds_ago, head, order=order), seconds_ago, seen.skew, lag)
-
-
-def _urgency(predictor: SeenPredictor) -> tuple[bool, int, int, str]:
-    beat = predictor.beat
-    return beat.error is None, STATES.index(predictor.health), beat.version or 0, beat.name

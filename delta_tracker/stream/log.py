@@ -30,16 +30,7 @@ from delta_tracker.errors import (
     is_unknown,
     unraised,
 )
-from delta_tracker.stream.format.manifest import (
-    ENTRY_NAME,
-    MAX_ENTRY_BYTES,
-    Fork,
-    Kind,
-    Link,
-    Manifest,
-    Merged,
-    entry_name,
-)
+from delta_tracker.stream.format.manifest import ENTRY_NAME, MAX_ENTRY_BYTES, Fork, Link, Manifest, Merged, entry_name
 from delta_tracker.stream.format.parse import parse_manifest
 from delta_tracker.stream.pin import has_deletions, last_present
 from delta_tracker.stream.pointer import HeadPointer, PointerReader, read_pointer
@@ -510,7 +501,7 @@ class Claim:
         while True:
             try:
                 if _is_lost(self._log.storage, self.head.link, self.head.writer):
-                    self._claim_again(entry.kind)
+                    self._claim_again(entry)
                 committed = self._attempt(entry)
             except _ParentLostError:
                 created = entry_name(self.head.version + 1)
@@ -551,7 +542,7 @@ class Claim:
             taken = self._log.read(version)
             # If it is missing, its name was used: it was this entry or another one, which was deleted again.
             if taken is None or _is_superseded(taken, head):
-                self._claim_again(entry.kind)
+                self._claim_again(entry)
                 return None
             if taken.writer == head.writer and self._log.storage.is_remote and taken.xxh3 not in self._sent:
                 altered = AlteredEntryError(self._log.url, entry_name(version), taken.xxh3)
@@ -567,8 +558,8 @@ class Claim:
             raise altered
         return None
 
-    def _claim_again(self, kind: Kind) -> None:
-        """Claim the stream after this publisher's newest entry was lost; raise LostEntryError if ``kind`` is a delta.
+    def _claim_again(self, entry: Manifest) -> None:
+        """Claim the stream after this publisher's newest entry was lost; raise LostEntryError if ``entry`` is a delta.
 
         The claim gets a name that was never used, because caches may contain the lost entries.
         """
@@ -587,7 +578,7 @@ class Claim:
                 self.head, self.data = claimed
                 self._sent.clear()
                 self.needs_snapshot = True
-                if kind != "snapshot":
+                if entry.kind != "snapshot":
                     raise LostEntryError(self._log.url, lost, self.data.decode())
                 return
         raise WriteRefusedError.taken(self._log.url, lost, _CLAIM_ATTEMPTS)

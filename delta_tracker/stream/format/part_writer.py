@@ -135,13 +135,8 @@ def put_part(
         entries.append(_Entry(f"dense.{index}", tensor.dtype, tuple(tensor.shape), [tensor]))
     blocks = tuple(map(attrgetter("block"), rows))
     num_bytes = sum(map(attrgetter("num_bytes"), entries))
-    file = _put(
-        storage,
-        name,
-        entries,
-        has_digests=states_name is not None,
-        hashes_tensors=num_bytes >= HASHED_BYTES and is_shared(blocks, has_dense=bool(dense)),
-    )
+    is_hashed = num_bytes >= HASHED_BYTES and is_shared(blocks, has_dense=bool(dense))
+    file = _put(storage, name, entries, has_digests=states_name is not None, hashes_tensors=is_hashed)
     tensors = tuple(map(methodcaller("hexdigest"), file.tensors))
     part = Part(name, file.num_bytes, file.xxh3, blocks, tuple(dense), file.body, tensors=tensors)
     if states_name is None:
