@@ -46,9 +46,8 @@ def of_predictors(predictors: Sequence[SeenPredictor]) -> list[Notice]:
     """Return notices about predictors. Predictors with the same state or kind of error share one notice."""
     faulty = [each for each in predictors if each.beat.error is not None]
     found = _errors([each for each in faulty if each.health == "failing"], "fault")
-    found += _errors(
-        [each for each in faulty if each.health not in ("failing", "silent", "elsewhere", "stopped")], "warning"
-    )
+    others = [each for each in faulty if each.health not in ("failing", "silent", "elsewhere", "stopped")]
+    found += _errors(others, "warning")
     by_state = {state: [each for each in predictors if each.health == state] for state in _STATES}
     for state, (level, what, next_step) in _STATES.items():
         if by_state[state]:

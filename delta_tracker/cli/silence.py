@@ -25,10 +25,8 @@ def check_silence(storage: Storage, silence: float) -> Signs | None:
         storage.delete(heartbeat_path(name))  # it is not a predictor
     if signs is None:
         return None
-    if signs.heartbeat_seconds is not None and silence < signs.heartbeat_seconds:
-        remedy = (
-            f"Pass more than {signs.heartbeat_seconds:g} s, the time between the publisher's heartbeats, or --force"
-        )
+    if (period := signs.heartbeat_seconds) is not None and silence < period:
+        remedy = f"Pass more than {period:g} s, the time between the publisher's heartbeats, or --force"
         raise InvalidArgumentError("--silence", silence, remedy)
     if signs.silent_seconds < silence:
         raise LivePublisherError(storage.url, signs.head.generation, signs.head.version, signs.silent_seconds)

@@ -75,9 +75,7 @@ class Watch:
 
     def recent(self, now: float) -> list[Entry]:
         """Return the snapshots and deltas in the time window that ends at the Unix time ``now``."""
-        return [
-            entry for entry in self.entries if entry.kind != "claim" and entry.committed > now - self._window_seconds
-        ]
+        return [each for each in self.entries if each.kind != "claim" and each.committed > now - self._window_seconds]
 
     def newest(self, count: int) -> list[Entry]:
         """Return the newest ``count`` entries, newest first."""

@@ -5,7 +5,6 @@ import inspect
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import ParamSpec, Protocol, Self, TypeVar, cast
 
 _P = ParamSpec("_P")
@@ -69,9 +68,7 @@ class Timer:
         self._begin_ns = self.clock.monotonic_ns()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.record((self.clock.monotonic_ns() - self._begin_ns) * NS)
 
     def __call__(self, function: Callable[_P, _T]) -> Callable[_P, _T]:

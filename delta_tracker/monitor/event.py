@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from functools import cache
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Self
 
 from delta_tracker.errors import InvalidArgumentError
@@ -256,7 +256,5 @@ class Span:
     def __enter__(self) -> Self:
         return self.start()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self.stop(error)

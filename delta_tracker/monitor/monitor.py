@@ -59,9 +59,8 @@ class Monitor(Forkable):
         self.registry = Registry(self._progress, self._overflowed)
         self.metrics = LibraryMetrics(self.registry)
         self.events = EventLog(clock, capacity, self._dropped, lambda: self._collector.wake())  # noqa: PLW0108  it is created next
-        self._collector = Collector(
-            self.registry, self.events, self.metrics, deadline_seconds=_seconds("deadline", deadline)
-        )
+        seconds = _seconds("deadline", deadline)
+        self._collector = Collector(self.registry, self.events, self.metrics, deadline_seconds=seconds)
 
     # Stats
 

@@ -307,13 +307,10 @@ def version_size(workload: Workload, kind: Kind) -> VersionSize:
         if blocks or dense_bytes:
             tensors = _tensors(blocks, dense_bytes)
             num_bytes = sum(each.num_bytes for each in tensors.values())
-            digests = (
-                len(tensors) if num_bytes >= HASHED_BYTES and is_shared(blocks, has_dense=bool(dense_bytes)) else 0
-            )
+            is_hashed = num_bytes >= HASHED_BYTES and is_shared(blocks, has_dense=bool(dense_bytes))
+            digests = (_HASH,) * len(tensors) if is_hashed else ()
             num_bytes += len(safetensors_header(tensors.items()))
-            parts.append(
-                Part(part_name(1, 1, f"r{rank}"), num_bytes, _HASH, tuple(blocks), (), tensors=(_HASH,) * digests)
-            )
+            parts.append(Part(part_name(1, 1, f"r{rank}"), num_bytes, _HASH, tuple(blocks), (), tensors=digests))
     entry = Manifest(
         stream=_HASH,
         generation=1,

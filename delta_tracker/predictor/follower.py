@@ -47,16 +47,14 @@ _LOCK_SECONDS = 0.1  # interval at which a wait for the lock checks the stop fla
 class _Run:
     """State of one thread of a follower."""
 
-    def __init__(
-        self, storage: Storage, poll_seconds: float | None, notifier: Notifier | None, runtime: Runtime
-    ) -> None:
+    def __init__(self, storage: Storage, seconds: float | None, notifier: Notifier | None, runtime: Runtime) -> None:
         self.stop, self.over = threading.Event(), threading.Event()  # ends the thread; set when it ends
         self.begun: Future[None] = Future()  # result of the first check
         self.hints = Hints(notifier, self.stop, runtime)
         self.gaps = GapChecks(runtime)
         self.waits_for_snapshot = False  # True once this was logged
         self.thread: threading.Thread | None = None
-        self._poll_seconds, self._runtime = poll_seconds, runtime
+        self._poll_seconds, self._runtime = seconds, runtime
         self.poll(storage)
 
     def poll(self, storage: Storage) -> None:

@@ -97,9 +97,7 @@ def owner_changes(
     version: VersionOwners, identities: Mapping[str, Identity], maps: Mapping[str, tuple[RawIdMap, ...]]
 ) -> list[OwnerChange]:
     """Return the changes that a version with the buckets ``identities`` will make to the live mappings ``maps``."""
-    return [
-        _change(fqn, raw_ids, identity, *version[fqn]) for fqn, identity in identities.items() for raw_ids in maps[fqn]
-    ]
+    return [_change(fqn, each, identity, *version[fqn]) for fqn, identity in identities.items() for each in maps[fqn]]
 
 
 def _change(fqn: str, raw_ids: RawIdMap, identity: Identity, slots: Tensor, owners: Tensor) -> OwnerChange:

@@ -184,9 +184,8 @@ class TableFence:
         """
         for stream in streams:
             if getattr(stream, "device", None) not in self.devices:
-                remedy = (
-                    f"Pass CUDA streams of the devices of the tables: {', '.join(map(str, self.devices)) or 'none'}"
-                )
+                known = ", ".join(map(str, self.devices)) or "none"
+                remedy = f"Pass CUDA streams of the devices of the tables: {known}"
                 raise InvalidArgumentError("streams", stream, remedy)
         used = [*(torch.cuda.current_stream(device) for device in self.devices), *streams]
         for stream in used:

@@ -135,9 +135,7 @@ def _check_whole(rows: Sequence[BlockRows], target: RowTarget) -> None:
             raise PartialRowsError(rows[0].block.table, rows[0].block.num_rows, found, (first, end))
 
 
-def _joined(
-    values: Sequence[tuple[tuple[int, int], Tensor]], target: RowTarget
-) -> list[tuple[tuple[int, int], Tensor]]:
+def _joined(values: list[tuple[tuple[int, int], Tensor]], target: RowTarget) -> list[tuple[tuple[int, int], Tensor]]:
     """Concatenate the ``(column range, values)`` pairs, in column order, of each column range of a target."""
     joined = []
     for first, end in target.columns:

@@ -344,9 +344,7 @@ def _check_unfused(unfused: Mapping[str, tuple[AbstractSet[int], bool]], recover
             raise UnsupportedModelError({fqn: reason}, remedy, problem=problem)
 
 
-def _warn_of_unoptimized(
-    model: nn.Module, dense: Mapping[str, Tensor], objects: Iterable[Mapping[str, Stateful]]
-) -> None:
+def _warn_of_unoptimized(model: nn.Module, dense: dict[str, Tensor], objects: Iterable[Mapping[str, Stateful]]) -> None:
     """Log a warning about trainable dense parameters that belong to no optimizer whose state is saved."""
     optimized = {address for each in objects for address in _storages(each)}
     trained = {

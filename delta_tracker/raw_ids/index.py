@@ -251,9 +251,7 @@ def _loaded(state: Mapping[str, Tensor], num_rows: int) -> tuple[Identity | None
         if bool((owners != NO_OWNER).any()) or records.numel():
             raise ValueError("raw ids without buckets")
         return None, owners
-    buckets = [
-        Bucket((first, end), None if default == _NO_ROW else default) for first, end, default in records.tolist()
-    ]
+    buckets = [Bucket((first, end), None if row == _NO_ROW else row) for first, end, row in records.tolist()]
     identity = Identity(int(hash_size.item()), tuple(buckets))
     if identity.num_rows != num_rows:
         raise ValueError(f"buckets of {identity.num_rows} rows")

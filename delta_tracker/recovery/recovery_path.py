@@ -1,7 +1,6 @@
 """Find the entries to apply to restore a version, and the rows that are pending for consumers afterwards."""
 
 import logging
-from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -98,7 +97,7 @@ def pending_rows(
     states: TrainingStates,
     log: StreamLog,
     last: Manifest,
-    shards: Mapping[str, ShardSpec],
+    shards: dict[str, ShardSpec],
 ) -> tuple[dict[str, dict[str, Tensor | None]], dict[str, object]]:
     """Return the pending rows and the stream position of each consumer of a tracker after a restore of ``last``.
 
@@ -134,9 +133,7 @@ def pending_rows(
     return pending, notes
 
 
-def rows_after(
-    log: StreamLog, last: Manifest, version: int, shards: Mapping[str, ShardSpec]
-) -> dict[str, Tensor] | None:
+def rows_after(log: StreamLog, last: Manifest, version: int, shards: dict[str, ShardSpec]) -> dict[str, Tensor] | None:
     """Return the rows of this rank's shards that changed in the versions after ``version`` up to ``last``.
 
     Returns:

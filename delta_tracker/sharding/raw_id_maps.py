@@ -191,9 +191,8 @@ class MchMap(_ModuleMap, SortedMap):
     def _is_own_default(self, identity: Identity) -> bool:
         """Return True if the module's own default row is the default row of all raw ids that the module receives."""
         first, end = self.rows
-        return [bucket.default for bucket in identity.buckets if first < bucket.rows[1] and bucket.rows[0] < end] == [
-            end - 1
-        ]
+        held = [bucket for bucket in identity.buckets if first < bucket.rows[1] and bucket.rows[0] < end]
+        return [bucket.default for bucket in held] == [end - 1]
 
 
 class HashMap(_ModuleMap):

@@ -15,7 +15,7 @@ The ranks exchange one byte for each row of a shard in an all-reduce, whatever t
 float32 columns, this is 0.4 % of the weights that ``sync`` averages.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 import torch
@@ -110,9 +110,7 @@ class SyncHook(Watcher):
         keeps_states: True if the tracker keeps the old states of rows.
     """
 
-    def __init__(
-        self, wrapper: nn.Module, groups: Sequence[ReplicaGroup], reports: Reports, *, keeps_states: bool
-    ) -> None:
+    def __init__(self, wrapper: nn.Module, groups: list[ReplicaGroup], reports: Reports, *, keeps_states: bool) -> None:
         super().__init__([fqn for group in groups for fqn in group.shards], reports)
         self._wrapper = wrapper
         self._groups = groups

@@ -559,7 +559,7 @@ class Claim:
         return None
 
     def _claim_again(self, entry: Manifest) -> None:
-        """Claim the stream after this publisher's newest entry was lost; raise LostEntryError if ``entry`` is a delta.
+        """Claim the stream after this publisher's newest entry was lost; raise LostEntryError if ``kind`` is a delta.
 
         The claim gets a name that was never used, because caches may contain the lost entries.
         """

@@ -74,9 +74,8 @@ class _DeviceStat(DeviceState):
         if isinstance(value, Tensor):
             self._record_tensor(value.detach(), weight.detach() if isinstance(weight, Tensor) else weight)
         elif isinstance(weight, Tensor):
-            self._record_tensor(
-                torch.full_like(weight.detach(), value, dtype=sum_dtype(weight.device)), weight.detach()
-            )
+            weight = weight.detach()
+            self._record_tensor(torch.full_like(weight, value, dtype=sum_dtype(weight.device)), weight)
         else:
             weighted = float(value) * float(weight)
             is_good = math.isfinite(weighted) and (self.is_signed or weighted >= 0)

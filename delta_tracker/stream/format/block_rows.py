@@ -97,12 +97,10 @@ class BlockRows:
         block = self.block
         if block.encoding.dtype is dtype:
             return self
-        return BlockRows(
-            replace(block, encoding=Encoding.of(dtype)),
-            self.ids,
-            lambda begin, end: decode_rows(self.read(begin, end), block.encoding, block.num_columns, dtype),
-            self.states,
-            self.owners,
+        return replace(
+            self,
+            block=replace(block, encoding=Encoding.of(dtype)),
+            read=lambda begin, end: decode_rows(self.read(begin, end), block.encoding, block.num_columns, dtype),
         )
 
     def within(self, rows: tuple[int, int], columns: tuple[int, int]) -> "BlockRows":
@@ -172,9 +170,8 @@ class Overlay:
         rows must have owners and the same encoding.
         """
         block = whole.block
-        found = [
-            each for each in self._index.overlapping(block.table, block.rows, block.columns) if _fits(block, each.block)
-        ]
+        overlapping = self._index.overlapping(block.table, block.rows, block.columns)
+        found = [each for each in overlapping if _fits(block, each.block)]
         if not found:
             return whole
         for each in found if whole.states else ():

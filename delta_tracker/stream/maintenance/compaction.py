@@ -91,10 +91,8 @@ def compact(
         versions = _run(pieces, max_bytes - _listed_bytes(base))
         is_due = _num_new(versions) >= min_versions
         num_bytes = sum(_size(piece) for piece in pieces if is_due or piece.merges is not None)
-        held = _owned_encodings(base)
-        is_alike = _schema(versions) == base.schema and all(
-            _is_alike(_owned_encodings(each), held) for each in versions
-        )
+        own = _owned_encodings(base)
+        is_alike = _schema(versions) == base.schema and all(_is_alike(_owned_encodings(each), own) for each in versions)
         if versions and num_bytes >= fold * _size(base) and is_alike:
             behind = sum(_size(piece) for piece in pieces[len(versions) :])
             return compaction.merge(versions, fold_bytes=fold * _size(base) - behind if is_due else 0)

@@ -277,20 +277,15 @@ def _orphans(held: _Held, named: Collection[str]) -> dict[str, int]:
     return found
 
 
-def _needed(
-    snapshots: Mapping[int, float],
-    merged: Mapping[Merged, Manifest],
-    lost: Collection[Merged],
-    head: Manifest,
-    before: float,
-) -> tuple[int, int, list[Merged]]:
+def _needed(held: "_Held | _Left", before: float) -> tuple[int, int, list[Merged]]:
     """Return the version at which all readers can start, the lowest version to keep, and superseded merged entries.
 
     Readers can start at the newest snapshot, in the log or merged, that was committed at or before ``before``; -1 if
     there is none. Superseded merged entries, sorted by name, are snapshots and entries of former streams that end
     before this start, deltas that end at or before it, and deltas that another delta, committed at or before
-    ``before``, covers. Merged entries in ``lost`` do not supersede others.
+    ``before``, covers. Merged entries in ``held.lost`` do not supersede others.
     """
+    snapshots, merged, lost, head = held.snapshots, held.merged, held.lost, held.head
     in_time = [
         each
         for each, entry in merged.items()
@@ -358,7 +353,7 @@ class _Plan:
     @classmethod
     def of(cls, held: _Held, retention: Retention, now: float) -> "_Plan":
         before = now - retention.grace_seconds
-        start, floor, superseded = _needed(held.snapshots, held.merged, held.lost, held.head, before)
+        start, floor, superseded = _needed(held, before)
         floor = min([floor, *(each.version for each in held.path if each.merges is None)])
         expired = _expired(held, retention, now)
         old = [version for version in takewhile(expired.__contains__, sorted(held.entries)) if version < floor]
@@ -436,7 +431,7 @@ class _Left:
         """Return True if a pass may delete a version or a merged entry."""
         clock = min(self.newest, time.time()) if now is None else now()
         before = clock - retention.grace_seconds
-        _, floor, superseded = _needed(self.snapshots, self.merged, self.lost, self.head, before)
+        _, floor, superseded = _needed(self, before)
         num_versions = self.head.version - self.first + 1
         is_expired = _exceeds(retention, num_versions, clock - self.first_committed, self.num_bytes)
         return (self.first < floor and is_expired) or bool(superseded)

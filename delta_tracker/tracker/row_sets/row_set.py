@@ -95,9 +95,8 @@ class RowSet(ABC):
             ``[N]`` int64, the ``M`` ids of the added rows followed by -1 as padding; and ``[1]`` int64, ``M``.
         """
         new = self.mark_new(ids)
-        return torch.nn.functional.pad(new, (0, len(ids) - len(new)), value=-1), torch.tensor(
-            [len(new)], device=ids.device
-        )
+        padded = torch.nn.functional.pad(new, (0, len(ids) - len(new)), value=-1)
+        return padded, torch.tensor([len(new)], device=ids.device)
 
     @abstractmethod
     def contains(self, ids: Tensor) -> Tensor:

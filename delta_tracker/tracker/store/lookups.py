@@ -91,9 +91,8 @@ class DeltaStore:
         self._check_mode(states)
         if states is not None and (states.dim() == 0 or states.shape[0] != ids.shape[0]):
             raise InvalidArgumentError("states", tuple(states.shape), f"Pass one row for each of {len(ids)} ids")
-        lookup = IndexedLookup(
-            batch_idx, ids.to(torch.int64, copy=True), None if states is None else states.detach().clone()
-        )
+        own = None if states is None else states.detach().clone()
+        lookup = IndexedLookup(batch_idx, ids.to(torch.int64, copy=True), own)
         table = self._tables.get(table_fqn)
         if table is None:
             nothing = None if lookup.states is None else lookup.states[:0].clone()

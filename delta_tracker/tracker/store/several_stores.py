@@ -33,19 +33,17 @@ def mark_in_each(stores: Mapping[str, SegmentStore], ids: Mapping[str, Tensor | 
     ``ids`` maps the name of each store to ``[N]`` integer local ids, or to None for all rows. If ``key`` is given, the
     call also records a write in progress with this key, as :meth:`SegmentStore.begin_write` does.
     """
-    together = {
-        name: own for name, own in ids.items() if own is not None and stores[name].pads and stores[name].num_rows
-    }
+    padded = {name: own for name, own in ids.items() if own is not None and stores[name].pads and stores[name].num_rows}
     for name, own in ids.items():
         if key is None:
-            if name not in together:
+            if name not in padded:
                 stores[name].mark(own)
-        elif name in together:
+        elif name in padded:
             stores[name].writes[key] = own
         else:
             stores[name].begin_write(key, own)
-    if together:
-        _mark(stores, together)
+    if padded:
+        _mark(stores, padded)
 
 
 @retried(_replaced)
@@ -57,9 +55,7 @@ def changed_in_each(
         settle(states for store in stores.values() for states in store.device_states)
     marked = {name: store.marked(start, stop) for name, store in stores.items()}
     scanned = _together(marked, lambda engine, sets: engine.scan_each(sets))
-    return {
-        name: store.found(*marked[name], scanned.get(name), with_states=with_states) for name, store in stores.items()
-    }
+    return {fqn: store.found(*marked[fqn], scanned.get(fqn), with_states=with_states) for fqn, store in stores.items()}
 
 
 @retried(_replaced)
