@@ -22,7 +22,6 @@ from delta_tracker.errors import (
 
 _logger = logging.getLogger("delta_tracker")
 
-OK = 0
 FINDING = 1
 UNUSABLE = 2
 INTERRUPTED = 130

@@ -7,7 +7,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from delta_tracker.cli.attention import Notice, of_clocks, of_predictors, of_silence, sort_notices
+from delta_tracker.cli.attention import of_clocks, of_predictors, of_silence, sort_notices
 from delta_tracker.cli.listings import PREDICTOR_COLUMNS, SIGNS, no_data, predictor_cells, version_table
 from delta_tracker.cli.output import cell, one_line, table
 from delta_tracker.cli.predictors import SeenPredictor
@@ -40,15 +40,12 @@ def screen(view: View, width: int, height: int | None = None) -> RenderableType:
     return Group(*found) if height is None else Group(*found, one_line("Ctrl-C quits", "dim"))
 
 
-def _silence(view: View) -> list[Notice]:
-    times = [entry.committed for entry in view.watch.entries if entry.kind != "claim"]
-    gaps = [after - before for before, after in pairwise(times)]
-    return of_silence(view.now - view.head.committed, len(gaps), max(gaps, default=0.0))
-
-
 def _notices(view: View, height: int | None) -> list[Text]:
     """Return the lines that show the last problem and the notices with their next steps; fewer on a small terminal."""
-    found = sort_notices([*_silence(view), *of_predictors(view.predictors), *of_clocks(view.skews)])
+    times = [entry.committed for entry in view.watch.entries if entry.kind != "claim"]
+    gaps = [after - before for before, after in pairwise(times)]
+    silence = of_silence(view.now - view.head.committed, len(gaps), max(gaps, default=0.0))
+    found = sort_notices([*silence, *of_predictors(view.predictors), *of_clocks(view.skews)])
     made = [] if view.problem is None else [one_line(f"✕ {view.problem}", "bold red")]
     most = _UNLIMITED if height is None else 1 if height < 20 else 4 if height < 30 else 8  # noqa: PLR2004
     with_steps = most > 1

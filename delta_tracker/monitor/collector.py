@@ -155,18 +155,15 @@ class Collector:
                 is_last=is_last,
             )
             for sink_queue in self._sinks:
-                self._deliver(sink_queue, collection)
+                windows, num_events = sink_queue.add(collection.windows, collection.events)
+                for report in windows:
+                    self._metrics.lost_windows.cell(stat=report.definition.name).add(1)
+                if num_events:
+                    self._metrics.dropped_events.cell(reason="undelivered").add(num_events)
+                action = partial(sink_queue.deliver, collection)
+                self._runner.run(sink_queue.guard, action, even_if_muted=is_last, here_if_refused=is_last)
             self._registry.forget_ended()
             return collection
-
-    def _deliver(self, sink_queue: SinkQueue, collection: CollectionReport) -> None:
-        windows, num_events = sink_queue.add(collection.windows, collection.events)
-        for report in windows:
-            self._metrics.lost_windows.cell(stat=report.definition.name).add(1)
-        if num_events:
-            self._metrics.dropped_events.cell(reason="undelivered").add(num_events)
-        action = partial(sink_queue.deliver, collection)
-        self._runner.run(sink_queue.guard, action, even_if_muted=collection.is_last, here_if_refused=collection.is_last)
 
     def _read(self, *, is_last: bool) -> tuple[list[WindowReport], list[TotalReport]]:
         windows, totals = [], []

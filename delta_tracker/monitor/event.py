@@ -123,7 +123,15 @@ class Event:
 
     def __post_init__(self) -> None:
         check_name("name", self.name)
-        self._check_ids()
+        low = 0 if self.phase is Phase.INSTANT else 1
+        for name, number, end, least in (
+            ("id", self.id, _IDS, 0),
+            ("span", self.span, _IDS, low),
+            ("parent", self.parent, _IDS, 0),
+            ("trace", self.trace, _TRACES, low),
+        ):
+            if type(number) is not int or not least <= number < end:
+                raise InvalidArgumentError(name, number, f"Pass an int from {least} to {end - 1}")
         for key, value in self.data.items():
             if type(key) is not str or type(value) not in (str, int, float, bool):
                 raise InvalidArgumentError("data", {key: value}, "Use str keys and str, int, float or bool values")
@@ -135,17 +143,6 @@ class Event:
         except ValueError:
             known = [each.name for each in Severity]
             raise InvalidArgumentError("severity", self.severity, f"Pass one of {known}") from None
-
-    def _check_ids(self) -> None:
-        low = 0 if self.phase is Phase.INSTANT else 1
-        for name, number, end, least in (
-            ("id", self.id, _IDS, 0),
-            ("span", self.span, _IDS, low),
-            ("parent", self.parent, _IDS, 0),
-            ("trace", self.trace, _TRACES, low),
-        ):
-            if type(number) is not int or not least <= number < end:
-                raise InvalidArgumentError(name, number, f"Pass an int from {least} to {end - 1}")
 
 
 def json_value(value: Value) -> Value:

@@ -67,17 +67,9 @@ def placements(rows: Iterable[BlockRows], targets: Mapping[str, RowTarget]) -> l
         by_table[each.block.table].append(each)
     found: list[Placement] = []
     for fqn, blocks in by_table.items():
-        found += _placements(blocks, targets[fqn])
-    return found
-
-
-def _placements(blocks: Sequence[BlockRows], target: RowTarget) -> list[Placement]:
-    held: list[BlockRows] = []
-    for rows in blocks:
-        held += _held(rows, target)
-    found = []
-    for cell in _cells(held):
-        for aligned in _aligned(cell):
+        target = targets[fqn]
+        held = [part for block in blocks for part in _held(block, target)]
+        for aligned in (rows for cell in _cells(held) for rows in _aligned(cell)):
             if aligned[0].block.num_rows:
                 if target.needs_whole_rows:
                     _check_whole(aligned, target)

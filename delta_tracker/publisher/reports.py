@@ -2,17 +2,7 @@
 
 import logging
 
-from delta_tracker.errors import (
-    FencedError,
-    LostEntryError,
-    RankFailedError,
-    RankLostError,
-    StorageError,
-    UnfinishedStepError,
-    is_unknown,
-    kind_of,
-    unraised,
-)
+from delta_tracker.errors import FencedError, LostEntryError, RankLostError, is_unknown, kind_of, unraised
 from delta_tracker.monitor.recorder import Recorder
 from delta_tracker.publisher.coordinator import Coordinator
 from delta_tracker.publisher.large_deltas import LargeDeltas
@@ -22,7 +12,7 @@ from delta_tracker.stream.storage.url import shown_url
 
 _logger = logging.getLogger(__name__)
 
-_FAILURES = (FencedError, RankFailedError, RankLostError, StorageError, UnfinishedStepError)
+_FAILURES = ("FencedError", "RankFailedError", "RankLostError", "StorageError", "UnfinishedStepError")
 
 
 class Reports:
@@ -62,7 +52,7 @@ class Reports:
             recorder.watch(lambda _: self._show_skew())
         recorder.fences.cell()
         for failure in _FAILURES:
-            recorder.publish_failures.cell(reason=failure.__name__)
+            recorder.publish_failures.cell(reason=failure)
 
     def published(self, committed: Manifest) -> None:
         """Record that ``committed`` was published. Updates the metrics, and resets :attr:`error`."""
@@ -109,8 +99,6 @@ class Reports:
 def _outcome(error: Exception, version: int) -> str:
     if isinstance(error, LostEntryError):
         return f"the next version, {version}, must be a snapshot"
-    return (
-        f"whether version {version} was published is unknown"
-        if is_unknown(error)
-        else f"version {version} was not published"
-    )
+    if is_unknown(error):
+        return f"whether version {version} was published is unknown"
+    return f"version {version} was not published"

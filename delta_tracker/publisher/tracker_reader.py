@@ -282,8 +282,7 @@ class TrackerReader:
 
     def _note(self, head: Manifest) -> None:
         """Save the stream position of ``head`` in the tracker's state, or None if a snapshot must follow."""
-        position = Position.after(head).to_dict() if self._has_snapshot else None
-        self.handle.annotate(position)
+        self.handle.annotate(Position.after(head).to_dict() if self._has_snapshot else None)
 
 
 class _UnreadError(Exception):

@@ -195,7 +195,10 @@ class Versions:
 
     def publish(self, name: Publishes) -> None:
         """Publish what the call ``name`` requires, and report the result. First completes a version in progress."""
-        call, ballots = self._called(name), self._ballots
+        batch = self._reader.tracker.num_batches
+        if self._call is None or (self._call.name, self._call.batch) != (name, batch):
+            self._call = Call(name, batch)
+        call, ballots = self._call, self._ballots
         if call.voted is None:
             self.step()
             if ballots.pending is not None and self._begun[0] != ballots.number:
@@ -220,12 +223,6 @@ class Versions:
         """Write a heartbeat if one is due, unless this publisher can no longer publish."""
         if self._beats is not None and not self._reports.is_over:
             self._beats.beat(self._writer.head)
-
-    def _called(self, name: Publishes) -> Call:
-        batch = self._reader.tracker.num_batches
-        if self._call is None or (self._call.name, self._call.batch) != (name, batch):
-            self._call = Call(name, batch)
-        return self._call
 
     def _begin_by(self, name: Publishes) -> None:
         try:
@@ -354,7 +351,9 @@ class Versions:
 
         Repeats an interrupted read only at the same batch, or with one rank, at any batch.
         """
-        can_read = not cut.is_tried or self._can_repeat(cut)
+        reader, batch = self._reader, self._reader.tracker.num_batches
+        is_same = cut.batch == batch and reader.can_read(cut.kind, is_complete=cut.is_complete)
+        can_read = not cut.is_tried or is_same or self._ballots.is_alone
         cut.is_tried = True
         draft: Draft | Exception
         read: Delta | None = None
@@ -372,11 +371,6 @@ class Versions:
             self._reader.fail_expected_read()  # the other ranks may wait for this one
         self._delivery.start(cut.outcome, cut.after, draft, read)
         cut.is_started = True
-
-    def _can_repeat(self, cut: Cut) -> bool:
-        reader = self._reader
-        is_same = cut.batch == reader.tracker.num_batches and reader.can_read(cut.kind, is_complete=cut.is_complete)
-        return is_same or self._ballots.is_alone
 
     def _end_read(self) -> None:
         cut = self._flight

@@ -42,7 +42,10 @@ def change_of(
     ``with_raw_ids`` contains the FQNs of the job's tables with managed collisions.
     """
     names = parameter_names(job.model)
-    is_changed, is_moved = _is_changed(saved, own, job.ignore), _is_moved(last, saved, own, job, names)
+    held = {**{fqn: shard.table for fqn, shard in own.shards.items()}, **own.dense}
+    former = {**saved.tables, **saved.dense}
+    is_changed = any(held.get(name) != former.get(name) and name not in own.fused for name in job.ignore)
+    is_moved = _is_moved(last, saved, own, job, names)
     if job.on_model_change == "stop":
         parameters = Parameters(names, _kept(saved, own, job.ignore), is_changed, is_moved)
         return Change(tables=last.tables, ignore=job.ignore, parameters=parameters)
@@ -98,13 +101,6 @@ def _kept(saved: Saved, own: Job, left_out: Collection[str]) -> set[str]:
     """Return the names of the parameters that are in ``left_out`` or whose optimizer is fused."""
     fused = {*saved.states, *own.fused}
     return {*left_out, *(f"{fqn}.weight" for fqn in {*saved.tables, *own.shards} if fqn in fused or fqn in left_out)}
-
-
-def _is_changed(saved: Saved, own: Job, ignore: Collection[str]) -> bool:
-    """Return True if the version and the job differ in an item of ``ignore``. Fused tables are not compared."""
-    held = {**{fqn: shard.table for fqn, shard in own.shards.items()}, **own.dense}
-    former = {**saved.tables, **saved.dense}
-    return any(held.get(name) != former.get(name) and name not in own.fused for name in ignore)
 
 
 def _is_moved(last: Manifest, saved: Saved, own: Job, job: LocalJob, names: Mapping[int, Sequence[str]]) -> bool:

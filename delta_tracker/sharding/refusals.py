@@ -24,18 +24,16 @@ from delta_tracker.sharding.torchrec_api import (
 )
 
 # Names of fbgemm's EmbOptimType and WeightDecayMode that write a row only in the backward pass of a lookup of the row.
-_OPTIMIZERS = frozenset(
-    {
-        "EXACT_SGD",
-        "EXACT_ADAGRAD",
-        "EXACT_ROWWISE_ADAGRAD",
-        "ADAM",
-        "PARTIAL_ROWWISE_ADAM",
-        "LAMB",
-        "PARTIAL_ROWWISE_LAMB",
-        "LARS_SGD",
-    }
-)
+_OPTIMIZERS = {
+    "EXACT_SGD",
+    "EXACT_ADAGRAD",
+    "EXACT_ROWWISE_ADAGRAD",
+    "ADAM",
+    "PARTIAL_ROWWISE_ADAM",
+    "LAMB",
+    "PARTIAL_ROWWISE_LAMB",
+    "LARS_SGD",
+}
 _WEIGHT_DECAYS = frozenset({"NONE", "L2", "DECOUPLE", "COUNTER", "COWCLIP"})
 # Those without further states or counters.
 _STATELESS_DECAYS = frozenset({"NONE", "L2", "DECOUPLE"})

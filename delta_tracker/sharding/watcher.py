@@ -185,19 +185,15 @@ class Watcher:
         """Return the result of ``action``. If it raises, mark all rows at the next cut, and return ``otherwise``."""
         try:
             return action()
-        except Exception as error:  # noqa: BLE001  an error of the tracker must not interrupt the training step
+        except Exception:  # an error of the tracker must not interrupt the training step
             self._listener.mark_all_later(self._tables)
             self.num_errors += 1
             with suppress(Exception):  # whatever the hook ran out of may be missing here, too
-                self._report_error(error)
+                for cell in self._faults:
+                    cell.add(1)
+                if self.num_errors == 1:
+                    _logger.exception("a hook failed; all rows count as changed: tables=%s", list(self._tables))
             return otherwise
-
-    def _report_error(self, error: Exception) -> None:
-        for cell in self._faults:
-            cell.add(1)
-        if self.num_errors == 1:
-            tables = list(self._tables)
-            _logger.error("a hook failed; all rows count as changed: tables=%s", tables, exc_info=error)
 
 
 class _NoListener:

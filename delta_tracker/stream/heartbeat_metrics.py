@@ -8,7 +8,7 @@ import logging
 from delta_tracker.monitor.monitor import Monitor, program_monitor
 from delta_tracker.monitor.polled_stats import MetricSource
 from delta_tracker.monitor.stat import Gauge
-from delta_tracker.stream.heartbeat import GONE_SECONDS, SeenHeartbeat, see_heartbeats, see_publisher
+from delta_tracker.stream.heartbeat import GONE_SECONDS, see_heartbeats, see_publisher
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.storage.storage import Location, Storage, open_storage
 from delta_tracker.stream.store_clock import StoreClock, skew_problem
@@ -58,8 +58,13 @@ class _Heartbeats(MetricSource):
         for seen in found:
             if not seen.beat.seconds:
                 continue  # it was stopped
-            self._log_skew(seen)
             name = seen.beat.name
+            problem = skew_problem(f"predictor {name}", seen.skew)
+            if problem is None:
+                self._skewed.discard(name)
+            elif name not in self._skewed:
+                self._skewed.add(name)
+                _logger.warning("%s: url=%s", problem, self._storage.url)
             readings[metrics.heartbeat_age_seconds, name] = max(0.0, self._clock.now() - seen.modified)
             differences = seen.beat.differences
             readings[metrics.heartbeat_model_differences, name] = differences.count("; ") + bool(differences)
@@ -72,14 +77,6 @@ class _Heartbeats(MetricSource):
         for (gauge, name), value in readings.items():
             gauge.set(value, predictor=name)
         self._shown = set(readings)
-
-    def _log_skew(self, seen: SeenHeartbeat) -> None:
-        problem = skew_problem(f"predictor {seen.beat.name}", seen.skew)
-        if problem is None:
-            self._skewed.discard(seen.beat.name)
-        elif seen.beat.name not in self._skewed:
-            self._skewed.add(seen.beat.name)
-            _logger.warning("%s: url=%s", problem, self._storage.url)
 
 
 class _Newest(MetricSource):

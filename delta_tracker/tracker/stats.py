@@ -119,23 +119,20 @@ class TrackerGauges:
             stats = TrackerStats.of(log, self._mode, counts=is_counted)
         finally:
             log.lock.release()
+        recorder = self._recorder
         for kind in _KINDS:
-            self._recorder.state_bytes.set(getattr(stats.memory, f"{kind}_bytes"), kind=kind)
+            recorder.state_bytes.set(getattr(stats.memory, f"{kind}_bytes"), kind=kind)
         for consumer, lag in stats.lags.items():
-            self._show_consumer(consumer, lag, stats.num_rows)
+            recorder.consumer_lag_batches.set(lag.batches, consumer=consumer)
+            recorder.consumer_lag_seconds.set(lag.seconds, consumer=consumer)
+            recorder.oldest_pending_seconds.set(lag.oldest_pending or 0, consumer=consumer)
+            for fqn, pending in lag.pending.items():
+                recorder.pending_rows.set(pending, table=fqn, consumer=consumer)
+                recorder.pending_ratio.set(pending / max(1, stats.num_rows[fqn]), table=fqn, consumer=consumer)
         for consumer in self._shown - stats.lags.keys():
             for gauge in _CONSUMER_GAUGES:
-                getattr(self._recorder, gauge).remove(consumer=consumer)
+                getattr(recorder, gauge).remove(consumer=consumer)
         self._shown = frozenset(stats.lags)
-
-    def _show_consumer(self, consumer: str, lag: Lag, num_rows: Mapping[str, int]) -> None:
-        recorder = self._recorder
-        recorder.consumer_lag_batches.set(lag.batches, consumer=consumer)
-        recorder.consumer_lag_seconds.set(lag.seconds, consumer=consumer)
-        recorder.oldest_pending_seconds.set(lag.oldest_pending or 0, consumer=consumer)
-        for fqn, pending in lag.pending.items():
-            recorder.pending_rows.set(pending, table=fqn, consumer=consumer)
-            recorder.pending_ratio.set(pending / max(1, num_rows[fqn]), table=fqn, consumer=consumer)
 
 
 def _several(count: int, singular: str, plural: str = "") -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from delta_tracker.errors import import_optional
 from delta_tracker.monitor.collection_report import CollectionReport, TotalReport, WindowReport
-from delta_tracker.monitor.event import Event, Value
+from delta_tracker.monitor.event import Value
 from delta_tracker.monitor.library import DEFINITIONS
 from delta_tracker.monitor.sinks.base_sink import Sink
 
@@ -64,7 +64,12 @@ class MlflowSink(Sink):
     def deliver(self, collection: CollectionReport) -> None:
         """Log a collection. Raise MlflowException if MLflow cannot be reached, or the run was deleted."""
         for event in collection.events:
-            self._log_event(event)
+            if event.name == START_EVENT:
+                self._log_parameters(event.data)
+            elif event.name == END_EVENT:
+                self._log_tags(event.data)
+                if event.severity.name in ("ERROR", "CRITICAL"):
+                    self._status = "FAILED"
         known = [metric for metric in self._metrics(collection) if ("metrics", metric.key) not in self._refused]
         self._log("metrics", known)
         version_name = DEFINITIONS["published_version"].name
@@ -85,14 +90,6 @@ class MlflowSink(Sink):
                 for name, value in report.values.items()
             ]
         return metrics
-
-    def _log_event(self, event: Event) -> None:
-        if event.name == START_EVENT:
-            self._log_parameters(event.data)
-        elif event.name == END_EVENT:
-            self._log_tags(event.data)
-            if event.severity.name in ("ERROR", "CRITICAL"):
-                self._status = "FAILED"
 
     def _log_parameters(self, parameters: Mapping[str, Value]) -> None:
         made = [self._entities.Param(_key(key), str(value)) for key, value in parameters.items()]

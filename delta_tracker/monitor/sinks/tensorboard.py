@@ -31,7 +31,12 @@ class TensorBoardSink(Sink):
     def deliver(self, collection: CollectionReport) -> None:
         """Write the windows and events of the collection, and flush the files."""
         for report in collection.windows:
-            self._write_window(report)
+            series = tag(report.definition.name, report.labels)
+            time = report.window.time_ns * NS
+            for name, value in report.values.items():
+                self._writer.add_scalar(f"{series}/{name}", value, report.window.axis_position, walltime=time)
+            if report.buckets is not None and report.buckets.count:
+                self._write_histogram(series, report, report.buckets)
         for event in collection.events:
             data = ", ".join(f"{key}={value}" for key, value in event.data.items())
             text = f"{event.severity.name} {event.phase}: {event.message} {data}"
@@ -41,14 +46,6 @@ class TensorBoardSink(Sink):
     def close(self) -> None:
         """Close the files."""
         self._writer.close()
-
-    def _write_window(self, report: WindowReport) -> None:
-        series = tag(report.definition.name, report.labels)
-        time = report.window.time_ns * NS
-        for name, value in report.values.items():
-            self._writer.add_scalar(f"{series}/{name}", value, report.window.axis_position, walltime=time)
-        if report.buckets is not None and report.buckets.count:
-            self._write_histogram(series, report, report.buckets)
 
     def _write_histogram(self, series: str, report: WindowReport, buckets: LogBuckets) -> None:
         figures = report.window.aggregate

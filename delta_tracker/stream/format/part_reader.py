@@ -353,10 +353,8 @@ def read_parts(
     readers = []
     try:
         for (part, chosen), source in zip(pairs, sources, strict=True):
-            if chosen is part:
-                readers.append(PartReader(storage, part, manifest, source=source))
-            else:
-                readers.append(_narrowed(storage, part, manifest, source, chosen))
+            blocks, dense = (None, None) if chosen is part else (_indices(part, chosen), chosen.dense)
+            readers.append(PartReader(storage, part, manifest, source=source, blocks=blocks, dense=dense))
     except (StorageError, Interrupted):
         if buffer is not None:
             buffer.begun = parts, sources
@@ -373,11 +371,6 @@ def _needed_bytes(part: Part, chosen: Part, manifest: Manifest) -> int:
         values = block.encoding.width(block.num_columns) * block.encoding.dtype.itemsize
         num_bytes += block.num_rows * (values + _IDS_BYTES)
     return min(num_bytes, part.num_bytes)
-
-
-def _narrowed(storage: Storage, part: Part, manifest: Manifest, source: PartSource, chosen: Part) -> PartReader:
-    """Return a reader of ``chosen``, a subset of the tables and dense tensors of ``part``, and check the subset."""
-    return PartReader(storage, part, manifest, source=source, blocks=_indices(part, chosen), dense=chosen.dense)
 
 
 def _indices(part: Part, chosen: Part) -> list[int]:

@@ -352,8 +352,7 @@ class _Plan:
 
     @classmethod
     def of(cls, held: _Held, retention: Retention, now: float) -> "_Plan":
-        before = now - retention.grace_seconds
-        start, floor, superseded = _needed(held, before)
+        start, floor, superseded = _needed(held, now - retention.grace_seconds)
         floor = min([floor, *(each.version for each in held.path if each.merges is None)])
         expired = _expired(held, retention, now)
         old = [version for version in takewhile(expired.__contains__, sorted(held.entries)) if version < floor]
@@ -430,8 +429,7 @@ class _Left:
     def may_delete(self, retention: Retention, now: Callable[[], float] | None) -> bool:
         """Return True if a pass may delete a version or a merged entry."""
         clock = min(self.newest, time.time()) if now is None else now()
-        before = clock - retention.grace_seconds
-        _, floor, superseded = _needed(self, before)
+        _, floor, superseded = _needed(self, clock - retention.grace_seconds)
         num_versions = self.head.version - self.first + 1
         is_expired = _exceeds(retention, num_versions, clock - self.first_committed, self.num_bytes)
         return (self.first < floor and is_expired) or bool(superseded)

@@ -367,8 +367,7 @@ def _to_pin(log: SeenLog, view: View, order: Order) -> Apply | Stay:
     position, target = view.position, _named(log, order)
     if view.policy.is_canary and not log.allows(target):
         return _towards(log, view, order)
-    is_whole = position is not None and position.rows is Rows.WHOLE
-    start = position if is_whole else None
+    start = position if position is not None and position.rows is Rows.WHOLE else None
     return _along(log, view, order, path_to_entry(log, target, order.newest, position=start), start)
 
 

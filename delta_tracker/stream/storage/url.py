@@ -23,52 +23,46 @@ _RETRY_TIMEOUT = timedelta(seconds=30)
 # A request may take any time as long as bytes arrive; obstore's own limit is 30 seconds for the whole request.
 _CLIENT_DEFAULTS = {"timeout": "365days", "read_timeout": "30s"}
 # Options of the HTTP client. obstore expects them separately from the store's options, and panics otherwise.
-_CLIENT_OPTIONS = frozenset(
-    {
-        "allow_http",
-        "allow_invalid_certificates",
-        "connect_timeout",
-        "default_content_type",
-        "http1_only",
-        "http2_keep_alive_interval",
-        "http2_keep_alive_timeout",
-        "http2_keep_alive_while_idle",
-        "http2_only",
-        "pool_idle_timeout",
-        "pool_max_idle_per_host",
-        "proxy_ca_certificate",
-        "proxy_excludes",
-        "proxy_url",
-        "randomize_addresses",
-        "read_timeout",
-        "root_certificate",
-        "timeout",
-        "user_agent",
-    }
-)
+_CLIENT_OPTIONS = {
+    "allow_http",
+    "allow_invalid_certificates",
+    "connect_timeout",
+    "default_content_type",
+    "http1_only",
+    "http2_keep_alive_interval",
+    "http2_keep_alive_timeout",
+    "http2_keep_alive_while_idle",
+    "http2_only",
+    "pool_idle_timeout",
+    "pool_max_idle_per_host",
+    "proxy_ca_certificate",
+    "proxy_excludes",
+    "proxy_url",
+    "randomize_addresses",
+    "read_timeout",
+    "root_certificate",
+    "timeout",
+    "user_agent",
+}
 # The options of each kind of bucket that most programs set, to suggest one of them. obstore knows all that are valid.
 _BUCKET_OPTIONS = {
-    "s3": frozenset(
-        {
-            "access_key_id",
-            "endpoint",
-            "region",
-            "secret_access_key",
-            "session_token",
-            "skip_signature",
-            "virtual_hosted_style_request",
-        }
-    ),
-    "gs": frozenset({"application_credentials", "service_account", "service_account_key", "skip_signature"}),
-    "az": frozenset(
-        {"account_key", "account_name", "client_id", "client_secret", "endpoint", "sas_token", "tenant_id"}
-    ),
+    "s3": {
+        "access_key_id",
+        "endpoint",
+        "region",
+        "secret_access_key",
+        "session_token",
+        "skip_signature",
+        "virtual_hosted_style_request",
+    },
+    "gs": {"application_credentials", "service_account", "service_account_key", "skip_signature"},
+    "az": {"account_key", "account_name", "client_id", "client_secret", "endpoint", "sas_token", "tenant_id"},
 }
 _UNIT_SECONDS = {"n": 1e-9, "u": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")
 _NO_COLON = re.compile(rf"({'|'.join(SCHEMES)})//+", re.IGNORECASE)
 _OPTION_PREFIX = re.compile(r"^(aws|google|azure)_")
-_ENDPOINTS = frozenset({"endpoint", "endpoint_url"})
+_ENDPOINTS = {"endpoint", "endpoint_url"}
 # Control characters, backslashes, #, which obstore uses to mark a file that is still being written, and surrogates,
 # which replace bytes that are not UTF-8.
 _FORBIDDEN = re.compile(r"[\x00-\x1f\x7f\\#\ud800-\udfff]")

@@ -74,7 +74,14 @@ class MetricCounter:
             for field, reduction in metric._reductions.items()  # noqa: SLF001  torchmetrics has no public access
         }
         self.unmerged = {field: each for field, each in self._fields.items() if each not in _REDUCTIONS}
-        self.kind = self._current_kind()  # not taken later: an update may change a buffer
+        buffers = {
+            name: [str(buffer.dtype), list(buffer.shape), digest(buffer)]
+            for name, buffer in metric.named_buffers(recurse=False)
+            if name not in self._fields
+        }
+        states = {field: [reduction, self._default_shape(field)] for field, reduction in self._fields.items()}
+        # Not taken later: an update may change a buffer.
+        self.kind: Kind = {"class": type(metric).__name__, "states": states, "buffers": buffers}
 
     def state_dict(self) -> State:
         """Return copies of the metric's states by name, together with the number of updates.
@@ -186,15 +193,6 @@ class MetricCounter:
         if states:
             return {name: each for name, each in states[0].items() if name == field or name.startswith(f"{field}.")}
         return {f"{field}.length": 0} if self._default_shape(field) is None else {field: self._default(field)}
-
-    def _current_kind(self) -> Kind:
-        buffers = {
-            name: [str(buffer.dtype), list(buffer.shape), digest(buffer)]
-            for name, buffer in self._metric.named_buffers(recurse=False)
-            if name not in self._fields
-        }
-        states = {field: [reduction, self._default_shape(field)] for field, reduction in self._fields.items()}
-        return {"class": type(self._metric).__name__, "states": states, "buffers": buffers}
 
     def _default(self, field: str) -> Tensor:
         found: Tensor = self._metric._defaults[field].detach().cpu().clone()  # noqa: SLF001

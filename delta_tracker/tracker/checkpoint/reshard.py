@@ -61,12 +61,7 @@ class Resharding:
     """
 
     def __init__(
-        self,
-        parts: Sequence[RankHeader],
-        shards: Mapping[str, LocalShard],
-        capture: Capture,
-        rank: int,
-        world_size: int,
+        self, parts: list[RankHeader], shards: Mapping[str, LocalShard], capture: Capture, rank: int, world_size: int
     ) -> None:
         self._parts = sorted(parts, key=lambda part: part.rank)
         self._shards = shards
