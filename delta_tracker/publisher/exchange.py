@@ -123,14 +123,7 @@ class Exchange:
         RankLostError: if a rank dies, or does not build its exchange in time.
     """
 
-    def __init__(
-        self,
-        timeout: timedelta,
-        name: str = "publisher",
-        call: str = "Publisher(...)",
-        action: Action = "publish",
-        join: Join = RankGroup,
-    ) -> None:
+    def __init__(self, timeout: timedelta, name: str, call: str, action: Action, join: Join = RankGroup) -> None:
         _check_timeout(timeout)
         warn_if_alone(call)
         self.group = join(name, call, timeout)
@@ -229,7 +222,7 @@ class Ballots(Exchange):
     """
 
     def __init__(self, timeout: timedelta, join: Join = RankGroup) -> None:
-        super().__init__(timeout, join=join)
+        super().__init__(timeout, "publisher", "Publisher(...)", "publish", join)
         self.vote_every = 1
         self.number = 0
         self.num_owed = 0

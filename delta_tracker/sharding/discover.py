@@ -27,6 +27,7 @@ from delta_tracker.sharding.torchrec_api import (
 from delta_tracker.types import ShardSpec, TableSpec
 
 _logger = logging.getLogger(__name__)
+_Extent = tuple[int, int, int, int]  # first row, first column, number of rows, number of columns
 
 _DTYPES = {"FP32": torch.float32, "FP16": torch.float16, "BF16": torch.bfloat16}
 
@@ -199,7 +200,7 @@ def _add_collection(
 class _HeldBlock:
     kernel: Kernel
     slot: int
-    block: tuple[int, int, int, int]  # first row, first column, number of rows, number of columns
+    block: _Extent
     device: torch.device
     is_replicated: bool
 
@@ -246,7 +247,7 @@ def _held_block(kernel: Kernel, slot: int, fqn: str, config: Any, weight: Tensor
 def _merge(
     table: TableSpec,
     blocks: list[_HeldBlock],
-    planned: set[tuple[int, int, int, int]] | None,
+    planned: set[_Extent] | None,
     *,
     is_fused: bool,
     replica: tuple[int, int],

@@ -59,7 +59,7 @@ class ChangeLog:
         self.cursors = Cursors(consumers)
         self.segments = LogSegments(stores, owners, self.cursors, delete_on_read=delete_on_read)
         self.writes = LogWrites(self.lock, self.segments, auto_compact=auto_compact)
-        self.consumers = LogConsumers(self.lock, self.writes, self.segments, max_bytes=max_bytes, received=received)
+        self.consumers = LogConsumers(self.writes, self.segments, max_bytes=max_bytes, received=received)
 
     def compact(self) -> None:
         """Merge segments, and drop rows that are no longer needed, see :meth:`LogSegments.compact`."""

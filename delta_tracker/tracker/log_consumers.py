@@ -1,7 +1,6 @@
 """Consumers of a change log: their reads, reservations and lag."""
 
 import json
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -44,7 +43,6 @@ class LogConsumers:
     All methods may be called from any thread. They acquire the log's lock.
 
     Args:
-        lock: the log's lock.
         writes: the log's writes in progress.
         segments: the log's segments, with the consumers' cursors.
         max_bytes: maximum size in bytes of the log and of pending rows outside the log. If it is exceeded, the consumer
@@ -60,7 +58,6 @@ class LogConsumers:
 
     def __init__(
         self,
-        lock: threading.RLock,
         writes: LogWrites,
         segments: LogSegments,
         *,
@@ -69,7 +66,7 @@ class LogConsumers:
     ) -> None:
         if max_bytes is not None:
             check_count("max_bytes", max_bytes)
-        self.lock = lock
+        self.lock = writes.lock
         self.abandoned: deque[str] = deque()
         self._writes = writes
         self._segments = segments

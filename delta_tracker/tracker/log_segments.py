@@ -22,6 +22,7 @@ from delta_tracker.tracker.store.several_stores import changed_in_each, num_chan
 from delta_tracker.types import Memory
 
 _logger = logging.getLogger(__name__)
+_Stores = Mapping[str, SegmentStore]
 _Context = Callable[[], AbstractContextManager[None]]
 _NO_RANGE = nullcontext()
 
@@ -55,14 +56,9 @@ class LogSegments:
     """
 
     def __init__(
-        self,
-        stores: Mapping[str, SegmentStore],
-        owners: Mapping[str, OwnerStore],
-        cursors: Cursors,
-        *,
-        delete_on_read: bool,
+        self, stores: _Stores, owners: Mapping[str, OwnerStore], cursors: Cursors, *, delete_on_read: bool
     ) -> None:
-        self.stores: Mapping[str, SegmentStore] = dict(stores)
+        self.stores: _Stores = dict(stores)
         self.owners: Mapping[str, OwnerStore] = dict(owners)
         self.cursors = cursors
         self.delete_on_read = delete_on_read
@@ -227,9 +223,7 @@ class LogSegments:
         for _, store in self._every:
             store.mark_all_later()
 
-    def replace(
-        self, stores: Mapping[str, SegmentStore], owners: Mapping[str, OwnerStore], gone: Collection[str]
-    ) -> None:
+    def replace(self, stores: _Stores, owners: Mapping[str, OwnerStore], gone: Collection[str]) -> None:
         """Replace the stores of some tables and remove the tables ``gone``, see :meth:`ChangeLog.replace`.
 
         All rows of the new stores are marked. If memory for the marks runs out, nothing is replaced.

@@ -104,7 +104,7 @@ def tracker_reader(
     """
     every: Any = tracker
     recorder = Recorder("publisher", tracker, monitor=Monitor())
-    exchange = Exchange(timedelta(seconds=60))
+    exchange = Exchange(timedelta(seconds=60), "publisher", "Publisher(...)", "publish")
     reader = TrackerReader(every, None, top_k=None, dense=None, encoding=encoding, exchange=exchange, recorder=recorder)
     reader.find_dense = lambda: dense or {}
     return reader
