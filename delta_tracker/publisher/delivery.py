@@ -80,7 +80,12 @@ class Delivery:
             if outcome.done():  # the first call was interrupted after it had started this
                 return
             try:
-                found = self._completed(number, draft)
+                if self._group.world_size == 1:
+                    share = self._writer.write(draft)
+                    found = self._ended(share, self._commit(draft, share, {}))
+                else:
+                    job, rounds = self.worker.submit(self._writer.write, draft), Rounds(self._group, number)
+                    found = self._lead(rounds, draft, job) if self._group.rank == 0 else self._send(rounds, job)
             except BaseException as error:  # noqa: BLE001  the training thread waits for an outcome, and reports it
                 found = Outcome(error=self._lost(error))
             outcome.set_result(replace(found, read=read))
@@ -92,13 +97,6 @@ class Delivery:
         self._messenger.shutdown()
         self.worker.shutdown()
         self._group.close()
-
-    def _completed(self, number: int, draft: Draft | Exception) -> Outcome:
-        if self._group.world_size == 1:
-            share = self._writer.write(draft)
-            return self._ended(share, self._commit(draft, share, {}))
-        job, rounds = self.worker.submit(self._writer.write, draft), Rounds(self._group, number)
-        return self._lead(rounds, draft, job) if self._group.rank == 0 else self._send(rounds, job)
 
     def _lost(self, error: BaseException) -> Exception | None:
         """Leave the group, because the ranks may expect different messages. Return the error to report."""

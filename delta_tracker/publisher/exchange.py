@@ -124,7 +124,9 @@ class Exchange:
     """
 
     def __init__(self, timeout: timedelta, name: str, call: str, action: Action, join: Join = RankGroup) -> None:
-        _check_timeout(timeout)
+        given: object = timeout
+        if not isinstance(given, timedelta) or given <= timedelta():
+            raise InvalidArgumentError("timeout", given, "Pass a timedelta above 0, such as timedelta(seconds=30)")
         warn_if_alone(call)
         self.group = join(name, call, timeout)
         self._action: Action = action
@@ -241,11 +243,6 @@ class Ballots(Exchange):
         # One line, so that an interrupt cannot come between the assignments.
         self.pending, self.number, self.num_owed = self.start_votes(vote), number, owed
         return self.pending
-
-
-def _check_timeout(timeout: object) -> None:
-    if not isinstance(timeout, timedelta) or timeout <= timedelta():
-        raise InvalidArgumentError("timeout", timeout, "Pass a timedelta above 0, such as timedelta(seconds=30)")
 
 
 def opened(rank: int, data: bytes, action: Action = "publish") -> dict[str, Any]:

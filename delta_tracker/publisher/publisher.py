@@ -167,8 +167,9 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
                 recovery=recovery,
             )
             failing.callback(reader.close, forgets=False)
+            scored = "" if top_k is None or top_k.score is None else " with a score"
             return {
-                "top_k": _budget(top_k),
+                "top_k": "no top_k" if top_k is None else f"top_k={replace(top_k, score=None)}{scored}",
                 "encoding": f"encoding={name_encodings(encoding)}",
                 # Compared before the cadence, which also contains it, because its error message is shorter.
                 "vote_every": f"vote_every={exchange.vote_every}",
@@ -432,12 +433,6 @@ def _check_tracker(tracker: object) -> None:
         if type(tracker).__module__.startswith("torchrec."):
             remedy = "Call patch_torchrec() of delta_tracker.compat before dmp.init_torchrec_delta_tracker()"
         raise InvalidArgumentError("tracker", given, remedy)
-
-
-def _budget(top_k: TopK | None) -> str:
-    if top_k is None:
-        return "no top_k"
-    return f"top_k={replace(top_k, score=None)}" + (" with a score" if top_k.score is not None else "")
 
 
 def _check(url: object, cadence: object, upkeep: object, recovery: object) -> None:

@@ -235,7 +235,10 @@ class PinReader:
         newest = self._newest
         found = newest_pin(storage.uncached if past_caches else storage, after=0 if newest is None else newest.counter)
         if found is None and newest is not None and stream not in ("", newest.stream):
-            found = self._of_another_log(storage, stream, newest)
+            # The store may contain another log, without the pin ``newest``, and with a pin of ``stream``.
+            other = newest_pin(storage, after=newest.counter - 1) or newest_pin(storage.uncached)
+            if other is not None and other.stream == stream:
+                found, self._confirmed = other, None
         is_due_again = newest != self._confirmed and storage is self._source and now >= self._recheck_at
         if found is not None:
             self._newest, self._source = found, storage
@@ -245,14 +248,6 @@ class PinReader:
         else:
             return
         self._recheck_at = now + _RECHECK_SECONDS
-
-    def _of_another_log(self, storage: Storage, stream: str, newest: Pin) -> Pin | None:
-        """Return the newest pin of a store that lacks the pin ``newest``, if the store's pin belongs to ``stream``."""
-        found = newest_pin(storage, after=newest.counter - 1) or newest_pin(storage.uncached)
-        if found is None or found.stream != stream:
-            return None
-        self._confirmed = None
-        return found
 
     def _fail(self, error: StorageError, now: float) -> None:
         if self._failing_since is None:

@@ -311,15 +311,6 @@ def _exceeds(retention: Retention, num_versions: int, seconds: float, num_bytes:
     return any(bound is not None and value > bound for bound, value in bounds)
 
 
-def _expired(held: _Held, retention: Retention, now: float) -> set[int]:
-    expired, num_bytes = set(), 0
-    for number, (version, manifest) in enumerate(sorted(held.entries.items(), reverse=True), 1):
-        num_bytes += manifest.total_bytes
-        if _exceeds(retention, number, now - manifest.committed, num_bytes):
-            expired.add(version)
-    return expired
-
-
 def _guards(entries: Mapping[int, Manifest], head: Manifest) -> set[int]:
     """Return the versions of the stream's claims, of the entries before them, and of earlier promotions' claims."""
     # A delayed publisher may have given its claim the name of an entry that retention had deleted. Such a claim has a
@@ -354,7 +345,11 @@ class _Plan:
     def of(cls, held: _Held, retention: Retention, now: float) -> "_Plan":
         start, floor, superseded = _needed(held, now - retention.grace_seconds)
         floor = min([floor, *(each.version for each in held.path if each.merges is None)])
-        expired = _expired(held, retention, now)
+        expired, num_bytes = set[int](), 0
+        for number, (version, manifest) in enumerate(sorted(held.entries.items(), reverse=True), 1):
+            num_bytes += manifest.total_bytes
+            if _exceeds(retention, number, now - manifest.committed, num_bytes):
+                expired.add(version)
         old = [version for version in takewhile(expired.__contains__, sorted(held.entries)) if version < floor]
         pinned = {Merged.of(each) for each in held.path if each.merges is not None}
         stale = [each for each in superseded if each not in pinned]

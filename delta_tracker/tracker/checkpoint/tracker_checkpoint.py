@@ -93,7 +93,13 @@ class TrackerCheckpoint:
         if is_gathered and self._group is None:
             self._group = RankGroup("parts", 'state_dict(strategy="gather")', TORCH_TIMEOUT)
         group = self._group if is_gathered else None
-        self._check_attached(group)
+        if group is None:
+            self._model.check_attached()
+        else:
+            try:
+                agree(self._model.check_attached, group)
+            except RankFailedError as error:
+                raise error.advising("Call tracker.reattach() on every rank") from None
         self._check_synced(group)
         part = pack(rank, world_size, self._mode.value, shards, self._log.state(), counters, kinds)
         return part if group is None else gather_parts(part, group, strategy)
@@ -104,16 +110,6 @@ class TrackerCheckpoint:
             holder = self._log.consumers.find(name).holder
             if holder is not None:
                 raise ReservedConsumerError(name, holder, LOAD_BEFORE)
-
-    def _check_attached(self, group: RankGroup | None) -> None:
-        """Check that the trackers of all ranks in ``group`` are attached; without a group, check this tracker."""
-        if group is None:
-            self._model.check_attached()
-            return
-        try:
-            agree(self._model.check_attached, group)
-        except RankFailedError as error:
-            raise error.advising("Call tracker.reattach() on every rank") from None
 
     def _check_synced(self, group: RankGroup | None) -> None:
         """Raise InvalidArgumentError if a row changed since the last sync of the replicas, on any rank of ``group``."""
