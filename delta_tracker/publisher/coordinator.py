@@ -8,22 +8,21 @@ from typing import Any
 from msgspec import convert, to_builtins
 from torch import Tensor
 
-from delta_tracker.errors import InvalidArgumentError, LostEntryError
+from delta_tracker.errors import InvalidArgumentError, LostEntryError, RankFailedError
 from delta_tracker.monitor.recorder import Recorder
-from delta_tracker.publisher.declared_states import declared_states
 from delta_tracker.publisher.exchange import Exchange, Message, Phase, check_alike
 from delta_tracker.publisher.host_copies import SelectedRows
 from delta_tracker.publisher.rank_tables import CopiedRows, RankSchema
 from delta_tracker.publisher.training import TakenState
 from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.manifest import FORMAT, DenseSpec, Kind, Manifest, Part, Stored, entry_name
-from delta_tracker.stream.format.parse import parse_manifest
+from delta_tracker.stream.format.parse import check_columns, parse_manifest
 from delta_tracker.stream.format.part_writer import put_part, put_training
 from delta_tracker.stream.log import Claim, ClaimedStream, StreamLog, part_name
 from delta_tracker.stream.reading.runtime import Runtime
 from delta_tracker.stream.storage.storage import Location, Storage, open_storage
 from delta_tracker.stream.storage.store import Repeatable
-from delta_tracker.types import Identity, TableStates
+from delta_tracker.types import Identity, TableSpec, TableStates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,3 +251,33 @@ def _owner_changes(
         for fqn, (admitted, evicted) in share["owner_changes"].items():
             found[fqn] = found[fqn][0] + admitted, found[fqn][1] + evicted
     return found
+
+
+def declared_states(messages: Sequence[Mapping[str, Any]], tables: Mapping[str, TableSpec]) -> dict[str, TableStates]:
+    """Combine the states that each rank declares into the states of whole tables, and return them by FQN.
+
+    ``messages`` has one mapping per rank, in rank order, of FQN to the states of the rank's column ranges, as JSON
+    values. Omits tables for which no rank declares states. Raises RankFailedError if ranks declare different optimizers
+    or states for a table, or if their column ranges do not cover each of its columns once.
+    """
+    first: dict[str, TableStates] = {}
+    columns: dict[str, set[tuple[int, int]]] = {}
+    for rank, message in enumerate(messages):
+        for fqn, states in convert(message, dict[str, TableStates]).items():
+            known = first.setdefault(fqn, states)
+            if replace(known, columns=states.columns) != states:
+                raise RankFailedError(rank, f"{_shown(fqn, states)} where another rank has {_shown(fqn, known)}")
+            columns.setdefault(fqn, set()).update(states.columns)
+    found = {}
+    for fqn in [each for each in tables if each in first]:
+        found[fqn] = replace(first[fqn], columns=tuple(sorted(columns[fqn])))
+        try:
+            check_columns(tables[fqn], found[fqn].columns)
+        except ValueError as error:
+            raise RankFailedError(0, f"shards of different sizes: {error}") from error
+    return found
+
+
+def _shown(fqn: str, table: TableStates) -> str:
+    states = ", ".join(f"{each.name} {each.dtype_name} per {each.width}" for each in table.states)
+    return f"the optimizer {table.optimizer} with {states or 'no states'} for {fqn!r}"

@@ -18,8 +18,7 @@ from delta_tracker.live_objects import Uncopied
 from delta_tracker.monitor.monitor import Monitor
 from delta_tracker.monitor.recorder import Recorder
 from delta_tracker.publisher.cadence import Cadence, Pace
-from delta_tracker.publisher.coordinator import Coordinator
-from delta_tracker.publisher.declared_states import declared_states
+from delta_tracker.publisher.coordinator import Coordinator, declared_states
 from delta_tracker.publisher.delivery import Delivery
 from delta_tracker.publisher.exchange import Ballots, Join, Message, Phase, check_alike
 from delta_tracker.publisher.publisher_heartbeats import Heartbeats

@@ -5,34 +5,35 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from delta_tracker.errors import InvalidArgumentError, RankLostError, StaleDeltaError
 from delta_tracker.monitor.recorder import Recorder
 from delta_tracker.publisher.coordinator import Coordinator, Draft
 from delta_tracker.publisher.exchange import Exchange, Message, Phase
 from delta_tracker.publisher.host_copies import SelectedRows
-from delta_tracker.publisher.published_dense import chosen_dense, published_dense, warn_of_dense
 from delta_tracker.publisher.rank_tables import EncodingChoice, RankSchema, RankTables, choose_encodings
 from delta_tracker.publisher.repair import rows_to_repair, warn_of_changes
 from delta_tracker.publisher.training import Recovery, TrainingCuts, check_recoverable
 from delta_tracker.raw_ids import NO_OWNER
-from delta_tracker.sharding.dense import DenseChoice
+from delta_tracker.sharding.dense import DenseChoice, dense_parameters, dense_tensors
 from delta_tracker.sharding.kernel_memory import one_cut
 from delta_tracker.stream.format.block_rows import BlockRows
-from delta_tracker.stream.format.manifest import Kind, Manifest, Part, Schema
+from delta_tracker.stream.format.manifest import DTYPE_NAMES, MAX_DIMS, Kind, Manifest, Part, Schema
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.reading.position import Position
 from delta_tracker.tracker.checkpoint.tracker_checkpoint import Restored
 from delta_tracker.tracker.consumer_handle import ConsumerHandle
+from delta_tracker.tracker.live_tables import LiveTables
 from delta_tracker.tracker.top_k import AllRanks, TopK, choose
 from delta_tracker.tracker.tracker import ModelDeltaTracker
-from delta_tracker.types import Delta
+from delta_tracker.types import Delta, dtype_name
 
 _logger = logging.getLogger(__name__)
+_MAX_NAMES = 5
 
 
 class TrackerReader:
@@ -296,4 +297,37 @@ def _count_owner_changes(read: Delta, identities: Iterable[str]) -> dict[str, Se
         rows = read[fqn]
         if rows.admitted is not None and rows.evicted is not None and len(rows):
             found[fqn] = SelectedRows(torch.stack([(each != NO_OWNER).sum() for each in (rows.admitted, rows.evicted)]))
+    return found
+
+
+def chosen_dense(dense: DenseChoice | Literal[True], live: LiveTables) -> DenseChoice:
+    """Return ``dense`` in a form that can be iterated repeatedly, or the whole model if ``dense`` is True."""
+    if dense is True:
+        return live.model
+    if isinstance(dense, Mapping):
+        return dict(dense)
+    return dense if isinstance(dense, nn.Module | str) else tuple(dense)
+
+
+def warn_of_dense(live: LiveTables) -> None:
+    """Log a warning if the model has trainable dense parameters. Call this function if none are published."""
+    if names := dense_parameters(live.model, live.tables):
+        shown = ", ".join(names[:_MAX_NAMES]) + (f" and {len(names) - _MAX_NAMES} more" if names[_MAX_NAMES:] else "")
+        _logger.warning(
+            "these parameters of the model are not published, so that predictors keep their own values: %s. Pass "
+            "dense=True to publish all dense parameters, or dense=False if they are sent in another way",
+            shown,
+        )
+
+
+def published_dense(live: LiveTables, choice: DenseChoice) -> dict[str, Tensor]:
+    """Return the chosen dense tensors by name, without copying them.
+
+    Raises InvalidArgumentError if a tensor is not in the model, or its dtype or number of dimensions is unsupported.
+    """
+    found = dense_tensors(live.model, choice, tables=live.tables)
+    for name, tensor in found.items():
+        if dtype_name(tensor.dtype) not in DTYPE_NAMES or tensor.dim() > MAX_DIMS:
+            remedy = f"Leave it out: streams do not support {tensor.dim()}-d {tensor.dtype}"
+            raise InvalidArgumentError("dense", name, remedy)
     return found

@@ -43,6 +43,7 @@ class LogConsumers:
     All methods may be called from any thread. They acquire the log's lock.
 
     Args:
+        lock: the log's lock.
         writes: the log's writes in progress.
         segments: the log's segments, with the consumers' cursors.
         max_bytes: maximum size in bytes of the log and of pending rows outside the log. If it is exceeded, the consumer

@@ -9,7 +9,7 @@ import torch
 from msgspec import to_builtins
 
 from delta_tracker.errors import RankFailedError
-from delta_tracker.publisher.declared_states import declared_states
+from delta_tracker.publisher.coordinator import declared_states
 from delta_tracker.types import StateSpec, TableSpec, TableStates
 
 _MOMENTUM = StateSpec("momentum1", torch.float32, "range")

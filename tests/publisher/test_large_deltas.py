@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import SGD, Adam
 
 from delta_tracker import ModelDeltaTracker, Publisher, Storage, TableSpec
-from delta_tracker.publisher.large_deltas import LargeDeltas
+from delta_tracker.publisher.reports import LargeDeltas
 from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.format.manifest import Block, Manifest, Part
 
