@@ -29,11 +29,11 @@ from delta_tracker.monitor.recorder import Recorder
 from delta_tracker.predictor.lock import TableLock
 from delta_tracker.predictor.model_writer import ModelWriter
 from delta_tracker.predictor.predictor_gauges import PredictorGauges
-from delta_tracker.predictor.table_choice import TableChoice
 from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.format.manifest import Block, Manifest
 from delta_tracker.stream.format.part_reader import Contents
+from delta_tracker.stream.format.table_choice import TableChoice
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.reading.position import Position
 from delta_tracker.stream.reading.runtime import REAL

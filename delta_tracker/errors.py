@@ -552,6 +552,17 @@ class CorruptPartError(StreamError, ValueError):
         self.path, self.reason = path, reason
 
 
+class LeftOutPartError(StreamError, LookupError):
+    """A mirror of the tables in ``tables``, names and patterns, lacks the part ``path``, which has none of them."""
+
+    def __init__(self, url: str, path: str, tables: Iterable[str]) -> None:
+        self.path, self.tables = path, tuple(tables)
+        super().__init__(
+            f"part {path} was left out: {url} is a mirror of the tables {list(self.tables)} only",
+            f"Pass tables={list(self.tables)} or some of them, or the url of the mirror's source",
+        )
+
+
 class MissingVersionError(StreamError, LookupError):
     """Version ``version`` of a stream is missing; no later version was applied. ``head`` is the newest version."""
 

@@ -46,6 +46,13 @@ Examples:
 @click.argument("dst", required=False)
 @click.option("--once", is_flag=True, help="Exit when DST has every version of URL.")
 @click.option("--keep-versions", type=click.IntRange(1), help="Delete older versions at DST that no reader needs.")
+@click.option(
+    "--table",
+    "tables",
+    multiple=True,
+    metavar="PATTERN",
+    help="Copy only parts with tables of this name or pattern; repeat it for more.",
+)
 @click.option("--poll", type=Number(0.01), metavar="SECONDS", help="Polling interval. Default: by URL.")
 @click.option(
     "--dst-option",
@@ -67,6 +74,7 @@ def command(  # noqa: PLR0913  the options of the command
     stream: Stream,
     dst: str | None,
     dst_options: Sequence[str],
+    tables: Sequence[str],
     poll: float | None,
     keep_versions: int | None,
     silence: float | None,
@@ -77,8 +85,8 @@ def command(  # noqa: PLR0913  the options of the command
 ) -> int:
     """Copy the stream until Ctrl-C, or up to its newest version if ``once`` is True. Print each copied entry."""
     if promotes:
-        if poll is not None or keep_versions is not None or once:
-            raise click.UsageError("Omit --once, --poll and --keep-versions with --promote.")
+        if poll is not None or keep_versions is not None or once or tables:
+            raise click.UsageError("Omit --once, --table, --poll and --keep-versions with --promote.")
         if dst is None and not is_forced:
             raise click.UsageError("Pass URL and DST with --promote, or only the URL of the mirror and --force.")
         found = stream.storage if dst is None else Storage(dst, options=store_options(dst_options, "--dst-option"))
@@ -95,9 +103,14 @@ def command(  # noqa: PLR0913  the options of the command
     if not destination.is_read_only:
         destination.probe()
     retention = None if keep_versions is None else Retention(versions=keep_versions)
-    mirror = Mirror(stream.storage, destination, retention=retention)
-    seconds = poll or (REMOTE_POLL_SECONDS if stream.storage.is_remote else LOCAL_POLL_SECONDS)
-    mirror.run(stop=threading.Event(), poll_seconds=seconds, on_entry=lambda entry: _show(stream, entry), once=once)
+    mirror = Mirror(stream.storage, destination, retention=retention, tables=tables or None)
+    default = REMOTE_POLL_SECONDS if stream.storage.is_remote else LOCAL_POLL_SECONDS
+    mirror.run(
+        stop=threading.Event(),
+        poll_seconds=default if poll is None else poll,
+        on_entry=lambda entry: _show(stream, entry),
+        once=once,
+    )
     if once and mirror.head is None:
         raise NoSnapshotError(stream.storage.url)
     return 0

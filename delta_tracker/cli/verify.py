@@ -19,6 +19,7 @@ from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.manifest import Link, Manifest, Part, Stored, entry_name
 from delta_tracker.stream.format.object_reader import Ranged, check_size
 from delta_tracker.stream.format.part_reader import PartReader, read_training
+from delta_tracker.stream.format.table_choice import TableChoice, mirrored_tables
 from delta_tracker.stream.reading.path import newest_readable
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import Identity
@@ -168,11 +169,13 @@ class _Check:
     _so_far: str = ""  # stream of the entries that were checked so far
     _streams: set[str] = field(default_factory=set)  # this one and the former ones
     _owners: _Owners = field(default_factory=_Owners)
+    _choice: TableChoice = field(default_factory=lambda: TableChoice(None))  # tables that the store has
     _advance: Callable[[int], None] = field(init=False)  # of the progress bar
 
     def run(self) -> None:
         """Check the entries of the log, the merged entries, and their objects."""
         storage = self.stream.storage
+        self._choice = mirrored_tables(storage)
         head, newest = self._newest()
         self._stream = "" if head is None else head.stream
         self._start, is_missing = self._newest_snapshot(head)
@@ -227,7 +230,8 @@ class _Check:
         if manifest.forked_from is not None:
             self._streams.add(manifest.forked_from.stream)
         is_whole = self._check_parts(manifest, partial(self.stream.log.read, version))
-        for problem in self._owners.problems(manifest, is_whole=is_whole and not self.is_quick):
+        chosen = manifest.having(self._choice.takes)
+        for problem in self._owners.problems(chosen, is_whole=is_whole and not self.is_quick):
             self._find(entry_name(version), problem, version)
 
     def _check_strays(self, versions: Sequence[int], newest: int) -> None:
@@ -287,6 +291,7 @@ class _Check:
 
     def _checks(self, manifest: Manifest) -> Iterator[tuple[Part | Stored, Callable[[], object]]]:
         """Yield each object of an entry with a function that checks the object and raises CorruptPartError."""
+        manifest = self._choice.copied(manifest)
         if self.is_quick:
             for each in manifest.objects:
                 yield each, partial(self._check_size, each)
@@ -318,7 +323,8 @@ class _Check:
 
     def _check_size(self, stored: Part | Stored) -> None:
         found = self._sizes.get(stored.name)
-        check_size(stored, self.stream.storage.size(stored.name) if found is None else found)
+        storage = self.stream.storage
+        check_size(stored, storage.size(stored.name) if found is None else found, storage)
 
     def _merged_problems(self, manifest: Manifest) -> Iterator[str]:
         if self._streams and manifest.stream not in self._streams:

@@ -23,10 +23,10 @@ from delta_tracker.predictor.placement import Chunk, Placement
 from delta_tracker.predictor.predictor_gauges import PredictorGauges
 from delta_tracker.predictor.served_model import ModelTarget, Receiver, ServedModel
 from delta_tracker.predictor.status import Served
-from delta_tracker.predictor.table_choice import TableChoice
 from delta_tracker.stream.format.field_types import Count
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.format.part_reader import Contents
+from delta_tracker.stream.format.table_choice import TableChoice
 from delta_tracker.stream.reading.orders import Order
 from delta_tracker.stream.reading.position import Position, Rows, SavedPosition, Written
 from delta_tracker.types import Identity

@@ -24,10 +24,10 @@ from delta_tracker.predictor.reader import Reader
 from delta_tracker.predictor.served_model import Model, ModelTarget
 from delta_tracker.predictor.sink_writer import SinkWriter
 from delta_tracker.predictor.status import Counts, Served, Status, error_text
-from delta_tracker.predictor.table_choice import TableChoice
 from delta_tracker.predictor.version_writer import Destination, VersionWriter
 from delta_tracker.sinks.row_sink import RowSink
 from delta_tracker.stream.format.manifest import Manifest
+from delta_tracker.stream.format.table_choice import TableChoice
 from delta_tracker.stream.host_cache import HostCache
 from delta_tracker.stream.notify.notifier import Notifier
 from delta_tracker.stream.reading.canary import Canary

@@ -9,6 +9,7 @@ from delta_tracker.errors import (
     CorruptPartError,
     HeldVersionError,
     InvalidArgumentError,
+    LeftOutPartError,
     MalformedError,
     MissingVersionError,
     NoSnapshotError,
@@ -302,6 +303,8 @@ class Reader:
 
     def _failed(self, state: _Round, decision: Apply, entry: Manifest, error: StreamError) -> None:
         self.writer.destination.restore()  # some rows may have been written
+        if isinstance(error, LeftOutPartError):
+            self.sources.failed(self.sources.all[decision.log.number])
         if decision.rule is Rule.CATCH_UP:
             decision.log.source.catch_up.avoid(entry)
             _logger.info("cannot catch up with version %d: %s", entry.version, str(error))

@@ -15,7 +15,6 @@ from delta_tracker.live_objects import num_announced, trained_memory
 from delta_tracker.predictor.identities import check_hidden, check_indexes, check_maps, find_maps
 from delta_tracker.predictor.model_fit import MISSING, Fit, OnModelChange, fit, specs_of, stated
 from delta_tracker.predictor.placement import Placement, placements
-from delta_tracker.predictor.table_choice import TableChoice
 from delta_tracker.raw_ids import RawIdMap
 from delta_tracker.raw_ids.index import RawIdIndex
 from delta_tracker.row_target import WRITABLE, RowTarget, TensorTarget, obstacle_of
@@ -24,6 +23,7 @@ from delta_tracker.sharding.presence import has_collisions, has_fbgemm_tables, h
 from delta_tracker.sinks.row_sink import RowSink
 from delta_tracker.stream.format.manifest import DenseSpec, Manifest
 from delta_tracker.stream.format.part_reader import Contents
+from delta_tracker.stream.format.table_choice import TableChoice
 from delta_tracker.types import ShardSpec
 
 _logger = logging.getLogger(__name__)

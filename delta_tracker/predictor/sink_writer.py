@@ -27,12 +27,12 @@ from delta_tracker.predictor.placement import Placement
 from delta_tracker.predictor.predictor_gauges import PredictorGauges
 from delta_tracker.predictor.served_model import Receiver
 from delta_tracker.predictor.status import Served
-from delta_tracker.predictor.table_choice import TableChoice
 from delta_tracker.raw_ids import NO_OWNER, default_rows
 from delta_tracker.row_target import RowTarget
 from delta_tracker.sinks.row_sink import RowSink, SinkState
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.format.part_reader import Contents
+from delta_tracker.stream.format.table_choice import TableChoice
 from delta_tracker.stream.interruption import check, checked
 from delta_tracker.stream.reading.orders import Order
 from delta_tracker.stream.reading.position import Position

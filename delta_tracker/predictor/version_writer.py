@@ -8,9 +8,9 @@ from delta_tracker.predictor.identities import identities_after, version_owners
 from delta_tracker.predictor.model_writer import ModelWriter
 from delta_tracker.predictor.served_model import Receiver
 from delta_tracker.predictor.sink_writer import SinkWriter
-from delta_tracker.predictor.table_choice import TableChoice
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.format.part_reader import Contents, PartBuffer
+from delta_tracker.stream.format.table_choice import TableChoice
 from delta_tracker.stream.host_cache import HostCache
 from delta_tracker.stream.storage.storage import Storage
 

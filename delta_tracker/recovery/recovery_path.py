@@ -16,6 +16,7 @@ from delta_tracker.errors import (
 from delta_tracker.recovery.training_states import TrainingStates
 from delta_tracker.stream.format.manifest import STATES_FORMAT, Manifest, Merged
 from delta_tracker.stream.format.shard_rows import local_rows, rows_of
+from delta_tracker.stream.format.table_choice import check_has_all
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.reading.orders import Orders, Policy
 from delta_tracker.stream.reading.path import committed_entry, path_to_entry
@@ -46,6 +47,7 @@ def recovery_path(
     head = log.head()
     if head is None:
         raise NotRecoverableError(log.url, None, "the stream is empty")
+    check_has_all(log.storage)
     asked = head.version if version is None else version
     if type(asked) is not int or not 0 <= asked <= head.version:
         raise InvalidArgumentError("version", version, f"Pass a version up to {head.version}, the newest")

@@ -89,7 +89,7 @@ class Plan:
             size = sizes[each.name] if each.name in sizes else self.storage.size(each.name)
             if size is None:
                 raise NotRecoverableError(self.storage.url, self.last.version, f"{each.name} is missing")
-            check_size(each, size)
+            check_size(each, size, self.storage)
 
     @torch.no_grad()
     def write(self) -> None:

@@ -140,11 +140,14 @@ class HostCache:
         def read(begin: int, end: int) -> NDArray[np.uint8] | None:
             check()
             try:
-                return storage.read_range(part.name, begin, end)
+                data = storage.read_range(part.name, begin, end)
             except StorageError:
                 # A reader over http reads a part that is short in a cache past the cache.
-                check_size(part, storage.size(part.name))
+                check_size(part, storage.size(part.name), storage)
                 raise
+            if data is None:
+                check_size(part, None, storage)
+            return data
 
         with os.fdopen(draft, "wb", closefd=False) as file:
             for piece in checked_pieces(read, part):

@@ -32,6 +32,7 @@ from delta_tracker.errors import (
 )
 from delta_tracker.stream.format.manifest import ENTRY_NAME, MAX_ENTRY_BYTES, Fork, Link, Manifest, Merged, entry_name
 from delta_tracker.stream.format.parse import parse_manifest
+from delta_tracker.stream.format.table_choice import check_has_all
 from delta_tracker.stream.pin import has_deletions, last_present
 from delta_tracker.stream.pointer import HeadPointer, PointerReader, read_pointer
 from delta_tracker.stream.reading.runtime import REAL, Runtime
@@ -388,6 +389,7 @@ class StreamLog:
                 the claim may exist.
             AlteredEntryError: if three consecutive claims were altered in transit.
         """
+        check_has_all(self.storage)
         writer = secrets.token_hex(16) if writer is None else writer
         refused, name = 0, ""
         altered: Manifest | None = None  # own claim whose bytes were altered on the way

@@ -7,7 +7,7 @@ continues where it stopped. A mirror stops if another program appends to the des
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass
@@ -32,6 +32,7 @@ from delta_tracker.live_objects import Uncopied
 from delta_tracker.stream.format.manifest import Manifest, Merged, Part, Stored, entry_name
 from delta_tracker.stream.format.object_reader import check_size, checked_pieces, read_object
 from delta_tracker.stream.format.parse import parse_manifest
+from delta_tracker.stream.format.table_choice import TableChoice, check_has_all, check_mirrored, state_tables
 from delta_tracker.stream.log import StreamLog, check_merged, check_version, read_bytes
 from delta_tracker.stream.maintenance.retention import Retained, Retention, RetentionPasses
 from delta_tracker.stream.pin import MAX_PIN_BYTES, Pin, newest_pin, pin_name
@@ -67,6 +68,8 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
         source: store of the stream. At an http url, reads of entries bypass caches, but reads of parts do not.
         destination: store of the copy.
         retention: bounds on the versions at the destination; None deletes nothing.
+        tables: names of tables and dense tensors of the stream, or patterns with ``*``, ``?`` and ``[...]``, of which
+            the destination gets the parts; None for all objects. The destination keeps the choice with which it began.
         memory_bytes: maximum size of an object that is held in memory. Larger objects are copied in pieces of 8 MiB.
         pointer_seconds: minimum time between two writes of the destination's pointer object, which readers over http
             need. Only :meth:`run` writes it. None disables the writes.
@@ -87,6 +90,7 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
         destination: Storage,
         *,
         retention: Retention | None = None,
+        tables: str | Sequence[str] | None = None,
         memory_bytes: int = _MEMORY_BYTES,
         pointer_seconds: float | None = POINTER_SECONDS,
         runtime: Runtime = REAL,
@@ -98,7 +102,7 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
         # A cache may have an old 404, or an entry of a stream that was replaced; nothing would detect a wrong last one.
         self._source = StreamLog(source.uncached, runtime)
         self._to = StreamLog(destination, runtime)
-        self._objects = ObjectCopier(source, destination, memory_bytes)
+        self._objects = ObjectCopier(source, destination, memory_bytes, TableChoice(tables))
         self._passes = None if retention is None else RetentionPasses(self._to, retention)
         self._pointer_seconds = pointer_seconds
         self._runtime = runtime
@@ -118,6 +122,9 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
                 the source. Nothing was changed.
             MissingVersionError: if the next entry is missing in the source, which has no newer snapshot.
             CorruptPartError: if an object of the source does not match its entry.
+            LeftOutPartError: if the source is a mirror of some tables, and lacks a part of a chosen one.
+            InvalidArgumentError: if the destination began with another choice of tables. Nothing was changed.
+            MissingTableError: if a name or pattern matches nothing in the first snapshot. Nothing was changed.
             MalformedError: if an entry does not follow the format.
             StorageError: if a store fails, or the source no longer has entries, for example because its volume is not
                 mounted. Call again to continue.
@@ -250,8 +257,9 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
         is_checked, now = self._checked_at is not None, self._runtime.monotonic()
         if not is_checked:
             self.head = self._newest(self._to.versions())
+            check_mirrored(self._to.storage, self._objects.choice, is_empty=self.head is None)
         is_due = self._checked_at is None or now - self._checked_at >= _CHECK_SECONDS
-        log = _Seen(self._source, self._diverged)
+        log = _Seen(self._source, self._diverged, self._objects.choice)
         decision = decide(log, self.head, is_checked=is_checked, is_due=is_due)
         if self.head is None:
             self._checked_at = _NEVER
@@ -299,8 +307,11 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
 
     def _copy_objects(self, entry: Manifest, *, is_merged: bool = False) -> None:
         """Copy the objects of an entry. If ``is_merged``, retention may have deleted them from the source."""
-        log = self._source
-        for stored in entry.objects:
+        log, choice = self._source, self._objects.choice
+        if self.head is None:
+            choice.narrowed(entry)  # raises MissingTableError
+            state_tables(self._to.storage, choice)
+        for stored in choice.copied(entry).objects:
             try:
                 self._objects.copy(stored)
             except CorruptPartError as error:
@@ -329,6 +340,7 @@ def promote(storage: Storage) -> Manifest:
     The call is idempotent: if the newest entry is already a claim that starts a stream, it is returned.
 
     Raises:
+        InvalidArgumentError: if there is no stream, or a mirror of some tables.
         LivePublisherError: if a running mirror or publisher appended an entry during the call. Nothing was created.
         StorageError: if the store fails. The stream may have been started: repeat the call.
 
@@ -338,6 +350,7 @@ def promote(storage: Storage) -> Manifest:
         ...
         delta_tracker.errors.InvalidArgumentError: url='memory://' cannot be used. Pass the url of a stream.
     """
+    check_has_all(storage)
     log = StreamLog(storage)
     head = log.head()
     if head is None:
@@ -348,9 +361,13 @@ def promote(storage: Storage) -> Manifest:
 
 
 class ObjectCopier:
-    """Copies the objects of entries from one store to another, large ones in pieces of 8 MiB."""
+    """Copies the objects of entries from one store to another, large ones in pieces of 8 MiB.
 
-    def __init__(self, source: Storage, destination: Storage, memory_bytes: int) -> None:
+    ``choice`` selects the tables to copy.
+    """
+
+    def __init__(self, source: Storage, destination: Storage, memory_bytes: int, choice: TableChoice) -> None:
+        self.choice = choice
         self._source = source
         self._destination = destination
         self._memory_bytes = memory_bytes
@@ -400,7 +417,7 @@ class ObjectCopier:
         if stored.num_bytes <= self._memory_bytes:
             yield read_object(storage, stored)
             return
-        check_size(stored, storage.size(stored.name))
+        check_size(stored, storage.size(stored.name), storage)
         yield from checked_pieces(partial(storage.read_range, stored.name), stored)
 
 
@@ -420,8 +437,10 @@ class Copy:
 class _Seen:
     """Cache of the source's responses in one step of a mirror. Each object is requested only once."""
 
-    def __init__(self, log: StreamLog, diverged: Callable[[int, str], MirrorDivergedError]) -> None:
-        self.source = log
+    def __init__(
+        self, log: StreamLog, diverged: Callable[[int, str], MirrorDivergedError], choice: TableChoice
+    ) -> None:
+        self.source, self.choice = log, choice
         self.url, self.diverged = log.url, diverged
         self.entry = cache(partial(_read, log))
         self.read, self.read_merged = cache(log.read), cache(log.read_merged)
@@ -434,7 +453,7 @@ class _Seen:
         if not self.source.precedes_claim(entry):
             return False
         size = self.source.storage.size
-        return any(size(each.name) is None for each in entry.objects)
+        return any(size(each.name) is None for each in self.choice.copied(entry).objects)
 
     def next_entry(self, version: int) -> bytes | None:
         """Return the bytes of the entry of ``version``; None if a poll does not find it."""

@@ -152,7 +152,7 @@ def _refuse_former(log: StreamLog, version: int) -> None:
 
 def _check_objects(storage: Storage, manifest: Manifest) -> None:
     for each in manifest.objects:
-        check_size(each, storage.size(each.name))
+        check_size(each, storage.size(each.name), storage)
 
 
 def _snapshot(log: StreamLog, head: Manifest | None) -> Manifest | None:

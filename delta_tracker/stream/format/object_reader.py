@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from delta_tracker.errors import CorruptPartError, MalformedError, StorageError
 from delta_tracker.stream.format.digests import DIGEST_BYTES, PieceHasher, num_digests, piece_at, piece_range
 from delta_tracker.stream.format.manifest import Part, Stored
+from delta_tracker.stream.format.table_choice import check_not_left_out
 from delta_tracker.stream.interruption import check
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.stream.storage.store import Transfer
@@ -115,7 +116,7 @@ class Ranged:
         stored = self._stored
         if self._is_begun:
             return
-        check_size(stored, self._storage.size(stored.name))
+        check_size(stored, self._storage.size(stored.name), self._storage)
         if stored.body:
             digests = self._fetch(stored.body, stored.num_bytes)
             _check_hash(stored, xxhash.xxh3_128_hexdigest(digests.data))
@@ -171,10 +172,11 @@ class Tensors:
         try:
             data = _fetched(self._storage, self._part, begin, end, transfer)
         except StorageError:
-            check_size(self._part, size())
+            check_size(self._part, size(), self._storage)
             raise
         if not self._is_begun:
-            check_size(self._part, size() if transfer.source is None else transfer.source[0])
+            found = size() if transfer.source is None else transfer.source[0]
+            check_size(self._part, found, self._storage)
             self._is_begun = True
         return data
 
@@ -202,6 +204,7 @@ def _fetched(
     check()
     data = storage.read_range(stored.name, begin, end, transfer=transfer)
     if data is None:
+        check_not_left_out(storage, stored)
         raise CorruptPartError(stored.name, "it was deleted while it was read")
     return data
 
@@ -225,7 +228,7 @@ def read_object(
         data = storage.read(stored.name, max_bytes=stored.num_bytes, out=out, transfer=transfer)
     except MalformedError as error:
         raise CorruptPartError(stored.name, error.reason) from error
-    check_size(stored, None if data is None else len(data))
+    check_size(stored, None if data is None else len(data), storage)
     assert data is not None, "it has a size"
     hashed = data[stored.body :]  # in format 1, the whole object
     _check_hash(stored, xxhash.xxh3_128_hexdigest(hashed.data))
@@ -237,8 +240,13 @@ def read_object(
     return data
 
 
-def check_size(stored: Part | Stored, size: int | None) -> None:
-    """Raise CorruptPartError unless ``size``, which is None for a missing object, is the size in the record."""
+def check_size(stored: Part | Stored, size: int | None, storage: Storage) -> None:
+    """Raise CorruptPartError unless ``size``, which is None for a missing object, is the size in the record.
+
+    Raises LeftOutPartError if the object is missing because ``storage`` has a mirror of other tables.
+    """
+    if size is None:
+        check_not_left_out(storage, stored)
     if size != stored.num_bytes:
         found = "it does not exist" if size is None else f"it has {size} bytes instead of {stored.num_bytes}"
         raise CorruptPartError(stored.name, found)

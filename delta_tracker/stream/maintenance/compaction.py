@@ -34,6 +34,7 @@ from delta_tracker.stream.format.manifest import (
 )
 from delta_tracker.stream.format.part_reader import PartReader, dense_of, read_parts
 from delta_tracker.stream.format.part_writer import put_part
+from delta_tracker.stream.format.table_choice import check_has_all
 from delta_tracker.stream.log import StreamLog, generation_error, part_name
 from delta_tracker.stream.maintenance.retention import ORPHAN_SECONDS
 from delta_tracker.stream.storage.storage import Storage
@@ -124,6 +125,7 @@ class _Compaction:
 
         If the delta would have ``fold_bytes`` or more, merges ``versions`` and the newest snapshot into a new snapshot.
         """
+        check_has_all(self._log.storage)
         draft = _delta(versions)
         rows, dense = self._read(versions)
         if fold_bytes > 0:

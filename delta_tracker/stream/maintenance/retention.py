@@ -28,6 +28,7 @@ from typing import TypeVar
 from delta_tracker.arguments import check_count, is_number, refuses_unknown
 from delta_tracker.errors import InvalidArgumentError, MissingVersionError, NoSnapshotError
 from delta_tracker.stream.format.manifest import Manifest, Merged, entry_name
+from delta_tracker.stream.format.table_choice import TableChoice, mirrored_tables
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.pin import (
     DELETIONS_NAME,
@@ -195,6 +196,7 @@ class _Held:
     The entries below the first gap are claims, the entries before claims, and entries of delayed publishers.
     """
 
+    choice: TableChoice  # tables that the store has; their entries name only the objects that it has
     head: Manifest
     entries: Mapping[int, Manifest]  # from the head down to the first gap
     below: Mapping[int, Manifest]  # below this gap
@@ -214,7 +216,7 @@ class _Held:
         """Read all entries; return None if the store is empty."""
         # List parts before entries, so that a part committed between the two listings does not look like an orphan.
         listed = {folder: log.storage.objects(folder) for folder in _NAMES}
-        versions = log.versions()
+        choice, versions = mirrored_tables(log.storage), log.versions()
         entries: dict[int, Manifest] = {}
         # Read downwards, because a concurrent pass deletes upwards and could otherwise cause a gap. A listing may miss
         # an entry created during it, so only a read that finds no object is a gap.
@@ -222,15 +224,16 @@ class _Held:
             manifest = log.read(version)
             if manifest is None:
                 break
-            entries[version] = manifest
+            entries[version] = choice.copied(manifest)
         if not entries:
             return None
         first, head = min(entries), entries[max(entries)]
         # Other programs may date theirs freely.
         own = [each for folder in _NAMES for each in listed[folder] if _NAMES[folder].fullmatch(each.name)]
         parts = {each.name: each.num_bytes for each in listed["parts"]}
-        below = _present({version: log.read(version) for version in versions if version < first})
-        merged = _present({each: log.read_merged(each) for each in log.merged()})
+        older = _present({version: log.read(version) for version in versions if version < first})
+        below = {version: choice.copied(entry) for version, entry in older.items()}
+        merged = {each: choice.copied(found) for each in log.merged() if (found := log.read_merged(each)) is not None}
         times = [each.modified or 0.0 for each in (*entries.values(), *merged.values())]
         newest = min(max(0.0, *times, *(each.modified for each in own)), time.time())
 
@@ -241,7 +244,7 @@ class _Held:
         snapshots = {version: each.committed for version, each in whole.items()}
         lost = {each for each, entry in merged.items() if not is_whole(entry)}
         path = _pinned_path(log, entries, pin)
-        return cls(head, entries, below, merged, snapshots, lost, path, own, parts, newest)
+        return cls(choice, head, entries, below, merged, snapshots, lost, path, own, parts, newest)
 
 
 def _present(found: Mapping[_K, Manifest | None]) -> dict[_K, Manifest]:
@@ -380,6 +383,7 @@ class _Plan:
 class _Left:
     """State after a complete pass, from which later passes decide whether they can delete anything."""
 
+    choice: TableChoice
     head: Manifest
     first: int
     first_committed: float
@@ -393,6 +397,7 @@ class _Left:
     def of(cls, held: _Held, plan: _Plan) -> "_Left":
         kept = {version: each for version, each in held.entries.items() if version >= plan.first}
         return cls(
+            choice=held.choice,
             head=held.head,
             first=plan.first,
             first_committed=kept[plan.first].committed,
@@ -410,7 +415,7 @@ class _Left:
             return False
         for entry in found:
             self.head = entry
-            self.num_bytes += entry.total_bytes
+            self.num_bytes += self.choice.copied(entry).total_bytes
             self.newest = max(self.newest, entry.committed)
             if entry.kind == "snapshot":
                 self.snapshots[entry.version] = entry.committed

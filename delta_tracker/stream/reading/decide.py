@@ -14,6 +14,7 @@ from typing import ClassVar
 from delta_tracker.errors import (
     CorruptPartError,
     HeldVersionError,
+    LeftOutPartError,
     MalformedError,
     MissingTableError,
     MissingVersionError,
@@ -52,7 +53,7 @@ _MISFITS = (MissingTableError, ModelMismatchError)
 OF_ALL_URLS = (HeldVersionError, PartialRowsError, *_MISFITS)
 """Faults of an entry that does not fit the reader. They do not depend on the url from which the entry is read."""
 
-FAULTS = (*CACHE_FAULTS, *OF_ALL_URLS)
+FAULTS = (*CACHE_FAULTS, *OF_ALL_URLS, LeftOutPartError)
 """Errors of a version after which a merged version or a newer snapshot may still be applied."""
 
 NUM_TRIES = 3
@@ -204,7 +205,7 @@ def _elsewhere(view: View, decision: Decision) -> Decision:
     lead, *others = view.logs
     # Another log at rest is better then. If it lacks a version too, the fault of that one must be seen.
     error = decision.error if isinstance(decision, Fail) else None
-    is_unusable = isinstance(error, StorageError | OlderCopyError)
+    is_unusable = isinstance(error, StorageError | OlderCopyError | LeftOutPartError)
     doubt: Doubt | None = None
     for other in others:
         try:
@@ -243,7 +244,7 @@ def _asks_others(decision: Decision, view: View) -> bool:
         return view.surveys
     if isinstance(error, StorageError):  # it may be over soon
         return view.num_failures >= NUM_TRIES - 2
-    return isinstance(error, (NoSnapshotError, OlderCopyError, *CACHE_FAULTS))
+    return isinstance(error, (NoSnapshotError, OlderCopyError, LeftOutPartError, *CACHE_FAULTS))
 
 
 def _at(log: SeenLog, view: View) -> Apply | Stay | Doubt:
@@ -493,7 +494,7 @@ def _newest(log: SeenLog, view: View, found: Iterable[Manifest], cause: StreamEr
         if fault is None:
             rule = Rule.START if cause is None else Rule.RESYNC
             return Apply(log, (snapshot,), rule, cause, is_elsewhere=cause is not None)
-        if isinstance(fault, _MISFITS):
+        if isinstance(fault, (*_MISFITS, LeftOutPartError)):
             raise fault  # with an older one, the mismatch would remain unnoticed
         if isinstance(fault, StorageError) and view.is_patient:
             raise fault

@@ -1,0 +1,151 @@
+"""Choice of the tables of a stream that a predictor applies, or a mirror copies: :class:`TableChoice`."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import TypeVar
+
+from msgspec import Struct
+from msgspec.json import decode, encode
+
+from delta_tracker.errors import InvalidArgumentError, LeftOutPartError, MalformedError, MissingTableError
+from delta_tracker.stream.format.manifest import Manifest, Part, Stored
+from delta_tracker.stream.storage.storage import Storage
+
+T = TypeVar("T")
+TABLES_NAME = "control/tables.json"
+_MAX_BYTES = 1 << 20
+
+
+class TableChoice:
+    """Choice of the tables and dense tensors of a stream that a predictor applies, or a mirror copies.
+
+    Args:
+        tables: names of tables and dense tensors of the stream, or patterns with ``*``, ``?`` and ``[...]``: a string
+            or a sequence of strings. None chooses all.
+
+    Attributes:
+        patterns: the names and patterns, sorted; empty if all tables are chosen.
+
+    Raises:
+        InvalidArgumentError: if ``tables`` is empty or has an item that is not a nonempty string.
+
+    Example:
+        >>> choice = TableChoice(["item", "user.*"])
+        >>> choice.takes("user.country"), choice.takes("items")
+        (True, False)
+    """
+
+    def __init__(self, tables: str | Sequence[str] | None) -> None:
+        given: object = [tables] if isinstance(tables, str) else tables
+        patterns = tuple(given) if isinstance(given, Sequence) else ()
+        if given is not None and not (patterns and all(isinstance(each, str) and each for each in patterns)):
+            remedy = "Pass names or patterns of the stream's tables, such as ['item', 'user.*'], or None for all"
+            raise InvalidArgumentError("tables", tables, remedy)
+        self.patterns = tuple(sorted(set(patterns)))
+        self._taken: dict[str, bool] = {}
+
+    def takes(self, name: str) -> bool:
+        """Return True if the table or dense tensor ``name`` is chosen."""
+        if name not in self._taken:
+            self._taken[name] = not self.patterns or any(_matches(each, name) for each in self.patterns)
+        return self._taken[name]
+
+    def narrowed(self, entry: Manifest) -> Manifest:
+        """Return a copy of ``entry`` with only the chosen tables and dense tensors; ``entry`` itself if all are chosen.
+
+        Raises MissingTableError if ``entry`` is a snapshot and a name or pattern matches nothing in it.
+        """
+        if not self.patterns or entry.kind == "claim":
+            return entry
+        names = (*entry.tables, *entry.dense)
+        for pattern in self.patterns if entry.kind == "snapshot" else ():
+            if not any(_matches(pattern, name) for name in names):
+                raise MissingTableError("tables", pattern, f"Pass names of the stream, which has {sorted(names)}")
+        return entry.having(self.takes)
+
+    def has(self, stored: Part | Stored) -> bool:
+        """Return True if a mirror has the object: a part with a chosen name; or any object if all tables are chosen."""
+        if not self.patterns:
+            return True
+        names = () if isinstance(stored, Stored) else (*(each.table for each in stored.blocks), *stored.dense)
+        return any(map(self.takes, names))
+
+    def copied(self, entry: Manifest) -> Manifest:
+        """Return a copy of ``entry`` that names only the objects that a mirror has; ``entry`` itself if it has all."""
+        if not self.patterns:
+            return entry
+        parts = tuple([replace(part, states=None) for part in entry.parts if self.has(part)])
+        return replace(entry, parts=parts, training=())
+
+    def saved(self) -> dict[str, str]:
+        """Return the choice as a dict to add to a predictor's saved state; empty if all tables are chosen."""
+        return {"tables": json.dumps(self.patterns)} if self.patterns else {}
+
+    def position_in(self, state: Mapping[str, T]) -> Mapping[str, T]:
+        """Return a saved state without its choice of tables. Raise InvalidArgumentError if that choice is different."""
+        given: object = state
+        saved = given.get("tables") if isinstance(given, Mapping) else None
+        if saved != self.saved().get("tables"):
+            text = "Omit it, so that the predictor begins with a snapshot: it was saved with another choice of tables"
+            raise InvalidArgumentError("state", {"tables": saved}, text)
+        if saved is None:
+            return state
+        return {key: value for key, value in state.items() if key != "tables"}
+
+
+class _Tables(Struct):
+    tables: list[str]
+
+
+def mirrored_tables(storage: Storage) -> TableChoice:
+    """Return the tables that the store has, as its mirror has stated; all if there is no statement.
+
+    Raises MalformedError if the statement does not follow the format.
+    """
+    data = storage.uncached.read(TABLES_NAME, max_bytes=_MAX_BYTES)
+    if data is None:
+        return TableChoice(None)
+    try:
+        return TableChoice(decode(data.tobytes(), type=_Tables).tables)
+    except ValueError as error:
+        raise MalformedError(TABLES_NAME, str(error)) from error
+
+
+def check_mirrored(storage: Storage, choice: TableChoice, *, is_empty: bool) -> None:
+    """Check that the mirror in ``storage`` has stated ``choice``, or nothing yet if ``is_empty``.
+
+    Raises InvalidArgumentError otherwise.
+    """
+    stated = mirrored_tables(storage).patterns
+    if stated != choice.patterns and (stated or not is_empty):
+        pass_it = f"Pass tables={list(stated)}" if stated else "Omit it"
+        remedy = f"{pass_it}, the choice with which {storage.url} began, or pass an empty destination"
+        raise InvalidArgumentError("tables", list(choice.patterns) or None, remedy)
+
+
+def state_tables(storage: Storage, choice: TableChoice) -> None:
+    """State the tables of a new mirror. Raises InvalidArgumentError if the statement of another mirror exists."""
+    if choice.patterns:
+        storage.create(TABLES_NAME, encode(_Tables(list(choice.patterns))))
+    check_mirrored(storage, choice, is_empty=False)
+
+
+def check_has_all(storage: Storage) -> None:
+    """Raise InvalidArgumentError if the store has only some tables of its stream."""
+    if stated := mirrored_tables(storage).patterns:
+        remedy = f"Pass the url of its source, or a mirror of all tables: this is a mirror of {list(stated)} only"
+        raise InvalidArgumentError("url", storage.url, remedy)
+
+
+def check_not_left_out(storage: Storage, *objects: Part | Stored) -> None:
+    """Raise LeftOutPartError if the store has a mirror that leaves out any of ``objects``."""
+    choice = mirrored_tables(storage)
+    for each in objects:
+        if not choice.has(each):
+            raise LeftOutPartError(storage.url, each.name, choice.patterns)
+
+
+def _matches(pattern: str, name: str) -> bool:
+    return pattern == name or fnmatchcase(name, pattern)
