@@ -120,8 +120,7 @@ def check_mirrored(storage: Storage, choice: TableChoice, *, is_empty: bool) -> 
     """
     stated = mirrored_tables(storage).patterns
     if stated != choice.patterns and (stated or not is_empty):
-        pass_it = f"Pass tables={list(stated)}" if stated else "Omit it"
-        remedy = f"{pass_it}, the choice with which {storage.url} began, or pass an empty destination"
+        remedy = f"Pass tables={list(stated) or None}, with which {storage.url} began, or an empty destination"
         raise InvalidArgumentError("tables", list(choice.patterns) or None, remedy)
 
 
