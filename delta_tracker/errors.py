@@ -660,7 +660,7 @@ class ModelMismatchError(StreamError, ValueError):
 
 
 class MissingTableError(StreamError, InvalidArgumentError):
-    """A name or pattern of ``Predictor(tables=[...])`` matches nothing in a snapshot. Nothing was applied."""
+    """A name or pattern of ``tables=[...]`` matches nothing in a snapshot. Nothing was applied or copied."""
 
 
 class PartialRowsError(StreamError, ValueError):

@@ -25,7 +25,8 @@ _HELP = """Copy the stream at URL to DST and follow it, until Ctrl-C.
 
 DST is a bucket or directory. Its log has the same bytes as the source's, from the newest snapshot on, and every object
 that an entry names is copied before the entry. An interrupted mirror continues where it stopped. If DST is not a prefix
-of URL, or URL has lost a version, the command stops with exit code 1. Run one mirror per DST.
+of URL, or URL has lost a version, the command stops with exit code 1. Run one mirror per DST. With --table, DST gets
+only the parts with these tables: predictors of these tables can read it, but no trainer can continue at it.
 
 With --promote, nothing is copied: a new stream starts after the newest entry of DST, and takes the predictors of both
 urls. Stop the trainer and the mirror, and restore the trainer from DST before. If the newest entry of URL or the last
@@ -37,6 +38,7 @@ so its publisher is not looked for. With --force, URL may be the mirror, without
 Examples:
   delta-tracker mirror s3://bucket/ctr s3://other/ctr --dst-option region=eu-west-1
   delta-tracker mirror https://cache/ctr file:///streams/ctr --keep-versions 1000
+  delta-tracker mirror s3://bucket/ctr file:///streams/items --table 'item.*'
   delta-tracker mirror s3://bucket/ctr s3://other/ctr --promote
 """
 

@@ -259,7 +259,7 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
             self.head = self._newest(self._to.versions())
             check_mirrored(self._to.storage, self._objects.choice, is_empty=self.head is None)
         is_due = self._checked_at is None or now - self._checked_at >= _CHECK_SECONDS
-        log = _Seen(self._source, self._diverged, self._objects.choice)
+        log = _Seen(self._source, self._diverged)
         decision = decide(log, self.head, is_checked=is_checked, is_due=is_due)
         if self.head is None:
             self._checked_at = _NEVER
@@ -437,10 +437,8 @@ class Copy:
 class _Seen:
     """Cache of the source's responses in one step of a mirror. Each object is requested only once."""
 
-    def __init__(
-        self, log: StreamLog, diverged: Callable[[int, str], MirrorDivergedError], choice: TableChoice
-    ) -> None:
-        self.source, self.choice = log, choice
+    def __init__(self, log: StreamLog, diverged: Callable[[int, str], MirrorDivergedError]) -> None:
+        self.source = log
         self.url, self.diverged = log.url, diverged
         self.entry = cache(partial(_read, log))
         self.read, self.read_merged = cache(log.read), cache(log.read_merged)
@@ -453,7 +451,7 @@ class _Seen:
         if not self.source.precedes_claim(entry):
             return False
         size = self.source.storage.size
-        return any(size(each.name) is None for each in self.choice.copied(entry).objects)
+        return any(size(each.name) is None for each in entry.objects)
 
     def next_entry(self, version: int) -> bytes | None:
         """Return the bytes of the entry of ``version``; None if a poll does not find it."""

@@ -30,6 +30,7 @@ _TESTS = Path(__file__).parent.parent
 _FORMAT = _TESTS.parent / "delta_tracker" / "stream" / "FORMAT.md"
 _HERE = "stream/test_format_rules.py"
 _STATES = "stream/test_row_states.py"
+_SOME_TABLES = "stream/test_partial_mirrors.py"
 _IDENTITIES = "stream/test_identities.py"
 
 # The beginning of each sentence, and the tests that break the rule, or that fail if the library does.
@@ -230,6 +231,14 @@ _RULES = {
     ],
     "All objects that an entry names MUST be in the mirror": [
         "system/test_mirror_sweep.py::test_a_killed_mirror_leaves_a_prefix_and_is_completed"
+    ],
+    "It MUST create `log/tables.json` before": [
+        f"{_SOME_TABLES}::test_a_mirror_has_the_log_and_the_parts_of_its_tables",
+        f"{_SOME_TABLES}::test_of_two_mirrors_that_begin_at_once_one_is_refused",
+    ],
+    "A reader MUST NOT apply a version if a part": [
+        f"{_SOME_TABLES}::test_a_reader_at_a_version_keeps_its_rows",
+        f"{_SOME_TABLES}::test_a_random_schedule_of_copies",
     ],
     "It MUST check the entry's hash": ["predictor/test_pins.py::test_a_pin_of_another_entry_is_refused"],
     "It MUST NOT be remembered once the store": [

@@ -25,6 +25,7 @@ from delta_tracker.errors import (
     MissingTableError,
     StorageError,
 )
+from delta_tracker.raw_ids import NO_OWNER
 from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.codec import encode_rows
 from delta_tracker.stream.format.encoding import Encoding
@@ -37,7 +38,7 @@ from delta_tracker.stream.maintenance.retention import Retention, retain
 from delta_tracker.stream.mirroring import Mirror, promote
 from delta_tracker.stream.pinning import pin_version
 from delta_tracker.stream.storage.storage import Storage
-from delta_tracker.types import StateSpec, TableSpec, TableStates
+from delta_tracker.types import Bucket, Identity, StateSpec, TableSpec, TableStates
 from tests.cli.commands import Cli
 from tests.predictor.cache_server import cache_server
 from tests.stores.rules import Killed, calls, fails, nth, on
@@ -46,7 +47,8 @@ from tests.stream.test_mirroring import copy, entries, everything
 
 _ROWS, _DIM = 20, 4
 _STATES = TableStates("ADAM", ((0, _DIM),), (StateSpec("momentum1", torch.float32, "columns"),))
-_STATED = "control/tables.json"
+_IDENTITY = Identity(_ROWS, (Bucket((0, _ROWS), None),))
+_STATED = "log/tables.json"
 _APART = [["item"], ["user.id"], ["user.country", "top.weight"]]  # tables of each part
 _ALL = ["item", "user.country", "user.id"]
 
@@ -57,6 +59,7 @@ class Stream:
     def __init__(self, storage: Storage, *, has_states: bool = False) -> None:
         self.storage, self.has_states = storage, has_states
         self.claim = StreamLog(storage).claim()
+        self.owners: dict[str, Tensor] = {}  # raw ids of the rows of tables that have them
         self.tables = {name: torch.randn(_ROWS, _DIM) for name in _ALL}
         self.dense = {"top.weight": torch.randn(3)}
         self.history: dict[int, dict[str, Tensor]] = {}
@@ -83,7 +86,8 @@ class Stream:
             name = part_name(head.version + 1, head.generation, "r0t")
             training = put_training(self.storage, name, [memoryview(b"state")], 5)
             states = dict.fromkeys(self.tables, _STATES)
-            draft = replace(draft, format=STATES_FORMAT, states=states, training=(training,))
+            identities = dict.fromkeys(self.owners, _IDENTITY)
+            draft = replace(draft, format=STATES_FORMAT, states=states, training=(training,), identities=identities)
         entry = self.claim.commit(draft)
         self.history[entry.version] = {name: each.clone() for name, each in (self.tables | self.dense).items()}
         return entry
@@ -97,7 +101,9 @@ class Stream:
             block = Block(name, (0, _ROWS), (0, _DIM), len(rows), "all" if listed is None else "list", encoding)
             values = BlockRows.of(block, listed, encode_rows(self.tables[name][rows].clone(), encoding))
             states = (values.read,) if self.has_states else ()
-            blocks.append(replace(values, states=states))
+            owned = self.owners.get(name)
+            owners = None if owned is None else BlockRows.of(block, listed, owned[rows, None].clone()).read
+            blocks.append(replace(values, states=states, owners=owners))
         dense = {name: each for name, each in self.dense.items() if name in group}
         return put_part(self.storage, names[0], blocks, dense, states_name=names[1] if self.has_states else None)
 
@@ -169,8 +175,11 @@ def partial(stream: Stream) -> Storage:
 @pytest.mark.parametrize("tables", [["item"], ["user.*"], ["top.weight"], ["*"]])
 def test_a_mirror_has_the_log_and_the_parts_of_its_tables(stream: Stream, tables: list[str]) -> None:
     destination = WrappedStorage(Storage("memory://"))
-    stated = calls(on("create", name="log/"), before=lambda _: destination.inner.size(_STATED) or pytest.fail("order"))
-    destination.rules.append(stated)
+
+    def check(entry: Operation) -> None:
+        assert entry.name == _STATED or destination.inner.size(_STATED)
+
+    destination.rules.append(calls(on("create"), before=check))
     copy(Mirror(stream.storage, destination, tables=tables))
     copied, source = everything(destination), everything(stream.storage)
     assert copied.pop(_STATED) == b'{"tables":["%s"]}' % tables[0].encode()
@@ -239,10 +248,13 @@ def test_a_reader_of_other_tables_is_refused(stream: Stream, partial: Storage, w
 def test_a_reader_goes_on_at_the_full_url(stream: Stream) -> None:
     destination, target = Storage("memory://"), served()
     mirror = Mirror(stream.storage, destination, tables="item")
-    predictor = predictor_of(target, [destination, stream.storage])
-    for _ in range(4):
+    counted = WrappedStorage(destination)
+    predictor = predictor_of(target, [counted, stream.storage])
+    for number in range(4):
         copy(mirror)
+        num_operations = len(counted.operations)
         predictor.sync()
+        assert number == 0 or len(counted.operations) == num_operations, "it is not asked again for half a minute"
         assert is_as_published((predictor.version, target), stream)
         stream.write("delta", [["item"]])
         stream.write("delta", [["user.id"]])
@@ -251,6 +263,35 @@ def test_a_reader_goes_on_at_the_full_url(stream: Stream) -> None:
     counted = WrappedStorage(stream.storage)
     other = predictor_of(served(["item"]), [destination, counted], tables="item")
     assert part_bytes(counted, other.sync) == (other.version, 0)
+
+
+def test_a_reader_waits_at_a_full_url_that_lags(stream: Stream) -> None:
+    destination, lagging, target = Storage("memory://"), Storage("memory://"), served()
+    copy(Mirror(stream.storage, lagging))
+    before = predictor_of(target, lagging)
+    before.sync()
+    stream.write("delta", [["user.id"]])
+    copy(Mirror(stream.storage, destination, tables="item"))
+    predictor = predictor_of(target, [destination, lagging])
+    predictor.load_state_dict(before.state_dict())
+    for _ in range(2):
+        assert predictor.sync() == 3
+    copy(Mirror(stream.storage, lagging))
+    assert predictor.sync() == 4
+    assert is_as_published((4, target), stream)
+
+
+def test_a_new_reader_does_not_begin_with_an_older_snapshot(stream: Stream) -> None:
+    destination = Storage("memory://")
+    stream.write("snapshot", [[*_ALL, "top.weight"]])
+    mirror = Mirror(stream.storage, destination, tables="item")
+    copy(mirror)
+    stream.write("snapshot")
+    copy(mirror)
+    predictor = predictor_of(served(), destination)
+    with pytest.raises(LeftOutPartError):
+        predictor.sync()
+    assert predictor.version is None
 
 
 def test_a_reader_at_a_version_keeps_its_rows(stream: Stream) -> None:
@@ -440,6 +481,20 @@ def test_verify_checks_what_is_there(tmp_path: Path, cli: Cli) -> None:
     assert [each["where"] for each in cli.json("verify", url, code=1)["findings"]] == [part]
 
 
+def test_verify_checks_the_raw_ids_of_the_chosen_tables(tmp_path: Path, cli: Cli) -> None:
+    stream = Stream(Storage((tmp_path / "source").as_uri(), create=True), has_states=True)
+    stream.owners["user.id"] = torch.arange(_ROWS)
+    stream.write("snapshot", [["item", "user.id"], ["user.country"]])
+    stream.owners["user.id"][7] = NO_OWNER
+    stream.write("delta", [["user.id"]], [7])
+    stream.owners["user.id"][8] = 7
+    stream.write("delta", [["item", "user.id"]], [8])
+    for tables in (["item"], ["user.*"]):
+        url = (tmp_path / tables[0][:4]).as_uri()
+        cli("mirror", stream.storage.url, url, "--once", "--table", tables[0])
+        assert cli.json("verify", url)["findings"] == []
+
+
 def test_a_part_that_is_lost_was_not_left_out(stream: Stream, partial: Storage) -> None:
     for name in partial.names("parts"):
         partial.delete(name)
@@ -465,16 +520,21 @@ def test_retention_deletes_what_no_reader_needs(stream: Stream) -> None:
     destination = Storage("memory://")
     retention = Retention(versions=1, grace_seconds=0.0)
     mirror = Mirror(stream.storage, destination, tables="item", retention=retention)
+    copy(mirror)
     for _ in range(3):
         stream.write("delta")
         stream.write("snapshot")
     copy(mirror)
-    assert entries(destination) == entries(stream.storage)[-1:]
-    assert len(destination.names("parts")) == 1
+    assert entries(destination) == entries(stream.storage)[-2:], "the newest snapshot, and the entry before it"
+    assert len(destination.names("parts")) == 2
     assert is_as_published(read(destination, ["item"], ["item"]), stream)
-    stream.write("delta", [["user.id"]])
+    for _ in range(2):
+        stream.write("delta", [["user.id"]])
+    assert compact(stream.storage, fold=0.01) is not None
     copy(mirror)
-    assert retain(destination, retention).num_bytes == 0
+    retain(destination, retention)
+    assert entries(destination) == entries(stream.storage)[-2:], "readers start at the merged snapshot"
+    assert len(destination.names("parts")) == 1
     assert is_as_published(read(destination, ["item"], ["item"]), stream)
 
 

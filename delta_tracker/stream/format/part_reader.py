@@ -28,7 +28,6 @@ from delta_tracker.stream.format.object_reader import MEMORY_BYTES, PartSource, 
 from delta_tracker.stream.format.parse import load_json, reason_of
 from delta_tracker.stream.format.part_writer import ALIGNMENT, SIZE_BYTES, TRAINING_KEY
 from delta_tracker.stream.format.state_tree import StateReader
-from delta_tracker.stream.format.table_choice import check_not_left_out
 from delta_tracker.stream.interruption import Interrupted
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import dtype_name
@@ -313,7 +312,6 @@ class PartBuffer:
         self.pool = BufferPool(_MAX_FREE_BYTES, min_bytes=1)
         # parts that could not all be read, and their partly read sources, with which the next attempt resumes
         self.begun: tuple[tuple[Part, ...], list[PartSource]] | None = None
-        self.lacks_parts = False  # True once a mirror had left out a part: the next call checks before it reads
 
 
 def read_parts(
@@ -330,18 +328,28 @@ def read_parts(
     these. Of a part with digests of its tensors, reads only the required tensors.
 
     Up to ``memory_bytes`` of parts are kept in memory, which ``buffer`` provides if it is given. After a
-    :class:`StorageError` or an interruption, ``buffer`` keeps the bytes read so far, and the next call for the same
-    parts continues, except within a local file.
+    :class:`StorageError`, a :class:`LeftOutPartError` or an interruption, ``buffer`` keeps the bytes read so far, and
+    the next call for the same parts continues, except within a local file.
     """
-    pairs = _pairs(manifest, narrowed)
+    pairs = list(zip(manifest.parts, manifest.parts, strict=True))  # a part, and what is read of it
+    if narrowed is not None:
+        names = {*narrowed.tables, *narrowed.dense}
+        pairs = [(part, part.having(names.__contains__)) for part in manifest.parts]
+        pairs = [(part, chosen) for part, chosen in pairs if chosen.blocks or chosen.dense]
     parts = tuple(map(itemgetter(0), pairs))
     begun = None
-    if buffer is not None and buffer.lacks_parts:
-        check_not_left_out(storage, *parts)
     if buffer is not None:
         begun, buffer.begun = buffer.begun, None
     sources = [] if begun is None or begun[0] != parts else begun[1]
-    sources = sources or list(_sources(storage, manifest, pairs, memory_bytes, buffer))
+    if not sources:
+        for part, chosen in pairs:
+            needed = part.num_bytes if chosen is part else _needed_bytes(part, chosen, manifest)
+            held = needed if needed <= memory_bytes else 0
+            memory_bytes -= held
+            if 0 < held < part.num_bytes:
+                sources.append(Tensors(storage, part, _keys(part, chosen)))
+            else:
+                sources.append(source_of(storage, part, held, None if buffer is None else buffer.pool.lend(held)))
     readers = []
     try:
         for (part, chosen), source in zip(pairs, sources, strict=True):
@@ -349,41 +357,11 @@ def read_parts(
                 readers.append(PartReader(storage, part, manifest, source=source))
             else:
                 readers.append(_narrowed(storage, part, manifest, source, chosen))
-    except LeftOutPartError:
-        if buffer is not None:
-            buffer.lacks_parts = True
-        raise
-    except (StorageError, Interrupted):
+    except (LeftOutPartError, StorageError, Interrupted):
         if buffer is not None:
             buffer.begun = parts, sources
         raise
     return readers
-
-
-def _pairs(manifest: Manifest, narrowed: Manifest | None) -> list[tuple[Part, Part]]:
-    """Return each part to read, and what is read of it."""
-    if narrowed is None:
-        return list(zip(manifest.parts, manifest.parts, strict=True))
-    names = {*narrowed.tables, *narrowed.dense}
-    pairs = [(part, part.having(names.__contains__)) for part in manifest.parts]
-    return [(part, chosen) for part, chosen in pairs if chosen.blocks or chosen.dense]
-
-
-def _sources(
-    storage: Storage,
-    manifest: Manifest,
-    pairs: Iterable[tuple[Part, Part]],
-    memory_bytes: int,
-    buffer: PartBuffer | None,
-) -> Iterator[PartSource]:
-    for part, chosen in pairs:
-        needed = part.num_bytes if chosen is part else _needed_bytes(part, chosen, manifest)
-        held = needed if needed <= memory_bytes else 0
-        memory_bytes -= held
-        if 0 < held < part.num_bytes:
-            yield Tensors(storage, part, _keys(part, chosen))
-        else:
-            yield source_of(storage, part, held, None if buffer is None else buffer.pool.lend(held))
 
 
 def _needed_bytes(part: Part, chosen: Part, manifest: Manifest) -> int:

@@ -14,7 +14,7 @@ from delta_tracker.stream.format.manifest import Manifest, Part, Stored
 from delta_tracker.stream.storage.storage import Storage
 
 T = TypeVar("T")
-TABLES_NAME = "control/tables.json"
+TABLES_NAME = "log/tables.json"  # not below control/: readers depend on it, and each role may read log/
 _MAX_BYTES = 1 << 20
 
 

@@ -28,7 +28,7 @@ from typing import TypeVar
 from delta_tracker.arguments import check_count, is_number, refuses_unknown
 from delta_tracker.errors import InvalidArgumentError, MissingVersionError, NoSnapshotError
 from delta_tracker.stream.format.manifest import Manifest, Merged, entry_name
-from delta_tracker.stream.format.table_choice import TableChoice, mirrored_tables
+from delta_tracker.stream.format.table_choice import mirrored_tables
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.pin import (
     DELETIONS_NAME,
@@ -191,12 +191,11 @@ class RetentionPasses:
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """All entries of a stream, by version, and the objects that may be orphans.
+    """All entries of a stream, with the objects that the store should have, and the objects that may be orphans.
 
     The entries below the first gap are claims, the entries before claims, and entries of delayed publishers.
     """
 
-    choice: TableChoice  # tables that the store has; their entries name only the objects that it has
     head: Manifest
     entries: Mapping[int, Manifest]  # from the head down to the first gap
     below: Mapping[int, Manifest]  # below this gap
@@ -244,7 +243,7 @@ class _Held:
         snapshots = {version: each.committed for version, each in whole.items()}
         lost = {each for each, entry in merged.items() if not is_whole(entry)}
         path = _pinned_path(log, entries, pin)
-        return cls(choice, head, entries, below, merged, snapshots, lost, path, own, parts, newest)
+        return cls(head, entries, below, merged, snapshots, lost, path, own, parts, newest)
 
 
 def _present(found: Mapping[_K, Manifest | None]) -> dict[_K, Manifest]:
@@ -383,7 +382,6 @@ class _Plan:
 class _Left:
     """State after a complete pass, from which later passes decide whether they can delete anything."""
 
-    choice: TableChoice
     head: Manifest
     first: int
     first_committed: float
@@ -397,7 +395,6 @@ class _Left:
     def of(cls, held: _Held, plan: _Plan) -> "_Left":
         kept = {version: each for version, each in held.entries.items() if version >= plan.first}
         return cls(
-            choice=held.choice,
             head=held.head,
             first=plan.first,
             first_committed=kept[plan.first].committed,
@@ -415,7 +412,7 @@ class _Left:
             return False
         for entry in found:
             self.head = entry
-            self.num_bytes += self.choice.copied(entry).total_bytes
+            self.num_bytes += entry.total_bytes
             self.newest = max(self.newest, entry.committed)
             if entry.kind == "snapshot":
                 self.snapshots[entry.version] = entry.committed
