@@ -13,6 +13,7 @@ from delta_tracker.cli.stream_command import Number, Stream, store_options, stre
 from delta_tracker.cli.text import size
 from delta_tracker.errors import InvalidArgumentError, LivePublisherError, NoSnapshotError, StorageError
 from delta_tracker.stream.format.manifest import Manifest
+from delta_tracker.stream.format.table_choice import TableChoice
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.maintenance.retention import Retention
 from delta_tracker.stream.mirroring import Mirror, promote
@@ -105,12 +106,13 @@ def command(  # noqa: PLR0913  the options of the command
     if not destination.is_read_only:
         destination.probe()
     retention = None if keep_versions is None else Retention(versions=keep_versions)
+    choice = TableChoice(tables or None)
     mirror = Mirror(stream.storage, destination, retention=retention, tables=tables or None)
     default = REMOTE_POLL_SECONDS if stream.storage.is_remote else LOCAL_POLL_SECONDS
     mirror.run(
         stop=threading.Event(),
         poll_seconds=default if poll is None else poll,
-        on_entry=lambda entry: _show(stream, entry),
+        on_entry=lambda entry: _show(stream, choice.copied(entry)),
         once=once,
     )
     if once and mirror.head is None:

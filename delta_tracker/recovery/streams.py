@@ -17,6 +17,7 @@ from delta_tracker.errors import (
 from delta_tracker.monitor.recorder import Recorder
 from delta_tracker.recovery.training_states import TrainingStates
 from delta_tracker.stream.format.manifest import Link, Manifest
+from delta_tracker.stream.format.table_choice import check_has_all
 from delta_tracker.stream.log import Claim, StreamLog
 from delta_tracker.stream.reading.runtime import Runtime
 from delta_tracker.stream.storage.storage import Location, Storage, open_storage
@@ -252,4 +253,5 @@ def _stream_of(storage: Storage) -> str:
     if head is None:
         remedy = "Check the url, and that its directory is mounted: there is no stream"
         raise InvalidArgumentError("serving", storage.url, remedy)
+    check_has_all(storage)
     return head.stream

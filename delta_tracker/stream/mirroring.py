@@ -1,8 +1,8 @@
 """Mirror of a stream: a copy of its entries and objects in another store, which is updated continuously.
 
 The log of the destination is always a copy of a contiguous range of the source's log that begins with a snapshot, with
-complete objects. Below the range are only the claims that started its stream and former streams. A killed mirror
-continues where it stopped. A mirror stops if another program appends to the destination.
+the objects of all tables or of some. Below the range are only the claims that started its stream and former streams. A
+killed mirror continues where it stopped. A mirror stops if another program appends to the destination.
 """
 
 import logging

@@ -377,6 +377,18 @@ def test_nothing_continues_at_a_mirror_of_some_tables(call: str) -> None:
     perform(whole)
 
 
+def test_a_standby_claims_nothing_if_it_serves_a_mirror_of_some_tables(stream: Stream, tmp_path: Path) -> None:
+    source, serving, job = Storage("memory://"), Storage(tmp_path.as_uri()), _Job()
+    with Publisher(job.tracker, source, recovery=job.recovery) as publisher:
+        publisher.snapshot()
+    copy(Mirror(stream.storage, serving, tables="item"))
+    before, other = everything(source), _Job()
+    options = {"tracker": other.tracker, "recovery": other.recovery, "serving": [serving]}
+    with pytest.raises(InvalidArgumentError, match=r"this is a mirror of \['item'\] only"):
+        Standby(other.model, source, look_seconds=0.0, **options).take_over(force=True)
+    assert everything(source) == before
+
+
 def test_a_rollback_belongs_to_the_source(stream: Stream, partial: Storage) -> None:
     with pytest.raises(LeftOutPartError):
         pin_version(partial, 2)
