@@ -3,6 +3,7 @@
 import logging
 import threading
 from collections.abc import Sequence
+from functools import partial
 
 import click
 
@@ -108,13 +109,9 @@ def command(  # noqa: PLR0913  the options of the command
     retention = None if keep_versions is None else Retention(versions=keep_versions)
     choice = TableChoice(tables or None)
     mirror = Mirror(stream.storage, destination, retention=retention, tables=tables or None)
-    default = REMOTE_POLL_SECONDS if stream.storage.is_remote else LOCAL_POLL_SECONDS
-    mirror.run(
-        stop=threading.Event(),
-        poll_seconds=default if poll is None else poll,
-        on_entry=lambda entry: _show(stream, choice.copied(entry)),
-        once=once,
-    )
+    seconds = poll or (REMOTE_POLL_SECONDS if stream.storage.is_remote else LOCAL_POLL_SECONDS)
+    show = partial(_show, stream, choice)
+    mirror.run(stop=threading.Event(), poll_seconds=seconds, on_entry=show, once=once)
     if once and mirror.head is None:
         raise NoSnapshotError(stream.storage.url)
     return 0
@@ -161,6 +158,7 @@ def _promote(out: Output, mirror: Storage) -> int:
     return 0
 
 
-def _show(stream: Stream, entry: Manifest) -> None:
+def _show(stream: Stream, choice: TableChoice, entry: Manifest) -> None:
+    entry = choice.copied(entry)
     text = f"copied version {entry.version}, a {entry.kind} of {size(entry.total_bytes)}"
     stream.out.answer(Entry.of(entry), text)

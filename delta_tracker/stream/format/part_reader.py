@@ -353,10 +353,8 @@ def read_parts(
     readers = []
     try:
         for (part, chosen), source in zip(pairs, sources, strict=True):
-            if chosen is part:
-                readers.append(PartReader(storage, part, manifest, source=source))
-            else:
-                readers.append(_narrowed(storage, part, manifest, source, chosen))
+            blocks, dense = (None, None) if chosen is part else (_indices(part, chosen), chosen.dense)
+            readers.append(PartReader(storage, part, manifest, source=source, blocks=blocks, dense=dense))
     except (LeftOutPartError, StorageError, Interrupted):
         if buffer is not None:
             buffer.begun = parts, sources
