@@ -224,7 +224,7 @@ def test_a_closed_stdout_exits_with_2_and_says_so(
         ("mirror URL COPY --dst-option =x", "A value of --dst-option has no name. Write name=value."),
         ("mirror URL", "Pass DST, the URL of the copy."),
         ("mirror URL --promote", "Pass URL and DST with --promote, or only the URL of the mirror and --force."),
-        ("mirror URL COPY --promote --once", "Omit --once, --poll and --keep-versions with --promote."),
+        ("mirror URL COPY --promote --once", "Omit --once, --table, --poll and --keep-versions with --promote."),
         ("mirror URL COPY --force", "Pass --force and --silence only with --promote."),
         ("export URL", "Pass --out or --dcp."),
         ("diff URL 1 3 --ids", "Table ec.embeddings.t has no raw ids. Omit --ids."),
