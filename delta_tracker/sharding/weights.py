@@ -126,9 +126,11 @@ def row_chunks(shard: LocalShard, ids: Tensor, num_rows: int) -> Iterator[tuple[
     Yields:
         Slice of ``ids`` that the chunk covers, and a copy of these rows; see :func:`read_rows`.
     """
+    views = column_views(shard)
     for begin in range(0, len(ids), num_rows):
         chunk = slice(begin, begin + num_rows)
-        yield chunk, read_rows(shard, ids[chunk])
+        # Not read_rows(): each request ages the buffer pool, which would release the large buffers of the next read.
+        yield chunk, _side_by_side([view.index_select(0, ids[chunk]) for view in views])
 
 
 def read_optimizer(shard: LocalShard, ids: Tensor) -> tuple[Tensor, ...]:

@@ -24,7 +24,7 @@ from delta_tracker.types import Delta, DeltaRows
 
 _T = TypeVar("_T")
 _ID_BYTES = 8
-_CHUNK_ROWS = 1 << 14  # 4 MiB for rows of 64 float32 columns, twice of which fit into a large CPU cache
+_CHUNK_ROWS = 1 << 13  # 2 MiB for rows of 64 float32 columns, twice of which fit into a CPU cache
 
 
 class ReadOptions(TypedDict, total=False):
