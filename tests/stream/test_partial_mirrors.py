@@ -323,7 +323,6 @@ def test_readers_over_http_and_through_a_host_cache_are_refused_at_once(stream: 
     destination = Storage("memory://")
     copy(Mirror(stream.storage, destination, tables="item"))
     with cache_server(destination) as cache:
-        cache.hold(_STATED)
         for options in ({}, {"cache": HostCache(tmp_path)}):
             with pytest.raises(LeftOutPartError):
                 predictor_of(served(), Storage(cache.url), **options).sync()
