@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from delta_tracker.sharding.kernel_memory import Kernel
+from tests.fake_streams.order import Race, passes
 from tests.fake_streams.tensors import EMULATED
 
 _NO_ROW = -1
@@ -108,6 +109,17 @@ class CachedKernel:
         """Return the row in each slot; the additional row for an empty slot."""
         owners = self.lxu_cache_state.flatten()
         return torch.where(owners == _NO_ROW, self.num_rows, owners)
+
+
+def is_own_race(race: Race) -> bool:
+    """Return True for a race inside the kernel, or of its prefetches with a read of rows after a flush.
+
+    Lookups and prefetches at the same time use different slots, and the rows that a prefetch evicts were flushed.
+    """
+    uses = race.previous_access, race.current_access
+    if any(passes(use, "/cached_kernel.py", "prefetch") for use in uses):
+        uses = tuple(use for use in uses if not passes(use, "/delta_tracker/rows.py", "take_rows"))
+    return not any(passes(use, "/delta_tracker/sharding/") for use in uses)
 
 
 def _cache_lookup(numbers: Tensor, state: Tensor, invalid_index: int = -1, *_: Any) -> Tensor:

@@ -156,6 +156,10 @@ class _Call:
         self._on_device = [each for each in self._tensors if isinstance(each, DeviceTensor)]
         target = kwargs.get("device")
         self._target = None if target is None else torch.device(target)
+        if (
+            self._target is not None and self._target.type == "cuda"
+        ):  # in hooks of autograd no mode of functions applies
+            self._target = torch.device(_INNER, devices.index(self._target))
         if self._on_device:
             self._index = self._on_device[0].get_device()
         elif self._target is not None and self._target.type == _INNER:

@@ -18,8 +18,8 @@ from delta_tracker.sharding.row_cache import between_prefetches
 from delta_tracker.sharding.watcher import Reports
 from delta_tracker.tracker.change_log import ChangeLog
 from delta_tracker.tracker.store.segments import SegmentStore
-from tests.fake_streams.cached_kernel import CachedKernel
-from tests.fake_streams.order import Race, passes
+from tests.fake_streams.cached_kernel import CachedKernel, is_own_race
+from tests.fake_streams.order import passes
 from tests.fake_streams.simulation import fake_streams
 from tests.sweeps import SWEEPS_ARE_WHOLE
 
@@ -134,11 +134,6 @@ def _train_on_lookup_stream(seed: int) -> None:
         assert torch.equal(found.cpu(), expected)
 
 
-def _is_fbgemms(race: Race) -> bool:
-    """Return True for a race inside the kernel, whose lookups and prefetches at the same time use different slots."""
-    return not any(passes(use, "/delta_tracker/sharding/") for use in (race.current_access, race.previous_access))
-
-
 def _there(ids: list[int]) -> Tensor:
     return torch.tensor(ids).pin_memory().to(_CUDA, non_blocking=True)
 
@@ -146,7 +141,7 @@ def _there(ids: list[int]) -> Tensor:
 @pytest.mark.sweep("long")
 def test_reads_and_prefetches_in_any_order_corrupt_no_row() -> None:
     for seed in range(_ORDERS):
-        with fake_streams(seed, may_race=_is_fbgemms):
+        with fake_streams(seed, may_race=is_own_race):
             _train(seed)
 
 
