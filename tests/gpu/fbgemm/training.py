@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -20,6 +20,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from delta_tracker import ModelDeltaTracker, Predictor, Publisher, Storage, TrackingMode
 from delta_tracker.sharding.watcher import Watcher
+from tests.fake_streams.simulation import fake_streams
 from tests.gpu.devices import IS_CUDA, OF_MODULES, no_sync, slow_down, wait
 from tests.gpu.waits import run_asleep
 from tests.models import Spec, Table, batch, kernels_of, shard
@@ -164,10 +165,11 @@ def hooks_without_syncs(
                 with no_sync():
                     tracker.step()
         waiting: list[str] = []
-        if IS_CUDA:
-            for _ in range(3):
+        with nullcontext() if IS_CUDA else fake_streams(1):
+            for number in range(3):
                 features = batch(spec, generator)
-                waiting += run_asleep(lambda: model(features).backward()).waiting  # noqa: B023
+                found = run_asleep(lambda: model(features).backward())  # noqa: B023
+                waiting += found.waiting if number else []  # the first one may allocate pinned memory
                 tracker.step()
         rows = tracker.get_delta().num_rows
         return {"hooks": len(ran), "waiting": waiting, "errors": tracker.num_hook_errors, "rows": rows}
