@@ -15,11 +15,10 @@ from delta_tracker.errors import InvalidArgumentError, WaitTimeoutError
 from delta_tracker.live_objects import Uncopied
 from delta_tracker.monitor.monitor import Monitor
 from delta_tracker.monitor.recorder import Recorder
-from delta_tracker.predictor.follower import Follower
+from delta_tracker.predictor.follower import Follower, Heartbeats, lag
 from delta_tracker.predictor.gate import Gate, GateKeeper
 from delta_tracker.predictor.model_writer import ModelWriter
 from delta_tracker.predictor.predictor_gauges import PredictorGauges
-from delta_tracker.predictor.predictor_heartbeats import Heartbeats, lag
 from delta_tracker.predictor.reader import Reader
 from delta_tracker.predictor.served_model import Model, ModelTarget
 from delta_tracker.predictor.sink_writer import SinkWriter

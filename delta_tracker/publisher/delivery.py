@@ -13,7 +13,9 @@ from delta_tracker.errors import LostEntryError, RankLostError, UnknownOutcomeEr
 from delta_tracker.publisher.coordinator import Coordinator, Draft
 from delta_tracker.publisher.exchange import Message, check_alike, opened
 from delta_tracker.stream.format.manifest import Manifest
+from delta_tracker.stream.heartbeat import PublisherHeartbeatWriter
 from delta_tracker.stream.reading.runtime import Runtime
+from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.tracker.rank_group import RankGroup
 from delta_tracker.types import Delta
 
@@ -233,3 +235,37 @@ class Rounds:
         if length:
             self._group.receive(data, rank)
         return data.numpy().tobytes()
+
+
+class Heartbeats:
+    """Writer of a publisher's heartbeats in a background thread.
+
+    A heartbeat is written only when the training thread calls :meth:`beat` or :meth:`wait`. A standby therefore detects
+    a job whose training hangs.
+
+    Args:
+        storage: store of the stream.
+        seconds: time between two heartbeats, and between the claim and the first heartbeat.
+    """
+
+    def __init__(self, storage: Storage, seconds: float, runtime: Runtime) -> None:
+        self._seconds = seconds
+        self._writer = PublisherHeartbeatWriter(storage, seconds)
+        self._worker = runtime.executor("publisher-heartbeat")
+        # Start the thread now: a system that has no more threads must not fail training later.
+        self._job: Future[None] = self._worker.submit(lambda: None)
+
+    def beat(self, head: Manifest) -> None:
+        """Start writing a heartbeat if one is due and none is being written. Does not wait for the store."""
+        if self._writer.is_due() and self._job.done():
+            self._job = self._worker.submit(self._writer.write, head)
+
+    def wait(self, job: Future[Any], head: Manifest) -> None:
+        """Wait until ``job`` is done. Write the heartbeats that are due in the meantime."""
+        while not job.done():
+            self.beat(head)
+            wait([job], self._seconds)
+
+    def close(self) -> None:
+        """Wait for the heartbeat in progress, and end the thread."""
+        self._worker.shutdown()

@@ -19,9 +19,8 @@ from delta_tracker.monitor.monitor import Monitor
 from delta_tracker.monitor.recorder import Recorder
 from delta_tracker.publisher.cadence import Cadence, Pace
 from delta_tracker.publisher.coordinator import Coordinator, declared_states
-from delta_tracker.publisher.delivery import Delivery
+from delta_tracker.publisher.delivery import Delivery, Heartbeats
 from delta_tracker.publisher.exchange import Ballots, Join, Message, Phase, check_alike
-from delta_tracker.publisher.publisher_heartbeats import Heartbeats
 from delta_tracker.publisher.rank_tables import EncodingChoice, name_encodings
 from delta_tracker.publisher.reports import Reports
 from delta_tracker.publisher.tracker_reader import TrackerReader

@@ -14,9 +14,8 @@ from typing import Any, Literal, TypeAlias
 from delta_tracker.errors import LostEntryError, NeedsSnapshotError, RankFailedError, RankLostError
 from delta_tracker.publisher.cadence import Pace
 from delta_tracker.publisher.coordinator import Coordinator, Draft
-from delta_tracker.publisher.delivery import Delivery, Outcome
+from delta_tracker.publisher.delivery import Delivery, Heartbeats, Outcome
 from delta_tracker.publisher.exchange import Ballots, Phase, Vote
-from delta_tracker.publisher.publisher_heartbeats import Heartbeats
 from delta_tracker.publisher.reports import Reports
 from delta_tracker.publisher.tracker_reader import TrackerReader
 from delta_tracker.stream.format.manifest import Kind, Part

@@ -328,8 +328,8 @@ def read_parts(
     these. Of a part with digests of its tensors, reads only the required tensors.
 
     Up to ``memory_bytes`` of parts are kept in memory, which ``buffer`` provides if it is given. After a
-    :class:`StorageError`, a :class:`LeftOutPartError` or an interruption, ``buffer`` keeps the bytes read so far, and
-    the next call for the same parts continues, except within a local file.
+    :class:`StorageError` or an interruption, ``buffer`` keeps the bytes read so far, and the next call for the same
+    parts continues, except within a local file.
     """
     pairs = list(zip(manifest.parts, manifest.parts, strict=True))  # a part, and what is read of it
     if narrowed is not None:
