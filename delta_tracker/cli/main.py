@@ -21,7 +21,6 @@ from delta_tracker.errors import (
 )
 
 _logger = logging.getLogger("delta_tracker")
-
 FINDING = 1
 UNUSABLE = 2
 INTERRUPTED = 130

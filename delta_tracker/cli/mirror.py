@@ -22,7 +22,6 @@ from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.stream.storage.url import LOCAL_POLL_SECONDS, REMOTE_POLL_SECONDS
 
 _logger = logging.getLogger(__name__)
-
 _HELP = """Copy the stream at URL to DST and follow it, until Ctrl-C.
 
 DST is a bucket or directory. Its log has the same bytes as the source's, from the newest snapshot on, and every object

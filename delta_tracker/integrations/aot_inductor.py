@@ -31,7 +31,6 @@ from delta_tracker.errors import InvalidArgumentError, UnsupportedModelError
 from delta_tracker.stream.format.state_tree import TENSOR_DTYPES
 
 _logger = logging.getLogger(__name__)
-
 _KEY = "delta_tracker"  # of the package's metadata
 _MAX_BYTES = 64 << 20
 _SUFFIX = ".pt2"

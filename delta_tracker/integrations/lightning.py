@@ -50,7 +50,6 @@ else:
     Callback = _lightning_package().Callback
 
 _logger = logging.getLogger(__name__)
-
 _KEY = "delta_tracker"
 _COUNTERS_KEY = "delta_tracker_counters"
 

@@ -20,7 +20,6 @@ from delta_tracker.monitor.clock import NS, Clock
 from delta_tracker.monitor.names import check_name, encodable
 
 _logger = logging.getLogger(__name__)
-
 Value = str | int | float | bool
 """Value in an event's data. Nested values are not supported, because not every sink could export them."""
 

@@ -18,7 +18,6 @@ from delta_tracker.monitor.library import LibraryMetrics
 from delta_tracker.monitor.sinks.base_sink import Sink
 
 _logger = logging.getLogger(__name__)
-
 _FIRST_MUTE_SECONDS, _LONGEST_MUTE_SECONDS = 10, 600
 _MAX_WINDOWS = 8192  # windows queued for one sink
 

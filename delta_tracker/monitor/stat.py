@@ -51,7 +51,6 @@ DEFAULT_POLICIES: Mapping[Kind, Policy] = {
 }
 
 _logger = logging.getLogger(__name__)
-
 _UNIT = re.compile(r"([a-z][a-z0-9_]*)?")
 _TOTALS = re.compile(r"(_total)+$")
 _OTHER_NAMES = {"inc", "dec", "observe", "record", "set", "update"}  # of records in other libraries

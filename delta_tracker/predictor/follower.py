@@ -34,7 +34,6 @@ from delta_tracker.stream.storage.storage import Location, Storage, open_storage
 from delta_tracker.stream.storage.url import LOCAL_POLL_SECONDS, REMOTE_POLL_SECONDS
 
 _logger = logging.getLogger(__name__)
-
 _STALE_SECONDS = 1.0  # between two reads of an object that is stale in a cache
 _PIN_SECONDS = 5.0  # maximum time between two looks for a pin
 # Longest intervals between two polls, while no version comes and while hints arrive.

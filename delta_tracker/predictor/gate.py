@@ -11,7 +11,6 @@ from delta_tracker.stream.format.manifest import Link, Manifest, Merged
 from delta_tracker.stream.format.part_reader import Contents
 
 _logger = logging.getLogger(__name__)
-
 Measure = dict[tuple[str, str], float]
 """Mapping of (kind of version, table FQN) to the RMS row norm of the table in a version; see :class:`Gate`."""
 

@@ -30,7 +30,6 @@ from delta_tracker.stream.format.part_reader import Contents
 from delta_tracker.types import Identity
 
 _logger = logging.getLogger(__name__)
-
 VersionOwners = Mapping[str, tuple[Tensor, Tensor]]
 """Mapping of table FQN to the ``[N]`` global row ids of a version, and the ``[N]`` owners of these rows."""
 

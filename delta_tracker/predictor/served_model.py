@@ -27,7 +27,6 @@ from delta_tracker.stream.format.table_choice import TableChoice
 from delta_tracker.types import ShardSpec
 
 _logger = logging.getLogger(__name__)
-
 _MATRIX_DIMS = 2
 _COMPILED = "_orig_mod."
 _MODEL = "Pass a module, or a mapping of FQN to tensor or RowTarget"

@@ -126,9 +126,7 @@ class Coordinator:
         cut = Message.of(lambda: {"cut": f"batch {batch}", "tables": schema.text})
         check_alike(self._exchange.exchange(Phase.COMPARING, cut), "cut", "tables")
 
-    def write_part(
-        self, rows: Sequence[BlockRows], dense: Mapping[str, Tensor] | None = None, *, form: int = FORMAT
-    ) -> Part:
+    def write_part(self, rows: Sequence[BlockRows], dense: Mapping[str, Tensor], *, form: int) -> Part:
         """Write a part of the next version in the format ``form``. Return its record for the manifest."""
         states_name = None if form == FORMAT else self._name("s")
         with self._write_timer():

@@ -41,7 +41,6 @@ from delta_tracker.tracker.top_k import TopK
 from delta_tracker.tracker.tracker import ModelDeltaTracker
 
 _logger = logging.getLogger(__name__)
-
 _STANDSTILL_CALLS = 20  # more than the micro-batches of an accumulated batch usually are
 _PATIENCE = 0.75  # wait for a sign of life of a rank, of the timeout; the rest is the time between two signs
 

@@ -11,7 +11,6 @@ from delta_tracker.stream.maintenance.upkeep import UPKEEP_STEPS
 from delta_tracker.stream.storage.url import shown_url
 
 _logger = logging.getLogger(__name__)
-
 _FAILURES = ("FencedError", "RankFailedError", "RankLostError", "StorageError", "UnfinishedStepError")
 _SHARE = 0.5  # of the rows of a table: a larger delta is reported if several follow each other
 _NUM_DELTAS = 10

@@ -48,7 +48,6 @@ from delta_tracker.tracker.live_tables import LiveTables
 from delta_tracker.tracker.top_k import TopK
 
 _logger = logging.getLogger(__name__)
-
 _OWN_NAME = "data"  # name of the DataPosition among the states of the ranks
 _TESTED = frozenset({"EXACT_SGD", "EXACT_ADAGRAD", "EXACT_ROWWISE_ADAGRAD"})
 # Longest waits of training for an update in progress: the first one, and those after a wait that was in vain. A graph

@@ -22,7 +22,6 @@ from delta_tracker.stream.format.manifest import Kind, Part
 from delta_tracker.types import Delta
 
 _logger = logging.getLogger(__name__)
-
 Publishes: TypeAlias = Literal["delta", "snapshot", "flush"]
 """What a call publishes: the changed rows, all rows, or for ``"flush"``, the changed rows if any rank has some."""
 
@@ -333,7 +332,7 @@ class Versions:
         try:
             reader, writer = self._reader, self._writer
             rows, form = reader.copy(), reader.tables.copying.format
-            job = self._delivery.worker.submit(lambda: writer.write_part(rows, form=form) if rows else None)
+            job = self._delivery.worker.submit(lambda: writer.write_part(rows, {}, form=form) if rows else None)
         except Exception as error:  # noqa: BLE001  raised at the cut, which sends it to the other ranks
             job = Future()
             job.set_exception(error)

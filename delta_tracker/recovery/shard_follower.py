@@ -30,7 +30,6 @@ from delta_tracker.stream.reading.runtime import REAL, Runtime
 from delta_tracker.stream.reading.source import Source
 
 _logger = logging.getLogger(__name__)
-
 _FIRST_BACK_OFF_SECONDS = 0.1
 _MAX_BACK_OFF_SECONDS = 5.0
 

@@ -24,7 +24,6 @@ from delta_tracker.stream.storage.storage import Location, Storage, open_storage
 from delta_tracker.stream.takeover_request import Liveness, Signs, read_request
 
 _logger = logging.getLogger(__name__)
-
 GONE = "Check the url, mount or restore its store, and call again"
 _ATTEMPTS = 100  # claims of a stream that may be lost to versions of the former publisher
 _MIN_HEARTBEATS = 3  # a silence below this number of heartbeats is logged

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from delta_tracker.monitor.recorder import Recorder
 
 _logger = logging.getLogger(__name__)
-
 _T = TypeVar("_T")
 
 UNSEEN = -1

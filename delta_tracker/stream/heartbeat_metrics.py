@@ -14,7 +14,6 @@ from delta_tracker.stream.storage.storage import Location, Storage, open_storage
 from delta_tracker.stream.store_clock import StoreClock, skew_problem
 
 _logger = logging.getLogger(__name__)
-
 _NS_PER_SECOND = 10**9
 _LIMIT = 4096  # heartbeats that are read at each collection, newest first
 

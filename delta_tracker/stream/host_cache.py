@@ -31,7 +31,6 @@ from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.stream.storage.store import Span, Store, StoredObject, Transfer
 
 _logger = logging.getLogger(__name__)
-
 _WAIT_SECONDS = 0.01  # between two looks at the file that another process fetches
 _OTHERS = stat.S_IWGRP | stat.S_IWOTH
 

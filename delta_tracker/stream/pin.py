@@ -22,7 +22,6 @@ from delta_tracker.stream.reading.runtime import REAL, Runtime
 from delta_tracker.stream.storage.storage import Storage
 
 _logger = logging.getLogger(__name__)
-
 PINS = "control/pins"
 MAX_PIN_BYTES = 16 << 10
 MAX_REASON = 1000

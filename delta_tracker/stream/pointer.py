@@ -23,7 +23,6 @@ from delta_tracker.stream.reading.runtime import REAL, Runtime
 from delta_tracker.stream.storage.storage import Storage
 
 _logger = logging.getLogger(__name__)
-
 POINTER_NAME = "control/head.json"
 MAX_POINTER_BYTES = 64 << 10
 MAX_POINTED = 64  # merged deltas, older versions and merged snapshots

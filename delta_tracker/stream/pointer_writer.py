@@ -17,7 +17,6 @@ from delta_tracker.stream.reading.runtime import REAL, Runtime
 from delta_tracker.stream.storage.storage import Storage
 
 _logger = logging.getLogger(__name__)
-
 POINTER_SECONDS = 1.0  # between two writes, unless the publisher or mirror sets another time
 SCAN_SECONDS = 600.0  # between two listings
 _MAX_PAUSE_SECONDS = 30.0  # between two attempts while the store fails

@@ -17,7 +17,6 @@ from torch import distributed as dist
 from delta_tracker.errors import RankLostError, unraised
 
 _logger = logging.getLogger(__name__)
-
 DEFAULT_TIMEOUT = timedelta(minutes=5)
 TORCH_TIMEOUT = timedelta(minutes=30)  # default of torch's gloo groups, for calls without a timeout argument
 

@@ -165,7 +165,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         self._live = LiveTables(self._model, self._log)
         announce_training(self._live)
         self._reader = DeltaReader(self._log, self._model, self._capture)
-        self._checkpoint = TrackerCheckpoint(self._log, self._model, mode, self._capture, self._metrics.monitor)
+        self._checkpoint = TrackerCheckpoint(self._log, self._model, mode, self._metrics.monitor)
         self._hooks = TrackerHooks(
             self._log.writes, self._model, self._metrics, lookups=self._records_lookups, keeps_states=capture.keeps_old
         )
@@ -748,10 +748,9 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         self.detach()
 
     def _make_stores(self, fqns: Iterable[str]) -> dict[str, SegmentStore]:
+        shard = self._model.shard
         with one_cut():
-            return {
-                fqn: make_store(partial(self._model.shard, fqn), self._capture, engine=self._engine) for fqn in fqns
-            }
+            return {fqn: make_store(partial(shard, fqn), self._capture, engine=self._engine) for fqn in fqns}
 
     def _make_owners(self, sources: Mapping[str, LocalOwners]) -> dict[str, OwnerStore]:
         return {fqn: OwnerStore(source, engine=self._engine) for fqn, source in sources.items()}

@@ -17,7 +17,6 @@ from delta_tracker.stream.pointer_writer import POINTER_SECONDS
 from delta_tracker.stream.storage.storage import Storage
 
 _logger = logging.getLogger(__name__)
-
 RETAIN_EVERY = 16  # versions between two retention passes
 UPKEEP_STEPS = ("start", "compaction", "retention")
 """Steps that may fail: starting the thread of a pass, compaction, and retention."""

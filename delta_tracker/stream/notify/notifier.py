@@ -14,7 +14,6 @@ from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.stream.reading.runtime import REAL, Runtime
 
 _logger = logging.getLogger(__name__)
-
 _SLICE_SECONDS = 0.1  # between two checks of the stop flag
 _FIRST_PAUSE_SECONDS = 1.0
 _LONGEST_PAUSE_SECONDS = 30.0

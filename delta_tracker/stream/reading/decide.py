@@ -375,9 +375,8 @@ def _to_pin(log: SeenLog, view: View, order: Order) -> Apply | Stay:
 def _along(log: SeenLog, view: View, order: Order, path: Sequence[Manifest], start: Position | None = None) -> Apply:
     """Apply ``path``. If one of its entries has a fault, apply another path to the same last entry."""
     if (fault := _first_fault(log, view, path)) is not None:
-        if (view.is_patient and isinstance(fault, StorageError)) or (
-            log.is_doubted and isinstance(fault, CACHE_FAULTS)
-        ):
+        may_pass = view.is_patient and isinstance(fault, StorageError)
+        if may_pass or (log.is_doubted and isinstance(fault, CACHE_FAULTS)):
             raise fault
         others = log.without(each.entry for each in view.faults if each.concerns(log.number, each.entry))
         with suppress(MalformedError, MissingVersionError, NoSnapshotError):

@@ -22,7 +22,7 @@ from delta_tracker.tracker.checkpoint.counters import CounterSet
 from delta_tracker.tracker.checkpoint.part import RankHeader, check_alike, check_tables, pack, parse_all, take
 from delta_tracker.tracker.checkpoint.reshard import Resharding
 from delta_tracker.tracker.cursors import LogState, PendingState
-from delta_tracker.tracker.modes import Capture
+from delta_tracker.tracker.modes import CAPTURES
 from delta_tracker.tracker.rank_group import TORCH_TIMEOUT, RankGroup, rank_and_world_size
 from delta_tracker.tracker.tracked_model import TrackedModel
 from delta_tracker.types import TrackingMode
@@ -51,7 +51,6 @@ class TrackerCheckpoint:
         log: the change log.
         model: the tracked model.
         mode: the tracking mode. Only states that were saved in the same mode can be loaded.
-        capture: implementation of the tracking mode.
         monitor: monitor that receives an event if a checkpoint without tracker state is loaded.
 
     Attributes:
@@ -60,13 +59,10 @@ class TrackerCheckpoint:
             call.
     """
 
-    def __init__(
-        self, log: ChangeLog, model: TrackedModel, mode: TrackingMode, capture: Capture, monitor: Monitor
-    ) -> None:
+    def __init__(self, log: ChangeLog, model: TrackedModel, mode: TrackingMode, monitor: Monitor) -> None:
         self._log = log
         self._model = model
         self._mode = mode
-        self._capture = capture
         self._monitor = monitor
         self.counters = CounterSet()
         self.restored: Restored | None = None
@@ -199,4 +195,4 @@ class TrackerCheckpoint:
         check_tables("", first.shards, {fqn: shard.spec for fqn, shard in self._model.shards.items()})
         rank, world_size = rank_and_world_size()
         self.counters.check(parts, world_size)
-        return Resharding(parts, self._model.shards, self._capture, rank, world_size)
+        return Resharding(parts, self._model.shards, CAPTURES[self._mode], rank, world_size)
