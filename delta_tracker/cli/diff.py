@@ -53,10 +53,8 @@ def command(stream: Stream, v1: int, v2: int, *, fqn: str | None, limit: int, sh
     if shows_ids and any(spec.fqn not in path[0].identities for path in paths):
         raise click.UsageError(plain(f"Table {spec.fqn} has no raw ids. Omit --ids."))
     remedy = "Set it to a directory with space for two copies of the table"
-    with (
-        os_errors_of("TMPDIR", tempfile.gettempdir(), remedy),
-        tempfile.TemporaryDirectory(prefix="delta-tracker-") as scratch,
-    ):
+    errors = os_errors_of("TMPDIR", tempfile.gettempdir(), remedy)
+    with errors, tempfile.TemporaryDirectory(prefix="delta-tracker-") as scratch:
         before, after = _both(stream, paths, spec, Path(scratch), with_ids=shows_ids)
         found = (_compare_ids if shows_ids else _compare_rows)(before, after, limit)
     about = {"url": stream.storage.url, "table": spec.fqn, "from": v1, "to": v2, "rows": spec.num_rows}

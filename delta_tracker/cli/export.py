@@ -54,10 +54,8 @@ def command(stream: Stream, version: int | None, out: Path | None, dcp: Path | N
     stream.check_exists()
     version = stream.head().version if version is None else version
     _refuse_existing(option, out)
-    with (
-        os_errors_of(option, str(out)),
-        tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.absolute().parent) as draft,
-    ):
+    errors = os_errors_of(option, str(out))
+    with errors, tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.absolute().parent) as draft:
         work, made = Path(draft) / "work", Path(draft) / "made"
         work.mkdir()
         stream_id = _write(stream, version, form, made, work)

@@ -6,7 +6,6 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import click
-from rich.table import Table
 
 from delta_tracker.cli.output import Output, facts, table
 from delta_tracker.cli.stream_command import Number, store_options
@@ -109,9 +108,16 @@ def command(
     out.json(found)
     out.show(facts(_facts(found)))
     out.line()
-    out.show(_requests(found["requests"]))
+    names = {"publisher": "publisher", "retention": "retention", "predictor": "a predictor", "total": "together"}
+    requests = found["requests"]
+    hourly = [(name, *(count(round(each)) for each in requests[key].values())) for key, name in names.items()]
+    out.show(table(("requests per hour", ">PUT", ">LIST", ">GET", ">HEAD", ">DELETE"), hourly))
     out.line()
-    out.show(_bill(found["bill"]))
+    daily = []
+    for key, name in {"class_a": "A: write, list", "class_b": "B: read"}.items():
+        per_day, cost = found["bill"][key].values()
+        daily.append((name, count(round(per_day)), "unknown" if cost is None else f"{cost:,.2f}"))
+    out.show(table(("class", ">requests per day", ">cost per day"), daily))
     return 0
 
 
@@ -199,17 +205,3 @@ def _facts(found: dict[str, Any]) -> dict[str, str]:
         "start": reads,
         "stored": stored,
     }
-
-
-def _requests(requests: dict[str, dict[str, float]]) -> Table:
-    names = {"publisher": "publisher", "retention": "retention", "predictor": "a predictor", "total": "together"}
-    rows = ((name, *(count(round(each)) for each in requests[key].values())) for key, name in names.items())
-    return table(("requests per hour", ">PUT", ">LIST", ">GET", ">HEAD", ">DELETE"), rows)
-
-
-def _bill(bill: dict[str, dict[str, Any]]) -> Table:
-    rows = []
-    for key, name in {"class_a": "A: write, list", "class_b": "B: read"}.items():
-        per_day, cost = bill[key].values()
-        rows.append((name, count(round(per_day)), "unknown" if cost is None else f"{cost:,.2f}"))
-    return table(("class", ">requests per day", ">cost per day"), rows)

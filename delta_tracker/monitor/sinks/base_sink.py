@@ -84,6 +84,4 @@ class FileSink(Sink):
         """Close the file without writing. No-op if already closed. Safe in a forked child."""
         self._file.close()
 
-    def forget(self) -> None:
-        """Close the file without writing. Called in a forked child."""
-        self._file.close()
+    forget = close  # also in subclasses whose close() writes

@@ -178,7 +178,8 @@ class MetricCounter:
             elif field in fields:
                 expected.add(field)
         tensors = {field for field in expected if field != _COUNT and not field.endswith(".length")}
-        if set(fields) != expected or not _is_count(fields[_COUNT]):
+        count = fields.get(_COUNT)
+        if set(fields) != expected or type(count) is not int or count < 0:
             raise CheckpointError(self._name, f"it has the fields {sorted(fields)}, not {sorted(expected)}")
         if strange := sorted(field for field in tensors if not isinstance(fields[field], tuple)):
             raise CheckpointError(self._name, f"the fields {strange} are not tensors")
@@ -214,10 +215,6 @@ def _reduction_name(reduction: object) -> str:
         return f"partial({_reduction_name(reduction.func)}, {text})"
     name = getattr(reduction, "__name__", None)
     return name if isinstance(name, str) else type(reduction).__qualname__
-
-
-def _is_count(value: object) -> bool:
-    return type(value) is int and value >= 0
 
 
 def _check_name(name: object, taken: list[str]) -> None:
