@@ -168,7 +168,13 @@ class Bucket(Store):
         self._check()
         folder = self._path / _DRAFT
         folder.mkdir(exist_ok=True)
-        (self._path / name).parent.mkdir(exist_ok=True)  # fails if the bucket is away since the check
+        parent = (self._path / name).parent  # not with its parents: fails if the bucket is away since the check
+        try:
+            parent.mkdir(exist_ok=True)
+        except FileNotFoundError:
+            self._check()
+            parent.parent.mkdir(exist_ok=True)
+            parent.mkdir(exist_ok=True)
         draft = folder / f"{name.replace('/', '-')}-{len(list(folder.iterdir()))}"
         draft.write_bytes(data)
         return draft

@@ -71,6 +71,7 @@ def _again(do: Do, refused: Operation) -> Sequence[Refused]:
 
 def _repaired(do: Do, refused: Operation) -> Sequence[Refused]:
     do("repair", 0, _ALL)
+    do("grant", 0, 0)
     return _again(do, refused)
 
 

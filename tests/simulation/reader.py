@@ -10,10 +10,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from delta_tracker import Canary, Gate, ModelTarget, Predictor, Rollout
+from delta_tracker import Canary, Gate, ModelTarget, Predictor, Rollout, Storage
 from delta_tracker.errors import DeltaTrackerError
 from delta_tracker.monitor import Monitor
 from tests.simulation.history import Order, Place
+from tests.simulation.roles import NAMED, PREDICTOR
 from tests.simulation.served import Choice, Served, ServedRows, served
 from tests.simulation.stores import Store
 from tests.simulation.threads import SCHEDULER, Clock, Process
@@ -48,6 +49,7 @@ class Settings:
         continues: True if it applies what fits.
         number: number of its model.
         monitor: monitor of the predictor.
+        has_roles: True if it has only the permissions of its role. Every other predictor then has a name.
     """
 
     stores: tuple[Store, ...]
@@ -64,6 +66,7 @@ class Settings:
     continues: bool
     number: int
     monitor: Monitor
+    has_roles: bool
 
     @classmethod
     def of(
@@ -98,6 +101,7 @@ class Settings:
             continues=has_changed_model or options["model"] % 2 == 1,
             number=number if options["model"] > 1 else 0,
             monitor=monitor,
+            has_roles=schedule.has_roles,
         )
 
     @property
@@ -189,12 +193,10 @@ class Reader:
                 raw_ids=self.served.raw_ids or {},
                 on_model_change="continue" if settings.continues else "stop",
             ),
-            [
-                store.opened_by_predictor() if settings.web is None else settings.web.store_of(store)
-                for store in settings.stores
-            ],
+            [self._opened(store) for store in settings.stores],
             rollout=Rollout(gate=settings.gate, canary=settings.canary, follows_pins=settings.follows_pins),
             cache=settings.cache if settings.kind == "cache" else None,
+            name=self.name if self._has_name else None,
             monitor=settings.monitor,
             tables=None if settings.has_changed_model else settings.choice.patterns,
         )
@@ -287,9 +289,19 @@ class Reader:
         self.is_following = False
         SCHEDULER.kill(self._process)
 
+    @property
+    def _has_name(self) -> bool:
+        """True if it writes heartbeats, which it cannot do over http."""
+        return self.settings.has_roles and self.settings.web is None and int(self.name[1:]) % 2 == 0
+
+    def _opened(self, store: Store) -> str | Storage:
+        if self.settings.web is not None:
+            return self.settings.web.store_of(store)
+        return store.opened_by_predictor(NAMED if self._has_name else PREDICTOR)
+
     def url_of(self, store: Store) -> str:
         """Return the url at which it reads a store."""
-        opened = store.opened_by_predictor() if self.settings.web is None else self.settings.web.store_of(store)
+        opened = self._opened(store)
         return opened if isinstance(opened, str) else opened.url
 
     @property

@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from delta_tracker import Storage
+from delta_tracker.stream.storage.store import Store as ObjectStore
 from tests.simulation.bucket import Bucket, Pace
+from tests.simulation.roles import LimitedStore, Roles
 from tests.simulation.threads import EPOCH, SCHEDULER
 
 _FOLDERS = ("log", "parts", "merged", "control", "drafts", "probe")
@@ -72,6 +74,7 @@ class Store:
         has_lost_parts: True if some parts are damaged for ever.
         is_bucket: True if trainers and predictors access it as an object store.
         pace: speed of its responses to predictors.
+        roles: permissions of the actors, None if each may do anything.
     """
 
     path: Path
@@ -82,6 +85,7 @@ class Store:
     has_lost_parts: bool = False
     is_bucket: bool = False
     pace: Pace = field(default_factory=Pace)
+    roles: Roles | None = None
     _pointer: bytes = b""  # before it was forged
     _wrong: bytes = b""
     _damaged: list[tuple[Path, Path]] = field(default_factory=list)
@@ -93,13 +97,18 @@ class Store:
     def url(self) -> str:
         return self.path.as_uri()
 
-    def opened(self) -> str | Storage:
-        """Return what trainers get as the url."""
-        return Storage(Bucket(self.path, Pace())) if self.is_bucket else self.url
+    def opened(self, *roles: str) -> str | Storage:
+        """Return what trainers get as the url, with the permissions of roles."""
+        return Storage(self.limited(Pace(), *roles)) if self.is_bucket else self.url
 
-    def opened_by_predictor(self) -> str | Storage:
+    def opened_by_predictor(self, *roles: str) -> str | Storage:
         """Return what predictors get as the url, which may answer slowly."""
-        return Storage(Bucket(self.path, self.pace)) if self.is_bucket else self.url
+        return Storage(self.limited(self.pace, *roles)) if self.is_bucket else self.url
+
+    def limited(self, pace: Pace, *roles: str) -> ObjectStore:
+        """Return the objects with the permissions of roles."""
+        bucket = Bucket(self.path, pace)
+        return bucket if self.roles is None else LimitedStore(bucket, self.roles, *roles)
 
     @property
     def is_healthy(self) -> bool:

@@ -52,6 +52,14 @@ WEIGHTS = {
 # Number of choices of each option of a predictor, which are the digits of the number of its join, the highest first.
 _OPTIONS = {"gate": 5, "canary": 7, "kind": 6, "follows_pins": 2, "order": 9}
 _URLS = 5  # number of choices of the next digit
+LESSER = {
+    "heartbeats": ("predictor with a `name`", "predictor"),
+    "upkeep": ("publisher with `Upkeep(retention=, compact_every=)`", "publisher"),
+    "operators": ("`rollback`, `release`", "predictor"),
+    "compaction": ("`compact`", "predictor"),
+    "mirrors": ("`mirror`, destination", "`mirror`, source"),
+}
+"""Roles of the guide that an actor may lack, and the one that it has instead, by what it then cannot do."""
 TABLE_CHOICES = 4
 """Number of choices of the tables that a predictor applies; they are the next digit, and 0 takes all."""
 MODEL_CHOICES = 4
@@ -287,6 +295,7 @@ _TABLES_SHARE = 0.3  # of the schedules
 _CHOOSE_SHARE = 0.06
 _CHANGES_SHARE = 0.1  # of the schedules
 _CHANGE_SHARE, _SERVED_SHARE = 0.08, 0.05
+_ROLES_SHARE, _LESSER_SHARE = 0.4, 0.4  # of the schedules with object stores, and of those with roles
 _EPISODE_SHARE = 0.4
 _LEAST, _MOST = 12, 60
 
@@ -319,6 +328,8 @@ class Schedule:
         has_raw_ids: True for a table with managed collisions instead of the model.
         has_buckets: True if trainers and predictors access the stores as object stores.
         ranks: number of ranks of each trainer. Several have sharded tables instead of the model.
+        has_roles: True if each actor has only the permissions of its role, in a world with object stores.
+        lesser: name in ``LESSER`` of the actor with a lesser role, None for none.
     """
 
     seed: int
@@ -330,6 +341,8 @@ class Schedule:
     has_raw_ids: bool = False
     has_buckets: bool = False
     ranks: int = 1
+    has_roles: bool = False
+    lesser: str | None = None
 
     def with_operations(self, operations: Sequence[Operation]) -> Schedule:
         return replace(self, operations=tuple(operations))
@@ -434,7 +447,12 @@ def _widened(schedule: Schedule, chance: random.Random) -> Schedule:
     changes = random.Random(f"{schedule.seed} changes")
     if not schedule.has_raw_ids and changes.random() < _CHANGES_SHARE:
         steps, ranks = _with_changes(steps, changes), 1
-    return replace(schedule, operations=tuple(steps), has_buckets=has_buckets, ranks=ranks)
+    roles = random.Random(f"{schedule.seed} roles")
+    has_roles = has_buckets and roles.random() < _ROLES_SHARE
+    lesser = roles.choice(list(LESSER)) if has_roles and roles.random() < _LESSER_SHARE else None
+    return replace(
+        schedule, operations=tuple(steps), has_buckets=has_buckets, ranks=ranks, has_roles=has_roles, lesser=lesser
+    )
 
 
 def _inserted(steps: Sequence[Operation], kind: str, share: float, chance: random.Random) -> list[Operation]:

@@ -13,7 +13,7 @@ import math
 import tempfile
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import entry_points
@@ -41,10 +41,22 @@ from delta_tracker.errors import (
 from delta_tracker.monitor import Monitor
 from delta_tracker.stream.format import part_writer
 from delta_tracker.stream.maintenance.retention import retain
+from tests.simulation.bucket import Pace
 from tests.simulation.disk import FAULTS, Fault, disk
 from tests.simulation.history import History, Key, Place, RuleError
 from tests.simulation.operators import Refused, follow, ignore
 from tests.simulation.reader import Reader, Saved, Settings
+from tests.simulation.roles import (
+    COMMANDS,
+    KEEPING_MIRROR,
+    PUBLISHER,
+    RECOVERY,
+    RESTORE,
+    STANDBY,
+    UPKEEP,
+    Roles,
+    opening,
+)
 from tests.simulation.rules import check, check_partial
 from tests.simulation.served import InterruptionError, ServedRows, ServedTables
 from tests.simulation.stores import Entry, Store
@@ -164,7 +176,8 @@ class World:
         self._disk = disk()
         self._disk.folder = folder
         self._schedule, self._say = schedule, say
-        self._stores = [Store(folder / name, is_bucket=schedule.has_buckets) for name in "abc"]
+        self._roles = Roles(schedule.lesser) if schedule.has_roles and schedule.has_buckets else None
+        self._stores = [Store(folder / name, is_bucket=schedule.has_buckets, roles=self._roles) for name in "abc"]
         self._primary = self._stores[0]
         self._cache, self._copy, self._checkpoints = folder / "cache", folder / "backup", folder / "checkpoints"
         self._web = Web() if schedule.has_web else None
@@ -235,7 +248,10 @@ class World:
         if operation.kind != "advised":
             self._refused.clear()
             self._last, self._unforced = operation, None
-        said = getattr(self, f"_{operation.kind}")(operation.who, operation.choice)
+        try:
+            said = getattr(self, f"_{operation.kind}")(operation.who, operation.choice)
+        finally:
+            self._check_roles()  # first: it explains what else is found
         if fault is not None:
             self._disk.fault = None
             said = f"{said} ({fault.kind}{'' if fault.has_begun else ' not reached'})"
@@ -250,6 +266,12 @@ class World:
             if store.is_healthy and not store.is_whole():
                 raise RuleError("partial version", f"{store.path.name} lacks objects of its newest entry")
         self._num_done += 1
+
+    def _check_roles(self) -> None:
+        """Check that no actor was refused what its role needs."""
+        wrong = None if self._roles is None else self._roles.wrong()
+        if wrong is not None:
+            raise RuleError("role", f"{' and '.join(wrong.roles)} is refused: {wrong.verb} {wrong.name}")
 
     def _replace_dead(self) -> None:
         """Start another job for one of which a rank has died, and drop the others."""
@@ -336,7 +358,7 @@ class World:
         copy, former = trainer.copy(), history.copies.get(history.head or ("", -1))
         manifest = None
         with self._call(call, self._schedule.ranks) as errors:
-            trainer.open(self._primary.opened())
+            trainer.open(self._primary.opened(*self._publisher_roles))
             manifest = trainer.publish(call)
         if not self._primary.is_failing:
             history.absorb(self._primary, copy)
@@ -448,7 +470,7 @@ class World:
         trainer = self._trainer(self._schedule.seed + choice, number)
         before = trainer.copy()
         with self._call("restore", self._schedule.ranks) as errors:
-            key = trainer.restore(store.opened())
+            key = trainer.restore(store.opened(RESTORE))
         if errors:
             return f"not restored: {errors[0]}"
         former, self.trainer = self.trainer, trainer
@@ -491,7 +513,8 @@ class World:
         with self._call("standby sync", self._schedule.ranks) as errors:
             if self._standby is None:
                 trainer = self._trainer(self._schedule.seed + choice, number)
-                self._standby = trainer.stand_by(self._primary.opened()), trainer
+                opened = self._primary.opened(*self._publisher_roles, STANDBY)
+                self._standby = trainer.stand_by(opened), trainer
             self._standby[0].sync()
         if self._dies():
             self._standby = None
@@ -555,10 +578,14 @@ class World:
         bounds = Retention(versions=1 + choice % 3, grace_seconds=(0.0, 0.0, 10.0, 600.0)[choice // 3 % 4])
         before, entries = self._led_to(), self._primary.entries()
         with self._call("retain") as errors, SCHEDULER.by(self.trainer.clock):
-            deleted = retain(Storage(self._primary.url), bounds).versions
+            deleted = retain(self._opened_for_retention(), bounds).versions
         self._check_retained(before)
         self._check_grace(entries, SCHEDULER.now - bounds.grace_seconds)
         return str(errors or f"deleted {deleted} versions")
+
+    def _opened_for_retention(self) -> Storage:
+        opened = self._primary.opened(UPKEEP) if self._roles is not None else self._primary.url
+        return opened if isinstance(opened, Storage) else Storage(opened)
 
     def _led_to(self) -> set[int]:
         """Return the newest version and that of a pin, each if entries lead a new predictor there."""
@@ -769,7 +796,12 @@ class World:
     def _command(self, *words: str) -> tuple[int, str]:
         """Run the command line; return its exit code, and the last line of its output or errors."""
         output, errors = io.StringIO(), io.StringIO()
-        with self._call(words[0]), contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
+        with (
+            self._call(words[0]),
+            self._opening(words),
+            contextlib.redirect_stdout(output),
+            contextlib.redirect_stderr(errors),
+        ):
             code = _program()(words)
         lines = (output if code == 0 else errors).getvalue().splitlines()
         said = lines[-1] if lines else "done"
@@ -778,6 +810,23 @@ class World:
         if code:
             self._refused.append(Refused.printed(words[0], said))
         return code, said
+
+    def _opening(self, words: Sequence[str]) -> contextlib.AbstractContextManager[None]:
+        """Return a context manager in which a command has only the permissions of its role at each url."""
+        urls = {store.url: store for store in self._stores}
+        found = [urls[word] for word in words if word in urls]
+        if self._roles is None:
+            return contextlib.nullcontext()
+        names = KEEPING_MIRROR if "--keep-versions" in words else COMMANDS[words[0]]
+        return opening({store.url: store.limited(Pace(), name) for store, name in zip(found, names, strict=True)})
+
+    @property
+    def _publisher_roles(self) -> list[str]:
+        return [UPKEEP if self._schedule.has_upkeep else PUBLISHER, *([RECOVERY] if self._schedule.states else [])]
+
+    def _grant(self, who: int, choice: int) -> str | None:
+        """Give each actor its whole role."""
+        return "granted" if self._roles is not None and self._roles.grant() else None
 
     def _advised(self, who: int, choice: int) -> str | None:
         """Follow the advice of the last error of the operation before. Meanwhile, no further faults begin."""
@@ -1153,6 +1202,7 @@ class World:
             self._wait_for_all(clean)
         if self._schedule.has_changes and self._change_all():
             self._wait_for_all(clean)
+        self._check_roles()
 
     def _repair_all(self) -> None:
         for store in self._stores:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import threading
 import time
 from collections import defaultdict
@@ -13,7 +12,17 @@ import pytest
 import torch
 from torch import nn
 
-from delta_tracker import ModelDeltaTracker, Predictor, Publisher, Retention, Rollout, Upkeep
+from delta_tracker import (
+    ModelDeltaTracker,
+    Predictor,
+    Publisher,
+    Recovery,
+    Retention,
+    Rollout,
+    Standby,
+    Upkeep,
+    restore,
+)
 from delta_tracker.errors import StorageError
 from delta_tracker.stream import heartbeat
 from delta_tracker.stream.format.manifest import entry_name
@@ -22,7 +31,7 @@ from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.mirroring import Mirror
 from delta_tracker.stream.pinning import pin_version, release_pin
 from delta_tracker.stream.storage.storage import Storage
-from tests.documents import ROOT
+from tests.permissions import Permissions, documented, folder_of
 from tests.servers import S3, s3_server
 from tests.stores.wrapped import Operation, Perform, WrappedStorage
 
@@ -34,32 +43,23 @@ _PERMISSIONS = {
     "delete": {"delete"},
 }
 _NEEDED = {kind: needed for needed, kinds in _PERMISSIONS.items() for kind in kinds}
-_HEADER = "| role | read | list | create | replace | delete |"
 _BEAT_SECONDS = 0.05
 # What the runs below do not meet: a compaction that another one has overtaken deletes its parts, retention deletes
-# what was not written for a day, and a mirror reads what a request with an unknown outcome may have created.
+# what was not written for a day, a mirror reads what a request with an unknown outcome may have created, a publisher
+# with states continues from a checkpoint as one without does, and a restore looks for newer parts of a lost entry.
 _RARE = {
     "`compact`": {"delete": {"parts"}},
     "`mirror`, destination": {"read": {"merged"}},
+    "`mirror --keep-versions`, destination": {
+        "read": {"merged"},
+        "create": {"merged"},
+        "delete": {"merged", "predictors", "publishers"},
+    },
     "publisher with `Upkeep(retention=, compact_every=)`": {"delete": {"predictors", "publishers"}},
+    "publisher with `recovery=`": {"read": {"merged", "parts"}},
+    "`restore`": {"list": {"parts"}},
+    "standby": {"list": {"parts"}},
 }
-Permissions = dict[str, set[str]]
-
-
-def _documented() -> dict[str, Permissions]:
-    """Return the folders of each permission of each role, from the table in the guide."""
-    page = (ROOT / "delta_tracker" / "guide" / "operate.md").read_text()
-    rows = re.search(re.escape(_HEADER) + r"\n\|[-|]+\|\n((?:\|.*\|\n)+)", page)
-    assert rows is not None
-    found = {}
-    for row in rows[1].splitlines():
-        role, *cells = [cell.strip() for cell in row.strip("|").split("|")]
-        found[role] = {
-            needed: set(re.findall(r"`([^`]+)`", cell))
-            for needed, cell in zip(_PERMISSIONS, cells, strict=True)
-            if cell
-        }
-    return found
 
 
 class Role:
@@ -76,18 +76,11 @@ class Role:
     def __call__(self, operation: Operation, perform: Perform) -> Any:
         needed = _NEEDED.get(operation.kind)
         if needed is not None:
-            folder = _folder(operation.name)
+            folder = folder_of(operation.name)
             self.used[needed].add(folder)
             if self._allowed is not None and folder not in self._allowed.get(needed, ()):
                 raise StorageError(operation.url, f"denied: {needed} {operation.name}")
         return perform(operation)
-
-
-def _folder(name: str) -> str:
-    folder, _, rest = name.partition("/")
-    if folder == "control":
-        return f"control/{rest.partition('/')[0]}"
-    return "probe" if folder.startswith("probe") else folder
 
 
 class Place:
@@ -124,19 +117,28 @@ def _model() -> nn.Module:
     return nn.Sequential(nn.EmbeddingBag(100, 4))
 
 
-class _Trainer:
-    def __init__(self, url: Storage, **options: Any) -> None:
-        self._model = _model()
-        self._optimizer = torch.optim.SGD(self._model.parameters(), lr=0.1)
-        self._tracker = ModelDeltaTracker(self._model)
-        self.publisher = Publisher(self._tracker, url, **options)
+class _Job:
+    """A model with its optimizer and tracker."""
+
+    def __init__(self) -> None:
+        self.model = _model()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.tracker = ModelDeltaTracker(self.model)
+        self.recovery = Recovery(training_state={"optimizer": self.optimizer}, heartbeat_seconds=_BEAT_SECONDS)
+
+
+class _Trainer(_Job):
+    def __init__(self, url: Storage, *, is_recoverable: bool = False, **options: Any) -> None:
+        super().__init__()
+        recovery = self.recovery if is_recoverable else None
+        self.publisher = Publisher(self.tracker, url, recovery=recovery, **options)
         self.publisher.snapshot()
 
     def publish(self, count: int) -> None:
         for _ in range(count):
-            self._model(torch.tensor([[3]])).sum().backward()
-            self._optimizer.step()
-            self._tracker.step()
+            self.model(torch.tensor([[3]])).sum().backward()
+            self.optimizer.step()
+            self.tracker.step()
             self.publisher.publish()
 
 
@@ -150,6 +152,49 @@ def _publisher(place: Place) -> None:
     trainer = _Trainer(place.limited())
     trainer.publish(3)
     trainer.publisher.close()
+
+
+def _continued(place: Place) -> None:
+    """Start a publisher from an older checkpoint, whose later versions it reads, also a merged snapshot."""
+    trainer = _published(place, 9)
+    state = trainer.tracker.state_dict()
+    trainer.publish(1)
+    trainer.publisher.close()
+    compact(place.whole(), fold=0.01)
+    continued = ModelDeltaTracker(_model())
+    continued.load_state_dict(state)
+    with Publisher(continued, place.limited()) as publisher:
+        publisher.publish()
+
+
+def _recoverable(place: Place) -> None:
+    trainer = _Trainer(place.limited(), is_recoverable=True)
+    trainer.publish(3)
+    time.sleep(3 * _BEAT_SECONDS)
+    trainer.publisher.close()
+
+
+def _restored(place: Place) -> None:
+    trainer, job = _Trainer(place.whole(), is_recoverable=True), _Job()
+    trainer.publish(9)
+    compact(place.whole())
+    restore(job.model, place.limited(), tracker=job.tracker, recovery=job.recovery)
+    trainer.publisher.close()
+
+
+def _standby(place: Place) -> None:
+    trainer, job = _Trainer(place.whole(), is_recoverable=True), _Job()
+    trainer.publish(9)
+    compact(place.whole())
+    standby = Standby(job.model, place.limited(), tracker=job.tracker, recovery=job.recovery)
+    standby.sync()
+    trainer.publish(1)
+    trainer.publisher.close()
+    taken = standby.follow(silence=5 * _BEAT_SECONDS)
+    standby.close()
+    assert taken is not None
+    with Publisher(job.tracker, taken.recovery, recovery=job.recovery) as publisher:
+        publisher.snapshot()
 
 
 def _upkeep(place: Place) -> None:
@@ -182,8 +227,9 @@ def _named(place: Place) -> None:
 
 
 def _operator(place: Place) -> None:
-    trainer = _published(place)
-    pin_version(place.limited(), 2)
+    trainer = _published(place, 9)
+    compact(place.whole(), fold=0.01)
+    pin_version(place.limited(), 10)
     trainer.publisher.snapshot()
     release_pin(place.limited())
     trainer.publisher.close()
@@ -195,9 +241,24 @@ def _mirror(place: Place, *, is_source: bool) -> None:
     compact(place.whole())
     source, destination = place.whole(), place.whole("mirror")
     ends = (place.limited(), destination) if is_source else (source, place.limited("mirror"))
+    ends[1].probe()  # as the command does
     for _ in range(2):
         Mirror(*ends).run(stop=threading.Event(), poll_seconds=0.01, once=True)
         trainer.publish(2)
+    trainer.publisher.close()
+
+
+def _keeping_mirror(place: Place) -> None:
+    trainer = _published(place)
+    mirror = Mirror(place.whole(), place.limited("mirror"), retention=Retention(versions=1, grace_seconds=0.0))
+    for _ in range(3):
+        trainer.publish(20)
+        compact(place.whole(), fold=0.01)
+        trainer.publisher.snapshot()
+        mirror.run(stop=threading.Event(), poll_seconds=0.01, once=True)
+    pin_version(place.whole(), trainer.publisher.version or 0)
+    place.limited("mirror").probe()  # as the command does
+    mirror.run(stop=threading.Event(), poll_seconds=0.01, once=True)
     trainer.publisher.close()
 
 
@@ -208,13 +269,17 @@ def _compact(place: Place) -> None:
 
 
 _ROLES: dict[str, Callable[[Place], None]] = {
-    "publisher": _publisher,
+    "publisher": lambda place: (_publisher(place), _continued(place)),
+    "publisher with `recovery=`": _recoverable,
     "publisher with `Upkeep(retention=, compact_every=)`": _upkeep,
+    "`restore`": _restored,
+    "standby": _standby,
     "predictor": _predictor,
     "predictor with a `name`": _named,
     "`rollback`, `release`": _operator,
     "`mirror`, source": lambda place: _mirror(place, is_source=True),
     "`mirror`, destination": lambda place: _mirror(place, is_source=False),
+    "`mirror --keep-versions`, destination": _keeping_mirror,
     "`compact`": _compact,
 }
 
@@ -224,20 +289,20 @@ def test_a_role_needs_exactly_the_permissions_of_the_guide(
     name: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(heartbeat, "BEAT_SECONDS", _BEAT_SECONDS)
-    documented = _documented()
-    assert list(documented) == list(_ROLES)
-    role = Role(documented[name])
+    table = documented()
+    assert list(table) == list(_ROLES)
+    role = Role(table[name])
     _ROLES[name](Place(role))
     for needed, folders in _RARE.get(name, {}).items():
         role.used[needed] |= folders
-    assert role.used == documented[name]
+    assert role.used == table[name]
     assert "denied" not in caplog.text
 
 
 def _actions() -> dict[str, list[str]]:
     """Return what each role may do on the server, by its access key, according to the guide."""
     found: dict[str, list[str]] = {}
-    for number, allowed in enumerate(_documented().values()):
+    for number, allowed in enumerate(documented().values()):
         actions = {"read": "Read", "list": "List", "create": "Write", "replace": "Write", "delete": "Write"}
         found[f"role{number}"] = sorted(
             f"{actions[needed]}:tests/role{number}/{stream}/{folder}*"
