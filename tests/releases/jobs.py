@@ -11,7 +11,7 @@ import inspect
 import json
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -136,6 +136,45 @@ class Trainer:
         self.tracker.step()
 
 
+class _Tables(nn.Module):
+    """Tables by their sizes, and a dense layer."""
+
+    def __init__(self, sizes: Mapping[str, Sequence[int]]) -> None:
+        super().__init__()
+        self.sizes = {name: (num_rows, width) for name, (num_rows, width) in sizes.items()}
+        for name, size in self.sizes.items():
+            self.add_module(name, nn.EmbeddingBag(*size, mode="sum", sparse=True))
+        self.over = nn.Linear(sum(width for _, width in self.sizes.values()), 1)
+
+    def forward(self, source: torch.Generator) -> Tensor:
+        """Look two samples of random ids up."""
+        ids = {name: torch.randint(size[0], (2, 2), generator=source) for name, size in self.sizes.items()}
+        return self.over(torch.cat([self.get_submodule(name)(each) for name, each in ids.items()], 1))
+
+
+class TablesTrainer:
+    """Trainer of tables of any size, whose batches are random."""
+
+    def __init__(self, url: str, sizes: Mapping[str, Sequence[int]], *, is_recoverable: bool) -> None:
+        self.model = _Tables(sizes)
+        self.optimizer = torch.optim.Adagrad(self.model.parameters(), lr=0.1)
+        self.tracker = ModelDeltaTracker(self.model)
+        recovery = Recovery(training_state={"optimizer": self.optimizer}, heartbeat_seconds=None)
+        self.publisher = Publisher(self.tracker, url, dense=True, recovery=recovery if is_recoverable else None)
+
+    def publish(self, seed: int) -> dict[str, Any]:
+        """Train a batch and publish; return the bits of the tensors and of the states of the optimizer."""
+        self.optimizer.zero_grad()
+        self.model(torch.Generator().manual_seed(seed)).sum().backward()
+        self.optimizer.step()
+        self.tracker.step()
+        self.publisher.publish()
+        names = [name for name, _ in self.model.named_parameters()]
+        states = self.optimizer.state_dict()["state"].items()
+        found = {f"{names[number]} {kind}": each for number, held in states for kind, each in held.items()}
+        return {"tensors": bits(dict(self.model.named_parameters())), "states": bits(found)}
+
+
 class Jobs:
     """Jobs of one process. Each method has a result that JSON can hold."""
 
@@ -217,6 +256,16 @@ class Jobs:
         kind = trainer.publisher.publish().kind
         return [wrong, num_batches, kind]
 
+    def publish_tables(
+        self, url: str, sizes: Mapping[str, Sequence[int]], seeds: Sequence[int], *, is_recoverable: bool
+    ) -> list[dict[str, Any]]:
+        """Publish a version after each batch of a new trainer; return what the trainer had at each."""
+        trainer = TablesTrainer(url, sizes, is_recoverable=is_recoverable)
+        found = [trainer.publish(seed) for seed in seeds]
+        trainer.publisher.close()
+        trainer.tracker.detach()
+        return found
+
     # Standbys
 
     def stand_by(self, url: str, size: tuple[int, int]) -> int | None:
@@ -258,6 +307,13 @@ class Jobs:
         return {"version": version, "resyncs": predictor.status().resyncs, "state": predictor.state_dict()} | _served(
             predictor, model, tuple(size)
         )
+
+    def serve(self, url: str, shapes: Mapping[str, Sequence[int]]) -> dict[str, Any]:
+        """Read a stream once into tensors of these shapes; return its id, the version, and the bits of each tensor."""
+        target = {name: torch.zeros(*shape) for name, shape in shapes.items()}
+        predictor = Predictor(target, url)
+        version = predictor.sync()
+        return {"stream": predictor.status().stream, "version": version, "tensors": bits(target)}
 
     def follow(self, url: str, size: tuple[int, int], name: str) -> int:
         """Follow a stream in a thread, with heartbeats; return the first version."""
@@ -312,6 +368,11 @@ class Jobs:
         """Run a command; return its exit code and the JSON that it prints with ``--json``, otherwise its text."""
         done = CliRunner().invoke(commands, [*arguments])
         return [done.exit_code, json.loads(done.stdout) if "--json" in arguments else done.output]
+
+
+def bits(tensors: Mapping[str, Tensor]) -> dict[str, list[Any]]:
+    """Return tensors of float32 as lists of int32 with the same bits, NaN too."""
+    return {name: each.detach().view(torch.int32).tolist() for name, each in tensors.items()}
 
 
 def _public(owner: object) -> list[str]:

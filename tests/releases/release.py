@@ -1,7 +1,7 @@
 """The previous release of the library, in a process of its own: :func:`previous_release`.
 
 No release is on the package index yet, so a commit of this repository takes its place. Once there is one,
-:func:`_unpack` becomes ``pip download --no-deps`` of the wheel of that version, and the rest remains.
+:func:`unpack` becomes ``pip download --no-deps`` of the wheel of that version, and the rest remains.
 """
 
 from __future__ import annotations
@@ -49,6 +49,14 @@ class Release:
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
 
+    @classmethod
+    def of(cls, process: subprocess.Popen[str], folder: Path) -> Release:
+        """Return the jobs of a process, once it has imported the library below a folder."""
+        release = cls(process)
+        imported = release.answer()
+        assert Path(imported) == folder / "delta_tracker", f"{imported} was imported"
+        return release
+
     def __getattr__(self, name: str) -> Any:
         return lambda *arguments, **options: self._call([name, arguments, options])
 
@@ -72,32 +80,41 @@ class Release:
 @contextmanager
 def previous_release(folder: Path) -> Iterator[Release]:
     """Unpack the previous release below a folder, and run jobs with it. Skip the test if git does not have it."""
-    if problem := _unpack(folder):
-        remedy = f"run `git fetch --depth 1 origin {COMMIT}`"
+    if problem := unpack(folder):
         if os.environ.get(REQUIRED) == "1":
-            pytest.fail(f"{problem}; {remedy}")
-        pytest.skip(f"{problem}; {remedy}; {REQUIRED}=1 makes this a failure")
-    path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
-    command = [sys.executable, "-W", "ignore", str(_PROGRAM)]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen(command, cwd=folder, env={**os.environ, "PYTHONPATH": path}, text=True, **pipes) as process:
+            pytest.fail(problem)
+        pytest.skip(f"{problem}; {REQUIRED}=1 makes this a failure")
+    with start(folder) as process:
         try:
-            release = Release(process)
-            imported = release.answer()
-            assert Path(imported) == folder / "delta_tracker", f"{imported} was imported"
-            yield release
+            yield Release.of(process, folder)
         finally:
             process.kill()
 
 
-def _unpack(folder: Path) -> str:
-    """Unpack the library of the release. Return why that is impossible, or an empty string."""
+def start(folder: Path, *, is_silent: bool = False) -> subprocess.Popen[str]:
+    """Start a process with the library below a folder. It ends with its input, and may omit its logs."""
+    path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+    command = [sys.executable, "-W", "ignore", str(_PROGRAM)]
+    return subprocess.Popen(
+        command,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": path},
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL if is_silent else None,
+    )
+
+
+def unpack(folder: Path) -> str:
+    """Unpack the library of the release. Return why that is impossible, and a remedy; or an empty string."""
     if shutil.which("git") is None or not (_ROOT / ".git").exists():
         return f"there is no git repository with the previous release, {COMMIT}"
     command = ["git", "-C", str(_ROOT), "archive", "--format=tar", COMMIT, "delta_tracker"]
     done = subprocess.run(command, capture_output=True, check=False)
     if done.returncode:
-        return f"git does not have the previous release: {done.stderr.decode().strip()}"
+        remedy = f"run `git fetch --depth 1 origin {COMMIT}`"
+        return f"git does not have the previous release: {done.stderr.decode().strip()}; {remedy}"
     with tarfile.open(fileobj=io.BytesIO(done.stdout)) as archive:
         archive.extractall(folder, filter="data")
     return ""

@@ -30,6 +30,7 @@ from tests.simulation.disk import disk  # noqa: E402
 from tests.simulation.everything import prepare  # noqa: E402
 from tests.simulation.known import KNOWN, KNOWN_RULES  # noqa: E402
 from tests.simulation.operators import FOLLOWED, IGNORED  # noqa: E402
+from tests.simulation.previous import PREVIOUS  # noqa: E402
 from tests.simulation.shrink import shrink  # noqa: E402
 from tests.simulation.values import Schedule, generate  # noqa: E402
 from tests.simulation.world import CALLS, run  # noqa: E402
@@ -85,6 +86,7 @@ def _sweep(arguments: argparse.Namespace) -> dict[str, object]:
         "findings": {rule: number for rule, number in rules.items() if rule not in KNOWN_RULES},
         "calls": CALLS,
         "faults": disk().reached,
+        "previous_release": PREVIOUS,
         "advice_followed": FOLLOWED,
         "advice_ignored": IGNORED,
         "operations_per_second": round((CALLS.total() + disk().reached.total()) / max(_now() - began, 1e-9)),

@@ -18,7 +18,7 @@ from tests.simulation.roles import NAMED, PREDICTOR
 from tests.simulation.served import Choice, Served, ServedRows, served
 from tests.simulation.stores import Store
 from tests.simulation.threads import SCHEDULER, Clock, Process
-from tests.simulation.trainer import TABLES, Copy, num_common
+from tests.simulation.trainer import TABLES, Copy, in_stream, num_common
 from tests.simulation.values import Schedule, options_of
 from tests.simulation.web import Web
 
@@ -108,11 +108,6 @@ class Settings:
     def is_bounded(self) -> bool:
         """True if a newest version may be beyond what the predictor may apply."""
         return self.canary is not None or self.gate is not None
-
-
-def _in_stream(name: str) -> str:
-    """Return the name in the stream of a tensor in a copy."""
-    return name.removesuffix(".weight") if name in TABLES else name
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,11 +245,11 @@ class Reader:
         """Names of the tables and dense tensors of a version that it does not apply, sorted."""
         held = copy.tensors if self.has_row_store else self.before
         others = {name for name in copy.tensors if num_common(name, copy.tensors, held) == 0}
-        return tuple(sorted({*map(_in_stream, others), *self.not_chosen(copy)}))
+        return tuple(sorted({*map(in_stream, others), *self.not_chosen(copy)}))
 
     def not_chosen(self, copy: Copy) -> tuple[str, ...]:
         """Names of those of which its choice takes none, sorted."""
-        return tuple(sorted(_in_stream(name) for name in copy.tensors if not self.settings.choice.takes(name)))
+        return tuple(sorted(in_stream(name) for name in copy.tensors if not self.settings.choice.takes(name)))
 
     @property
     def written(self) -> set[str]:

@@ -234,6 +234,11 @@ def _difference(tensors: Mapping[str, Tensor], held: Mapping[str, Tensor], encod
     return None
 
 
+def in_stream(name: str) -> str:
+    """Return the name in the stream of a tensor in a copy."""
+    return name.removesuffix(".weight") if name in TABLES else name
+
+
 def num_common(name: str, trained: Mapping[str, Tensor], held: Mapping[str, Tensor]) -> int | None:
     """Return how many rows of a tensor two models have; None for all, which have one size."""
     if name not in trained or name not in held:

@@ -273,11 +273,13 @@ _SEQUENCE_SHARE = 0.3
 INSERTED = {
     *(
         "advised",
+        "begin_previous",
         "change_model",
         "change_served",
         "choose",
         "damage_entry",
         "follow",
+        "read_previous",
         "set_clock",
         "slow",
         "spoil_copy",
@@ -296,6 +298,7 @@ _CHOOSE_SHARE = 0.06
 _CHANGES_SHARE = 0.1  # of the schedules
 _CHANGE_SHARE, _SERVED_SHARE = 0.08, 0.05
 _ROLES_SHARE, _LESSER_SHARE = 0.4, 0.4  # of the schedules with object stores, and of those with roles
+_PREVIOUS_SHARE, _READ_SHARE, _BEGIN_SHARE = 0.1, 0.15, 0.5  # of the schedules, and of the operations of these
 _EPISODE_SHARE = 0.4
 _LEAST, _MOST = 12, 60
 
@@ -330,6 +333,7 @@ class Schedule:
         ranks: number of ranks of each trainer. Several have sharded tables instead of the model.
         has_roles: True if each actor has only the permissions of its role, in a world with object stores.
         lesser: name in ``LESSER`` of the actor with a lesser role, None for none.
+        has_previous: True if the previous release reads the stores, and perhaps publishes the first versions.
     """
 
     seed: int
@@ -343,6 +347,7 @@ class Schedule:
     ranks: int = 1
     has_roles: bool = False
     lesser: str | None = None
+    has_previous: bool = False
 
     def with_operations(self, operations: Sequence[Operation]) -> Schedule:
         return replace(self, operations=tuple(operations))
@@ -447,12 +452,29 @@ def _widened(schedule: Schedule, chance: random.Random) -> Schedule:
     changes = random.Random(f"{schedule.seed} changes")
     if not schedule.has_raw_ids and changes.random() < _CHANGES_SHARE:
         steps, ranks = _with_changes(steps, changes), 1
-    roles = random.Random(f"{schedule.seed} roles")
-    has_roles = has_buckets and roles.random() < _ROLES_SHARE
-    lesser = roles.choice(list(LESSER)) if has_roles and roles.random() < _LESSER_SHARE else None
-    return replace(
-        schedule, operations=tuple(steps), has_buckets=has_buckets, ranks=ranks, has_roles=has_roles, lesser=lesser
-    )
+    schedule = replace(schedule, operations=tuple(steps), has_buckets=has_buckets, ranks=ranks)
+    return _with_previous(_with_roles(schedule))
+
+
+def _with_roles(schedule: Schedule) -> Schedule:
+    """Return a schedule whose actors have only their roles, in some schedules with object stores."""
+    chance = random.Random(f"{schedule.seed} roles")
+    if not schedule.has_buckets or chance.random() >= _ROLES_SHARE:
+        return schedule
+    lesser = chance.choice(list(LESSER)) if chance.random() < _LESSER_SHARE else None
+    return replace(schedule, has_roles=True, lesser=lesser)
+
+
+def _with_previous(schedule: Schedule) -> Schedule:
+    """Return a schedule that the previous release reads, and perhaps begins, in some schedules."""
+    chance = random.Random(f"{schedule.seed} previous")
+    if schedule.has_raw_ids or chance.random() >= _PREVIOUS_SHARE:
+        return schedule
+    steps = _inserted(schedule.operations, "read_previous", _READ_SHARE, chance)
+    if chance.random() < _BEGIN_SHARE:  # with one rank and tables that are not encoded
+        steps.insert(0, Operation("begin_previous", 0, chance.randrange(20000)))
+        schedule = replace(schedule, encoding=None, ranks=1)
+    return replace(schedule, operations=tuple(steps), has_previous=True)
 
 
 def _inserted(steps: Sequence[Operation], kind: str, share: float, chance: random.Random) -> list[Operation]:

@@ -45,6 +45,7 @@ from tests.simulation.bucket import Pace
 from tests.simulation.disk import FAULTS, Fault, disk
 from tests.simulation.history import History, Key, Place, RuleError
 from tests.simulation.operators import Refused, follow, ignore
+from tests.simulation.previous import begin_with_previous, check_previous, previous
 from tests.simulation.reader import Reader, Saved, Settings
 from tests.simulation.roles import (
     COMMANDS,
@@ -112,6 +113,8 @@ def run(schedule: Schedule, say: Callable[[str], None] = lambda _: None) -> list
         schedule: what happens.
         say: called with a line for each operation.
     """
+    if schedule.has_previous:
+        previous()  # its files stay open
     gc.collect()
     gc.freeze()  # torch keeps some 300 objects of each run, which later runs would search again
     before, live = _num_open(), _live()
@@ -884,6 +887,29 @@ class World:
         reader = self._reader(who)
         return self._accept(gated.index(reader), choice) if reader in gated else None
 
+    def _begin_previous(self, who: int, choice: int) -> str | None:
+        """Let a trainer of the previous release publish the first versions. The next one continues, or is restored."""
+        schedule, store = self._schedule, self._primary
+        release = previous() if schedule.has_previous and not schedule.has_raw_ids and schedule.ranks == 1 else None
+        is_begun = self._history.head is not None or store.has_log()
+        if release is None or schedule.encoding is not None or is_begun or not store.is_healthy:
+            return None
+        seeds = [choice + number for number in range(1 + choice % 4)]
+        with SCHEDULER.alone():
+            said = begin_with_previous(
+                release, store, self._history, self.trainer.number, seeds, is_recoverable=schedule.states
+            )
+        return f"{said}, {self._restore(store, choice)}" if schedule.states and choice // 4 % 4 else said
+
+    def _read_previous(self, who: int, choice: int) -> str | None:
+        """Let a predictor of the previous release read a store."""
+        store = self._stores[who % len(self._stores)]
+        release = previous() if self._schedule.has_previous and not self._schedule.has_raw_ids else None
+        if release is None or store.is_lost or not store.is_healthy or store.has_lost_parts:
+            return None
+        with SCHEDULER.alone():
+            return check_previous(release, store, self._history, self._schedule.encoding)
+
     # Stores
 
     def _damage(self, who: int, choice: int) -> None:
@@ -1202,6 +1228,8 @@ class World:
             self._wait_for_all(clean)
         if self._schedule.has_changes and self._change_all():
             self._wait_for_all(clean)
+        for number in range(len(self._stores)):
+            self._say(f"previous release: {self._read_previous(number, 0)}")
         self._check_roles()
 
     def _repair_all(self) -> None:
