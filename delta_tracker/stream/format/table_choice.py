@@ -138,12 +138,10 @@ def check_has_all(storage: Storage) -> None:
         raise InvalidArgumentError("url", storage.url, remedy)
 
 
-def check_not_left_out(storage: Storage, *objects: Part | Stored) -> None:
-    """Raise LeftOutPartError if the store has a mirror that leaves out any of ``objects``."""
-    choice = mirrored_tables(storage)
-    for each in objects:
-        if not choice.has(each):
-            raise LeftOutPartError(storage.url, each.name, choice.patterns)
+def check_not_left_out(storage: Storage, stored: Part | Stored) -> None:
+    """Raise LeftOutPartError if the store has a mirror that leaves out the object."""
+    if not (choice := mirrored_tables(storage)).has(stored):
+        raise LeftOutPartError(storage.url, stored.name, choice.patterns)
 
 
 def _matches(pattern: str, name: str) -> bool:
