@@ -162,7 +162,6 @@ class DeltaReader:
         if isinstance(rows, Exception):
             candidates = rows
         else:
-            # Select rows of a replicated table on rank 0 only, and rows of a shard with replicas on the first one only.
             specs = {fqn: self._model.shards[fqn].spec for fqn in rows}
             local = [
                 fqn for fqn, spec in specs.items() if spec.replica == 0 and (ranks.rank == 0 or not spec.is_replicated)
