@@ -69,11 +69,12 @@ def placements(rows: Iterable[BlockRows], targets: Mapping[str, RowTarget]) -> l
     for fqn, blocks in by_table.items():
         target = targets[fqn]
         held = [part for block in blocks for part in _held(block, target)]
-        for aligned in (rows for cell in _cells(held) for rows in _aligned(cell)):
-            if aligned[0].block.num_rows:
-                if target.needs_whole_rows:
-                    _check_whole(aligned, target)
-                found.append(Placement(target, aligned))
+        for cell in _cells(held):
+            for aligned in _aligned(cell):
+                if aligned[0].block.num_rows:
+                    if target.needs_whole_rows:
+                        _check_whole(aligned, target)
+                    found.append(Placement(target, aligned))
     return found
 
 

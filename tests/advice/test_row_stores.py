@@ -107,6 +107,7 @@ def test_a_row_store_that_lost_keys_is_completed_by_the_next_sync(
 ) -> None:
     job, sink = Job(tmp_path), RedisSink(server, prefix="lost")
     with redis.Redis.from_url(server) as client, Predictor(sink, job.url) as predictor:
+        client.flushall()
         predictor.sync()
         job.publish(3)
         client.delete(*(client.keys("lost:*") if is_emptied else ["lost:writer"]))
