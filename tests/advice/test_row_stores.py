@@ -105,17 +105,17 @@ def test_a_closed_sink_is_opened_again(target: str) -> None:
 def test_a_row_store_that_lost_keys_is_completed_by_the_next_sync(
     tmp_path: Path, server: str, is_emptied: bool
 ) -> None:
-    job, sink = Job(tmp_path), RedisSink(server, prefix="lost")
+    job, prefix = Job(tmp_path), f"lost {is_emptied}"
+    sink = RedisSink(server, prefix=prefix)
     with redis.Redis.from_url(server) as client, Predictor(sink, job.url) as predictor:
-        client.flushall()
         predictor.sync()
         job.publish(3)
-        client.delete(*(client.keys("lost:*") if is_emptied else ["lost:writer"]))
+        client.delete(*(client.keys(f"{prefix}:*") if is_emptied else [f"{prefix}:writer"]))
         refused(SinkError, predictor.sync, "maxmemory-policy noeviction", "The next sync()", "delete the keys")
         predictor.sync()
         predictor.sync()
         sink.close()
-        reader = RedisRows(server, prefix="lost")
+        reader = RedisRows(server, prefix=prefix)
         assert torch.equal(reader.rows("0", torch.arange(20)).values, job.tracker.read_rows("0"))
         reader.close()
 
