@@ -284,8 +284,7 @@ class LivePublisherError(StreamError, RuntimeError):
     """The stream at ``url`` was not claimed, because its publisher may be alive.
 
     ``generation`` is the generation of that publisher, and ``version`` is the newest version. ``seconds`` is the time
-    since its last version or heartbeat, measured with the store's clock; None if ``version`` was committed during the
-    call.
+    since its last version or heartbeat, measured with the store's clock; None if the call committed ``version``.
     """
 
     def __init__(self, url: str, generation: int, version: int, seconds: float | None = None) -> None:

@@ -13,8 +13,7 @@ class HostCopy:
     memory. On other devices, :meth:`result` makes the copy. This class has not been tested on a GPU.
 
     Args:
-        source: tensor to copy. Until the copy is complete, only work queued later on the copying stream may write to
-            it.
+        source: tensor to copy. Until it is copied, only work queued later on the copying stream may write to it.
         stream: CUDA stream that copies after all work queued on the current stream, usually a :func:`side_stream`.
             Later work on the current stream does not wait for the copy. The memory of ``source`` must come from torch's
             caching allocator. None copies on the current stream.

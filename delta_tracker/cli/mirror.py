@@ -123,8 +123,7 @@ def _refuse_live_source(stream: Stream, mirror: Storage, silence: float) -> None
         LivePublisherError: if the publisher may still be running.
         InvalidArgumentError: if ``mirror`` is not a mirror of the source, the source is read over HTTP, or ``silence``
             is too short.
-        StorageError: if the source can be read, but the object from which the store's time is determined cannot be
-            written.
+        StorageError: if the source can be read, but the object that shows the store's time cannot be written.
     """
     if stream.storage.is_read_only:
         raise InvalidArgumentError("URL", stream.storage.url, "Pass the url of the bucket or directory, or --force")

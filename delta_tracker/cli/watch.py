@@ -157,8 +157,7 @@ class View:
         num_gone: number of predictors whose last heartbeat is older than an hour.
         skews: descriptions of clocks that differ from the store's clock by more than a minute.
         problem: error of the last read, or a different message to show; None if there is no message.
-        read: time of the last successful read, in Unix seconds. Rates are computed for the window that ends at this
-            time.
+        read: time of the last successful read, in Unix seconds. Rates are those of the window that ends then.
     """
 
     url: str

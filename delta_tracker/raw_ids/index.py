@@ -198,8 +198,7 @@ class RawIdIndex(SortedMap):
             state: result of :meth:`state_dict`.
 
         Raises:
-            InvalidArgumentError: if ``state`` is not the state of an index with this number of rows. The index does not
-                change.
+            InvalidArgumentError: if ``state`` is not the state of an index with this number of rows. Changes nothing.
         """
         remedy = f"Pass what state_dict() of an index with {self.rows[1]} rows returned"
         if not isinstance(state, Mapping):

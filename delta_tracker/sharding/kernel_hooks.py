@@ -64,8 +64,7 @@ class PostLookupHook(Watcher):
         lookups: True to report every lookup, including lookups that update no row.
 
     Attributes:
-        in_flight: lookups whose backward pass has not begun but may still run, since their autograd graph still
-            exists.
+        in_flight: lookups whose backward pass has not begun but may still run, since their graph still exists.
         num_updates: number of backward passes that have begun to update rows.
         others: counter of backward passes in copies of the kernel that have their own rows.
     """

@@ -50,8 +50,7 @@ class LocalShard:
         holders: module and slot of each column range of ``spec``, in order; empty if the rank has no rows of the table.
         device: device of the shard; the CPU if the rank has no rows of the table.
         is_fused: True if training updates the rows only inside backward passes; the same on every rank.
-        num_replicas: number of ranks that hold a replica of the shard in 2D parallelism (``DMPCollection``), otherwise
-            1.
+        num_replicas: number of replicas of the shard in 2D parallelism (``DMPCollection``), otherwise 1.
         is_stepped: True if the gradients are sparse. Hooks on the steps of optimizers then report the rows that are
             written.
     """

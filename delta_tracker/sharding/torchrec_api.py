@@ -60,8 +60,7 @@ class Torchrec:
 
     Args:
         collections: class of a sharded collection to the name of the attribute that holds its tables. Subclasses match.
-        wrappers: class of a wrapper module to the name of the attribute that holds the wrapped module. FQNs omit this
-            name.
+        wrappers: class of a wrapper module to the name of the attribute that holds the wrapped module. FQNs omit it.
         fsdp: ``FullyShardedDataParallel``.
         sharded: the base class of all sharded modules.
         towers: classes of sharded modules that exist only on the ranks of one host.

@@ -313,8 +313,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
             ids: ``[N]`` integer local ids, in any order; None for all rows.
 
         Raises:
-            InvalidArgumentError: if the table is not tracked or an id is outside the shard. No row is marked in this
-                case.
+            InvalidArgumentError: if the table is not tracked or an id is outside the shard. No row is then marked.
         """
         shard = self._model.shard(fqn)
         if ids is not None:
@@ -496,8 +495,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
             consumer: name of the consumer; optional if there is only one consumer.
             commit: move the cursor now. If False, the rows stay pending until :meth:`commit`. A new read replaces the
                 uncommitted read and includes its rows.
-            with_states: add ``states`` in modes that have them. False copies no states and blocks hooks for a shorter
-                time.
+            with_states: add ``states`` in modes that have them. False copies no states and blocks hooks more briefly.
             with_values: add ``values``, the current rows, ``[N, D]`` in the table's dtype.
             with_optimizer: add ``optimizer``, the current states of the fused optimizer for these rows.
             top_k: return only the rows with the highest scores. The other rows stay pending. The call is then a

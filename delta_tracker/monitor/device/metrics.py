@@ -150,8 +150,7 @@ class DeviceMean(_DeviceStat):
 
         Raises:
             InvalidArgumentError: for labels or complex values, if ``weight`` cannot be broadcast to ``value``, or if
-                ``value`` and ``weight`` are on different devices. A zero-dimensional ``weight`` may always be on the
-                CPU.
+                ``value`` and ``weight`` are on different devices. A zero-dimensional ``weight`` may be on the CPU.
         """
         self._refuse_labels(labels)
         self._record(value, weight)

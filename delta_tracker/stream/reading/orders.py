@@ -72,8 +72,7 @@ class Orders:
     """Orders to one reader, including the last order that it has followed.
 
     The newest order of all urls applies. An order that was followed still applies if it is no longer found at any
-    url, because a mirror may lag. At a promoted mirror, orders of its stream take precedence over those of the former
-    streams.
+    url, because a mirror may lag. At a promoted mirror, orders of its stream precede those of the former streams.
 
     Not thread-safe, except :meth:`release` and :attr:`followed`.
 

@@ -33,8 +33,7 @@ ReadMerged = Callable[[Merged], Manifest | None]
 class Entries(Protocol):
     """Entries of one log: a :class:`~delta_tracker.stream.log.StreamLog`, or a view of it that is fixed for a round.
 
-    The methods raise MalformedError for an entry that does not follow the format, and StorageError if the store cannot
-    be read.
+    The methods raise MalformedError for an entry that does not follow the format, and StorageError if a read fails.
     """
 
     @property

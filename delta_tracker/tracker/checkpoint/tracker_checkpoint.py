@@ -44,8 +44,7 @@ class Restored(Enum):
 class TrackerCheckpoint:
     """Checkpoint interface of a tracker, for the pending rows and notes of all consumers and the registered counters.
 
-    Created by the tracker, and available as ``tracker.checkpoint``. A note is a JSON value that the owner of a consumer
-    sets.
+    Created by the tracker, and available as ``tracker.checkpoint``. A note is a JSON value set by a consumer's owner.
 
     Args:
         log: the change log.
@@ -55,8 +54,7 @@ class TrackerCheckpoint:
 
     Attributes:
         counters: the registered counters.
-        restored: outcome of the last :meth:`load_state_dict` or :meth:`restore_from_stream`; None before the first
-            call.
+        restored: outcome of the last :meth:`load_state_dict` or :meth:`restore_from_stream`; None before both.
     """
 
     def __init__(self, log: ChangeLog, model: TrackedModel, mode: TrackingMode, monitor: Monitor) -> None:

@@ -26,8 +26,7 @@ _CHUNK_ROWS = 65536
 class ShadowStore(SegmentStore):
     """Row store of a table whose writes no hook reports. At each cut, it compares the shard with a copy.
 
-    The copy takes as much memory as the shard. Each cut reads the shard and the copy once. Rows are compared bit for
-    bit.
+    The copy takes as much memory as the shard. Each cut reads the shard and the copy once. The comparison is bitwise.
 
     Args:
         read_rows: function that returns a copy of the shard's current rows ``[N, D]`` for local ids ``[N]``, or of all
