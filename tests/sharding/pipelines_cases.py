@@ -15,17 +15,23 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
 from torch._dynamo.testing import CompileCounter
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise
 from torchrec.distributed.train_pipeline.train_pipelines import TorchCompileConfig
+from torchrec.distributed.types import ShardingEnv, ShardingPlan
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from delta_tracker import ModelDeltaTracker
 from tests.fake_streams.simulation import fake_streams
-from tests.gpu.fbgemm.training import Parts, changed_rows, rows_of
-from tests.models import Spec, Table, batch, shard
+from tests.gpu.fbgemm.training import Parts, changed_rows
+from tests.models import Model, Spec, Table, batch, kernels_of, shard
 from tests.sharding.upstream import module_of
 
 _CUDA = torch.device("cuda", 0)
+_AHEAD = "TrainPipelinePEC"
 _COMPILED = {"TrainPipelinePT2", "TrainPipelineSparseDistCompAutograd"}
 
 
@@ -36,24 +42,29 @@ def exact(rank: int, world_size: int, name: str) -> tuple[int, int] | None:
     """
     if " " in name and not has_stages():
         return None
-    wide = Table("wide", 300, "table:0", 16)
-    others = [Table("narrow", 90, f"table:{world_size - 1}"), Table("row", 310, "row", 16)]
-    spec = Spec([wide, *(others if name not in _COMPILED else [])], bag=True)
+    tables = [
+        Table("wide", 300, "table:0", 16),
+        Table("narrow", 90, f"table:{world_size - 1}"),
+        Table("row", 310, "row", 16),
+    ]
+    spec = Spec(tables[:1] if name in _COMPILED else tables, bag=True)
+    if name == _AHEAD:
+        spec = Spec([Table("first", 90, "row"), Table("second", 40, "row")])
     compiler, num_rows = CompileCounter(), 0
     with torch._dynamo.config.patch(optimize_ddp="python_reducer") if name in _COMPILED else nullcontext():
-        model = shard(spec)
-        parts, generator = Parts(model), torch.Generator().manual_seed(rank)
-        optimizer = torch.optim.SGD(parts.dense.parameters(), lr=0.1, momentum=0.9)
+        model = _sharded_ahead(spec) if name == _AHEAD else shard(spec)
+        parts, generator = model if name == _AHEAD else Parts(model), torch.Generator().manual_seed(rank)
+        optimizer = torch.optim.SGD(model.module.dense.parameters(), lr=0.1, momentum=0.9)
         with _streams(name), ModelDeltaTracker(model) as tracker:
             parts._compiled_autograd_options = {"backend": compiler, "dynamic": True, "fullgraph": False}  # type: ignore[assignment]
             trainer = pipeline(name, parts, optimizer, compiler)
-            batches, before = iter([batch(spec, generator, size=12) for _ in range(9)]), rows_of(model)
+            batches, before = iter([batch(spec, generator, size=12) for _ in range(9)]), _rows(model)
             for step in range(4 if name in _COMPILED else 9):
                 trainer.progress(batches)
                 tracker.step()
-                delta, now = tracker.get_delta(with_values=True), rows_of(model)
+                delta, now = tracker.get_delta(with_values=True), _rows(model)
                 for table, rows in now.items():
-                    found = delta[f"ec.embedding_bags.{table}"]
+                    (found,) = (each for fqn, each in delta.items() if fqn.endswith(f".{table}"))
                     assert found.ids.tolist() == changed_rows(before[table], rows), f"step {step}, {table}"
                     assert torch.equal(found.values, rows[found.ids])
                     num_rows += len(found)
@@ -62,12 +73,55 @@ def exact(rank: int, world_size: int, name: str) -> tuple[int, int] | None:
     return num_rows, compiler.frame_count
 
 
+class _Ahead(nn.Module):
+    """A model whose collection looks up rows of the next batch that this batch does not change."""
+
+    def __init__(self, spec: Spec) -> None:
+        super().__init__()
+        module: Any = import_module("torchrec.modules.pec_embedding_modules")
+        self.ec = module.PECEmbeddingCollection(Model(spec, "meta").ec)
+        self.dense = nn.Linear(spec.tables[0].dim, 1)
+        self._features = spec.features
+
+    def forward(self, features: Any) -> tuple[Tensor, Tensor]:
+        found = self.ec(features)
+        loss = self.dense(torch.cat([found[name].values() for name in self._features])).sum()
+        return loss, loss.detach()
+
+
+def _sharded_ahead(spec: Spec) -> DistributedModelParallel:
+    torch.manual_seed(0)
+    model, world_size = _Ahead(spec), dist.get_world_size()
+    for weight in model.ec.parameters():
+        apply_optimizer_in_backward(torch.optim.SGD, [weight], {"lr": 0.1})
+    sharder = import_module("torchrec.distributed.pec_embedding").PECEmbeddingCollectionSharder()
+    shardings = {table.name: row_wise() for table in spec.tables}
+    sizes = {"local_size": world_size, "world_size": world_size, "device_type": "cpu"}
+    plan = ShardingPlan({"ec": construct_module_sharding_plan(model.ec, shardings, sharder=sharder, **sizes)})
+    env = ShardingEnv.from_process_group(dist.group.WORLD)
+    return DistributedModelParallel(model, env=env, device=torch.device("cpu"), plan=plan, sharders=[sharder])
+
+
+def _rows(model: Any) -> dict[str, Tensor]:
+    """Return a copy of this rank's rows of each table."""
+    collection = getattr(model.module.ec, "_embedding_collection", model.module.ec)
+    return {
+        table.name: weight.detach().clone()
+        for kernel in kernels_of(collection)
+        for table, weight in zip(kernel.config.embedding_tables, kernel.split_embedding_weights(), strict=True)
+    }
+
+
+def _no_record(tensor: Tensor, stream: Any) -> None:
+    """Replace ``record_stream`` of a host tensor."""
+
+
 def _streams(name: str) -> AbstractContextManager[Any]:
     if name in _COMPILED:  # torch.compile compiles nothing in a mode, as that of the simulation
         return nullcontext()
     stack = ExitStack()
     stack.enter_context(fake_streams(0))
-    stack.enter_context(mock.patch.object(Tensor, "record_stream", return_value=None))
+    stack.enter_context(mock.patch.object(Tensor, "record_stream", _no_record))
     stack.enter_context(mock.patch.object(KeyedJaggedTensor, "to", lambda features, *_, **__: features))
     return stack
 

@@ -15,7 +15,7 @@ import fbgemm_gpu  # noqa: F401  it has the operators
 import pytest
 import torch
 from torch import Tensor, nn
-from torchrec.distributed.embedding_types import KJTList
+from torchrec.distributed.embedding_sharding import KJTListSplitsAwaitable
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionContext
 from torchrec.distributed.types import LazyNoWait, NoWait, ShardedModule
 from torchrec.sparse.jagged_tensor import KeyedTensor
@@ -128,8 +128,7 @@ class _Collection(ShardedModule):  # type: ignore[type-arg]
         return EmbeddingBagCollectionContext()
 
     def input_dist(self, ctx: Any, features: _Ids) -> Any:  # type: ignore[override]
-        sent = NoWait(NoWait(_Ids(features.values().clone())))
-        return _Splits([sent])
+        return KJTListSplitsAwaitable([NoWait(NoWait(_Ids(features.values().clone())))], ctx)
 
     def prefetch(self, dist_input: Any, forward_stream: Any = None, ctx: Any = None) -> None:
         self.lookups.emb_module.prefetch(dist_input[0].values(), forward_stream)
@@ -141,14 +140,6 @@ class _Collection(ShardedModule):  # type: ignore[type-arg]
 
     def output_dist(self, ctx: Any, output: Any) -> Any:
         return LazyNoWait(KeyedTensor(["t"], [2], output))
-
-
-class _Splits(NoWait):  # type: ignore[type-arg]
-    """Splits of the input, which the pipelines exchange for all collections at once."""
-
-    def __init__(self, awaitables: list[Any]) -> None:
-        super().__init__(NoWait(KJTList([each.wait().wait() for each in awaitables])))
-        self.awaitables = awaitables
 
 
 class _Model(nn.Module):
