@@ -27,7 +27,7 @@ from delta_tracker.sharding.torchrec_api import (
 from delta_tracker.types import ShardSpec, TableSpec
 
 _logger = logging.getLogger(__name__)
-_Extent = tuple[int, int, int, int]  # first row, first column, number of rows, number of columns
+_Area = tuple[int, int, int, int]  # first row, first column, number of rows, number of columns
 
 _DTYPES = {"FP32": torch.float32, "FP16": torch.float16, "BF16": torch.bfloat16}
 
@@ -200,7 +200,7 @@ def _add_collection(
 class _HeldBlock:
     kernel: Kernel
     slot: int
-    block: _Extent
+    block: _Area
     device: torch.device
     is_replicated: bool
 
@@ -245,12 +245,7 @@ def _held_block(kernel: Kernel, slot: int, fqn: str, config: Any, weight: Tensor
 
 
 def _merge(
-    table: TableSpec,
-    blocks: list[_HeldBlock],
-    planned: set[_Extent] | None,
-    *,
-    is_fused: bool,
-    replica: tuple[int, int],
+    table: TableSpec, blocks: list[_HeldBlock], planned: set[_Area] | None, *, is_fused: bool, replica: tuple[int, int]
 ) -> LocalShard:
     """Merge ``blocks`` of a table on this rank, which have the same rows and different columns, into one shard.
 
