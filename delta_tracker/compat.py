@@ -9,8 +9,7 @@ The classes behave like TorchRec's, with these differences:
 - ``top_percentage`` selects the rows with the largest changes in each table, and the others stay pending; TorchRec
   ignores it.
 - Old values in ``EMBEDDING`` mode and the states of several tables are exact. ``benchmarks/faults`` lists cases in
-  which TorchRec returns wrong values. ``EMBEDDING`` mode also tracks an ``EmbeddingBagCollection``, which TorchRec
-  rejects.
+  which TorchRec returns wrong values. ``EMBEDDING`` mode also tracks ``EmbeddingBagCollection``; TorchRec rejects it.
 - A read returns every tracked table, with empty ids for an unchanged table. TorchRec omits a table before its first
   lookup and after ``clear()``, and raises an error if nothing was looked up since the last read.
 - An invalid argument raises :class:`TorchrecAssertionError`, where TorchRec uses an ``assert``.

@@ -305,8 +305,7 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
 
         Raises:
             FencedError: on every rank, if a newer publisher has claimed the stream. Nothing was published.
-            RankFailedError: if another rank failed, called another method or is at another batch; all rows stay
-                pending.
+            RankFailedError: if another rank failed, called another method or is at another batch; no row is lost.
             UnfinishedStepError: with ``recovery``, if an update was still in progress after the wait that :meth:`step`
                 describes, or if rows were updated since the last ``tracker.step()``; every row stays pending.
             UnknownOutcomeError: on rank 0, if the store failed during the commit, or a directory cannot be flushed to

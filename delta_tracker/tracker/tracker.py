@@ -495,8 +495,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
             consumer: name of the consumer; optional if there is only one consumer.
             commit: move the cursor now. If False, the rows stay pending until :meth:`commit`. A new read replaces the
                 uncommitted read and includes its rows.
-            with_states: add ``states`` in modes that have them. False copies no states and blocks hooks for a shorter
-                time.
+            with_states: add ``states`` in modes that have them. False copies no states and blocks hooks more briefly.
             with_values: add ``values``, the current rows, ``[N, D]`` in the table's dtype.
             with_optimizer: add ``optimizer``, the current states of the fused optimizer for these rows.
             top_k: return only the rows with the highest scores. The other rows stay pending. The call is then a
