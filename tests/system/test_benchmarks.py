@@ -152,6 +152,29 @@ def test_the_tests_for_gpus_name_missing_packages(
     assert gpu_needs.main([]) == 1
 
 
+def test_carried_wheels_that_are_too_large_or_ambiguous_are_refused(tmp_path: Path) -> None:
+    def error() -> str:
+        command = [
+            sys.executable,
+            str(_ROOT / ".ci" / "gpu"),
+            "test",
+            "--wheels",
+            str(tmp_path),
+            "--out",
+            str(tmp_path),
+        ]
+        done = subprocess.run(command, check=False, capture_output=True, text=True)
+        assert done.returncode == 1
+        return done.stderr.strip()
+
+    with (tmp_path / "some_package-1.0-py3-none-any.whl").open("wb") as wheel:
+        wheel.truncate(65 << 20)
+    assert error() == f"{tmp_path} has 65.0 MiB of wheels, more than 64 MiB: remove some"
+    (tmp_path / "some.package-2.0-py3-none-any.whl").touch()
+    assert error() == f"{tmp_path} has two wheels of some-package: remove one"
+    assert not list(tmp_path.glob("*.jsonl"))
+
+
 def test_a_part_of_the_benchmark_for_gpus_that_fails_loses_no_times(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
