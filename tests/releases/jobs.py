@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import shutil
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -405,13 +406,15 @@ def answer(jobs: Jobs, line: str) -> str:
 
 
 def main() -> None:
-    """Answer calls until the input ends. Print the folder of the library first."""
+    """Answer calls until the input ends, and delete the folder that is named. Print that of the library first."""
     warnings.simplefilter("ignore")
     out, sys.stdout = sys.stdout, sys.stderr
     print(json.dumps(str(Path(delta_tracker.__file__).parent)), file=out, flush=True)
     jobs = Jobs()
     for line in sys.stdin:
         print(answer(jobs, line), file=out, flush=True)
+    for temporary in sys.argv[1:]:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -91,10 +91,13 @@ def previous_release(folder: Path) -> Iterator[Release]:
             process.kill()
 
 
-def start(folder: Path, *, is_silent: bool = False) -> subprocess.Popen[str]:
-    """Start a process with the library below a folder. It ends with its input, and may omit its logs."""
+def start(folder: Path, *, is_temporary: bool = False) -> subprocess.Popen[str]:
+    """Start a process with the library below a folder, which ends with its input.
+
+    With ``is_temporary``, it then deletes the folder, and it writes no logs.
+    """
     path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
-    command = [sys.executable, "-W", "ignore", str(_PROGRAM)]
+    command = [sys.executable, "-W", "ignore", str(_PROGRAM), *([str(folder)] if is_temporary else [])]
     return subprocess.Popen(
         command,
         cwd=folder,
@@ -102,7 +105,7 @@ def start(folder: Path, *, is_silent: bool = False) -> subprocess.Popen[str]:
         text=True,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL if is_silent else None,
+        stderr=subprocess.DEVNULL if is_temporary else None,
     )
 
 

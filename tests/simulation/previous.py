@@ -5,8 +5,6 @@ It sees the stores as directories. No thread of the world runs while it is asked
 
 from __future__ import annotations
 
-import atexit
-import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -31,11 +29,11 @@ PREVIOUS: Counter[str] = Counter()
 def previous() -> Release | None:
     """Return the previous release; None, with a printed reason, if it cannot run. Call it outside of a world."""
     folder = Path(tempfile.mkdtemp(prefix="release-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     if problem := unpack(folder):
+        folder.rmdir()
         print(f"nothing is read by the previous release: {problem}", flush=True)
         return None
-    return Release.of(start(folder, is_silent=True), folder)
+    return Release.of(start(folder, is_temporary=True), folder)
 
 
 def check_previous(release: Release, store: Store, history: History, encoding: str | None) -> str:

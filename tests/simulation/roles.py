@@ -59,28 +59,28 @@ class Roles:
     """
 
     def __init__(self, lesser: str | None) -> None:
-        self._lesser = LESSER.get(lesser or "")
+        self._lesser = dict(LESSER[lesser]) if lesser is not None else {}
         self.denials: list[Denial] = []
 
     def grant(self) -> bool:
         """Give the actor its whole role. Return False if it has it."""
-        is_granted, self._lesser = self._lesser is not None, None
+        is_granted = bool(self._lesser)
+        self._lesser.clear()
         return is_granted
 
     def has(self, roles: Iterable[str], verb: str, name: str) -> bool:
         """Return True if one of these roles has a permission."""
-        changed = dict([self._lesser] if self._lesser is not None else [])
-        return any(folder_of(name) in _table()[changed.get(role, role)].get(verb, ()) for role in roles)
+        return any(folder_of(name) in table()[self._lesser.get(role, role)].get(verb, ()) for role in roles)
 
     def wrong(self) -> Denial | None:
         """Return a refused request that a whole role does not explain, and forget all. None if there is none."""
         denials, self.denials = self.denials, []
-        small = self._lesser[0] if self._lesser is not None else None
-        return next((each for each in denials if small not in each.roles), None)
+        return next((each for each in denials if self._lesser.keys().isdisjoint(each.roles)), None)
 
 
 @cache
-def _table() -> dict[str, Permissions]:
+def table() -> dict[str, Permissions]:
+    """Return the folders of each permission of each role, by the guide."""
     return documented()
 
 

@@ -53,13 +53,16 @@ WEIGHTS = {
 _OPTIONS = {"gate": 5, "canary": 7, "kind": 6, "follows_pins": 2, "order": 9}
 _URLS = 5  # number of choices of the next digit
 LESSER = {
-    "heartbeats": ("predictor with a `name`", "predictor"),
-    "upkeep": ("publisher with `Upkeep(retention=, compact_every=)`", "publisher"),
-    "operators": ("`rollback`, `release`", "predictor"),
-    "compaction": ("`compact`", "predictor"),
-    "mirrors": ("`mirror`, destination", "`mirror`, source"),
+    "heartbeats": {"predictor with a `name`": "predictor"},
+    "upkeep": {"publisher with `Upkeep(retention=, compact_every=)`": "publisher"},
+    "operators": {"`rollback`, `release`": "predictor"},
+    "compaction": {"`compact`": "predictor"},
+    "mirrors": {
+        "`mirror`, destination": "`mirror`, source",
+        "`mirror --keep-versions`, destination": "`mirror`, source",
+    },
 }
-"""Roles of the guide that an actor may lack, and the one that it has instead, by what it then cannot do."""
+"""Roles of the guide that an actor lacks, and the one that it has instead, by what it then cannot do."""
 TABLE_CHOICES = 4
 """Number of choices of the tables that a predictor applies; they are the next digit, and 0 takes all."""
 MODEL_CHOICES = 4
@@ -303,6 +306,10 @@ _EPISODE_SHARE = 0.4
 _LEAST, _MOST = 12, 60
 
 
+# Settings that a schedule without them does not name, so that its text stays as it was before there were these.
+_OMITTED = {"has_roles", "lesser", "has_previous"}
+
+
 class Operation(NamedTuple):
     """One operation. ``who`` selects a store or a predictor, and ``choice`` the rest."""
 
@@ -353,7 +360,8 @@ class Schedule:
         return replace(self, operations=tuple(operations))
 
     def to_json(self) -> str:
-        settings = {each.name: getattr(self, each.name) for each in fields(self)}
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        settings = {name: value for name, value in values.items() if value or name not in _OMITTED}
         return json.dumps({**settings, "operations": [" ".join(map(str, each)) for each in self.operations]})
 
     @property

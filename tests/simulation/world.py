@@ -1228,7 +1228,7 @@ class World:
             self._wait_for_all(clean)
         if self._schedule.has_changes and self._change_all():
             self._wait_for_all(clean)
-        for number in range(len(self._stores)):
+        for number in range(len(self._stores) if self._schedule.has_previous else 0):
             self._say(f"previous release: {self._read_previous(number, 0)}")
         self._check_roles()
 

@@ -18,7 +18,7 @@ import delta_tracker
 from tests.interpreter import Interpreter, interpreter
 from tests.simulation.disk import FAULTS
 from tests.simulation.shrink import shrink
-from tests.simulation.values import INSERTED, WEIGHTS, Operation, Schedule, generate, operations
+from tests.simulation.values import INSERTED, LESSER, WEIGHTS, Operation, Schedule, generate, operations
 from tests.sweeps import SWEEPS_ARE_WHOLE
 
 _ROOT = Path(__file__).parents[2]
@@ -35,6 +35,20 @@ _PACKAGES = (
 )
 
 
+_PLAIN = replace(
+    generate(0),
+    states=False,
+    encoding=None,
+    has_web=False,
+    has_upkeep=False,
+    has_raw_ids=False,
+    ranks=1,
+    has_roles=False,
+    lesser=None,
+    has_previous=False,
+)
+
+
 @pytest.fixture(scope="module")
 def worlds() -> Iterator[Interpreter]:
     """Programs with the clock of a world, which must be installed before the library is imported."""
@@ -46,6 +60,13 @@ def run_worlds(worlds: Interpreter, *arguments: str) -> str:
     """Run ``python -m tests.simulation`` with arguments, and return the last line of its output."""
     said = worlds.run(f"from tests.simulation.__main__ import main\nassert main({[*arguments]}) == 0")
     return said.splitlines()[-1]
+
+
+def replay(worlds: Interpreter, folder: Path, schedule: Schedule, texts: str) -> str:
+    """Run operations with the settings of a schedule, which break no rule; return the output."""
+    file = folder / "schedule.json"
+    file.write_text(schedule.with_operations(operations(texts.split(", "))).to_json())
+    return worlds.run(f"from tests.simulation.__main__ import main\nassert main(['--replay', {str(file)!r}]) == 0")
 
 
 def counts_of(worlds: Interpreter, *arguments: str) -> dict[str, Any]:
@@ -73,6 +94,59 @@ def test_a_seed_gives_the_same_run_in_any_process(worlds: Interpreter) -> None:
     first = [counts_of(worlds, "--seed", str(seed), "--seeds", "1")["turns"] for seed in (13, 15)]
     assert counts_of(worlds, "--seed", "12", "--seeds", "4")["turns"] > sum(first)
     assert [counts_of(worlds, "--seed", str(seed), "--seeds", "1")["turns"] for seed in (13, 15)] == first
+
+
+# Each kind of actor, and the advice of what it is refused.
+_ACTORS = (
+    "publish 0 0, join 0 0, join 0 0, publish 0 0, mirror 0 0, advised 0 0, publish 0 0, mirror 0 5, follow 0 0, "
+    "sync 1 0, compact 0 1, advised 0 0, pin 0 0, advised 0 0, snapshot 0 0, release_pin 0 0, stand_by 0 0, "
+    "publish 0 0, take_over 0 1, publish 0 0, retain 0 0, advised 0 0, restart_trainer 0 1, publish 0 0, advance 0 4, "
+    "settle 0 0"
+)
+
+
+@pytest.mark.parametrize("lesser", [None, *LESSER])
+def test_an_actor_with_the_permissions_of_its_role_is_refused_nothing(
+    worlds: Interpreter, lesser: str | None, tmp_path: Path
+) -> None:
+    made = replace(_PLAIN, states=True, has_buckets=True, has_roles=True, has_upkeep=lesser == "upkeep", lesser=lesser)
+    said = replay(worlds, tmp_path, made, _ACTORS)
+    is_refused = lesser not in (None, "heartbeats")  # a predictor follows without heartbeats
+    assert ("Permission denied" in said, "grant 0 0: granted" in said) == (is_refused, is_refused)
+
+
+def test_a_missing_permission_is_found(worlds: Interpreter) -> None:
+    made = replace(_PLAIN, has_buckets=True, has_roles=True).with_operations(operations(["publish 0 0"]))
+    program = f"""
+        from tests.simulation.roles import table
+        from tests.simulation.values import Schedule
+        from tests.simulation.world import run
+        table()["publisher"]["create"].remove("parts")
+        print([each.text for each in run(Schedule.from_json({made.to_json()!r}))])
+    """
+    assert "publisher is refused: create parts/" in worlds.run(textwrap.dedent(program))
+
+
+def test_the_previous_release_reads_and_begins_a_world(worlds: Interpreter, tmp_path: Path) -> None:
+    made = replace(_PLAIN, states=True, has_previous=True)
+    texts = "begin_previous 0 7, join 0 0, publish 0 0, sync 0 0, mirror 0 0, read_previous 0 0"
+    said = replay(worlds, tmp_path, made, texts)
+    if "nothing is read by the previous release" in said:
+        pytest.skip(said.splitlines()[0])
+    assert "the previous release publishes up to 4, restored version 4" in said
+    assert len(re.findall("previous.*: version [0-9]+ of [ab]", said)) == 3
+
+
+def test_a_world_without_the_previous_release_says_so(worlds: Interpreter) -> None:
+    made = replace(_PLAIN, has_previous=True).with_operations(operations(["publish 0 0", "read_previous 0 0"]))
+    program = f"""
+        from tests.releases import release
+        from tests.simulation.values import Schedule
+        from tests.simulation.world import run
+        release.COMMIT = 40 * "0"
+        assert not run(Schedule.from_json({made.to_json()!r}))
+    """
+    assert "nothing is read by the previous release: " in worlds.run(textwrap.dedent(program))
 
 
 def test_threads_that_wait_for_each_other_are_found(worlds: Interpreter) -> None:
@@ -354,11 +428,7 @@ def test_many_random_worlds_break_no_rule_but_the_known_ones(worlds: Interpreter
 def test_a_schedule_that_broke_a_rule_breaks_none(
     worlds: Interpreter, texts: str, settings: dict[str, Any], tmp_path: Path
 ) -> None:
-    plain = {"states": False, "encoding": None, "has_raw_ids": False, "ranks": 1}
-    made = replace(generate(0), **{**plain, "has_web": False, "has_upkeep": False, **settings})
-    file = tmp_path / "schedule.json"
-    file.write_text(made.with_operations(operations(texts.split(", "))).to_json())
-    run_worlds(worlds, "--replay", str(file))
+    replay(worlds, tmp_path, replace(_PLAIN, **settings), texts)
 
 
 def test_a_schedule_is_its_text() -> None:
@@ -375,7 +445,7 @@ def test_plain_schedules_do_not_change() -> None:
 
 
 def test_every_kind_of_operation_is_generated() -> None:
-    kinds = {operation.kind for seed in range(50) for operation in generate(seed).operations}
+    kinds = {operation.kind for seed in range(100) for operation in generate(seed).operations}
     assert kinds == WEIGHTS.keys() | INSERTED
 
 
