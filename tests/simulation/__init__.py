@@ -9,6 +9,11 @@ In some worlds of one rank, a trainer restarts with other tables (``SHAPES`` in 
 restored, or as a standby that takes over. Predictors have a model of these, and stop or apply what fits. The reference
 compares the sizes of both by name, as the copies of each version have them.
 
+In some worlds of object stores, each actor has only the permissions that the guide grants to its role (``roles.py``).
+What its role needs is never refused. Sometimes one actor has a lesser role; training and serving then continue without
+it, and its advice leads to the permission. In others, the previous release reads the stores and publishes the first
+versions, in one process for all worlds of a program (``previous.py``).
+
 ``history.py`` keeps what was committed and ordered, ``rules.py`` checks each call of a predictor against it, and
 ``targets.py`` finds by brute force where a predictor must end. ``stores.py`` has the stores, which ``bucket.py`` shows
 as object stores, and ``web.py`` through a caching web server. ``served.py`` has what predictors write to. ``disk.py``
