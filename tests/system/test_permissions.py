@@ -169,8 +169,9 @@ def _continued(place: Place) -> None:
 
 def _recoverable(place: Place) -> None:
     trainer = _Trainer(place.limited(), is_recoverable=True)
-    trainer.publish(3)
-    time.sleep(3 * _BEAT_SECONDS)
+    for _ in range(3):
+        time.sleep(2 * _BEAT_SECONDS)  # a call writes the heartbeat that is due
+        trainer.publish(1)
     trainer.publisher.close()
 
 
