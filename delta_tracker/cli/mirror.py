@@ -102,11 +102,11 @@ def command(  # noqa: PLR0913  the options of the command
         raise click.UsageError("Pass DST, the URL of the copy.")
     if once:
         stream.check_exists()  # before anything is created
+    choice = TableChoice(tables or None)
     destination = Storage(dst, create=True, options=store_options(dst_options, "--dst-option"))
     if not destination.is_read_only:
         destination.probe()
     retention = None if keep_versions is None else Retention(versions=keep_versions)
-    choice = TableChoice(tables or None)
     mirror = Mirror(stream.storage, destination, retention=retention, tables=tables or None)
     seconds = poll or (REMOTE_POLL_SECONDS if stream.storage.is_remote else LOCAL_POLL_SECONDS)
     show = partial(_show, stream, choice)

@@ -27,6 +27,7 @@ from delta_tracker.errors import (
 )
 from delta_tracker.monitor.buckets import LogBuckets
 from delta_tracker.stream.format.manifest import DTYPE_NAMES, entry_name
+from delta_tracker.stream.format.table_choice import mirrored_tables
 from delta_tracker.stream.pin import Pin, newest_pin
 from delta_tracker.stream.store_clock import StoreClock
 
@@ -214,14 +215,14 @@ def _read_rows(
     import_optional("torch", "torch", "torch")
     from delta_tracker.stream.format.part_reader import Contents  # noqa: PLC0415  it imports torch
 
-    found = []
+    found, choice = [], mirrored_tables(stream.storage)
     with stream.out.progress("reading rows", sum(num_bytes for _, num_bytes in sizes)) as advance:
         for version, num_bytes in sizes:
             advance(num_bytes)
             try:
                 manifest = stream.log.read(version)
                 if manifest is not None:
-                    movement.add(Contents(stream.storage, manifest))
+                    movement.add(Contents(stream.storage, manifest.having(choice.takes)))
                     found.append((version, num_bytes))
             except (CorruptPartError, MalformedError) as error:
                 there = stream.log.read(version)

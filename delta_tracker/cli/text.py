@@ -20,9 +20,7 @@ def plain(text: object) -> str:
         >>> plain("red \x1b[31m and\nmore")
         'red \\x1b[31m and\\nmore'
     """
-    return "".join(
-        each if each == " " or unicodedata.category(each)[0] not in "CZ" else ascii(each)[1:-1] for each in str(text)
-    )
+    return "".join(each if _is_harmless(each) else ascii(each)[1:-1] for each in str(text))
 
 
 def error_text(error: DeltaTrackerError) -> str:
@@ -103,3 +101,7 @@ def short(name: str, most: int = 72) -> str:
         'ec.emb…h_a_long_name'
     """
     return name if len(name) <= most else f"{name[: most // 3]}…{name[most // 3 + 1 - most :]}"
+
+
+def _is_harmless(character: str) -> bool:
+    return character == " " or unicodedata.category(character)[0] not in "CZ"

@@ -212,7 +212,7 @@ class Forecast:
         return Requests(
             puts=passes,
             lists=passes * (_RETENTION_LISTS + pages + 2),  # two listings to renew the pointer
-            gets=passes * (self.entries + 1),
+            gets=passes * (self.entries + 2),
             heads=_RETENTION_HEADS * passes,
             deletes=self._versions * (1 + num_ranks) + passes,
         )

@@ -1,4 +1,4 @@
-"""Background thread of a predictor: polls for versions, applies them, and retries after errors."""
+"""Background thread of a predictor: polls for versions, applies them, retries, and writes heartbeats."""
 
 import logging
 import threading

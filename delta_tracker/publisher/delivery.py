@@ -1,4 +1,4 @@
-"""Write and commit versions after their cut, in threads of the publisher: :class:`Delivery`."""
+"""Write and commit versions and heartbeats, in threads of the publisher: :class:`Delivery`."""
 
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, wait

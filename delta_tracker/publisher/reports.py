@@ -1,4 +1,4 @@
-"""Report the results of a publisher's versions as an error, log records and metrics: :class:`Reports`."""
+"""Report results and large deltas of versions as errors, log records and metrics: :class:`Reports`."""
 
 import logging
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Read the rows of a version from the tracker, and commit or abort the read afterwards."""
+"""Read the rows and dense tensors of a version from the tracker, and commit or abort the read afterwards."""
 
 import logging
 import time

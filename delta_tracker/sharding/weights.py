@@ -124,9 +124,9 @@ def row_chunks(shard: LocalShard, ids: Tensor, num_rows: int) -> Iterator[tuple[
     """Read the rows ``ids`` (``[N]`` int64 local ids) of a shard in chunks of at most ``num_rows`` rows.
 
     Yields:
-        Slice of ``ids`` that the chunk covers, and a copy of these rows; see :func:`read_rows`.
+        Slice of ``ids`` that the chunk covers, and a copy of these rows, ``[N, D]``.
     """
-    views = column_views(shard)
+    views = column_views(shard) if len(ids) else []
     for begin in range(0, len(ids), num_rows):
         chunk = slice(begin, begin + num_rows)
         # Not read_rows(): each request ages the buffer pool, which would release the large buffers of the next read.

@@ -19,7 +19,14 @@ from delta_tracker.errors import SINK_CLOSED, SINK_FORKED, InvalidArgumentError,
 from delta_tracker.live_objects import Forkable, protect
 from delta_tracker.sinks.lmdb_rows import CURRENT, STATES, LmdbStore, keys_of, state_key, stream_prefix
 from delta_tracker.sinks.row_sink import RowSink, SinkState
-from delta_tracker.sinks.stored_rows import OWNER_BYTES, encode_log, encode_owners, encode_rows, parse_log, parse_owners
+from delta_tracker.sinks.stored_rows import (
+    OWNER_BYTES,
+    decode_log,
+    decode_owners,
+    encode_log,
+    encode_owners,
+    encode_rows,
+)
 
 _FIRST_MAP_BYTES = 64 << 20
 _SLOTS_PER_KEY = 128  # owners of one key, so that it fits into a page
@@ -116,7 +123,7 @@ class LmdbSink(RowSink):
             return torch.empty(0, dtype=torch.int64)
         parts, of_part = (slots // _SLOTS_PER_KEY).unique_consecutive(return_inverse=True)  # type: ignore[no-untyped-call]
         stored = self._read(keys_of(stream, b"o", table, parts))
-        held = torch.stack([parse_owners(data or b"", _SLOTS_PER_KEY) for data in stored])
+        held = torch.stack([decode_owners(data or b"", _SLOTS_PER_KEY) for data in stored])
         return held[of_part, slots % _SLOTS_PER_KEY]
 
     def set_owners(self, stream: str, table: str, slots: Tensor, owners: Tensor) -> None:
@@ -124,7 +131,7 @@ class LmdbSink(RowSink):
         keys, begin = keys_of(stream, b"o", table, parts), 0
         changes: dict[bytes, bytes | None] = {}
         for key, data, size in zip(keys, self._read(keys), counts.tolist(), strict=True):
-            held, end = parse_owners(data or b"", _SLOTS_PER_KEY), begin + size
+            held, end = decode_owners(data or b"", _SLOTS_PER_KEY), begin + size
             held[slots[begin:end] % _SLOTS_PER_KEY] = owners[begin:end]
             changes[key], begin = encode_owners(held), end
         self._change(changes, value_bytes=_SLOTS_PER_KEY * OWNER_BYTES)
@@ -138,7 +145,7 @@ class LmdbSink(RowSink):
             (entry,) = self._read([_log_key(stream, table, number)])
             if entry is None:
                 return
-            yield parse_log(entry, table)
+            yield decode_log(entry, table)
 
     def finish(self, state: SinkState) -> None:
         self._change({state_key(state.stream): state.to_json(), CURRENT: state.stream.encode()})

@@ -35,7 +35,14 @@ from delta_tracker.errors import SINK_CLOSED, SINK_FORKED, InvalidArgumentError,
 from delta_tracker.raw_ids import NO_OWNER
 from delta_tracker.sinks.redis_rows import MAX_BATCH_BYTES, MAX_BATCH_ROWS, RedisServer
 from delta_tracker.sinks.row_sink import RowSink, SinkState
-from delta_tracker.sinks.stored_rows import OWNER_BYTES, encode_log, encode_owners, encode_rows, parse_log, parse_owners
+from delta_tracker.sinks.stored_rows import (
+    OWNER_BYTES,
+    decode_log,
+    decode_owners,
+    encode_log,
+    encode_owners,
+    encode_rows,
+)
 
 _SLOTS_PER_KEY = 1 << 16
 _MAX_GAP = 32  # rows between two runs of rows whose owners are read together
@@ -168,7 +175,7 @@ class RedisSink(RowSink):
                 stored = pipeline.execute()
             for (begin, end), data in zip(some, stored, strict=True):
                 of_run = slots[begin:end] - slots[begin]
-                found[begin:end] = parse_owners(data, int(of_run[-1]) + 1)[of_run]
+                found[begin:end] = decode_owners(data, int(of_run[-1]) + 1)[of_run]
         return found
 
     def set_owners(self, stream: str, table: str, slots: Tensor, owners: Tensor) -> None:
@@ -189,7 +196,7 @@ class RedisSink(RowSink):
                 entry = self._client().lindex(self._key(stream, "l", table), number)
             if entry is None:
                 return
-            yield parse_log(entry, table)
+            yield decode_log(entry, table)
 
     def finish(self, state: SinkState) -> None:
         stream = state.stream

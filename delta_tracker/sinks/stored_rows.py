@@ -49,7 +49,7 @@ def encode_rows(values: Tensor, version: int) -> list[bytes]:
     return [data[begin : begin + width] for begin in range(0, len(data), width)]
 
 
-def parse_rows(table: TableSpec, data: Sequence[bytes]) -> tuple[Tensor, Tensor]:
+def decode_rows(table: TableSpec, data: Sequence[bytes]) -> tuple[Tensor, Tensor]:
     """Return the values ``[N, D]`` of encoded rows, and the version that wrote each row, ``[N]`` int64.
 
     Raises MalformedSinkError if the size or the version of a row is invalid.
@@ -73,7 +73,7 @@ def encode_owners(owners: Tensor) -> bytes:
     return (owners ^ NO_OWNER).numpy().astype("<i8").tobytes()
 
 
-def parse_owners(data: bytes, num_owners: int) -> Tensor:
+def decode_owners(data: bytes, num_owners: int) -> Tensor:
     """Return ``[num_owners]`` int64 owners. If ``data`` is shorter, the remaining owners are NO_OWNER.
 
     Raises MalformedSinkError if the size of ``data`` is not a multiple of 8 bytes, or exceeds ``num_owners`` owners.
@@ -90,7 +90,7 @@ def encode_log(slots: Tensor, owners: Tensor) -> bytes:
     return slots.numpy().astype("<i8").tobytes() + encode_owners(owners)
 
 
-def parse_log(data: bytes, table: str) -> tuple[Tensor, Tensor]:
+def decode_log(data: bytes, table: str) -> tuple[Tensor, Tensor]:
     """Return the global row ids and the owners of one encoded log entry, each ``[N]`` int64.
 
     Raises MalformedSinkError if the size of the entry is invalid.
@@ -99,7 +99,7 @@ def parse_log(data: bytes, table: str) -> tuple[Tensor, Tensor]:
     if not data or half % OWNER_BYTES or len(data) % 2:
         raise MalformedSinkError(f"the log of owners of table {table!r}", f"an entry has {len(data)} bytes")
     slots = torch.from_numpy(np.frombuffer(data[:half], "<i8").astype(np.int64))
-    return slots, parse_owners(data[half:], half // OWNER_BYTES)
+    return slots, decode_owners(data[half:], half // OWNER_BYTES)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -194,7 +194,7 @@ class Lookup:
             raise MalformedSinkError(f"row {missing} of table {self._spec.fqn!r}", "it is missing")
         values = torch.zeros(len(rows), self._spec.dim, dtype=self._spec.dtype)
         versions = torch.full((len(rows),), -1, dtype=torch.int64)
-        values[is_own], versions[is_own] = parse_rows(self._spec, found)
+        values[is_own], versions[is_own] = decode_rows(self._spec, found)
         needed = set(self._default_of[~is_own].tolist())
         for slot, data in zip(self.defaults, defaults, strict=True):
             if slot not in needed:
@@ -202,7 +202,7 @@ class Lookup:
             if data is None:
                 raise MalformedSinkError(f"default row {slot} of table {self._spec.fqn!r}", "it is missing")
             is_filled = ~is_own & (self._default_of == slot)
-            values[is_filled], versions[is_filled] = parse_rows(self._spec, [data])
+            values[is_filled], versions[is_filled] = decode_rows(self._spec, [data])
         return LookedUp(
             values=values,
             versions=versions,

@@ -176,7 +176,7 @@ def test_the_next_sync_completes_a_version_once_the_row_store_can_be_used(tmp_pa
 @pytest.mark.advice(
     "MalformedSinkError: SinkWriter.restore SinkState.from_json LmdbSink.states current_state Lookup.__init__ "
     "Lookup.decode RedisSink.states RedisSink._check_writer RedisRows.state "
-    "parse_rows parse_owners parse_log"
+    "decode_rows decode_owners decode_log"
 )
 @pytest.mark.parametrize("key", ["writer", "current", "state", "row"])
 def test_the_keys_of_a_garbled_prefix_are_deleted_and_written_again(tmp_path: Path, server: str, key: str) -> None:

@@ -235,7 +235,7 @@ def test_a_reader_of_other_tables_is_refused(stream: Stream, partial: Storage, w
         assert isinstance(error, LeftOutPartError)
         assert error.path in stream.storage.names("parts")
         assert error.tables == ("item",)
-        assert "Pass tables=['item'] or some of them (--table), or the url of the mirror's source" in error.remedy
+        assert "Predictors and sinks can pass tables=['item'] (--table)" in error.remedy
         assert number == 0 or num_bytes == 0, "once it is known, no part is read in vain"
     assert predictor.version is None
     assert predictor.status().resyncs == 0
@@ -410,13 +410,17 @@ def test_a_destination_keeps_its_choice(stream: Stream, partial: Storage) -> Non
         copy(Mirror(stream.storage, Storage("memory://"), tables=tables))
     whole = Storage("memory://")
     copy(Mirror(stream.storage, whole))
-    with pytest.raises(InvalidArgumentError, match=r"Pass tables=None, with which"):
+    with pytest.raises(InvalidArgumentError, match=r"Pass tables=None if"):
         copy(Mirror(stream.storage, whole, tables="item"))
     assert _STATED not in everything(whole)
     assert everything(partial) == before
     stream.write("delta")
     copy(Mirror(stream.storage, partial, tables=["item", "item"]))
     assert entries(partial) == [1, 2, 3, 4]
+    partial.delete("log/tables.json")
+    with pytest.raises(InvalidArgumentError) as caught:
+        copy(Mirror(stream.storage, partial, tables=["item"]))
+    assert "or else an empty destination" in caught.value.remedy
 
 
 def test_of_two_mirrors_that_begin_at_once_one_is_refused(stream: Stream) -> None:
@@ -487,6 +491,8 @@ def test_verify_checks_what_is_there(tmp_path: Path, cli: Cli) -> None:
     assert "this is a mirror of" in cli.err
     cli("diff", url, "1", "2", "--table", "user.id", code=2)
     assert "was left out" in cli.err
+    cli("report", url, "--out", str(tmp_path / "report.html"), code=1)  # it names old heartbeats
+    assert "left out" not in (tmp_path / "report.html").read_text()
     part = next(each for each in Storage(url).names("parts"))
     (tmp_path / "copy" / part).unlink()
     assert [each["where"] for each in cli.json("verify", url, code=1)["findings"]] == [part]

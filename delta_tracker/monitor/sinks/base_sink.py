@@ -84,4 +84,4 @@ class FileSink(Sink):
         """Close the file without writing. No-op if already closed. Safe in a forked child."""
         self._file.close()
 
-    forget = close  # also in subclasses whose close() writes
+    forget = close  # not the close() of a subclass, which may write

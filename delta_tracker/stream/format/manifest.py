@@ -292,7 +292,7 @@ class Manifest:
                     state["dtype"], state["width"] = DTYPE_NAMES[state.pop("dtype_name")], state.pop("width")
                 table["identity"] = {"dtype": "I64", **identities[fqn]} if fqn in identities else None
         if has_states:
-            entry["owners"] = {fqn: {"admitted": gained, "evicted": lost} for fqn, (gained, lost) in owners.items()}
+            entry["owners"] = {fqn: {"admitted": new, "evicted": old} for fqn, (new, old) in owners.items()}
         else:
             del entry["event_time"], entry["training"]
         for part in entry["parts"]:

@@ -120,7 +120,9 @@ def check_mirrored(storage: Storage, choice: TableChoice, *, is_empty: bool) -> 
     """
     stated = mirrored_tables(storage).patterns
     if stated != choice.patterns and (stated or not is_empty):
-        remedy = f"Pass tables={list(stated) or None}, with which {storage.url} began, or an empty destination"
+        remedy = f"Pass tables={list(stated)}, with which {storage.url} began, or an empty destination"
+        if not stated:
+            remedy = f"Pass tables=None if {storage.url} began without a choice, or else an empty destination"
         raise InvalidArgumentError("tables", list(choice.patterns) or None, remedy)
 
 
