@@ -558,7 +558,7 @@ class LeftOutPartError(StreamError, LookupError):
         self.path, self.tables = path, tuple(tables)
         super().__init__(
             f"part {path} was left out: {url} is a mirror of the tables {list(self.tables)} only",
-            f"Use the url of the mirror's source. Predictors and sinks can pass tables={list(self.tables)} (--table)",
+            f"Use the url of the mirror's source, or begin again with tables={list(self.tables)} (--table)",
         )
 
 

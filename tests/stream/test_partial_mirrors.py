@@ -235,7 +235,7 @@ def test_a_reader_of_other_tables_is_refused(stream: Stream, partial: Storage, w
         assert isinstance(error, LeftOutPartError)
         assert error.path in stream.storage.names("parts")
         assert error.tables == ("item",)
-        assert "Predictors and sinks can pass tables=['item'] (--table)" in error.remedy
+        assert "begin again with tables=['item'] (--table)" in error.remedy
         assert number == 0 or num_bytes == 0, "once it is known, no part is read in vain"
     assert predictor.version is None
     assert predictor.status().resyncs == 0
