@@ -298,7 +298,7 @@ class UnfinishedStepError(StreamError, RuntimeError):
     """No version was published, because a training step was incomplete; the rows stay pending.
 
     ``reason`` describes an update of rows that is in progress, or that was made after the last ``tracker.step()``.
-    Training that resumed from such a version would apply the update twice.
+    Training that resumed from a version with this update would apply it twice.
     """
 
     def __init__(self, reason: str, remedy: str) -> None:
@@ -410,7 +410,7 @@ class WriteRefusedError(StorageError):
 
     @classmethod
     def taken(cls, url: str, name: str, attempts: int) -> Self:
-        """Return the error for an object that the store refused to create ``attempts`` times."""
+        """Return the error for an object whose creation the store refused ``attempts`` times."""
         remedy = "Remove what has this name in the store, such as a dangling link, then try again; nothing was lost"
         return cls(url, f"it refused {attempts} times to create {name} as existing, but does not list it", remedy, name)
 

@@ -100,7 +100,7 @@ class RowCopies(Protocol):
         """Update the copies of the given rows. Ignore rows without a copy.
 
         ``ids`` are ``[N]`` unique int64 row numbers in the region, with ``N >= 1``. ``values`` are ``[N, C]``. Both are
-        on the region's device. ``columns`` is the half-open range of columns of the region's memory.
+        on the region's device. ``columns`` is the half-open range of the region's columns that they fill.
         """
 
 

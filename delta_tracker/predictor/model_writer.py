@@ -131,8 +131,8 @@ class ModelWriter:
     def write(self, receiver: Receiver, contents: Contents, *, is_elsewhere: bool) -> None:
         """Check a version, write it to ``receiver``, and advance the position once the version is complete.
 
-        Pass ``is_elsewhere=True`` unless the version is known to descend from the version that the tables hold. If such
-        a write is interrupted, only the same version or a snapshot can be applied next.
+        Pass ``is_elsewhere=True`` unless the version is known to descend from the version that the tables hold. If a
+        write with ``is_elsewhere=True`` is interrupted, only the same version or a snapshot can be applied next.
         """
         manifest = contents.manifest
         has_raw_ids = bool(manifest.identities or self.identities)

@@ -231,7 +231,7 @@ class RawIdIndex(SortedMap):
         return ""
 
     def routes_by(self, identity: Identity) -> bool:
-        """Return True if the index uses ``identity`` for unknown raw ids."""
+        """Return True if the index sends unknown raw ids to the default rows of the buckets in ``identity``."""
         return identity == self._identity
 
     def adopt(self, identity: Identity) -> None:

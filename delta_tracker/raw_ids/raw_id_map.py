@@ -146,7 +146,7 @@ class RawIdMap(ABC):
 
     @abstractmethod
     def routes_by(self, identity: Identity) -> bool:
-        """Return True if the mapping uses ``identity`` for unknown raw ids."""
+        """Return True if the mapping sends unknown raw ids to the default rows of the buckets in ``identity``."""
 
     @abstractmethod
     def adopt(self, identity: Identity) -> None:

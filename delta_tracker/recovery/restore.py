@@ -36,10 +36,10 @@ class Restored:
         num_batches: number of batches that the model had been trained on.
         event_time: minimum over the ranks of the event time in seconds of the last batch trained on; None if unknown.
         world_size: number of ranks of the job that published the version.
-        rank_states: if the number of ranks changed, the states in ``ignore`` that differ by rank, by name, for the user
-            to load; otherwise empty. Each value is a list of the states of all ranks of the published job, in rank
-            order, with None for a rank without this state. The key of the position in the data is ``"data"``.
-        differences: with ``on_model_change="continue"``, a message for each item that was not or only partly restored.
+        rank_states: name to state, for the states in ``ignore`` that differ between ranks, if the number of ranks
+            changed; otherwise empty. The caller loads them. Each value lists the states of all ranks of the job that
+            published the version, None for a rank without this state. The position in the data is called ``"data"``.
+        differences: with ``on_model_change="continue"``, a message for each item that was not restored completely.
     """
 
     version: int

@@ -158,9 +158,9 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
                 :attr:`error`.
 
         Raises:
-            NotRecoverableError: on all ranks, if the versions contain no states. The error has ``version`` None if
-                there is no stream, or if its publisher is silent and no version was published. In this case, start a
-                job without a restore.
+            NotRecoverableError: on all ranks, if the versions contain no states. Its ``version`` is None if there
+                is no stream, or if its publisher is silent and no version was published. In this case, start a job
+                without calling :func:`restore`.
             StreamReplacedError: on all ranks, if the publisher is silent, and the stream had versions but now contains
                 only a claim.
             TakeoverFailedError: if the takeover failed after the claim. Call :meth:`take_over` or this method again.

@@ -100,8 +100,8 @@ class SyncHook(Watcher):
     """Hook that reports the rows that one ``DMPCollection`` averages.
 
     At each ``sync``, the hook runs a collective and waits for the device. All ranks that hold replicas of a shard must
-    therefore attach the same trackers in the same order, and attach and detach each of them between the same two calls
-    of ``sync``.
+    therefore attach the same trackers in the same order. Each attach or detach must follow the same call of ``sync`` on
+    all of these ranks.
 
     Args:
         wrapper: the ``DMPCollection``.

@@ -203,14 +203,14 @@ class RowSink(Protocol):
         """
 
     def settle(self, state: SinkState) -> None:
-        """Clear the logs of owners of the stream's tables, then store the state. Does not change the current stream."""
+        """Clear the owner log of each table of the stream, then store ``state``. Does not change the current stream."""
 
     def remove(self, stream: str) -> None:
         """Delete all keys of a stream that is not current, in batches of limited size. Delete the state's key last.
 
-        Implementations must not scan the keys of other streams. The state contains the numbers of rows and the global
-        ids of default rows; the stored maps and logs contain the raw ids. No-op for an unknown stream. Lookups that
-        started earlier may still read the stream.
+        Implementations must not scan the keys of other streams. They derive the keys from the size of each table and
+        the ids of default rows in the state, and from the raw ids in the stored maps and logs. No-op for an unknown
+        stream. Lookups that started earlier may still read the stream.
 
         Raises:
             InvalidArgumentError: if the stream is the current stream.

@@ -180,8 +180,8 @@ class PointerReader(Forkable):
     def newest(self, *, is_due: bool = True, past_cache: bool = False) -> HeadPointer | None:
         """Return the claimed pointer, or the confirmed pointer if no pointer is claimed; None if there is neither.
 
-        Reads the object if the last read was at least ``seconds`` ago. Never reads it with ``is_due=False``; always
-        reads it with ``past_cache``, bypassing all caches.
+        With ``past_cache``, always reads the object and bypasses all caches. Otherwise, reads the object only if
+        ``is_due`` is True and the last read was at least ``seconds`` ago.
         """
         is_awaited = past_cache or (self._claimed or self.confirmed) is None  # or for a read of another thread
         if (past_cache or (is_due and self._is_due())) and self._reading.acquire(blocking=is_awaited):

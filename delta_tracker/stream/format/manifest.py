@@ -144,7 +144,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """Reference from the first entry of a stream to the last entry of the stream that it continues in the same log."""
+    """Reference to the last entry of an earlier stream, which the stream of the referring entry continues."""
 
     stream: Hex
     version: Count

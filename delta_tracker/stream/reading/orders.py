@@ -161,7 +161,7 @@ class Orders:
         return order
 
     def load(self, written: Written) -> None:
-        """Start from a saved position and the order that led to it."""
+        """Restore the last followed order and its stream from ``written``, the saved state of a reader."""
         position, counter = written.position, written.pin or written.release
         self.followed = self._begun = None
         self._stream = "" if position is None else position.stream

@@ -353,7 +353,7 @@ def former_streams(
 
 
 def forks(versions: list[int], stream: str, read: Callable[[int], Manifest | None]) -> Iterator[Manifest]:
-    """Yield the claims that started ``stream`` and its former streams, newest first.
+    """Yield the claim with which ``stream`` continues an earlier stream, then that stream's claim, and so on.
 
     ``versions`` are the versions of the log, ascending. The last version belongs to ``stream``.
     """

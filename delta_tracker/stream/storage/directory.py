@@ -354,14 +354,14 @@ def make_directory(directory: Path, *, fsync: bool) -> None:
 def list_files(
     directory: Path, prefix: str, after: str, *, needs_status: bool
 ) -> list[tuple[str, os.stat_result | None]]:
-    """Return the regular files in the folder ``prefix`` of a store, unordered. Omits paths up to ``after``.
+    """Return the path and status of each regular file in the folder ``prefix`` of a store, in any order.
 
-    The paths are relative to ``directory``. If ``needs_status`` is False, the status may be None. The call is
-    then faster, because most systems list names without a status.
+    The paths are relative to ``directory``, and greater than ``after``. If ``needs_status`` is False, the status may be
+    None. The call is then faster, because most systems list names without a status.
 
     Follows links to files. Skips directories, pipes, broken links, and files that are deleted during the call. The
-    result is empty if ``prefix`` does not exist. Other failures raise OSError: if an entry of the log were missing from
-    the result, its predecessor would look like the head.
+    result is empty if ``prefix`` does not exist. Other failures raise OSError, because a reader would take an
+    incomplete listing of the log for a log that ends earlier.
     """
     try:
         scanned = os.scandir(f"{directory}/{prefix}")

@@ -146,7 +146,7 @@ class Storage:
         """Write an object. Return False if an object with this name exists. If several writers race, one succeeds.
 
         If a call fails because the response was lost, the object may exist. Raises :class:`WriteRefusedError` if the
-        store refused each attempt for a second (409 on AWS), and no such object exists.
+        store refused all attempts within a second (status 409 on AWS), although no such object exists.
         """
         with self._operation("write", name, "create()"):
             for attempt in range(_CREATE_ATTEMPTS):

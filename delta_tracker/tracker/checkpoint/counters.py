@@ -229,9 +229,9 @@ class CounterSet:
         self._counters: dict[str, Mergeable] = {}
 
     def register(self, name: str, counter: object) -> None:
-        """Add a counter, a ``torchmetrics.Metric`` or a :class:`Mergeable`.
+        """Add a counter, which is either a ``torchmetrics.Metric`` or a :class:`Mergeable`.
 
-        Raises InvalidArgumentError if the name is empty, taken or contains a slash, or if the type is unsupported.
+        Raises InvalidArgumentError if the name is empty, is taken or contains a slash, or if the type is unsupported.
         """
         _check_name(name, sorted(self._counters))
         self._counters[name] = _as_mergeable(name, counter)

@@ -169,7 +169,7 @@ class MarkedRows:
     def keep_states(self, ids: Tensor, count: Tensor) -> None:
         """Save the current states of rows that were added to the set of :attr:`newest`. Does not wait for the device.
 
-        ``ids`` and ``count`` are a result of :meth:`~delta_tracker.tracker.row_sets.row_set.RowSet.mark_new_padded`.
+        ``ids`` and ``count`` are what :meth:`~delta_tracker.tracker.row_sets.row_set.RowSet.mark_new_padded` returned.
         """
         states = self._newest_states()
         assert self._old_states is not None, "checked by the caller"
@@ -248,7 +248,7 @@ class MarkedRows:
     ) -> ChangedRows:
         """Return the rows of a set from :meth:`marked`, each with its oldest state in the segments. Release the set.
 
-        ``rows`` and ``segments`` are a result of :meth:`marked` without ``extra``. ``ids`` is the result of
+        ``rows`` and ``segments`` are what :meth:`marked` returned without ``extra``. ``ids`` is the result of
         ``rows.scan()``, or None if ``rows`` is None.
         """
         if ids is None:

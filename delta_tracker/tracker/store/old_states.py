@@ -288,7 +288,7 @@ class DeviceStates(OldStates):
     def mark_new(self, marked: RowSet, ids: Tensor, read: ReadStates) -> None:
         """Mark rows, and save the current states of newly marked rows.
 
-        ``read`` may also be called with valid ids of other rows.
+        ``read`` is called with ids of newly marked rows, and perhaps with other valid ids whose states are ignored.
         """
         if self._lowest < self._num_rows:  # otherwise all rows are marked
             new, count = marked.mark_new_padded(ids)
