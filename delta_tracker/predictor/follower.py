@@ -395,7 +395,7 @@ def _described(error: BaseException) -> str:
 
 
 class Heartbeats:
-    """Writer of a predictor's heartbeats to ``given``, or if it is None, to the first writable store of ``reader``."""
+    """Writer of a predictor's heartbeats to ``given`` or, if it is None, to the first writable store of ``reader``."""
 
     def __init__(self, reader: Reader, name: str, given: Location | None) -> None:
         stores = [each.storage for each in reader.sources.all] if given is None else [open_storage(given)]

@@ -165,7 +165,7 @@ def adopt_saved(identities: Mapping[str, Identity], maps: Mapping[str, tuple[Raw
 
 
 def find_maps(model: object, names: Mapping[str, str]) -> dict[str, tuple[RawIdMap, ...]]:
-    """Return a model's raw id mappings by table FQN in the stream. ``names`` maps these FQNs to FQNs in the model."""
+    """Return a model's raw id mappings, by the FQN of each table in the stream. ``names`` maps FQNs to the model's."""
     if not isinstance(model, nn.Module) or not has_collisions(model):
         return {}
     from delta_tracker.sharding.raw_id_maps import raw_id_maps  # noqa: PLC0415  it needs torchrec

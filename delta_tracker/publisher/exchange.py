@@ -197,7 +197,7 @@ class Exchange:
         self.group.close()
 
     def send_owed_message(self) -> None:
-        """Send a blank message if the other ranks wait for a message. Those ranks then raise RankFailedError."""
+        """Send a blank message if the other ranks are waiting for one. They then raise RankFailedError."""
         try:
             if self._exchanged is not None:
                 self.count(self._exchanged)
@@ -264,7 +264,7 @@ def opened(rank: int, data: bytes, action: Action = "publish") -> dict[str, Any]
 
 
 def check_alike(messages: Sequence[Mapping[str, Any]], *names: str, action: Action = "publish") -> None:
-    """Raise RankFailedError unless all messages, in rank order, have equal values for each of the keys ``names``."""
+    """Raise RankFailedError unless all ``messages``, in rank order, have equal values for each key in ``names``."""
     for rank, each in enumerate(messages):
         for name in names:
             if each[name] != messages[0][name]:

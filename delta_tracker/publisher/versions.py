@@ -119,7 +119,7 @@ _ENOUGH: Mapping[Publishes, Collection[Step]] = {
 
 
 def decide(flight: Flight | None, votes: int, most: Vote) -> Step:
-    """Return the step after the vote number ``votes``. ``most`` contains the maximum of each field over all ranks."""
+    """Return the next action of all ranks after vote number ``votes``. ``most`` contains each field's maximum."""
     if flight is not None and flight.after == votes:  # an interrupt came after these votes had been acted on
         return Step.WAIT
     if most.is_working or isinstance(flight, Cut):

@@ -34,7 +34,7 @@ class SortedMap(RawIdMap):
 
     @abstractmethod
     def tensors(self) -> tuple[Tensor, Tensor]:
-        """Return the raw ids, ``[R]`` int64, ascending, and the global id of each row, ``[R]`` int64.
+        """Return the raw ids, ``[R]`` int64, in ascending order, and the global row id of each of them, ``[R]`` int64.
 
         The row of an unmapped id is the default row of its bucket, or -1 if the bucket has no default row.
         """

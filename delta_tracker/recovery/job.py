@@ -61,7 +61,7 @@ class LocalJob:
 
     @property
     def omissions(self) -> str:
-        """Text of ``ignore`` and ``on_model_change``, to check that these arguments are the same on all ranks."""
+        """String of ``ignore`` and ``on_model_change``, to check that these arguments are the same on all ranks."""
         ignore = f"ignore={sorted(map(str, self.ignore))}"
         return ignore if self.on_model_change == "stop" else f"{ignore}, on_model_change={self.on_model_change!r}"
 

@@ -37,8 +37,9 @@ class Change:
 def change_of(
     last: Manifest, saved: Saved, own: Job, job: LocalJob, states: TrainingStates, with_raw_ids: Collection[str]
 ) -> Change:
-    """Return what a restore of ``last`` leaves out: ``job.ignore``, and with "continue", all items that differ.
+    """Return what a restore of ``last`` leaves out: ``job.ignore``, and all items that differ if the job continues.
 
+    A job continues if its ``on_model_change`` is "continue". The shapes of fused tables are not compared here.
     ``with_raw_ids`` contains the FQNs of the job's tables with managed collisions.
     """
     names = parameter_names(job.model)

@@ -92,7 +92,7 @@ class PointerWriter:
                 self._written = pointer
 
     def end(self) -> None:
-        """Ask the thread to write the newest head and end. Does not wait."""
+        """Ask the thread to write a pointer to the newest head, and then to exit. Does not wait."""
         self._stop.set()
         self._wake.set()
 

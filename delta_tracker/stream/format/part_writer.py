@@ -123,11 +123,11 @@ def put_part(
     *,
     states_name: str | None,
 ) -> Part:
-    """Write a part, and in format 2, the object with the states of its rows. Return the record for the manifest.
+    """Write a part and, in format 2, the object with the states of its rows. Return the record for the manifest.
 
     Each chunk of ``rows`` is read after the preceding one has been written, and the states are read after all values.
-    If the store fails, each of the two objects may have been created. The object ``states_name`` is written only if a
-    row has states. Pass None for format 1.
+    If the store fails, either or both objects may have been created. The object ``states_name`` is written only if a
+    row has states. Pass ``states_name=None`` for format 1.
     """
     dense = dense or {}
     entries = list(chain.from_iterable(map(_entries, count(), rows)))

@@ -25,7 +25,7 @@ def wanted(part: Part, shards: Mapping[str, ShardSpec]) -> set[int]:
 
 
 def local_rows(ids: Tensor, shard: ShardSpec) -> Tensor:
-    """Return the local ids of those rows in ``ids``, ``[N]`` int64 global ids, that belong to ``shard``."""
+    """Return the local ids of the rows in ``ids`` that belong to ``shard``. ``ids`` are ``[N]`` int64 global ids."""
     local = ids - shard.row_offset
     return local[(local >= 0) & (local < shard.num_rows)]
 

@@ -73,7 +73,7 @@ class TableChoice:
         return any(map(self.takes, names))
 
     def copied(self, entry: Manifest) -> Manifest:
-        """Return a copy of ``entry`` that names only the objects that a mirror has; ``entry`` itself if it has all."""
+        """Return ``entry`` without the objects that a mirror of this choice lacks; unchanged if it lacks none."""
         if not self.patterns:
             return entry
         parts = tuple([replace(part, states=None) for part in entry.parts if self.has(part)])

@@ -132,9 +132,9 @@ def retain(stream: Storage | StreamLog, retention: Retention, now: Callable[[], 
 class RetentionPasses:
     """Runner of repeated retention passes over one log. Not thread-safe.
 
-    A pass reads only the entries created since the last pass, and ends if there is no version or merged entry to
-    delete. Otherwise, or if the last :func:`retain` was at least ten minutes ago (more for a long log), it runs
-    :func:`retain`, which reads all entries.
+    A pass first reads only the entries created since the last pass. If there is something to delete, or if all entries
+    were last read at least ten minutes ago (longer for a long log), the pass then runs :func:`retain`, which reads all
+    entries. Otherwise it ends.
     """
 
     def __init__(self, log: StreamLog, retention: Retention, now: Callable[[], float] | None = None) -> None:

@@ -105,7 +105,7 @@ class View:
 
     @property
     def is_patient(self) -> bool:
-        """True unless one more consecutive storage error makes an unreadable object count as lost."""
+        """True while an unreadable object is retried; False if the next storage error makes it count as lost."""
         return self.num_failures < NUM_TRIES - 1
 
     def fault_of(self, log: SeenLog, entry: Manifest) -> StreamError | None:
@@ -142,8 +142,8 @@ class Apply:
         log: log from which to read the entries.
         entries: the entries. If there are several, all are checked before the first row is written.
         cause: fault that requires a resync; None without a resync.
-        is_elsewhere: True if the entry may belong to another history than the applied version, so that rows are mixed
-            while it is written. False for an order.
+        is_elsewhere: True if the entries may belong to a different history from the applied version. While they are
+            written, the tables then contain rows of unrelated versions. False if ``order`` is given.
         order: pin or rollback that requires the entries, which then bypass the gate; None otherwise.
     """
 

@@ -111,7 +111,7 @@ class DoubtedStore(Store):
         return name in self._names
 
     def doubt(self, names: set[str]) -> bool:
-        """Make later reads of ``names`` bypass the caches. Return False if all these reads already bypass them."""
+        """Make later reads of ``names`` bypass the caches. Return False if they all did so before the call."""
         is_new = not names <= self._names
         self._names |= names
         return is_new

@@ -105,7 +105,7 @@ def is_remote(url: str) -> bool:
 
 
 def is_http(url: str) -> bool:
-    """Return True if the store is a web server, or a cache in front of a web server, and only serves single objects."""
+    """Return True for an http or https url: a web server or a cache in front of one, which cannot list its objects."""
     return _split(url).scheme in ("http", "https")
 
 

@@ -257,10 +257,10 @@ class Block:
 class DeviceStates(OldStates):
     """Known old states of the rows of one segment on a device, in blocks.
 
-    No method waits for the device, except :meth:`absorb`. In addition to the stored rows, one open block has room for
-    two batches of ids and at least 1 MiB, but for no more than ``R`` rows. It is closed when the next batch might
-    not fit. A closed block is trimmed to the size of its rows once the host knows their number: on CUDA, usually one or
-    two batches later; on other devices, at the next :func:`settle`.
+    No method waits for the device, except :meth:`absorb`. In addition to the stored rows, one open block takes memory:
+    enough for two batches of ids and at least 1 MiB, but never more than ``R`` rows need. It is closed when the next
+    batch might not fit. A closed block is trimmed to the size of its rows once the host knows their number: on CUDA,
+    usually one or two batches later; on other devices, at the next :func:`settle`.
 
     Args:
         num_rows: ``R``.
