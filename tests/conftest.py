@@ -154,6 +154,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: order.get(item.path, len(order)))
 
 
+_SKIPPED = pytest.StashKey[bool]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    """Record that a test skips itself."""
+    try:
+        return (yield)
+    except pytest.skip.Exception:
+        item.stash[_SKIPPED] = True
+        raise
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown() -> Generator[None, object, object]:
     """Fail a test that silences the log of the library, because later tests in the same process read it."""
@@ -173,7 +186,7 @@ def _the_error_of_an_advice_is_made(request: pytest.FixtureRequest) -> Iterator[
         return
     with made() as found:
         yield
-    assert found & named, f"it meets only {sorted(found)}"
+    assert found & named or _SKIPPED in request.node.stash, f"it meets only {sorted(found)}"
 
 
 @pytest.fixture(scope="session")

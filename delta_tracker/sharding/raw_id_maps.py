@@ -211,7 +211,7 @@ class HashMap(_ModuleMap):
         module = self._module
         if identity.buckets[0].default is not None:
             yield f"mapped by a {kind}, which has no default rows, unlike the trainer's module"
-        if not module.disable_fallback or module._no_bag or module._opt_in_prob != -1:  # noqa: SLF001
+        if not getattr(module, "_disable_fallback", False) or module._no_bag or module._opt_in_prob != -1:  # noqa: SLF001
             what = "disable_fallback=True, and without no_bag and opt_in_prob"
             yield f"mapped by a {kind} that gives unknown raw ids the rows of others: build it with {what}"
         if self._num_shards > 1 or self.rows != (0, identity.num_rows):
@@ -264,8 +264,8 @@ class HashMap(_ModuleMap):
         lengths = torch.ones(len(owners), dtype=torch.int64, device=device)
         found = module.remap({"ids": JaggedTensor(to_device(owners, device), lengths=lengths)})["ids"]
         if bool((found.lengths() == 0).any()) or not torch.equal(found.values().cpu(), slots):
-            kind = type(module).__name__
-            return f"mapped by a {kind} that probes other rows, with max_probe={module.max_probe}: use the trainer's"
+            kind, most = type(module).__name__, module._max_probe  # noqa: SLF001
+            return f"mapped by a {kind} that probes other rows, with max_probe={most}: use the trainer's"
         return ""
 
     def unmap(self, slots: Tensor, owners: Tensor) -> None:  # noqa: ARG002
