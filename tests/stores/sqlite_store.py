@@ -5,6 +5,7 @@ from __future__ import annotations
 import sqlite3
 import threading
 import time
+import weakref
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ class SqliteStore(Store):
         self.url = f"sqlite://{path}"
         self._lock = threading.Lock()
         self._database = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
+        weakref.finalize(self, self._database.close)  # Python 3.13 warns of a connection that is not closed
         self._ask("CREATE TABLE objects (name TEXT PRIMARY KEY, data BLOB, modified REAL) WITHOUT ROWID")
 
     def read(self, span: Span, transfer: Transfer) -> NDArray[np.uint8] | None:
