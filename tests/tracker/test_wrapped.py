@@ -8,7 +8,9 @@ from tests.ranks import RankPool
 
 
 @pytest.mark.promise("lossless")
-@pytest.mark.parametrize("kind", ["feature processors", "pec", "uneven batches", "variable batch"])
+@pytest.mark.parametrize(
+    "kind", ["feature processors", "pec", "repeated ids removed", "uneven batches", "variable batch"]
+)
 def test_reported_rows_are_those_that_changed(two_ranks: RankPool, kind: str) -> None:
     found = two_ranks.run("tests.tracker.wrapped_cases:exact", kind=kind)
     if found == [None, None]:

@@ -59,7 +59,7 @@ def _tables(kind: str) -> tuple[nn.Module, Any]:
             FeatureProcessedEmbeddingBagCollectionSharder(inner),
         )
     rows = EmbeddingCollection(tables=[EmbeddingConfig(**each) for each in settings], device=meta)
-    sharder = EmbeddingCollectionSharder(fused_params=dict(_FUSED))
+    sharder = EmbeddingCollectionSharder(fused_params=dict(_FUSED), use_index_dedup=kind == "repeated ids removed")
     if kind == "pec":
         wrapper = import_module("torchrec.modules.pec_embedding_modules").PECEmbeddingCollection
         return wrapper(rows), import_module("torchrec.distributed.pec_embedding").PECEmbeddingCollectionSharder(sharder)
@@ -82,10 +82,33 @@ def _batch(kind: str, rank: int, generator: torch.Generator) -> KeyedJaggedTenso
     return KeyedJaggedTensor(keys=list(_NAMES), values=values, lengths=torch.cat(lengths), **strides)
 
 
+def _unique(ends: Tensor, _: Tensor, offsets: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Remove repeated ids of each table with one feature, as FBGEMM does on CUDA only.
+
+    Args:
+        ends: ``[T + 1]``, number of rows of all tables before each.
+        offsets: ``[T * B + 1]``.
+        ids: ``[N]``.
+
+    Returns:
+        Lengths and offsets of the unique ids, these ids, and the index of each of ``ids`` in them.
+    """
+    num_tables = len(ends) - 1
+    size = (len(offsets) - 1) // num_tables
+    joined, reverse = (ids + ends[:-1].repeat_interleave(offsets[::size].diff())).unique(return_inverse=True)
+    tables = torch.bucketize(joined, ends[1:], right=True)
+    counts = tables.bincount(minlength=num_tables)[:, None]
+    lengths = (counts // size + (torch.arange(size) < counts % size)).flatten()
+    return lengths, nn.functional.pad(lengths.cumsum(0), (1, 0)), joined - ends[tables], reverse
+
+
 def exact(rank: int, world_size: int, kind: str, num_steps: int = 4) -> int | None:
     """Each read has the rows that differ, and no other. Return their number; None if torchrec lacks the kind."""
     if kind == "pec" and find_spec("torchrec.modules.pec_embedding_modules") is None:
         return None
+    library = torch.library.Library("fbgemm", "IMPL")  # until this call returns
+    if kind == "repeated ids removed":
+        library.impl("jagged_unique_indices", _unique, "CPU")
     torch.manual_seed(0)
     tables, sharder = _tables(kind)
     places = {"row": with_kernel(row_wise(), "fused"), "last": with_kernel(table_wise(rank=world_size - 1), "fused")}
