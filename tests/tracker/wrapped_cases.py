@@ -14,7 +14,15 @@ from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise, table_wise
+from torchrec.distributed.sharding_plan import (
+    column_wise,
+    construct_module_sharding_plan,
+    data_parallel,
+    grid_shard,
+    row_wise,
+    table_row_wise,
+    table_wise,
+)
 from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
@@ -26,6 +34,12 @@ from tests.tracker.tracking_cases import _Copy, rows_of
 
 _ROWS, _NAMES, _LENGTH = 17, ("row", "last"), 4
 _FUSED = {"learning_rate": 0.1}
+_OTHERS = {
+    "column_wise": column_wise(ranks=[0, 1]),
+    "table_column_wise": column_wise(ranks=[1, 0]),
+    "table_row_wise": table_row_wise(host_index=0),
+    "grid_shard": grid_shard(host_indexes=[0]),
+}
 
 
 class _Model(nn.Module):
@@ -44,7 +58,7 @@ class _Model(nn.Module):
 def _tables(kind: str) -> tuple[nn.Module, Any]:
     """Return unsharded tables and their sharder."""
     meta = torch.device("meta")
-    settings = [{"name": name, "num_embeddings": _ROWS, "embedding_dim": 4, "feature_names": [name]} for name in _NAMES]
+    settings = [{"name": name, "num_embeddings": _ROWS, "embedding_dim": 8, "feature_names": [name]} for name in _NAMES]
     if kind in ("feature processors", "variable batch"):
         is_weighted = kind == "feature processors"
         bags = EmbeddingBagCollection(
@@ -102,7 +116,7 @@ def _unique(ends: Tensor, _: Tensor, offsets: Tensor, ids: Tensor) -> tuple[Tens
     return lengths, nn.functional.pad(lengths.cumsum(0), (1, 0)), joined - ends[tables], reverse
 
 
-def exact(rank: int, world_size: int, kind: str, num_steps: int = 4) -> int | None:
+def exact(rank: int, world_size: int, kind: str, sharding: str = "", num_steps: int = 4) -> int | None:
     """Each read has the rows that differ, and no other. Return their number; None if torchrec lacks the kind."""
     if kind == "pec" and find_spec("torchrec.modules.pec_embedding_modules") is None:
         return None
@@ -114,6 +128,10 @@ def exact(rank: int, world_size: int, kind: str, num_steps: int = 4) -> int | No
     places = {"row": with_kernel(row_wise(), "fused"), "last": with_kernel(table_wise(rank=world_size - 1), "fused")}
     if kind == "pec":  # it supports row-wise sharding only
         places["last"] = with_kernel(row_wise(), "fused")
+    if sharding == "data_parallel":
+        places["row"] = with_kernel(data_parallel(), "dense")
+    elif sharding:
+        places["row"] = with_kernel(_OTHERS[sharding], "fused", sharding)
     plan = construct_module_sharding_plan(
         tables, places, sharder=sharder, local_size=world_size, world_size=world_size, device_type="cpu"
     )
