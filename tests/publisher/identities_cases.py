@@ -11,6 +11,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torchrec.modules.mc_modules import MCHManagedCollisionModule
 
@@ -106,10 +107,10 @@ def copied_while_training(rank: int, world_size: int, root: str) -> list[str]:
     publisher = Publisher(tracker, url, cadence=Cadence(batches=2, snapshot_every=3))
     readers = Served(tracker, url) if rank == 0 else None
     expected: dict[int, Answers] = {}
-    kinds = []
+    kinds: list[str] = []
     number = 0
-    # A version takes more batches on a busy machine.
-    while number < 40 or (min(kinds.count("snapshot"), kinds.count("delta") - 1) < 2 and number < 4000):
+    # A version takes more batches on a busy machine, and the ranks may see it in different batches.
+    while number < 40 or (_lacks_versions(kinds) and number < 4000):
         number += 1
         model(collision_batch(generator)).backward()
         tracker.step()
@@ -122,7 +123,15 @@ def copied_while_training(rank: int, world_size: int, root: str) -> list[str]:
                 assert readers.sync() == entry.version == publisher.version
                 readers.check(expected[entry.batches[1]])
     publisher.close()
-    return kinds
+    dist.barrier()
+    return [entry.kind for entry in entries(url)]
+
+
+def _lacks_versions(kinds: list[str]) -> bool:
+    """Whether a rank has seen fewer than two snapshots or three deltas."""
+    lacks = torch.tensor(int(kinds.count("snapshot") < 2 or kinds.count("delta") < 3))
+    dist.all_reduce(lacks, dist.ReduceOp.MAX)
+    return bool(lacks)
 
 
 def resumed(rank: int, world_size: int, root: str) -> list[Any]:
