@@ -85,7 +85,7 @@ class Settings:
         """
         options, is_sharded = options_of(choice), schedule.ranks > 1
         kind, tables = _KINDS[options["kind"]], 0 if schedule.has_raw_ids else options["tables"]
-        has_changed_model = kind == "tables" and tables > 0 and schedule.seed % 4 > 1
+        has_changed_model = kind == "tables" and tables > 0 and schedule.seed % 4 > 1 and not schedule.mirrored
         return cls(
             stores=tuple(stores[index] for index in _ORDERS[options["order"]]),
             canary=_CANARIES[options["canary"]],
@@ -240,6 +240,15 @@ class Reader:
         if settings.continues:
             return any(num_common(name, copy.tensors, self.before) != 0 for name in shapes if name in TABLES)
         return all(num_common(name, copy.tensors, self.before) is None for name in shapes)
+
+    @property
+    def needed(self) -> Choice:
+        """The tables whose parts it needs."""
+        return Choice() if self.settings.has_changed_model else self.settings.choice
+
+    def can_read(self, store: Store) -> bool:
+        """Return True if a store is that of a mirror of all the tables that it needs, or not a mirror."""
+        return store.choice.covers(self.needed)
 
     def left_out(self, copy: Copy) -> tuple[str, ...]:
         """Names of the tables and dense tensors of a version that it does not apply, sorted."""

@@ -74,7 +74,7 @@ class Choice:
         patterns: argument of the predictor.
     """
 
-    def __init__(self, number: int, *, is_sharded: bool) -> None:
+    def __init__(self, number: int = 0, *, is_sharded: bool = False) -> None:
         self.number = number
         self._taken = {
             pattern: name for pattern, name in _CHOICES[number].items() if not is_sharded or not name.startswith("over")
@@ -84,6 +84,15 @@ class Choice:
     def takes(self, name: str) -> bool:
         """Return True for a tensor that is applied, by its name in a copy."""
         return self.patterns is None or any(name.endswith(each) for each in self._taken.values())
+
+    def takes_part(self, part: Mapping[str, Any]) -> bool:
+        """Return True for the record of a part with a tensor that is applied."""
+        tables = (f"{block['table']}.weight" for block in part["blocks"])
+        return self.patterns is None or any(map(self.takes, (*tables, *part["dense"])))
+
+    def covers(self, other: Choice) -> bool:
+        """Return True if each tensor is applied that another choice applies."""
+        return self.patterns is None or (other.patterns is not None and other._taken.items() <= self._taken.items())
 
     def is_in(self, names: Collection[str]) -> bool:
         """Return True if each pattern fits a tensor of these."""

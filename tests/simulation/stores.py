@@ -17,10 +17,12 @@ from delta_tracker import Storage
 from delta_tracker.stream.storage.store import Store as ObjectStore
 from tests.simulation.bucket import Bucket, Pace
 from tests.simulation.roles import LimitedStore, Roles
+from tests.simulation.served import Choice
 from tests.simulation.threads import EPOCH, SCHEDULER
 
 _FOLDERS = ("log", "parts", "merged", "control", "drafts", "probe")
 _AWAY = ".away"
+_ENTRIES = "[0-9]*.json"
 _P, _T = ParamSpec("_P"), TypeVar("_T")
 _ENTRY_DAMAGES = ("missing", "page", "empty", "cut", "folder")
 _DAMAGES = (*_ENTRY_DAMAGES, "flipped")
@@ -75,6 +77,7 @@ class Store:
         is_bucket: True if trainers and predictors access it as an object store.
         pace: speed of its responses to predictors.
         roles: permissions of the actors, None if each may do anything.
+        choice: tables of which it is a mirror; it is never promoted unless these are all.
     """
 
     path: Path
@@ -86,6 +89,7 @@ class Store:
     is_bucket: bool = False
     pace: Pace = field(default_factory=Pace)
     roles: Roles | None = None
+    choice: Choice = field(default_factory=Choice)
     _pointer: bytes = b""  # before it was forged
     _wrong: bytes = b""
     _damaged: list[tuple[Path, Path]] = field(default_factory=list)
@@ -135,7 +139,7 @@ class Store:
         """Damage an object, except the two newest entries. Damage of a part may last for ever."""
         if self.is_failing or self.is_unmounted:
             return
-        entries = sorted((self.path / "log").glob("*.json"))[:-2]
+        entries = sorted((self.path / "log").glob(_ENTRIES))[:-2]
         others = [path for name in ("merged", "parts") for path in sorted((self.path / name).glob("*"))]
         files = [path for path in (*entries, *others) if path.is_file()]
         if not files:
@@ -149,7 +153,7 @@ class Store:
     @_alone
     def damage_entry(self, choice: int) -> str | None:
         """Damage one of the newest entries, except the last two, and return its name; None if there is none."""
-        paths = [] if self.is_failing or self.is_unmounted else sorted((self.path / "log").glob("*.json"))[-7:-2]
+        paths = [] if self.is_failing or self.is_unmounted else sorted((self.path / "log").glob(_ENTRIES))[-7:-2]
         paths = [path for path in paths if path.is_file()]
         if not paths:
             return None
@@ -293,40 +297,45 @@ class Store:
     @_alone
     def touch(self) -> None:
         """Date the newest entry now: retention takes the newest time of an object for the time of the store."""
-        path = max((self.path / "log").glob("*.json"), default=None)
+        path = max((self.path / "log").glob(_ENTRIES), default=None)
         if path is not None:
             os.utime(path, (SCHEDULER.now, SCHEDULER.now))
 
+    @property
+    def is_partial(self) -> bool:
+        """True for a mirror of some tables."""
+        return self.choice.patterns is not None
+
     @_alone
-    def entries(self) -> list[Entry]:
-        """Return the entries whose objects are there, by their versions."""
-        return [each for each in self._entries() if each is not None]
+    def entries(self, choice: Choice | None = None) -> list[Entry]:
+        """Return the entries whose objects of some tables, by default of its own, are there, by their versions."""
+        return [each for each in self._entries(choice or self.choice) if each is not None]
 
     @_alone
     def newest(self) -> Entry | None:
         """Return the newest entry of the log, also if its objects are not there; None if there is none."""
-        path = max((self.path / "log").glob("*.json"), default=None)
+        path = max((self.path / "log").glob(_ENTRIES), default=None)
         return None if path is None else _described(path, is_merged=False)
 
     @_alone
     def listed(self) -> list[Entry]:
         """Return all entries of the log and merged ones, also if their objects are not there."""
         paths = [
-            (path, folder == "merged") for folder in ("log", "merged") for path in (self.path / folder).glob("*.json")
+            (path, folder == "merged") for folder in ("log", "merged") for path in (self.path / folder).glob(_ENTRIES)
         ]
         return [_described(path, is_merged=is_merged) for path, is_merged in paths]
 
     @_alone
     def has_log(self) -> bool:
-        return any((self.path / "log").glob("*.json"))
+        return any((self.path / "log").glob(_ENTRIES))
 
-    def _entries(self) -> Iterator[Entry | None]:
+    def _entries(self, choice: Choice) -> Iterator[Entry | None]:
         for folder in ("log", "merged"):
-            for path in sorted((self.path / folder).glob("*.json")):
-                yield self._entry(path, is_merged=folder == "merged")
+            for path in sorted((self.path / folder).glob(_ENTRIES)):
+                yield self._entry(path, choice, is_merged=folder == "merged")
 
-    def _entry(self, entry: Path, *, is_merged: bool = False) -> Entry | None:
-        for part in json.loads(entry.read_bytes())["parts"]:
+    def _entry(self, entry: Path, choice: Choice, *, is_merged: bool = False) -> Entry | None:
+        for part in filter(choice.takes_part, json.loads(entry.read_bytes())["parts"]):
             path = self.path / part["name"]
             if not path.is_file() or path.stat().st_size != part["num_bytes"]:
                 return None
@@ -338,9 +347,9 @@ class Store:
 
         Needed are those from the newest snapshot on, or up to the pinned version, and claims and what is before them.
         """
-        paths = sorted((self.path / "log").glob("*.json"))
+        paths = sorted((self.path / "log").glob(_ENTRIES))
         entries = {int(path.stem): json.loads(path.read_bytes()) for path in paths}
-        merged = [json.loads(path.read_bytes()) for path in (self.path / "merged").glob("*.json")]
+        merged = [json.loads(path.read_bytes()) for path in (self.path / "merged").glob(_ENTRIES)]
         start = max((number for number, each in entries.items() if each["kind"] == "snapshot"), default=0)
         claims = {number for number, each in entries.items() if each["kind"] == "claim"}
         needed = {number for number in entries if number >= start - 1} | claims | {number - 1 for number in claims}
@@ -354,8 +363,23 @@ class Store:
     @_alone
     def is_whole(self) -> bool:
         """Return True if the newest entry has its objects, or some parts are damaged for ever."""
-        newest = max((self.path / "log").glob("*.json"), default=None)
-        return self.has_lost_parts or newest is None or self._entry(newest) is not None
+        newest = max((self.path / "log").glob(_ENTRIES), default=None)
+        return self.has_lost_parts or newest is None or self._entry(newest, self.choice) is not None
+
+    @_alone
+    def names(self) -> set[str]:
+        """Return the names of all files, except drafts."""
+        paths = (path.relative_to(self.path) for path in self.path.rglob("*") if path.is_file())
+        return {str(path) for path in paths if path.parts[0] not in ("drafts", "probe")}
+
+    @_alone
+    def unchosen(self) -> list[str]:
+        """Return the parts that a mirror of its tables leaves out, but which are there."""
+        paths = [path for folder in ("log", "merged") for path in (self.path / folder).glob(_ENTRIES) if path.is_file()]
+        parts = [part for path in paths for part in json.loads(path.read_bytes())["parts"]]
+        chosen = {part["name"] for part in parts if self.choice.takes_part(part)}
+        others = {part["name"] for part in parts} - chosen
+        return sorted(name for name in others if (self.path / name).exists())
 
     @_alone
     def following(self, version: int) -> list[Entry]:
@@ -371,7 +395,7 @@ class Store:
         if self.is_failing or self.is_unmounted:
             return {}
         damaged = {path for path, _ in self._damaged}
-        paths = [path for path in sorted((self.path / "log").glob("*.json")) if path not in damaged]
+        paths = [path for path in sorted((self.path / "log").glob(_ENTRIES)) if path not in damaged]
         return {int(path.stem): _digest(path.read_bytes()) for path in paths}
 
     @_alone
@@ -383,7 +407,7 @@ class Store:
     @_alone
     def orders(self) -> list[dict[str, Any]]:
         """Return the pins and releases, the oldest first."""
-        return [json.loads(path.read_bytes()) for path in sorted((self.path / "control" / "pins").glob("*.json"))]
+        return [json.loads(path.read_bytes()) for path in sorted((self.path / "control" / "pins").glob(_ENTRIES))]
 
 
 def _names_of(entries: Iterable[dict[str, Any]]) -> Iterator[str]:

@@ -16,7 +16,7 @@ LOOK_SECONDS = 6.5  # more than the time between two looks for a pin
 def targets(reader: Reader, history: History) -> set[Place] | None:
     """Return the places at which a predictor may end, None if nothing leads it anywhere."""
     stores = [store for store in reader.settings.stores if not store.is_lost]
-    entries = [entry for store in stores for entry in store.entries()]
+    entries = [entry for store in stores for entry in store.entries(reader.needed)]
     numbers = [history.streams.index(each.stream) for each in entries if each.kind == "snapshot"]
     floor = reader.floor
     if not numbers or (floor is not None and floor[0] > max(numbers)):

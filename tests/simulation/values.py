@@ -282,6 +282,7 @@ INSERTED = {
         "choose",
         "damage_entry",
         "follow",
+        "misuse_mirror",
         "read_previous",
         "set_clock",
         "slow",
@@ -302,12 +303,13 @@ _CHANGES_SHARE = 0.1  # of the schedules
 _CHANGE_SHARE, _SERVED_SHARE = 0.08, 0.05
 _ROLES_SHARE, _LESSER_SHARE = 0.4, 0.4  # of the schedules with object stores, and of those with roles
 _PREVIOUS_SHARE, _READ_SHARE, _BEGIN_SHARE = 0.1, 0.15, 0.5  # of the schedules, and of the operations of these
+_MIRRORS_SHARE, _MIRROR_SHARE, _MISUSE_SHARE = 0.15, 0.06, 0.04
 _EPISODE_SHARE = 0.4
 _LEAST, _MOST = 12, 60
 
 
 # Settings that a schedule without them does not name, so that its text stays as it was before there were these.
-_OMITTED = {"has_roles", "lesser", "has_previous"}
+_OMITTED = {"has_roles", "lesser", "has_previous", "mirrored"}
 
 
 class Operation(NamedTuple):
@@ -341,6 +343,8 @@ class Schedule:
         has_roles: True if each actor has only the permissions of its role, in a world with object stores.
         lesser: name in ``LESSER`` of the actor with a lesser role, None for none.
         has_previous: True if the previous release reads the stores, and perhaps publishes the first versions.
+        mirrored: choice of the tables of each mirror, 0 for all: that of the second store, plus ``TABLE_CHOICES`` times
+            that of the third one. Several ranks train, so that the tables are in several parts.
     """
 
     seed: int
@@ -355,6 +359,7 @@ class Schedule:
     has_roles: bool = False
     lesser: str | None = None
     has_previous: bool = False
+    mirrored: int = 0
 
     def with_operations(self, operations: Sequence[Operation]) -> Schedule:
         return replace(self, operations=tuple(operations))
@@ -461,7 +466,7 @@ def _widened(schedule: Schedule, chance: random.Random) -> Schedule:
     if not schedule.has_raw_ids and changes.random() < _CHANGES_SHARE:
         steps, ranks = _with_changes(steps, changes), 1
     schedule = replace(schedule, operations=tuple(steps), has_buckets=has_buckets, ranks=ranks)
-    return _with_previous(_with_roles(schedule))
+    return _with_mirrors(_with_previous(_with_roles(schedule)))
 
 
 def _with_roles(schedule: Schedule) -> Schedule:
@@ -483,6 +488,16 @@ def _with_previous(schedule: Schedule) -> Schedule:
         steps.insert(0, Operation("begin_previous", 0, chance.randrange(20000)))
         schedule = replace(schedule, encoding=None, ranks=1)
     return replace(schedule, operations=tuple(steps), has_previous=True)
+
+
+def _with_mirrors(schedule: Schedule) -> Schedule:
+    """Return a schedule with mirrors of some tables, in some schedules with several ranks."""
+    chance = random.Random(f"{schedule.seed} mirrors")
+    if schedule.ranks == 1 or chance.random() >= _MIRRORS_SHARE:
+        return schedule
+    steps = _inserted(schedule.operations, "mirror", _MIRROR_SHARE, chance)
+    steps = _inserted(steps, "misuse_mirror", _MISUSE_SHARE, chance)
+    return replace(schedule, operations=tuple(steps), mirrored=chance.randrange(1, TABLE_CHOICES**2))
 
 
 def _inserted(steps: Sequence[Operation], kind: str, share: float, chance: random.Random) -> list[Operation]:

@@ -59,7 +59,7 @@ from tests.simulation.roles import (
     opening,
 )
 from tests.simulation.rules import check, check_partial
-from tests.simulation.served import InterruptionError, ServedRows, ServedTables
+from tests.simulation.served import Choice, InterruptionError, ServedRows, ServedTables
 from tests.simulation.stores import Entry, Store
 from tests.simulation.targets import reached, targets
 from tests.simulation.threads import SCHEDULER, Clock
@@ -182,6 +182,8 @@ class World:
         self._roles = Roles(schedule.lesser) if schedule.has_roles and schedule.has_buckets else None
         self._stores = [Store(folder / name, is_bucket=schedule.has_buckets, roles=self._roles) for name in "abc"]
         self._primary = self._stores[0]
+        for store, number in zip(self._stores[1:], divmod(schedule.mirrored, TABLE_CHOICES)[::-1], strict=True):
+            store.choice = Choice(number, is_sharded=True)
         self._cache, self._copy, self._checkpoints = folder / "cache", folder / "backup", folder / "checkpoints"
         self._web = Web() if schedule.has_web else None
         if self._web is not None:
@@ -558,9 +560,15 @@ class World:
         if store.is_lost or store.is_former or store.is_unmounted or self._primary.is_lost:
             return None
         keeps = ["--keep-versions", str(2 + choice % 3)] if choice % 5 == 0 else []
-        said = self._command("mirror", "--once", self._primary.url, store.url, *keeps)[1]
-        self._check_mirror(store)
+        said = self._mirrored(store, *keeps)[1]
         return f"{store.path.name}: {said}"
+
+    def _mirrored(self, store: Store, *words: str) -> tuple[int, str]:
+        """Mirror the primary; return the exit code and what was said."""
+        tables = [word for pattern in store.choice.patterns or () for word in ("--table", pattern)]
+        found = self._command("mirror", "--once", self._primary.url, store.url, *tables, *words)
+        self._check_mirror(store)
+        return found
 
     def _check_mirror(self, store: Store) -> None:
         """Check that each entry of a mirror has the bytes that a publisher has written."""
@@ -568,6 +576,22 @@ class World:
         wrong = [version for version, digest in store.digests().items() if digest not in known.get(version, {digest})]
         if wrong:
             raise RuleError("mirror", f"{store.path.name} has other bytes than were published as versions {wrong}")
+        if store.is_partial and store.is_healthy and (others := store.unchosen()):
+            raise RuleError("mirror", f"{store.path.name} of {store.choice.patterns} has {others}")
+
+    def _misuse_mirror(self, who: int, choice: int) -> str | None:
+        """Let a command use a mirror of some tables in a way that it must refuse, without a change."""
+        store = self._mirror_of(who)
+        if not store.is_partial or not store.has_log() or not store.is_healthy or self._primary.is_lost:
+            return None
+        before, tables = store.names(), [] if choice % 6 == 1 else ["--table", "*a*"]
+        words: tuple[str, ...] = ("compact", store.url)
+        if choice % 3:
+            words = ("mirror", self._primary.url, store.url, *(tables if choice % 3 == 1 else ["--promote", "--force"]))
+        code, text = self._command(*words, *(["--once"] if choice % 3 == 1 else []))
+        if code == 0 or store.names() != before:
+            raise RuleError("partial mirror", f"{words} is not refused: {text}")
+        return text
 
     def _mirror_of(self, who: int) -> Store:
         return self._stores[(self._stores.index(self._primary) + 1 + who % 2) % 3]
@@ -632,7 +656,7 @@ class World:
     def _promote(self, who: int, choice: int) -> str | None:
         """Continue at a mirror of the lost primary, or rarely of one that can be read."""
         former, head = self._primary, self._history.head
-        mirrors = [store for store in self._stores if store is not former and not store.is_former]
+        mirrors = [store for store in self._stores if not (store is former or store.is_former or store.is_partial)]
         found = [store for store in mirrors if store.is_healthy and any(not each.is_merged for each in store.entries())]
         if not (former.is_lost or choice % 8 == 7) or not found or head is None:
             return None
@@ -641,7 +665,8 @@ class World:
     def _promote_lagging(self, who: int, choice: int) -> str | None:
         """Promote a mirror by force that lacks the newest versions of the primary, which can still be read or fails."""
         former, head = self._primary, self._history.head
-        mirrors = [store for store in self._stores if store is not former and store.is_healthy and not store.is_former]
+        others = [store for store in self._stores if store is not former and store.is_healthy]
+        mirrors = [store for store in others if not (store.is_former or store.is_partial)]
         found = [
             store
             for store in mirrors
@@ -678,7 +703,7 @@ class World:
             return None
         store = found[who % len(found)]
         store.renew()
-        return f"{store.path.name}: {self._command('mirror', '--once', self._primary.url, store.url)[1]}"
+        return f"{store.path.name}: {self._mirrored(store)[1]}"
 
     def _back_up(self, who: int, choice: int) -> str | None:
         """Copy the files of the primary."""
@@ -745,7 +770,7 @@ class World:
         """Return True if nothing keeps a predictor from a snapshot: it waits for ever while it cannot read a url."""
         stores = reader.settings.stores
         is_kept = reader.settings.is_bounded or reader.own is not None or reader.is_interrupted
-        is_kept |= not self._fits_trainer(reader)
+        is_kept |= not self._fits_trainer(reader) or not all(map(reader.can_read, stores))
         return not is_kept and self._primary in stores and not any(store.is_lost for store in stores)
 
     def _fits_trainer(self, reader: Reader) -> bool:
@@ -851,6 +876,7 @@ class World:
             return False
         stores = reader.settings.stores
         is_gone = any(each.is_lost or each.is_former or each.is_unmounted for each in stores)
+        is_gone |= not all(map(reader.can_read, stores))
         return self._primary in stores and not is_gone and self._fits_trainer(reader)
 
     def _done(self, kind: str, who: int, choice: int) -> list[Refused]:
@@ -905,7 +931,7 @@ class World:
         """Let a predictor of the previous release read a store."""
         store = self._stores[who % len(self._stores)]
         release = previous() if self._schedule.has_previous and not self._schedule.has_raw_ids else None
-        if release is None or store.is_lost or not store.is_healthy or store.has_lost_parts:
+        if release is None or store.is_lost or store.is_partial or not store.is_healthy or store.has_lost_parts:
             return None
         with SCHEDULER.alone():
             return check_previous(release, store, self._history, self._schedule.encoding)
@@ -1252,7 +1278,8 @@ class World:
             store.date()
         for reader in list(self._readers):
             gate = reader.settings.gate
-            has_clean = clean is not None and any(store.has_entry(*clean) for store in reader.settings.stores)
+            stores = filter(reader.can_read, reader.settings.stores)
+            has_clean = clean is not None and any(store.has_entry(*clean) for store in stores)
             has_clean = has_clean and clean is not None and reader.fits(self._history.copies[clean], clean[0])
             if gate is None or (has_clean and (gate.max_drift is None or not self._has_large_values)):
                 self._wait(reader)
@@ -1332,9 +1359,8 @@ class World:
     def _mirror_last(self, store: Store) -> None:
         """Mirror the primary until nothing is left; a mirror that has diverged is started again, as its error says."""
         for is_first in (True, False):
-            code, text = self._command("mirror", "--once", self._primary.url, store.url)
+            code, text = self._mirrored(store)
             self._say(f"last mirror to {store.path.name}: {code} {text}")
-            self._check_mirror(store)
             if code == 0:
                 break
             if self._primary.has_lost_parts and not is_first:
@@ -1371,7 +1397,7 @@ class World:
     def _has_returned(self, reader: Reader) -> bool:
         """Return True unless another url is read although the first one has the version and all later ones."""
         first, head, floor = reader.settings.stores[0], self._history.head, reader.floor
-        if head is None or floor is None or not self._fits_trainer(reader):
+        if head is None or floor is None or not self._fits_trainer(reader) or not reader.can_read(first):
             return True
         has_both = first.has_entry(*head) and first.has_entry(self._history.streams[floor[0]], floor[1])
         has_all = not first.is_lost and not first.has_lost_parts and has_both

@@ -84,6 +84,7 @@ def compact(
     base = log.newest_snapshot()
     if base is None:
         return None
+    check_has_all(log.storage)
     pieces = _pieces(log, base)
     compaction = _Compaction(log, base, max_bytes, now)
     versions: Sequence[Manifest] = ()
@@ -125,7 +126,6 @@ class _Compaction:
 
         If the delta would have ``fold_bytes`` or more, merges ``versions`` and the newest snapshot into a new snapshot.
         """
-        check_has_all(self._log.storage)
         draft = _delta(versions)
         rows, dense = self._read(versions)
         if fold_bytes > 0:
