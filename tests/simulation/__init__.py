@@ -12,7 +12,8 @@ compares the sizes of both by name, as the copies of each version have them.
 In some worlds of object stores, each actor has only the permissions that the guide grants to its role (``roles.py``).
 What its role needs is never refused. Sometimes one actor has a lesser role; training and serving then continue without
 it, and its advice leads to the permission. In others, the previous release reads the stores and publishes the first
-versions, in one process for all worlds of a program (``previous.py``).
+versions, in one process for all worlds of a program (``previous.py``). In some worlds of several ranks, mirrors copy
+the parts of some tables only: they are read as far as a predictor needs these tables, and never promoted.
 
 ``history.py`` keeps what was committed and ordered, ``rules.py`` checks each call of a predictor against it, and
 ``targets.py`` finds by brute force where a predictor must end. ``stores.py`` has the stores, which ``bucket.py`` shows

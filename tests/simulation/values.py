@@ -304,6 +304,8 @@ _CHANGE_SHARE, _SERVED_SHARE = 0.08, 0.05
 _ROLES_SHARE, _LESSER_SHARE = 0.4, 0.4  # of the schedules with object stores, and of those with roles
 _PREVIOUS_SHARE, _READ_SHARE, _BEGIN_SHARE = 0.1, 0.15, 0.5  # of the schedules, and of the operations of these
 _MIRRORS_SHARE, _MIRROR_SHARE, _MISUSE_SHARE = 0.15, 0.06, 0.04
+_MIRRORED = (0, 1, 2, 2, 2, 3)  # choices of tables; that of 2 is only in parts of the last rank
+_MIRROR_FIRST = (2, 4, 5, 5, 7, 8)  # orders of the urls
 _EPISODE_SHARE = 0.4
 _LEAST, _MOST = 12, 60
 
@@ -497,7 +499,10 @@ def _with_mirrors(schedule: Schedule) -> Schedule:
         return schedule
     steps = _inserted(schedule.operations, "mirror", _MIRROR_SHARE, chance)
     steps = _inserted(steps, "misuse_mirror", _MISUSE_SHARE, chance)
-    return replace(schedule, operations=tuple(steps), mirrored=chance.randrange(1, TABLE_CHOICES**2))
+    opening = _Opening("join publish mirror@0 mirror@1 sync", {"order": _MIRROR_FIRST})
+    steps = [*_first(opening, chance), *steps]
+    one, other = chance.choices(_MIRRORED, k=2)
+    return replace(schedule, operations=tuple(steps), mirrored=one + TABLE_CHOICES * other)
 
 
 def _inserted(steps: Sequence[Operation], kind: str, share: float, chance: random.Random) -> list[Operation]:

@@ -1120,7 +1120,10 @@ class World:
         return f"{reader.name} at {reader.floor} {errors or ''}"
 
     def _check_copies(self, reader: Reader, errors: list[Exception]) -> None:
-        """Check that a predictor reads past a damaged copy in a cache, which it does once in five minutes."""
+        """Check that a predictor names left out parts, and reads past a damaged copy in a cache once in 5 minutes."""
+        is_left_out = not all(map(reader.can_read, reader.settings.stores)) and reader.settings.web is None
+        if is_left_out and not self._has_damages and any(isinstance(each, CorruptPartError) for each in errors):
+            raise RuleError("copies", f"{reader.describe()} reports a left out part as a damaged one: {errors[0]}")
         slow_at = max(store.pace.slow_at for store in reader.settings.stores)  # calls of its thread may have failed
         is_due = max(reader.failed_at, slow_at) + _AGAIN_SECONDS < SCHEDULER.now
         if errors:
