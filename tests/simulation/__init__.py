@@ -2,8 +2,8 @@
 
 A schedule of plain operations is generated from a seed (``values.py``). ``world.py`` runs it. ``threads.py`` runs the
 threads of all processes one at a time, in an order that the seed decides, and simulates the clock, so that a seed gives
-one run. A trainer has one rank with a plain model or a table of raw ids (``trainer.py``, ``raw_ids.py``), or up to four
-ranks with sharded tables (``job.py``, ``shards.py``), which are threads in simulated process groups (``ranks.py``).
+one run. A trainer has one rank with a plain model (``trainer.py``), or up to four ranks with sharded tables or a table
+of raw ids (``job.py``, ``shards.py``, ``raw_ids.py``), which are threads in simulated process groups (``ranks.py``).
 
 In some worlds of one rank, a trainer restarts with other tables (``SHAPES`` in ``trainer.py``): with new weights,
 restored, or as a standby that takes over. Predictors have a model of these, and stop or apply what fits. The reference

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 
 import delta_tracker
-from tests.simulation import ranks
+from tests.simulation.ranks import install
 from tests.simulation.threads import SCHEDULER
 from tests.simulation.values import generate
 from tests.simulation.world import run
@@ -25,8 +25,8 @@ def prepare() -> None:
         if not name.endswith("__main__"):
             with suppress(ImportError):  # an extra is not installed
                 importlib.import_module(name)
-    ranks.install()
-    for settings in ({"ranks": 2}, {"has_raw_ids": True, "ranks": 1}, {"ranks": 1}):  # torchrec keeps some results
-        run(replace(generate(1), **settings))
+    install()
+    for ranks, has_raw_ids in ((2, False), (2, True), (1, True), (1, False)):  # torchrec keeps some results
+        run(replace(generate(1), ranks=ranks, has_raw_ids=has_raw_ids))
     SCHEDULER.restart(0)  # frees the groups, whose threads are lost in a fork
     gc.freeze()  # each run collects garbage, which is faster without what stays

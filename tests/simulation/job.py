@@ -10,7 +10,7 @@ from typing import Any
 from delta_tracker.errors import DeltaTrackerError
 from delta_tracker.monitor import Monitor
 from tests.simulation.ranks import Job
-from tests.simulation.shards import joined, pieces
+from tests.simulation.shards import joined
 from tests.simulation.threads import SCHEDULER
 from tests.simulation.trainer import Copy, Trainer
 from tests.simulation.values import Schedule
@@ -58,7 +58,7 @@ class JobTrainer:
         """Return what the ranks have; after the death of one, what they had when they were asked last."""
         if not self._job.is_whole:
             return self._copied
-        found = self._job.call(lambda trainer: (pieces(trainer.trained.shards()), pieces(trainer.trained.states())))
+        found = self._job.call(lambda trainer: trainer.trained.pieces())
         self._copied = Copy(joined([tensors for tensors, _ in found]), joined([states for _, states in found]))
         return self._copied
 

@@ -83,7 +83,7 @@ class Settings:
 
         ``number`` is that of the trainer's model.
         """
-        options, is_sharded = options_of(choice), schedule.ranks > 1
+        options, is_sharded = options_of(choice), schedule.ranks > 1 and not schedule.has_raw_ids
         kind, tables = _KINDS[options["kind"]], 0 if schedule.has_raw_ids else options["tables"]
         has_changed_model = kind == "tables" and tables > 0 and schedule.seed % 4 > 1 and not schedule.mirrored
         return cls(

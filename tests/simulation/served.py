@@ -188,10 +188,12 @@ class ServedRows:
         }
 
     def _rows(self, table: str, ids: list[int]) -> Tensor:
-        """Return the row of each id. An id without a row reads the default row, of which a table here has one."""
+        """Return the row of each id. An id without a row reads the default row of the rank that it is trained on."""
         stream = str(self._stored.current)
-        defaults = [row for (of, name, _), row in self._stored.defaults.items() if (of, name) == (stream, table)]
-        found = [self._stored.rows.get((stream, table, each)) or defaults[0] for each in ids]
+        of_ranks = [
+            row for (of, name, _), row in sorted(self._stored.defaults.items()) if (of, name) == (stream, table)
+        ]
+        found = [self._stored.rows.get((stream, table, each)) or of_ranks[each % len(of_ranks)] for each in ids]
         return torch.stack([row for _, row in found])
 
     @property

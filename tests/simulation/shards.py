@@ -71,21 +71,20 @@ class TrainedShards:
         features = KeyedJaggedTensor(list(SIZES), ids, lengths=torch.full((4,), 2))
         return self.module(features).sum(1, keepdim=True)  # type: ignore[no-any-return]
 
-    def shards(self) -> dict[str, ShardedTensor]:
-        """Return the tables."""
-        return dict(self.module.state_dict())
-
-    def states(self) -> dict[str, ShardedTensor]:
-        """Return the optimizer's states of the tables."""
+    def pieces(self) -> tuple[Pieces, Pieces]:
+        """Return the shards of this rank: of the tables, and of the optimizer's states."""
         states = self.module.fused_optimizer.state_dict()["state"]
-        return {f"{fqn} {name}": each for fqn, held in states.items() for name, each in held.items()}
+        named = {f"{fqn} {name}": each for fqn, held in states.items() for name, each in held.items()}
+        return pieces(dict(self.module.state_dict())), pieces(named)
 
 
 Piece = tuple[tuple[int, ...], Tensor]
 """Offsets of a shard, and a copy of its values."""
+Pieces = dict[str, list[Piece]]
+"""Shards of each tensor."""
 
 
-def pieces(tensors: dict[str, ShardedTensor]) -> dict[str, list[Piece]]:
+def pieces(tensors: dict[str, ShardedTensor]) -> Pieces:
     """Return copies of the shards of this rank."""
     return {
         name: [(tuple(shard.metadata.shard_offsets), shard.tensor.detach().clone()) for shard in each.local_shards()]
@@ -93,7 +92,7 @@ def pieces(tensors: dict[str, ShardedTensor]) -> dict[str, list[Piece]]:
     }
 
 
-def joined(of_ranks: Sequence[dict[str, list[Piece]]]) -> dict[str, Tensor]:
+def joined(of_ranks: Sequence[Pieces]) -> dict[str, Tensor]:
     """Return the whole tensors, from the pieces of all ranks."""
     found = {}
     for name in {name: None for of in of_ranks for name in of}:

@@ -424,12 +424,12 @@ class Trainer:
 
 
 def _trained(schedule: Schedule, number: int) -> Trained:
-    if schedule.ranks > 1:
-        from tests.simulation.shards import TrainedShards  # noqa: PLC0415  torchrec takes seconds
+    if schedule.has_raw_ids:
+        from tests.simulation.raw_ids import TrainedItems  # noqa: PLC0415  torchrec takes seconds
 
-        return TrainedShards()
-    if not schedule.has_raw_ids:
+        return TrainedItems()
+    if schedule.ranks == 1:
         return _TrainedModel(number)
-    from tests.simulation.raw_ids import TrainedItems  # noqa: PLC0415  torchrec takes seconds
+    from tests.simulation.shards import TrainedShards  # noqa: PLC0415  torchrec takes seconds
 
-    return TrainedItems()
+    return TrainedShards()

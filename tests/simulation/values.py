@@ -341,7 +341,7 @@ class Schedule:
         has_upkeep: True for publishers that compact and delete versions.
         has_raw_ids: True for a table with managed collisions instead of the model.
         has_buckets: True if trainers and predictors access the stores as object stores.
-        ranks: number of ranks of each trainer. Several have sharded tables instead of the model.
+        ranks: number of ranks of each trainer. Several have sharded tables instead of the model, or one of raw ids.
         has_roles: True if each actor has only the permissions of its role, in a world with object stores.
         lesser: name in ``LESSER`` of the actor with a lesser role, None for none.
         has_previous: True if the previous release reads the stores, and perhaps publishes the first versions.
@@ -463,7 +463,9 @@ def _widened(schedule: Schedule, chance: random.Random) -> Schedule:
         opening = opened.choice(_OPENINGS)
         steps = [*_first(opening, opened), *steps]
         schedule = replace(schedule, **opening.settings)
-    ranks = 1 if schedule.has_raw_ids else chance.choice([1, 2, 3, 4])
+    ranks = chance.choice([1, 2, 3, 4])
+    if schedule.has_raw_ids:
+        ranks = random.Random(f"{schedule.seed} raw id ranks").choice([1, 1, 2, 4])
     changes = random.Random(f"{schedule.seed} changes")
     if not schedule.has_raw_ids and changes.random() < _CHANGES_SHARE:
         steps, ranks = _with_changes(steps, changes), 1

@@ -20,8 +20,6 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from delta_tracker import Retention, Storage
 from delta_tracker.errors import (
     CorruptPartError,
@@ -203,7 +201,7 @@ class World:
         self._unforced: tuple[Any, Trainer | JobTrainer] | None = None  # standby whose takeover was refused
         self.findings: list[Finding] = []
         self._group = contextlib.ExitStack()
-        if schedule.has_raw_ids:
+        if schedule.has_raw_ids and schedule.ranks == 1:
             from tests.simulation.raw_ids import process_group  # noqa: PLC0415  torchrec takes seconds
 
             self._group.enter_context(process_group())
@@ -504,7 +502,6 @@ class World:
         if not copy.is_finite or self.trainer.copy().lost(copy) is not None:
             return
         for trainer in (former, self.trainer):
-            torch.manual_seed(choice)  # by which TorchRec resets the rows of evicted ids
             for number in range(2):
                 self._step(trainer, 3 * (choice + number) + 2)
         difference = former.copy().lost(self.trainer.copy())

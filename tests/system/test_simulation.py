@@ -423,6 +423,12 @@ def test_many_random_worlds_break_no_rule_but_the_known_ones(worlds: Interpreter
             {"seed": 58000224, "encoding": "INT8"},
             id="a predictor with new tables does not begin at an older copy than its saved position",
         ),
+        pytest.param(
+            "publish 0 0, join 0 0, join 0 54, join 0 72, sync 0 0, sync 1 0, sync 2 0, restart_trainer 0 1, "
+            "publish 0 1, stand_by 0 0, publish 0 2, take_over 0 1, publish 0 3, sync 0 0, sync 1 0, sync 2 0",
+            {"states": True, "has_raw_ids": True, "ranks": 4},
+            id="four ranks train a table of raw ids, are restored and replaced",
+        ),
     ],
 )
 def test_a_schedule_that_broke_a_rule_breaks_none(
