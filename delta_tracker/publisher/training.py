@@ -38,7 +38,7 @@ from delta_tracker.errors import InvalidArgumentError, UnfinishedStepError, Unsu
 from delta_tracker.publisher.host_copies import SelectedRows
 from delta_tracker.sharding.collision_states import collision_state
 from delta_tracker.sharding.dense import dense_tensors, parameter_names
-from delta_tracker.sharding.torchrec_api import Torchrec
+from delta_tracker.sharding.torchrec_api import Torchrec, await_stashes
 from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.format.state_tree import StateTree, flatten
 from delta_tracker.stream.heartbeat import BEAT_SECONDS
@@ -298,6 +298,7 @@ def _buffers(model: nn.Module) -> set[int]:
 def _states(argument: str, objects: Mapping[str, Stateful]) -> dict[str, object]:
     """Return the states of objects by name. Raise InvalidArgumentError if an optimizer omits its parameter groups."""
     found: dict[str, object] = {}
+    await_stashes()
     for name, value in objects.items():
         state = found[name] = value.state_dict()
         # By default, TorchRec's KeyedOptimizer and its wrappers omit them.

@@ -28,6 +28,7 @@ from delta_tracker.recovery.optimizer_parameters import GROUPS, OUTSIDE, Match, 
 from delta_tracker.recovery.training_states import DATA, TrainingStates
 from delta_tracker.sharding.local_shard import LocalShard
 from delta_tracker.sharding.optimizer_rows import table_states
+from delta_tracker.sharding.torchrec_api import await_stashes
 from delta_tracker.stream.format.manifest import DenseSpec
 from delta_tracker.tracker.data_position import DataPosition
 from delta_tracker.tracker.tracker import ModelDeltaTracker
@@ -113,6 +114,7 @@ class LocalJob:
 
     def load(self, states: TrainingStates, ignore: Collection[str], parameters: Parameters) -> None:
         """Load the training states of a version into all objects that are not in ``ignore``."""
+        await_stashes()
         for name, each in self.recovery.training_state.items():
             if name not in ignore:
                 state = _state(each, states, (0, "training", name), parameters)

@@ -22,6 +22,7 @@ from weakref import ref
 
 from torch import Tensor
 
+from delta_tracker.errors import UnsupportedModelError
 from delta_tracker.rows import take_rows
 from delta_tracker.sharding.row_cache import CachedTable, between_prefetches, cached_table, same_random_numbers
 from delta_tracker.sharding.torchrec_api import tbe_of, tensor_slots, weight_slots
@@ -41,6 +42,7 @@ class Kernel:
 
     def __init__(self, module: Any, slots: tuple[tuple[str | None, int], ...], *, is_fused: bool) -> None:  # noqa: ANN401
         def states() -> _Views:
+            _check_allocated(module, slots)
             return (tbe_of(module).split_optimizer_states() if is_fused else []) or [[]] * len(slots)
 
         self.module = module
@@ -133,6 +135,16 @@ class _KeptViews:
         viewed = _viewed_tensors(self._module, [view for each in views for view in each])
         self._kept = None if viewed is None else (views, viewed)
         return views
+
+
+def _check_allocated(module: Any, slots: tuple[tuple[str | None, int], ...]) -> None:  # noqa: ANN401  a torchrec class
+    found = [owner[name] for owner, name in tensor_slots(module) if name.startswith("momentum")]
+    if any(state is not None and state.numel() and not state.untyped_storage().nbytes() for state in found):
+        raise UnsupportedModelError(
+            {fqn: "a pipeline moved them to host memory" for fqn, _ in slots if fqn is not None},
+            "Leave model.fused_optimizer out of the pipeline's optimizer: the backward pass needs these states",
+            problem="tables whose optimizer states are freed",
+        )
 
 
 def _viewed_tensors(module: Any, views: list[Tensor]) -> list[_ViewedTensor] | None:  # noqa: ANN401  a torchrec class

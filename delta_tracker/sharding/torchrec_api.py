@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 from torch import distributed as dist
@@ -172,6 +172,14 @@ def is_stashed(module: nn.Module, table: str) -> bool:
     for manager in _imported("torchrec.distributed.memory_stashing", "MemoryStashingManager"):
         chosen = getattr(manager, "get_stashed_tables", lambda: None)()  # of the planner; from torchrec 1.9 on
     return getattr(table_configs(module)[table], "stash_weights", False) if chosen is None else table in chosen
+
+
+def await_stashes() -> None:
+    """Wait until TorchRec has copied all optimizer states that it is moving to host memory."""
+    for manager in cast(Any, _imported("torchrec.distributed.memory_stashing", "MemoryStashingManager")):
+        if manager.is_enabled():
+            manager.thread_submit(lambda: None).result()  # the thread moves one optimizer after the other
+            manager.d2h_stream().synchronize()
 
 
 def tbe_of(kernel: Any) -> Any:  # noqa: ANN401  classes of torchrec and FBGEMM

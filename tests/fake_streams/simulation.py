@@ -113,6 +113,8 @@ class _Functions(TorchFunctionMode):
             self._devices.use_on_host(Use(name, self._devices.storages(args[:1])))
         is_pinned = bool(kwargs.pop("pin_memory", False))
         args, kwargs = _mapped(self._inner, (args, kwargs))
+        if isinstance(kwargs.get("device"), int):
+            kwargs["device"] = f"cuda:{kwargs['device']}"
         if isinstance(kwargs.get("device"), str):
             kwargs["device"] = self._inner(torch.device(kwargs["device"]))
         if func in _FROM_HOST and getattr(kwargs.get("device"), "type", None) == _INNER:

@@ -38,18 +38,58 @@ class _Block:
         self.stream = stream
         self.others: set[FakeStream] = set()
         self.storage = held.untyped_storage()
+        self.is_freed = False
 
     def __del__(self) -> None:
-        storage = self.storage
+        if not self.is_freed:
+            self.free()
+
+    def free(self) -> None:
+        self.is_freed, storage = True, self.storage
         others = [other.queue for other in self.others]
         self.devices.scheduler.free(self.stream.queue, storage, partial(_spoil, storage), others)
 
+    def allocate(self, num_bytes: int) -> None:
+        """Allocate other memory on the current stream, with which :meth:`DeviceTensor.set_` makes new tensors."""
+        self.storage, self.is_freed = torch.UntypedStorage(num_bytes), False
+        _spoil(self.storage)
+        self.stream = self.devices.current_stream(self.stream.device_index)
+        self.others = set()
+
+
+class _Storage:
+    """Storage of a tensor on a device, as :meth:`DeviceTensor.untyped_storage` returns it."""
+
+    def __init__(self, block: _Block) -> None:
+        self.block = block
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.block.storage, name)
+
+    def size(self) -> int:
+        return 0 if self.block.is_freed else self.block.storage.nbytes()
+
+    nbytes = size
+
+    def data_ptr(self) -> int:
+        return 0 if self.block.is_freed else self.block.storage.data_ptr()
+
+    def resize_(self, num_bytes: int) -> None:
+        if not num_bytes:
+            self.block.free()
+        else:
+            self.block.allocate(num_bytes)
+
 
 class DeviceTensor(Tensor):
-    """Tensor whose ``device`` is a simulated CUDA device. ``held`` is a CPU tensor with the data."""
+    """Tensor whose ``device`` is a simulated CUDA device. ``held`` is a CPU tensor with the data.
+
+    ``host`` is the host tensor that was assigned to ``data``, which moves the tensor to the host; None on the device.
+    """
 
     held: Tensor
     block: _Block
+    host: Tensor | None
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
@@ -64,15 +104,36 @@ class DeviceTensor(Tensor):
         )
         result.held = held
         result.block = block
+        result.host = None
         return result
 
     @property
+    def data(self) -> Tensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if isinstance(value, DeviceTensor):
+            self.held, self.block, self.host = value.held, value.block, value.host
+        else:
+            self.host = value
+
+    @property
     def device(self) -> torch.device:
-        return torch.device("cuda", self.block.stream.device_index)
+        return torch.device("cuda", self.block.stream.device_index) if self.is_cuda else torch.device("cpu")
 
     @property
     def is_cuda(self) -> bool:
-        return True
+        return self.host is None
+
+    def set_(self, source: Any, storage_offset: int, size: Any, stride: Any) -> Self:  # type: ignore[override]
+        with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+            self.held = torch.empty(0, dtype=self.dtype).set_(source.block.storage, storage_offset, size, stride)
+        self.block = source.block
+        return self
+
+    def numel(self) -> int:
+        return self.held.numel()
 
     def get_device(self) -> int:
         return self.block.stream.device_index
@@ -80,8 +141,8 @@ class DeviceTensor(Tensor):
     def data_ptr(self) -> int:
         return self.held.data_ptr()
 
-    def untyped_storage(self) -> torch.UntypedStorage:
-        return self.held.untyped_storage()
+    def untyped_storage(self) -> Any:
+        return _Storage(self.block) if self.host is None else self.host.untyped_storage()
 
     def is_pinned(self, device: Any = None) -> bool:
         return False
@@ -140,7 +201,7 @@ def run(devices: FakeDevices, func: Any, args: Any, kwargs: Any) -> Any:
     Operations without a tensor or result on a device run at once.
     """
     with devices.scheduler.lock:
-        return _Call(devices, func, args, kwargs).result()
+        return _Call(devices, func, *_mapped(_on_host, (args, kwargs))).result()
 
 
 class _Call:
@@ -224,7 +285,7 @@ class _Call:
         read = source if is_pinned and is_async else source.clone()
         args, kwargs = _mapped(lambda each: read if each is source else each, (self._args, self._kwargs))
         result = self._append(*self._called(args, kwargs))
-        if not is_async and source.dim():
+        if not is_async and source.dim() and source.numel():
             self._devices.wait(self._stream().queue.last)
         return result
 
@@ -390,6 +451,11 @@ def _key(tree: Any) -> Any:
     if isinstance(tree, Tensor):
         return tree.shape, tree.stride(), tree.dtype
     return type(tree), tree
+
+
+def _on_host(each: Any) -> Any:
+    """Return the host tensor that a tensor was moved to."""
+    return each.host if isinstance(each, DeviceTensor) and each.host is not None else each
 
 
 def _held(each: Any) -> Any:

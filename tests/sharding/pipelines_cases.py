@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
@@ -24,7 +25,9 @@ from torchrec.distributed.types import ShardingEnv, ShardingPlan
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from delta_tracker import ModelDeltaTracker
+from delta_tracker import ModelDeltaTracker, Publisher, Recovery
+from delta_tracker.errors import UnsupportedModelError
+from delta_tracker.recovery.restore import restore
 from tests.fake_streams.simulation import fake_streams
 from tests.gpu.fbgemm.training import Parts, changed_rows
 from tests.models import Model, Spec, Table, batch, kernels_of, shard
@@ -32,6 +35,8 @@ from tests.sharding.upstream import module_of
 
 _CUDA = torch.device("cuda", 0)
 _AHEAD = "TrainPipelinePEC"
+_STASHED = "TrainPipelineSparseDistOptStash"
+_ITEMS = 1 << 18  # TorchRec moves states of 1 MiB and more
 _COMPILED = {"TrainPipelinePT2", "TrainPipelineSparseDistCompAutograd"}
 
 
@@ -71,6 +76,86 @@ def exact(rank: int, world_size: int, name: str) -> tuple[int, int] | None:
                 before = now
             assert tracker.num_hook_errors == 0
     return num_rows, compiler.frame_count
+
+
+class _Counting(torch.optim.SGD):
+    """Optimizer with a state in simulated device memory: the number of its steps, in each of enough items to move."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        parameter = self.param_groups[0]["params"][0]
+        self.count: Any = torch.zeros(_ITEMS, device=_CUDA)
+        self.state[parameter]["count"] = self.count
+
+    def step(self, closure: Any = None) -> Any:
+        self.count.add_(1)
+        return super().step(closure)
+
+
+class _Count:
+    """What a publisher saves of a :class:`_Counting` optimizer, because it accepts no tensor of the simulation."""
+
+    def __init__(self, optimizer: _Counting | None = None) -> None:
+        self._optimizer = optimizer
+        self.found: Any = None
+        self.num_moved = 0
+
+    def state_dict(self) -> dict[str, Tensor]:
+        if self._optimizer is None:
+            return {"count": torch.zeros(_ITEMS)}
+        count = self._optimizer.count
+        self.num_moved += not count.is_cuda
+        return {"count": count.cpu() if count.is_cuda else count.host}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.found = state["count"]
+
+
+def stashed(rank: int, world_size: int, url: str, seed: int) -> int:
+    """Publish the state of an optimizer that the pipeline moves to host memory, and restore it from each version.
+
+    Return the number of versions whose state was in host memory.
+    """
+    spec = Spec([Table("wide", 300, "table:0", 16)], bag=True)
+    model, again = shard(spec), shard(spec)
+    parts, generator = Parts(model), torch.Generator().manual_seed(rank)
+    with _streams(_STASHED, seed), ModelDeltaTracker(model) as tracker:
+        optimizer = _Counting(parts.dense.parameters())
+        saved = _Count(optimizer)
+        trainer = pipeline(_STASHED, parts, optimizer)
+        batches = iter([batch(spec, generator, size=12) for _ in range(9)])
+        publisher = Publisher(tracker, url, recovery=Recovery(rank_state={"count": saved}))
+        for _ in range(9):
+            trainer.progress(batches)
+            tracker.step()
+            publisher.publish()
+        publisher.close()
+    for _ in range(2):  # before that, restore() refuses DistributedDataParallel
+        again(batch(spec, generator)).backward()
+    for version in range(1, 10):  # 0 is the claim
+        loaded = _Count()
+        restore(again, url, version, recovery=Recovery(rank_state={"count": loaded}))
+        assert torch.equal(loaded.found, torch.full((_ITEMS,), float(version))), f"version {version}"
+    return saved.num_moved
+
+
+def freed(rank: int, world_size: int, url: str) -> str:
+    """Free the states of a fused optimizer, as a pipeline that moves them does. Return the publisher's error."""
+    spec = Spec([Table("wide", 300, "table:0", 16)], bag=True)
+    model = shard(spec)
+    with ModelDeltaTracker(model) as tracker:
+        publisher = Publisher(tracker, url, recovery=Recovery())
+        publisher.publish()
+        (state,) = model.fused_optimizer.state.values()
+        storage = state["wide.momentum1"].local_shards()[0].tensor.untyped_storage()
+        num_bytes = storage.nbytes()
+        storage.resize_(0)
+        with pytest.raises(UnsupportedModelError) as caught:
+            publisher.publish()
+        storage.resize_(num_bytes)  # as without the fused optimizer in the pipeline
+        assert publisher.publish() is not None
+        publisher.close()
+    return str(caught.value)
 
 
 class _Ahead(nn.Module):
@@ -116,14 +201,25 @@ def _no_record(tensor: Tensor, stream: Any) -> None:
     """Replace ``record_stream`` of a host tensor."""
 
 
-def _streams(name: str) -> AbstractContextManager[Any]:
+def _streams(name: str, seed: int = 0) -> AbstractContextManager[Any]:
     if name in _COMPILED:  # torch.compile compiles nothing in a mode, as that of the simulation
         return nullcontext()
     stack = ExitStack()
-    stack.enter_context(fake_streams(0))
+    stack.enter_context(fake_streams(seed))
+    stack.callback(end_stashes)
     stack.enter_context(mock.patch.object(Tensor, "record_stream", _no_record))
     stack.enter_context(mock.patch.object(KeyedJaggedTensor, "to", lambda features, *_, **__: features))
     return stack
+
+
+def end_stashes() -> None:
+    """Drop the thread and the streams of TorchRec's stashes, which belong to one simulation."""
+    name = "torchrec.distributed.memory_stashing"
+    if find_spec(name):
+        manager = import_module(name).MemoryStashingManager
+        if manager._stash_executor is not None:
+            manager._stash_executor.shutdown()
+        manager.reset()
 
 
 def pipeline(name: str, model: nn.Module, optimizer: Any, compiler: Any = "eager") -> Any:

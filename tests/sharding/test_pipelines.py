@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.ranks import RankPool
@@ -23,6 +25,22 @@ def test_each_step_is_reported_exactly(two_ranks: RankPool, name: str) -> None:
         if found is None:
             pytest.skip("this torchrec has not all stages")
         assert found[0] > 150
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_published_optimizer_states_are_exact_while_they_are_moved(
+    two_ranks: RankPool, tmp_path: Path, seed: int
+) -> None:
+    if "TrainPipelineSparseDistOptStash" not in installed("pipelines"):
+        pytest.skip("this torchrec moves no optimizer states")
+    for num_moved in two_ranks.run(f"{_CASES}:stashed", url=f"file://{tmp_path}", seed=seed):
+        assert num_moved == 9
+
+
+@pytest.mark.advice("UnsupportedModelError: _check_allocated")
+def test_states_of_a_fused_optimizer_that_a_pipeline_frees_are_refused(one_rank: RankPool, tmp_path: Path) -> None:
+    (error,) = one_rank.run(f"{_CASES}:freed", url=f"file://{tmp_path}")
+    assert "optimizer states are freed: 'ec.embedding_bags.wide' (a pipeline moved them" in error
 
 
 @pytest.mark.sweep("long", only=True)
