@@ -23,7 +23,18 @@ from delta_tracker.predictor.predictor_gauges import PredictorGauges
 from delta_tracker.predictor.version_writer import VersionWriter
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.pin import newest_pin
-from delta_tracker.stream.reading.decide import FAULTS, OF_ALL_URLS, Apply, Doubt, Fail, Fault, Rule, Stay, View, decide
+from delta_tracker.stream.reading.decide import (
+    FAULTS,
+    OF_ALL_URLS,
+    Apply,
+    Doubt,
+    Fail,
+    Fault,
+    Rule,
+    Stay,
+    View,
+    next_reader_action,
+)
 from delta_tracker.stream.reading.orders import Orders, Policy
 from delta_tracker.stream.reading.path import last_with_rows, path_to
 from delta_tracker.stream.reading.position import Position, Rows
@@ -254,7 +265,7 @@ class Reader:
 
     def _run(self, state: _Round) -> bool:
         while True:
-            decision = decide(state.view)
+            decision = next_reader_action(state.view)
             match decision:
                 case Apply():
                     if self._apply(state, decision):

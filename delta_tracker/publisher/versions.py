@@ -1,6 +1,6 @@
 """State machine of the version that a publisher writes, from the first vote to its completion: :class:`Versions`.
 
-The file begins with the states of a version, and :func:`decide`, the pure function that selects the next step.
+The states of a version come first, then :func:`next_publish_step`, the pure function that selects the next step.
 """
 
 import logging
@@ -118,7 +118,7 @@ _ENOUGH: Mapping[Publishes, Collection[Step]] = {
 """For each kind of call, the steps that make it unnecessary to begin a version if they began one at the same batch."""
 
 
-def decide(flight: Flight | None, votes: int, most: Vote) -> Step:
+def next_publish_step(flight: Flight | None, votes: int, most: Vote) -> Step:
     """Return the next action of all ranks after vote number ``votes``. ``most`` contains each field's maximum."""
     if flight is not None and flight.after == votes:  # an interrupt came after these votes had been acted on
         return Step.WAIT
@@ -275,7 +275,7 @@ class Versions:
                 self._close_read(Outcome(error=error))
             self._failed(error)
             return
-        step = decide(self._flight, ballots.number, most)
+        step = next_publish_step(self._flight, ballots.number, most)
         if step is not Step.WAIT and isinstance(self._flight, Ended):
             self._report(self._flight)
         if isinstance(self._flight, Copying) and step is Step.CUT:

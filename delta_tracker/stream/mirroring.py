@@ -260,7 +260,7 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
             check_mirrored(self._to.storage, self._objects.choice, is_empty=self.head is None)
         is_due = self._checked_at is None or now - self._checked_at >= _CHECK_SECONDS
         log = _Seen(self._source, self._diverged)
-        decision = decide(log, self.head, is_checked=is_checked, is_due=is_due)
+        decision = next_copy(log, self.head, is_checked=is_checked, is_due=is_due)
         if self.head is None:
             self._checked_at = _NEVER
         elif not is_checked or (is_due and isinstance(decision, str)):
@@ -458,7 +458,7 @@ class _Seen:
         return _read(self.source, version) if self.source.may_have(version) else None
 
 
-def decide(log: _Seen, head: Manifest | None, *, is_checked: bool, is_due: bool) -> Copy | str:
+def next_copy(log: _Seen, head: Manifest | None, *, is_checked: bool, is_due: bool) -> Copy | str:
     """Return the next entry for a mirror to copy, or a note to log if it must wait; the note may be empty.
 
     ``head`` is the newest entry of the destination. ``is_checked`` is True if the destination was a prefix of the

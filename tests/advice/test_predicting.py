@@ -223,7 +223,8 @@ def test_a_snapshot_of_the_trainer_replaces_a_damaged_version(tmp_path: Path, ki
 
 
 @pytest.mark.advice(
-    "StreamReplacedError: VersionWriter.apply next_entry Source._check_gap path_to _check_may_follow _beside Lag.of"
+    "StreamReplacedError: VersionWriter.apply next_entry Source._check_gap path_to Lag.of",
+    "StreamReplacedError: _check_may_follow _follow_other_stream",
 )
 def test_a_snapshot_to_the_present_stream_serves_a_predictor_of_the_former(tmp_path: Path) -> None:
     job, model = Job(tmp_path), small_model()
@@ -240,7 +241,7 @@ def test_a_snapshot_to_the_present_stream_serves_a_predictor_of_the_former(tmp_p
     assert job.is_served_by(model, predictor.sync())
 
 
-@pytest.mark.advice("NoSnapshotError: _newest _path path_to _begin _start")
+@pytest.mark.advice("NoSnapshotError: _apply_newest _path path_to _start_with_order _start")
 def test_a_snapshot_makes_a_stream_readable(tmp_path: Path) -> None:
     tracker = ModelDeltaTracker(small_model())
     with Publisher(tracker, f"file://{tmp_path}") as publisher:

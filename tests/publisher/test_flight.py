@@ -8,7 +8,7 @@ from concurrent.futures import Future
 
 from delta_tracker.publisher.delivery import Outcome
 from delta_tracker.publisher.exchange import Phase, Vote
-from delta_tracker.publisher.versions import Copying, Cut, Ended, Flight, Step, decide
+from delta_tracker.publisher.versions import Copying, Cut, Ended, Flight, Step, next_publish_step
 
 _BEGUN = 3  # number of the votes that led to each state
 _STATES: list[Flight | None] = [
@@ -22,7 +22,7 @@ _STATES: list[Flight | None] = [
 def _decisions(votes: int, *, is_working: bool) -> Iterator[tuple[Flight | None, Vote, Step]]:
     for state, is_due, wants_snapshot in itertools.product(_STATES, (False, True), (False, True)):
         vote = Vote(Phase.STEPPING, is_working=is_working, is_due=is_due, wants_snapshot=wants_snapshot)
-        yield state, vote, decide(state, votes, vote)
+        yield state, vote, next_publish_step(state, votes, vote)
 
 
 def test_no_rank_cuts_or_begins_a_version_while_another_one_works() -> None:

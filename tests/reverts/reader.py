@@ -24,7 +24,7 @@ _NEXT = {
         Revert("no claim is applied", Replaces("path.next_entry", "log.is_committed(entry)", "False")),
     ],
     "gates": [
-        Revert("a held version is passed", Replaces("decide._forward", "fault is None", "True")),
+        Revert("a held version is passed", Replaces("decide._apply_next", "fault is None", "True")),
     ],
 }
 
@@ -39,7 +39,7 @@ _CATCH_UP = {
     "gates": [
         Revert(
             "a held entry that replaces many versions is applied",
-            Replaces("decide._forward", "view.fault_of(log, ahead) is None", "True"),
+            Replaces("decide._apply_next", "view.fault_of(log, ahead) is None", "True"),
         ),
     ],
     "restored": [
@@ -50,7 +50,9 @@ _CATCH_UP = {
         ),
     ],
     "orders": [
-        Revert("a catch-up comes before a pin", Replaces("decide._at", "order is None", "view.catches_up or _")),
+        Revert(
+            "a catch-up comes before a pin", Replaces("decide._decide_for_log", "order is None", "view.catches_up or _")
+        ),
     ],
     "two urls": [
         Revert(
@@ -64,17 +66,19 @@ _CATCH_UP = {
 # Without usable rows, the newest snapshot comes first.
 _START = {
     "one url": [
-        Revert("mixed rows are continued", Replaces("decide._at", "position.rows is Rows.MIXED", "False")),
-        Revert("a start is not bounded", Replaces("decide._start", "_allows(...)", "None")),
+        Revert("mixed rows are continued", Replaces("decide._decide_for_log", "position.rows is Rows.MIXED", "False")),
+        Revert("a start is not bounded", Replaces("decide._start_at_snapshot", "_allows(...)", "None")),
     ],
     "gates": [
-        Revert("a held start is replaced by nothing", Replaces("decide._newest", "found", "list(found)[:1]")),
+        Revert("a held start is replaced by nothing", Replaces("decide._apply_newest", "found", "list(found)[:1]")),
     ],
     "two urls": [
-        Revert("mixed rows are replaced by those of any stream", Loses("decide._newest", "_check_may_follow(...)")),
+        Revert(
+            "mixed rows are replaced by those of any stream", Loses("decide._apply_newest", "_check_may_follow(...)")
+        ),
     ],
     "promoted orders": [
-        Revert("mixed rows follow an order of any stream", Loses("decide._begin", "_check_may_follow(...)")),
+        Revert("mixed rows follow an order of any stream", Loses("decide._start_with_order", "_check_may_follow(...)")),
     ],
 }
 
@@ -87,7 +91,7 @@ _RESYNC = {
         Revert("a snapshot of any stream is newer", Loses("decide._is_forward", "_check_may_follow(...)")),
     ],
     "gates": [
-        Revert("a held version blocks newer snapshots", Replaces("decide._around", "takewhile(...)", "()")),
+        Revert("a held version blocks newer snapshots", Replaces("decide._apply_instead", "takewhile(...)", "()")),
     ],
     "restored": [
         Revert("a restored copy is not newer without its claims", Returns("path._is_restored", "False")),
@@ -116,13 +120,13 @@ _PIN = {
             "pins are followed although the process ignores them",
             Replaces("decide._order", "view.policy.follows_pins", "True"),
         ),
-        Revert("a reader stays above a pin", Replaces("decide._ordered", "_to_order(...)", "stay")),
+        Revert("a reader stays above a pin", Replaces("decide._follow_order", "_apply_order(...)", "stay")),
         Revert(
             "the path to a pin begins after its snapshot",
             Replaces("reading.path._path", "path[::-1]", "path[::-1][1:] or path"),
         ),
         Revert("the path to a pin lacks its end", Replaces("reading.path._path", "path[::-1]", "path[:0:-1] or path")),
-        Revert("a rollback leads nowhere", Replaces("decide._ordered", "_to_rollback(...)", "stay")),
+        Revert("a rollback leads nowhere", Replaces("decide._follow_order", "_apply_rollback(...)", "stay")),
     ],
 }
 
@@ -140,11 +144,14 @@ _RELEASE = {
             "a release leads to an older snapshot",
             Replaces("decide._released_snapshots", "snapshot.link.version <= _", "False"),
         ),
-        Revert("a reader waits at a release for ever", Replaces("decide._to_order", "_first(...)", "None")),
-        Revert("a reader starts below a release", Replaces("decide._begin", "_to_order(...)", "_start(log, view)")),
+        Revert("a reader waits at a release for ever", Replaces("decide._apply_order", "_apply_first(...)", "None")),
+        Revert(
+            "a reader starts below a release",
+            Replaces("decide._start_with_order", "_apply_order(...)", "_start_at_snapshot(log, view)"),
+        ),
         Revert(
             "a reader starts at the newest snapshot whatever is released",
-            Replaces("decide._begin", "order is None", "True"),
+            Replaces("decide._start_with_order", "order is None", "True"),
         ),
     ],
 }
@@ -163,24 +170,27 @@ _SUCCESSION = {
         ),
     ],
     "promoted orders": [
-        Revert("an order of any stream is followed", Loses("decide._joins", "_check_may_follow(...)")),
-        Revert("a stream that ended has no succession", Replaces("decide._succession", "_first(...)", "None")),
+        Revert("an order of any stream is followed", Loses("decide._move_to_order", "_check_may_follow(...)")),
+        Revert(
+            "a stream that ended has no succession", Replaces("decide._leave_ended_stream", "_apply_first(...)", "None")
+        ),
     ],
 }
 
 # A url that shows nothing newer is believed only after a look for a gap, and after one at the others.
 _NEWEST = {
     "one url": [
-        Revert("each version is the newest", Replaces("decide._forward", "entry is None", "True")),
+        Revert("each version is the newest", Replaces("decide._apply_next", "entry is None", "True")),
     ],
     "far behind": [
-        Revert("a deleted version is not missed", Replaces("decide._forward", "view.looks_for_gap", "False")),
+        Revert("a deleted version is not missed", Replaces("decide._apply_next", "view.looks_for_gap", "False")),
     ],
     "two urls": [
         Revert("a better url is never found at rest", Replaces("decide._asks_others", "view.surveys", "False", nth=1)),
-        Revert("the last url is asked no more", Replaces("decide._elsewhere", "others", "others[:-1]")),
+        Revert("the last url is asked no more", Replaces("decide._decide_for_other_logs", "others", "others[:-1]")),
         Revert(
-            "a better url is found, but not used", Replaces("decide._elsewhere", "isinstance(found, Apply)", "False")
+            "a better url is found, but not used",
+            Replaces("decide._decide_for_other_logs", "isinstance(found, Apply)", "False"),
         ),
     ],
 }
@@ -190,24 +200,27 @@ _CANARY = {
     "one url": [
         Revert(
             "the next version is not bounded",
-            Replaces("decide._forward", "allows is not None and not allows(entry)", "False"),
+            Replaces("decide._apply_next", "allows is not None and not allows(entry)", "False"),
         ),
         Revert("snapshots are not bounded", Replaces("path.snapshots", "allows is None or allows(each)", "True")),
         Revert("nothing is bounded", Returns("decide._allows", "None")),
     ],
     "orders": [
-        Revert("a pin bypasses a canary", Replaces("decide._to_pin", "view.policy.is_canary", "False")),
+        Revert("a pin bypasses a canary", Replaces("decide._apply_pin", "view.policy.is_canary", "False")),
         Revert(
             "a release bypasses a canary",
             Replaces("decide._released_snapshots", "not view.policy.is_canary or log.allows(entry)", "True"),
         ),
         Revert(
             "a canary that waits for an order says that there is no snapshot",
-            Replaces("decide._begin", "view.position is None", "True", nth=1),
+            Replaces("decide._start_with_order", "view.position is None", "True", nth=1),
         ),
     ],
     "promoted orders": [
-        Revert("a canary searches for ever", Replaces("decide._towards", "position.stream != order.stream", "False")),
+        Revert(
+            "a canary searches for ever",
+            Replaces("decide._follow_until_pin", "position.stream != order.stream", "False"),
+        ),
     ],
 }
 
@@ -229,7 +242,7 @@ _PINNED = {
     "promoted orders": [
         Revert(
             "an outage at a pin is not reported",
-            Replaces("decide._ordered", "is_there and not view.looks_for_gap", "is_there"),
+            Replaces("decide._follow_order", "is_there and not view.looks_for_gap", "is_there"),
         ),
     ],
 }
@@ -241,12 +254,12 @@ _ENDED = {
         Revert("each pinned stream has ended", Returns("decide._has_ended", "head is not None")),
         Revert(
             "a pin of a stream that ended is still followed",
-            Replaces("decide._ordered", "_succession(...)", "_to_order(log, view, order)"),
+            Replaces("decide._follow_order", "_leave_ended_stream(...)", "_apply_order(log, view, order)"),
         ),
-        Revert("a stream that ended is left for any", Loses("decide._succession", "_check_may_follow(...)")),
+        Revert("a stream that ended is left for any", Loses("decide._leave_ended_stream", "_check_may_follow(...)")),
         Revert(
             "a pinned stream ends only before the pin",
-            Replaces("decide._ordered", "_has_ended(...)", "not is_there and _has_ended(log, order)"),
+            Replaces("decide._follow_order", "_has_ended(...)", "not is_there and _has_ended(log, order)"),
         ),
     ],
 }
@@ -254,14 +267,15 @@ _ENDED = {
 # A fault that a cache can cause is doubted before anything is done or said because of it.
 _CACHE = {
     "one url": [
-        Revert("no fault is doubted", Replaces("decide._at", "log.is_doubted", "False")),
-        Revert("a url without a cache is doubted", Replaces("decide._at", "log.is_doubted", "True")),
+        Revert("no fault is doubted", Replaces("decide._decide_for_log", "log.is_doubted", "False")),
+        Revert("a url without a cache is doubted", Replaces("decide._decide_for_log", "log.is_doubted", "True")),
         Revert(
-            "a missing version behind a cache is not doubted", Replaces("decide._at", "CACHE_FAULTS", "MalformedError")
+            "a missing version behind a cache is not doubted",
+            Replaces("decide._decide_for_log", "CACHE_FAULTS", "MalformedError"),
         ),
         Revert(
             "an altered object behind a cache is not doubted",
-            Replaces("decide._at", "CACHE_FAULTS", "(MissingVersionError, StreamReplacedError)"),
+            Replaces("decide._decide_for_log", "CACHE_FAULTS", "(MissingVersionError, StreamReplacedError)"),
         ),
     ],
 }
@@ -269,7 +283,7 @@ _CACHE = {
 # A fault of one url is overcome by another, but no fault of an entry is forgotten.
 _FAULT = {
     "damaged urls": [
-        Revert("no other url is asked", Replaces("decide.decide", "len(view.logs) == 1 or _", "True")),
+        Revert("no other url is asked", Replaces("decide.next_reader_action", "len(view.logs) == 1 or _", "True")),
         Revert(
             "other urls are asked only in a survey",
             Replaces("decide._asks_others", "isinstance(error, _)", "False", nth=2),

@@ -9,7 +9,8 @@ REVERTS = {
     "tests/system/test_simulation.py::test_random_worlds_break_no_rule_but_the_known_ones": [
         Revert("a predictor stays at a source that fails", Returns("_asks_others", "False")),
         Revert(
-            "a predictor that has a version follows no pin", Returns("decide._ordered", "_forward(log, view, position)")
+            "a predictor that has a version follows no pin",
+            Returns("decide._follow_order", "_apply_next(log, view, position)"),
         ),
         Revert("a rollback of a predictor is ignored", Replaces("decide._order", "own is not None", "False")),
         Revert("mirrors copy no pins", Returns("Mirror.copy_pins", "0")),
@@ -27,7 +28,7 @@ REVERTS = {
             Replaces("GateKeeper.measure", "tensor.is_floating_point()", "False"),
         ),
         Revert("a rollback leads past a canary", Replaces("Reader.rollback", "source.canary is not None", "False")),
-        Revert("a pin leads past a canary", Replaces("_to_pin", "view.policy.is_canary", "False")),
+        Revert("a pin leads past a canary", Replaces("_apply_pin", "view.policy.is_canary", "False")),
         Revert("the raw ids of a version are not mapped in a model", DoesNothing("ModelWriter._map")),
         Revert("a row store keeps raw ids of an interrupted version", DoesNothing("SinkWriter._undo")),
         Revert(

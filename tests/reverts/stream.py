@@ -18,12 +18,12 @@ REVERTS = {
         Revert("a mirror copies a malformed entry that nothing follows", Returns("mirroring._is_followed", "True")),
         Revert(
             "a mirror copies an entry of another stream",
-            Replaces("mirroring.decide", "Position.after(head).leads_to(entry)", "True"),
+            Replaces("mirroring.next_copy", "Position.after(head).leads_to(entry)", "True"),
         ),
         Revert("a mirror that restarts checks nothing", Returns("mirroring._check", "log.entry(head.version + 1)")),
     ],
     f"{_MIRROR}[due]": [
-        Revert("a mirror at rest sees no gap of its source", Replaces("mirroring.decide", "is_due", "False")),
+        Revert("a mirror at rest sees no gap of its source", Replaces("mirroring.next_copy", "is_due", "False")),
     ],
     "tests/stream/test_partial_mirrors.py::test_a_random_schedule_of_copies": [
         Revert("a mirror of some tables lacks parts of them", Returns("TableChoice.has", "not self.patterns")),

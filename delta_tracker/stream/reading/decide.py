@@ -1,4 +1,4 @@
-"""Rules by which a reader decides what to apply next: :func:`decide`, a pure function of a :class:`View`.
+"""Rules by which a reader decides what to apply next: :func:`next_reader_action`, a pure function of a :class:`View`.
 
 A reader only moves forward: to a newer version of its stream, or to a stream that continues it. Exceptions are orders,
 tables whose rows are mixed, and a log that was replaced by an unrelated log.
@@ -185,22 +185,22 @@ class Fail:
 Decision = Apply | Stay | Doubt | Fail
 
 
-def decide(view: View) -> Decision:
+def next_reader_action(view: View) -> Decision:
     """Return the next action of a reader.
 
     The decision is based on ``view.logs[0]``. If that log cannot be used, or if ``view.surveys`` is True and it has no
     newer version, the other logs are tried in order.
     """
     try:
-        decision: Decision = _at(view.logs[0], view)
+        decision: Decision = _decide_for_log(view.logs[0], view)
     except StreamError as error:
         decision = Fail(error)
     if len(view.logs) == 1 or not _asks_others(decision, view):
         return decision
-    return _elsewhere(view, decision)
+    return _decide_for_other_logs(view, decision)
 
 
-def _elsewhere(view: View, decision: Decision) -> Decision:
+def _decide_for_other_logs(view: View, decision: Decision) -> Decision:
     """Return the decision for another log, or ``decision`` if no other log is better than the current log."""
     lead, *others = view.logs
     # Another log at rest is better then. If it lacks a version too, the fault of that one must be seen.
@@ -209,7 +209,7 @@ def _elsewhere(view: View, decision: Decision) -> Decision:
     doubt: Doubt | None = None
     for other in others:
         try:
-            found = _at(replace(other, is_doubted=False), replace(view, looks_for_gap=True, surveys=False))
+            found = _decide_for_log(replace(other, is_doubted=False), replace(view, looks_for_gap=True, surveys=False))
         except CACHE_FAULTS as fault:
             damaged = next((each.error for each in view.faults if each.number == other.number), None)
             if doubt is None and other.is_doubted and (damaged or error):
@@ -247,23 +247,23 @@ def _asks_others(decision: Decision, view: View) -> bool:
     return isinstance(error, (NoSnapshotError, OlderCopyError, LeftOutPartError, *CACHE_FAULTS))
 
 
-def _at(log: SeenLog, view: View) -> Apply | Stay | Doubt:
+def _decide_for_log(log: SeenLog, view: View) -> Apply | Stay | Doubt:
     order, position = _order(log, view), view.position
     try:
         if position is None or position.rows is Rows.MIXED:
-            return _begin(log, view, order)
+            return _start_with_order(log, view, order)
         if order is None:
-            return _forward(log, view, position)
+            return _apply_next(log, view, position)
         if order.stream == position.stream:
-            return _ordered(log, view, position, order)
-        return _beside(log, view, position, order)
+            return _follow_order(log, view, position, order)
+        return _follow_other_stream(log, view, position, order)
     except CACHE_FAULTS as fault:
         if log.is_doubted:
             return Doubt(log, fault)
         raise
 
 
-def _beside(log: SeenLog, view: View, position: Position, order: Order) -> Apply | Stay:
+def _follow_other_stream(log: SeenLog, view: View, position: Position, order: Order) -> Apply | Stay:
     """Follow an order of another stream than the position's, if that stream continues the position's stream.
 
     Otherwise, follow the position's stream until it ends or has a fault, as far as the stream's own order allows. A
@@ -272,15 +272,15 @@ def _beside(log: SeenLog, view: View, position: Position, order: Order) -> Apply
     pin = _pin_of(view, position)
     joined = None
     if order.is_new or pin is not None:
-        joined = _joins(log, view, position, StreamReplacedError(log.url, position.version))
+        joined = _move_to_order(log, view, position, StreamReplacedError(log.url, position.version))
     if isinstance(joined, Apply):
         return joined
     if pin is not None:
-        return joined or _ordered(log, view, position, pin)
+        return joined or _follow_order(log, view, position, pin)
     own = log.order()
     if own is not None and own.stream == position.stream and not view.policy.has_released(own):
-        return _ordered(log, view, position, own)
-    return _forward(log, view, position)
+        return _follow_order(log, view, position, own)
+    return _apply_next(log, view, position)
 
 
 # Orders
@@ -328,19 +328,19 @@ def _is_newer(log: SeenLog, order: Order, former: Order) -> bool:
     return former.counter < order.counter
 
 
-def _ordered(log: SeenLog, view: View, position: Position, order: Order) -> Apply | Stay:
+def _follow_order(log: SeenLog, view: View, position: Position, order: Order) -> Apply | Stay:
     """Follow an order of the position's stream until another stream continues that stream."""
     is_there = order.is_followed_by(position)
     if is_there and order.kind == "release":
-        return _forward(log, view, position)
+        return _apply_next(log, view, position)
     stay = Stay(log, Rule.PINNED, f"pinned to version {order.version}", position.version)
     if order.kind == "rollback":
-        return stay if is_there else _to_rollback(log, view, order)
+        return stay if is_there else _apply_rollback(log, view, order)
     if is_there and not view.looks_for_gap:
         return stay
     if _has_ended(log, order):
-        return _succession(log, view, position, order)
-    return stay if is_there else _to_order(log, view, order)
+        return _leave_ended_stream(log, view, position, order)
+    return stay if is_there else _apply_order(log, view, order)
 
 
 def _not_yet(log: SeenLog, order: Order) -> Stay:
@@ -348,31 +348,33 @@ def _not_yet(log: SeenLog, order: Order) -> Stay:
     return Stay(log, Rule.CANARY, why)
 
 
-def _to_order(log: SeenLog, view: View, order: Order) -> Apply | Stay:
+def _apply_order(log: SeenLog, view: View, order: Order) -> Apply | Stay:
     """Apply the entries that lead to a pin, or the newest snapshot at or after a release, if a canary allows it."""
     if order.kind == "pin":
-        return _to_pin(log, view, order)
-    return _first(log, view, _released_snapshots(log, view, order), Rule.RELEASE) or _not_yet(log, order)
+        return _apply_pin(log, view, order)
+    return _apply_first(log, view, _released_snapshots(log, view, order), Rule.RELEASE) or _not_yet(log, order)
 
 
-def _to_rollback(log: SeenLog, view: View, order: Order) -> Apply:
+def _apply_rollback(log: SeenLog, view: View, order: Order) -> Apply:
     """Apply the version of a rollback that this process requested, starting with a snapshot."""
     head = log.head()
     if head is None or head.stream != order.stream or head.version < order.version:
         raise _missing(order)
-    return _along(log, view, order, path_to(log, order.version, position=view.position))
+    return _apply_path(log, view, order, path_to(log, order.version, position=view.position))
 
 
-def _to_pin(log: SeenLog, view: View, order: Order) -> Apply | Stay:
+def _apply_pin(log: SeenLog, view: View, order: Order) -> Apply | Stay:
     """Apply exactly the version of a pin: forward by deltas, back by a snapshot, once the canary allows it."""
     position, target = view.position, _named(log, order)
     if view.policy.is_canary and not log.allows(target):
-        return _towards(log, view, order)
+        return _follow_until_pin(log, view, order)
     start = position if position is not None and position.rows is Rows.WHOLE else None
-    return _along(log, view, order, path_to_entry(log, target, order.newest, position=start), start)
+    return _apply_path(log, view, order, path_to_entry(log, target, order.newest, position=start), start)
 
 
-def _along(log: SeenLog, view: View, order: Order, path: Sequence[Manifest], start: Position | None = None) -> Apply:
+def _apply_path(
+    log: SeenLog, view: View, order: Order, path: Sequence[Manifest], start: Position | None = None
+) -> Apply:
     """Apply ``path``. If one of its entries has a fault, apply another path to the same last entry."""
     if (fault := _first_fault(log, view, path)) is not None:
         may_pass = view.is_patient and isinstance(fault, StorageError)
@@ -404,19 +406,19 @@ def _missing(order: Order) -> MissingVersionError:
     return MissingVersionError(order.version, order.newest).advising(remedy)
 
 
-def _towards(log: SeenLog, view: View, order: Order) -> Apply | Stay:
+def _follow_until_pin(log: SeenLog, view: View, order: Order) -> Apply | Stay:
     """Follow the stream up to a pin that the canary does not allow yet. The versions after the pin may be bad."""
     position, stay = view.position, _not_yet(log, order)
     if position is None or position.rows is Rows.MIXED:
         with suppress(NoSnapshotError):
-            return _start(log, view, order.version)
+            return _start_at_snapshot(log, view, order.version)
         return stay
     if position.stream != order.stream:
         found = takewhile(lambda each: each.stream == order.stream, _snapshots(log, view, order.version))
-        return _first(log, view, found, Rule.RESYNC) or stay
+        return _apply_first(log, view, found, Rule.RESYNC) or stay
     if position.version >= order.version:
         return stay
-    return _forward(log, view, position, order.version)
+    return _apply_next(log, view, position, order.version)
 
 
 def _released_snapshots(log: SeenLog, view: View, order: Order) -> Iterator[Manifest]:
@@ -445,11 +447,11 @@ def _has_ended(log: SeenLog, order: Order) -> bool:
     return head is not None and head.stream != order.stream
 
 
-def _succession(log: SeenLog, view: View, position: Position, order: Order) -> Apply | Stay:
+def _leave_ended_stream(log: SeenLog, view: View, position: Position, order: Order) -> Apply | Stay:
     """Leave a stream that ended while an order applied to it, for a snapshot of the streams that continue it."""
     _check_may_follow(log, view, position)
     found = takewhile(lambda each: each.stream != order.stream, _snapshots(log, view))
-    decision = _first(log, view, found, Rule.SUCCESSION)
+    decision = _apply_first(log, view, found, Rule.SUCCESSION)
     text = f"the stream of the pinned version {order.version} ended, and the next one has no snapshot yet"
     return Stay(log, Rule.ENDED, text, position.version) if decision is None else decision
 
@@ -457,34 +459,34 @@ def _succession(log: SeenLog, view: View, position: Position, order: Order) -> A
 # Without usable rows
 
 
-def _begin(log: SeenLog, view: View, order: Order | None) -> Apply | Stay:
+def _start_with_order(log: SeenLog, view: View, order: Order | None) -> Apply | Stay:
     """Begin with the version of ``order``, or with the newest snapshot if there is no order for the newest stream."""
     if order is None:
-        return _start(log, view)
+        return _start_at_snapshot(log, view)
     if order.kind == "rollback":
-        return _to_rollback(log, view, order)
+        return _apply_rollback(log, view, order)
     head = log.head()
     if head is None or head.stream != order.stream:
-        return _start(log, view)
+        return _start_at_snapshot(log, view)
     if view.position is not None and view.position.stream != order.stream:
         _check_may_follow(log, view, view.position)
-    found = _to_order(log, view, order)
+    found = _apply_order(log, view, order)
     if isinstance(found, Stay) and view.position is None:
         raise NoSnapshotError(log.url)
     return found
 
 
-def _start(log: SeenLog, view: View, bound: int | None = None) -> Apply:
+def _start_at_snapshot(log: SeenLog, view: View, bound: int | None = None) -> Apply:
     allows = _allows(log, view, bound)
     try:
-        return _newest(log, view, snapshots(log, allows=allows), None)
+        return _apply_newest(log, view, snapshots(log, allows=allows), None)
     except StorageError as error:
         if view.is_patient:
             raise
-        return _newest(log, view, snapshots(log, allows=allows, skips_unreadable=True), error)
+        return _apply_newest(log, view, snapshots(log, allows=allows, skips_unreadable=True), error)
 
 
-def _newest(log: SeenLog, view: View, found: Iterable[Manifest], cause: StreamError | None) -> Apply:
+def _apply_newest(log: SeenLog, view: View, found: Iterable[Manifest], cause: StreamError | None) -> Apply:
     num_unreadable = 0
     for snapshot in found:
         if view.position is not None and view.position.stream != snapshot.stream:
@@ -507,7 +509,7 @@ def _newest(log: SeenLog, view: View, found: Iterable[Manifest], cause: StreamEr
 # Forward
 
 
-def _forward(log: SeenLog, view: View, position: Position, bound: int | None = None) -> Apply | Stay:
+def _apply_next(log: SeenLog, view: View, position: Position, bound: int | None = None) -> Apply | Stay:
     """Apply the next version, up to ``bound``, or an entry that replaces many versions. Skip versions with faults."""
     ahead = log.ahead(position) if view.catches_up and bound is None else None
     if ahead is not None and _skips_to(log, view, position, ahead) and view.fault_of(log, ahead) is None:
@@ -515,14 +517,14 @@ def _forward(log: SeenLog, view: View, position: Position, bound: int | None = N
     try:
         entry = next_entry(log, position, log.next(position, looks_for_gap=view.looks_for_gap))
     except (*FAULTS, StorageError) as error:
-        return _around(log, view, position, error, bound)
+        return _apply_instead(log, view, position, error, bound)
     if entry is None:
         return Stay(log, Rule.NEWEST, f"version {position.version} is the newest")
     allows = _allows(log, view, bound)
     if allows is not None and not allows(entry):
         return Stay(log, Rule.CANARY, f"version {entry.version} is not allowed yet")
     fault = view.fault_of(log, entry)
-    return Apply(log, (entry,), Rule.NEXT) if fault is None else _around(log, view, position, fault, bound)
+    return Apply(log, (entry,), Rule.NEXT) if fault is None else _apply_instead(log, view, position, fault, bound)
 
 
 def _skips_to(log: SeenLog, view: View, position: Position, ahead: Manifest) -> bool:
@@ -532,28 +534,28 @@ def _skips_to(log: SeenLog, view: View, position: Position, ahead: Manifest) -> 
     return continues(log, position, ahead)
 
 
-def _around(log: SeenLog, view: View, position: Position, fault: StreamError, bound: int | None) -> Apply | Stay:
+def _apply_instead(log: SeenLog, view: View, position: Position, fault: StreamError, bound: int | None) -> Apply | Stay:
     """Apply a merged delta or a newer snapshot, because the next version cannot be applied."""
     is_unreadable = isinstance(fault, StorageError) and (view.is_patient or isinstance(fault, StaleCacheError))
     if is_unreadable or (log.is_doubted and isinstance(fault, CACHE_FAULTS)):
         raise fault
-    if (joined := _joins(log, view, position, fault)) is not None:
+    if (joined := _move_to_order(log, view, position, fault)) is not None:
         return joined
     if not isinstance(fault, StreamReplacedError):
         merged = merged_deltas(log, position, allows=_allows(log, view, bound), skips_unreadable=not view.is_patient)
         merged = (entry for entry in merged if continues(log, position, entry))
-        if (found := _first(log, view, merged, Rule.RESYNC, fault)) is not None:
+        if (found := _apply_first(log, view, merged, Rule.RESYNC, fault)) is not None:
             return found
     allowed = _snapshots(log, view, bound)
     newer: Iterator[Manifest] = takewhile(lambda each: _is_forward(log, view, position, each), allowed)
-    if (found := _first(log, view, newer, Rule.RESYNC, fault)) is not None:
+    if (found := _apply_first(log, view, newer, Rule.RESYNC, fault)) is not None:
         return found
     if isinstance(fault, StreamReplacedError):
         check_is_newer(log, position)
     raise fault
 
 
-def _joins(log: SeenLog, view: View, position: Position, cause: StreamError) -> Apply | Stay | None:
+def _move_to_order(log: SeenLog, view: View, position: Position, cause: StreamError) -> Apply | Stay | None:
     """Return the decision for an order of a stream that continues the position's stream; None without such an order."""
     order = _order(log, view)
     if order is None or order.stream == position.stream:
@@ -567,7 +569,7 @@ def _joins(log: SeenLog, view: View, position: Position, cause: StreamError) -> 
     if head is None or head.stream != order.stream:
         return None
     _check_may_follow(log, view, position)
-    found = _to_order(log, view, order)
+    found = _apply_order(log, view, order)
     return replace(found, cause=cause) if isinstance(found, Apply) else found
 
 
@@ -639,7 +641,7 @@ def _is_unproven(log: SeenLog, view: View, entry: Manifest) -> bool:
     return entry.kind == "snapshot" and _has_others(view) and not position.names(readable(log.read, position.version))
 
 
-def _first(
+def _apply_first(
     log: SeenLog, view: View, entries: Iterable[Manifest], rule: Rule, cause: StreamError | None = None
 ) -> Apply | None:
     """Apply the first entry without a fault. If all have faults, raise the first fault unless ``cause`` is given."""

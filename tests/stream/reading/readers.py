@@ -1,4 +1,4 @@
-"""A reader with rows in memory: it asks :func:`decide`, which looks at its logs, and does what that says."""
+"""A reader with rows in memory: it asks :func:`next_reader_action`, which looks at its logs, and does what it says."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def advance(  # noqa: C901  one case for each decision
     )
     num_tries = 0
     while True:
-        decision = rules.decide(view)
+        decision = rules.next_reader_action(view)
         reader = replace(reader, known=orders.known, confirmed=orders.confirmed)
         if (num_looks := sum(len(each.answers) for each in view.logs)) > _MAX_LOOKS:
             raise ViolationError(f"too many looks: {num_looks}")
