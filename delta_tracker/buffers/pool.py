@@ -20,10 +20,9 @@ _ROUNDS = 4
 class BufferPool:
     """Pool of reusable CPU buffers.
 
-    Buffers are not returned explicitly. A buffer becomes free when the array from :meth:`lend` is garbage-collected.
-    Views and tensors of the array keep the array alive. The pool may be used from several threads, from signal
-    handlers, and after a fork. While another thread uses the pool, :meth:`lend` allocates a new array instead of
-    blocking.
+    A buffer becomes free when the array from :meth:`allocate` is garbage-collected. Views and tensors of the array keep
+    the array alive. The pool may be used from several threads, from signal handlers, and after a fork. While another
+    thread uses the pool, :meth:`allocate` returns a new array instead of blocking.
 
     Reuse avoids page faults: the first touch of 256 MB takes 17 ms of processor time with huge pages and 110 to 180 ms
     without. Copying 256 MB of rows takes 15 ms.
@@ -37,7 +36,7 @@ class BufferPool:
 
     Example:
         >>> memory = BufferPool()
-        >>> rows = memory.lend(8 << 20)
+        >>> rows = memory.allocate(8 << 20)
         >>> rows.shape
         (8388608,)
         >>> del rows
@@ -51,8 +50,8 @@ class BufferPool:
         self._lock = threading.Lock()
         self._num_requests = 0
         # Arrays in use. Key: id() of the weak reference; value: (weak reference, memory of the array).
-        self._loans: dict[int, tuple[weakref.ref[NDArray[np.uint8]], NDArray[np.uint8]]] = {}
-        self._ended: deque[int] = deque()  # keys of self._loans whose arrays are garbage
+        self._references: dict[int, tuple[weakref.ref[NDArray[np.uint8]], NDArray[np.uint8]]] = {}
+        self._ended: deque[int] = deque()  # keys of self._references whose arrays are garbage
         # Free memory, oldest first. Key: self._num_returns when it became free; value: (memory, requests until then).
         self._free: OrderedDict[int, tuple[NDArray[np.uint8], int]] = OrderedDict()
         self._sizes: list[tuple[int, int]] = []  # (bytes, key in self._free), ascending
@@ -66,20 +65,20 @@ class BufferPool:
         self._returned()
         return self._free_bytes
 
-    def lend(self, num_bytes: int) -> NDArray[np.uint8]:
+    def allocate(self, num_bytes: int) -> NDArray[np.uint8]:
         """Return an uninitialized array ``[num_bytes]`` uint8, aligned for every dtype."""
         if num_bytes < self._min_bytes or not self._lock.acquire(blocking=False):
             return np.empty(num_bytes, dtype=np.uint8)
         try:
             self._num_requests += 1
-            self._settle()
+            self._mark_free()
             memory = self._take(num_bytes)
             if memory is None:
                 memory = np.empty(capacity(num_bytes), dtype=np.uint8)
             # Not a slice: views of a slice would refer to the buffer itself, and the weak reference would miss them.
             array = np.frombuffer(memory.data[:num_bytes], dtype=np.uint8)
-            loan = weakref.ref(array, self._returned)
-            self._loans[id(loan)] = loan, memory
+            reference = weakref.ref(array, self._returned)
+            self._references[id(reference)] = reference, memory
             return array
         finally:
             self._lock.release()
@@ -98,38 +97,38 @@ class BufferPool:
         """Release all free buffers. Does nothing while another thread uses the pool. Never blocks."""
         if self._lock.acquire(blocking=False):
             try:
-                self._settle()
+                self._mark_free()
                 self._free.clear()
                 self._sizes.clear()
                 self._free_bytes = 0
             finally:
                 self._lock.release()
 
-    def _returned(self, loan: object = None) -> None:
+    def _returned(self, reference: object = None) -> None:
         """Record that an array was garbage-collected, and mark the memory of all recorded arrays as free.
 
         If another thread is using the pool, the memory is marked by a later request. The garbage collector may call
         this method in any thread at any time.
         """
-        if loan is not None:
-            self._ended.append(id(loan))
+        if reference is not None:
+            self._ended.append(id(reference))
         if self._lock.acquire(blocking=False):  # otherwise the next request frees the memory
             try:
-                self._settle()
+                self._mark_free()
             finally:
                 self._lock.release()
 
-    def _settle(self) -> None:
+    def _mark_free(self) -> None:
         """Mark memory of collected arrays as free, and release buffers that exceed the limits. Requires the lock."""
         while self._ended:
-            _, memory = self._loans.pop(self._ended.popleft())
+            _, memory = self._references.pop(self._ended.popleft())
             self._num_returns += 1
             self._free[self._num_returns] = memory, self._num_requests
             insort(self._sizes, (memory.nbytes, self._num_returns))
             self._free_bytes += memory.nbytes
         while self._free:
             number, (memory, since) = next(iter(self._free.items()))
-            num_buffers = len(self._loans) + len(self._free)
+            num_buffers = len(self._references) + len(self._free)
             if self._free_bytes <= self._max_bytes and self._num_requests - since < _ROUNDS * num_buffers:
                 break
             del self._free[number]
@@ -164,5 +163,5 @@ def new_rows(num_rows: int, like: Tensor) -> Tensor:
     num_bytes = num_rows * math.prod(like.shape[1:]) * like.element_size()
     if like.device.type != "cpu" or num_bytes < _LARGE_BYTES:
         return like.new_empty((num_rows, *like.shape[1:]))
-    memory = torch.from_numpy(MEMORY.lend(num_bytes))
+    memory = torch.from_numpy(MEMORY.allocate(num_bytes))
     return memory.view(like.dtype).view(num_rows, *like.shape[1:])

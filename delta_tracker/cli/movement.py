@@ -51,15 +51,15 @@ class RowCounts:
             self._waiting.append(piece)
             self._num_waiting += len(piece)
             if self._num_waiting >= 2 * self._capacity:
-                self._settle()
+                self._count_waiting()
 
     def top(self, count: int) -> list[tuple[int, int]]:
         """Return up to ``count`` pairs of an id and its count, most frequent ids first. Ties are sorted by id."""
-        self._settle()
+        self._count_waiting()
         order = np.lexsort((self._ids, -self._counts))[:count]
         return list(zip(self._ids[order].tolist(), self._counts[order].tolist(), strict=True))
 
-    def _settle(self) -> None:
+    def _count_waiting(self) -> None:
         ids, indices = np.unique(np.concatenate([self._ids, *self._waiting]), return_inverse=True)
         counts = np.bincount(indices[len(self._ids) :], minlength=len(ids))
         counts[indices[: len(self._ids)]] += self._counts

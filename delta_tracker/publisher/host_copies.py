@@ -107,7 +107,7 @@ class HostCopier:
             if device.type == "cuda" or not layout.num_bytes:  # the strides of an empty array do not suit all dtypes
                 host = torch.empty(layout.num_bytes, dtype=torch.uint8, pin_memory=layout.num_bytes > 0)
             else:
-                host = torch.from_numpy(self._pool.lend(layout.num_bytes))
+                host = torch.from_numpy(self._pool.allocate(layout.num_bytes))
             layout.assign(host)
             if device.type == "cpu":
                 for selection in group:

@@ -145,7 +145,7 @@ class ChangeLog:
             origin = segments.with_former(origin)
             pending = {name: segments.with_former(each.rows) for name, each in state.consumers.items()}
             try:
-                segments.forget()
+                segments.reset()
                 self.writes.cut()
                 for name, each in state.consumers.items():
                     known = cursors.consumers[name]

@@ -212,11 +212,11 @@ class LogSegments:
 
     # All stores
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Drop all marked rows and ignore all earlier writes, except writes in progress."""
         self.synced.clear()  # the replicas may have loaded different weights
         for _, store in self._every:
-            store.forget()
+            store.reset()
 
     def mark_all_later(self) -> None:
         """Request that the next cut marks all rows of all tables. Allocates no memory."""

@@ -24,19 +24,19 @@ def _place(array: NDArray[np.uint8]) -> int:
 
 def test_memory_is_reused_after_its_last_view_is_gone() -> None:
     memory = BufferPool()
-    first = memory.lend(_LARGE)
+    first = memory.allocate(_LARGE)
     place = _place(first)
     view = first[100:200][::2]
     tensor = torch.from_numpy(first).view(torch.float32).view(-1, 4)[10:20]
     for held in ("the array", "a view", "a tensor"):
-        assert _place(memory.lend(_LARGE)) != place, f"{held} still refers to it"
+        assert _place(memory.allocate(_LARGE)) != place, f"{held} still refers to it"
         if held == "the array":
             del first
         elif held == "a view":
             del view
     del tensor
     gc.collect()
-    both = [memory.lend(_LARGE), memory.lend(_LARGE + 1000)]
+    both = [memory.allocate(_LARGE), memory.allocate(_LARGE + 1000)]
     assert place in map(_place, both)
     assert memory.free_bytes == 0
 
@@ -49,15 +49,15 @@ def test_a_debugger_that_keeps_frames_makes_no_memory_free() -> None:
             frames.append(frame)
 
     sys.setprofile(keep)
-    first = memory.lend(_LARGE)
+    first = memory.allocate(_LARGE)
     sys.setprofile(None)
     frames.clear()
-    assert _place(memory.lend(_LARGE)) != _place(first)
+    assert _place(memory.allocate(_LARGE)) != _place(first)
 
 
 def test_buffers_in_use_never_overlap() -> None:
     memory = BufferPool()
-    held = [memory.lend(_LARGE) for _ in range(5)]
+    held = [memory.allocate(_LARGE) for _ in range(5)]
     for number, each in enumerate(held):
         each[:] = number
     assert [int(each[-1]) for each in held] == [0, 1, 2, 3, 4]
@@ -65,9 +65,9 @@ def test_buffers_in_use_never_overlap() -> None:
 
 def test_memory_that_is_no_longer_requested_is_freed() -> None:
     memory = BufferPool()
-    memory.lend(40 * _LARGE)
+    memory.allocate(40 * _LARGE)
     for _ in range(8):
-        memory.lend(_LARGE)
+        memory.allocate(_LARGE)
     assert 0 < memory.free_bytes < 2 * _LARGE
     memory.give_back()
     assert memory.free_bytes == 0
@@ -78,7 +78,7 @@ def test_reads_of_many_tables_keep_all_of_their_memory() -> None:
     sizes = [_LARGE * 2**number for number in range(6)]
     places = []
     for _ in range(3):
-        held = [memory.lend(size) for size in sizes]
+        held = [memory.allocate(size) for size in sizes]
         places.append(sorted(map(_place, held)))
         del held
     assert places[0] == places[1] == places[2]
@@ -86,21 +86,21 @@ def test_reads_of_many_tables_keep_all_of_their_memory() -> None:
 
 def test_free_memory_is_bounded() -> None:
     memory = BufferPool(max_bytes=3 * _LARGE)
-    held = [memory.lend(_LARGE) for _ in range(4)]
+    held = [memory.allocate(_LARGE) for _ in range(4)]
     assert len(set(map(_place, held))) == 4
     assert memory.free_bytes == 0
     held.clear()
     assert 0 < memory.free_bytes <= 3 * _LARGE
-    assert len(memory.lend(4 * _LARGE)) == 4 * _LARGE
+    assert len(memory.allocate(4 * _LARGE)) == 4 * _LARGE
     assert memory.free_bytes <= 3 * _LARGE
 
 
 def test_long_lived_buffers_do_not_affect_the_memory_of_reads() -> None:
     memory = BufferPool(max_bytes=20 * _LARGE)
-    states = [memory.lend(_LARGE) for _ in range(60)]
+    states = [memory.allocate(_LARGE) for _ in range(60)]
     places = set()
     for _ in range(3):
-        places.add(_place(memory.lend(10 * _LARGE)))
+        places.add(_place(memory.allocate(10 * _LARGE)))
     assert len(places) == 1
     assert len(states) == 60
 
@@ -108,7 +108,7 @@ def test_long_lived_buffers_do_not_affect_the_memory_of_reads() -> None:
 def test_a_busy_pool_allocates_new_memory() -> None:
     memory = BufferPool()
     with memory._lock:  # as in a signal handler that interrupts a request, or in a process forked during one
-        assert len(memory.lend(_LARGE)) == _LARGE
+        assert len(memory.allocate(_LARGE)) == _LARGE
         memory.give_back()
     assert memory.free_bytes == 0
 
@@ -120,7 +120,7 @@ def test_the_last_user_frees_unused_memory() -> None:
     memory, first, second, forgotten = BufferPool(), User(), User(), User()
     for user in (first, second, second, forgotten):
         memory.join(user)
-    memory.lend(_LARGE)
+    memory.allocate(_LARGE)
     del forgotten, user
     for _ in range(2):
         memory.leave(first)
@@ -147,7 +147,7 @@ def _work_to_lend(number: int) -> int:
 
     sys.settrace(trace)
     for _ in range(3):
-        held = [memory.lend(4096) for _ in range(number)]
+        held = [memory.allocate(4096) for _ in range(number)]
         held.clear()
     sys.settrace(former)
     assert memory.free_bytes >= number * 4096
@@ -160,7 +160,7 @@ def test_threads_never_get_the_same_memory() -> None:
 
     def work() -> None:
         for _ in range(300):
-            loan = memory.lend(_LARGE)
+            loan = memory.allocate(_LARGE)
             with guard:
                 if _place(loan) in held:
                     shared.append(_place(loan))

@@ -151,11 +151,11 @@ class Pair:
         assert ranks.dtype == torch.int64
         assert ranks.tolist() == self.reference.rank(ids)
 
-    def absorb(self, ids: list[int]) -> None:
+    def merge(self, ids: list[int]) -> None:
         other = type(self.rows)(self.rows.num_rows, self.rows.device)
         other.mark(self.ids(ids))
         before = other.scan()
-        self.rows.absorb(other)
+        self.rows.merge(other)
         self.reference.mark_new(ids)
         self.rows.mark(self.ids([1]))
         self.reference.mark_new([1])
@@ -174,7 +174,7 @@ class Pair:
         self.scan([])
 
 
-_OPERATIONS = ["mark", "mark", "mark_new", "mark_new_padded", "contains", "rank", "absorb", "scan"]
+_OPERATIONS = ["mark", "mark", "mark_new", "mark_new_padded", "contains", "rank", "merge", "scan"]
 
 
 @st.composite
@@ -226,7 +226,7 @@ def test_a_union_with_all_rows_is_all_rows(engine: type[RowSet], device: torch.d
         full, pair = engine(num_rows, device), Pair(engine, num_rows, device)
         full.mark_all()
         pair.mark([0])
-        pair.rows.absorb(full)
+        pair.rows.merge(full)
         pair.mark_all([])
         pair.scan([])
 
@@ -236,13 +236,13 @@ def test_a_union_with_all_rows_is_all_rows(engine: type[RowSet], device: torch.d
 def test_summaries_of_several_words(engine: type[RowSet], device: torch.device, num_rows: int) -> None:
     last = num_rows - 1
     pair = Pair(engine, num_rows, device)
-    pair.run([("mark", [last, 7]), ("absorb", [last - 1, last - 600]), ("mark_new", [last // 2, last, last, num_rows])])
+    pair.run([("mark", [last, 7]), ("merge", [last - 1, last - 600]), ("mark_new", [last // 2, last, last, num_rows])])
     pair.rank([last, 7, last - 600])
 
 
 @_needs_numba
 @pytest.mark.parametrize("first", ["mark", "mark_new"])
-@pytest.mark.parametrize("then", ["scan", "rank", "contains", "absorb", "mark_new", "mark_all", "clear"])
+@pytest.mark.parametrize("then", ["scan", "rank", "contains", "merge", "mark_new", "mark_all", "clear"])
 def test_what_is_marked_without_summary_is_there_for_all(first: str, then: str) -> None:
     sets = NumbaRows(5000, _CPU), TorchRows(5000, _CPU)
     generator = torch.Generator().manual_seed(0)
@@ -253,12 +253,12 @@ def test_what_is_marked_without_summary_is_there_for_all(first: str, then: str) 
     if then in ("scan", "mark_all", "clear"):
         for rows in sets:
             getattr(rows, then)()
-    elif then == "absorb":
+    elif then == "merge":
         for rows in sets:
             fresh = type(rows)(5000, _CPU)
             fresh.mark(torch.arange(20))
-            fresh.absorb(rows)
-            rows.absorb(fresh)
+            fresh.merge(rows)
+            rows.merge(fresh)
             rows.mark(torch.tensor([4999]))
             assert set(many.tolist()) <= set(fresh.scan().tolist())
     else:
@@ -290,7 +290,7 @@ def test_numba_and_torch_agree_on_large_shards(num_ids: int) -> None:
     more = [type(rows)(num_rows, _CPU) for rows in sets]
     for rows, other in zip(sets, more, strict=True):
         other.mark(torch.arange(0, num_rows, 1001))
-        rows.absorb(other)
+        rows.merge(other)
     assert torch.equal(*(rows.scan() for rows in sets))
 
 
@@ -378,7 +378,7 @@ def test_a_set_made_in_inference_mode_can_be_used_outside(engine: type[RowSet], 
         rows.mark(ids)
     rows.mark(ids + 1)
     assert rows.mark_new(ids + 2).tolist() == [6]
-    rows.absorb(engine(10, device))
+    rows.merge(engine(10, device))
     rows.mark_all()
 
 
@@ -400,7 +400,7 @@ def test_numba_lets_other_threads_run() -> None:
         "summarize",
         "clear",
         "contains",
-        "absorb",
+        "merge",
         "unpack",
         "count_before",
         "rank",
@@ -445,7 +445,7 @@ class _Interrupted:
 
 @_needs_numba
 @pytest.mark.parametrize("kind", [NumbaRows, _LargeRows])
-@pytest.mark.parametrize("name", ["mark_octets", "mark", "mark_new", "absorb", "clear", "summarize"])
+@pytest.mark.parametrize("name", ["mark_octets", "mark", "mark_new", "merge", "clear", "summarize"])
 def test_an_interrupt_after_a_loop_loses_no_row(
     kind: type[NumbaRows], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -457,7 +457,7 @@ def test_an_interrupt_after_a_loop_loses_no_row(
         rows.mark(torch.tensor(before, dtype=torch.int64))
         other.mark(torch.tensor(ids))
         other.count()
-        calls = {"mark_new": rows.mark_new, "absorb": partial(_absorb, rows, other), "clear": partial(_clear, rows)}
+        calls = {"mark_new": rows.mark_new, "merge": partial(_merge, rows, other), "clear": partial(_clear, rows)}
         loops.name = name
         try:
             calls.get(name, rows.mark)(torch.tensor(ids))
@@ -477,9 +477,9 @@ def test_an_interrupt_after_a_loop_loses_no_row(
     assert num_interrupts or (kind is _LargeRows and name in ("mark_octets", "summarize"))
 
 
-def _absorb(rows: NumbaRows, other: NumbaRows, ids: Tensor) -> None:
+def _merge(rows: NumbaRows, other: NumbaRows, ids: Tensor) -> None:
     del ids
-    rows.absorb(other)
+    rows.merge(other)
 
 
 def _clear(rows: NumbaRows, ids: Tensor) -> None:

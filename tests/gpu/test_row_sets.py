@@ -27,7 +27,7 @@ def test_a_row_set_agrees_with_a_mask(engine: str, num_rows: int, num_ids: int) 
         rows.mark(on_it[0])
         padded, count = rows.mark_new_padded(on_it[1])
         other.mark(on_it[2])
-        other.absorb(rows)
+        other.merge(rows)
         found = rows.contains(on_it[2])
     mask = torch.zeros(num_rows, dtype=torch.bool)
     mask[lists[0]] = True

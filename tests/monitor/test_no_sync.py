@@ -72,7 +72,7 @@ def test_row_sets_record_on_a_device() -> None:
         assert rows.contains(ids).device == SIMULATED
         other = choose_engine("torch", SIMULATED)(10, SIMULATED)
         other.mark_all()
-        other.absorb(rows)
+        other.merge(rows)
     assert held(padded).tolist() == [1, 3, 6, 8, -1]
     assert held(count).tolist() == [4]
     with find_syncs() as found:

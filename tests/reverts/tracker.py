@@ -109,7 +109,7 @@ REVERTS = {
     "tests/contract/test_row_sets.py::test_an_interrupt_after_a_loop_loses_no_row": [
         Revert(
             "after an interrupt, a cleared set still has its former number of rows",
-            Loses("NumbaRows.clear", "self._is_settled"),
+            Loses("NumbaRows.clear", "self._is_summarized"),
         ),
     ],
 }

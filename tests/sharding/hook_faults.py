@@ -28,7 +28,7 @@ from delta_tracker.tracker.row_sets.torch import TorchRows
 
 _PACKAGE = f"{Path(delta_tracker.__file__).parent}/"
 _TORCH = f"{Path(torch.__file__).parent}/"
-_ENGINE_CALLS = {"mark", "mark_all", "mark_new", "mark_new_padded", "contains", "absorb", "__init__"}
+_ENGINE_CALLS = {"mark", "mark_all", "mark_new", "mark_new_padded", "contains", "merge", "__init__"}
 # Attributes; what a rank sends to the others, which needs no memory; the hook of a lookup whose node is unknown.
 _NO_POINTS = ("__get__", "fill_", "all_reduce", "register_hook")
 # Functions that handle errors, and those that torch calls: they contain one call of a function that may fail. Their own

@@ -18,32 +18,32 @@ from tests.stream.streams import FQN, Writer
 
 def test_memory_is_reused() -> None:
     pool = PartBuffer().pool
-    first = pool.lend(1000).ctypes.data
-    assert pool.lend(1000).ctypes.data == first
-    assert len(pool.lend(1100)) == 1100
-    assert pool.lend(1100).ctypes.data == first, "a little more fits too"
+    first = pool.allocate(1000).ctypes.data
+    assert pool.allocate(1000).ctypes.data == first
+    assert len(pool.allocate(1100)) == 1100
+    assert pool.allocate(1100).ctypes.data == first, "a little more fits too"
 
 
 def test_memory_is_freed_when_versions_become_small() -> None:
     pool = PartBuffer().pool
-    pool.lend(1 << 20)
+    pool.allocate(1 << 20)
     for _ in range(10):
-        assert len(pool.lend(0)) == 0
+        assert len(pool.allocate(0)) == 0
     assert pool.free_bytes >= 1 << 20, "a version without rows says nothing about the next"
     for _ in range(10):
-        pool.lend(1000)
+        pool.allocate(1000)
     assert 1000 <= pool.free_bytes <= 4 * 1024
 
 
 @pytest.mark.parametrize("keeps_tensor", [False, True])
 def test_a_kept_view_keeps_its_bytes(keeps_tensor: bool) -> None:
     pool = PartBuffer().pool
-    array = pool.lend(1000)
+    array = pool.allocate(1000)
     array[:] = 7
     address = array.ctypes.data
     view = torch.from_numpy(array[8:16]).view(-1)[2:] if keeps_tensor else array[3:5]
     del array
-    array = pool.lend(1000)
+    array = pool.allocate(1000)
     array[:] = 8
     assert array.ctypes.data != address
     assert set(view.tolist()) == {7}
@@ -81,7 +81,7 @@ def test_what_a_table_keeps_of_a_version_outlives_the_next(scheme: str, tmp_path
 def test_a_version_that_grows_and_shrinks_keeps_little_memory() -> None:
     pool = PartBuffer().pool
     for size in [*range(100_000, 200_000, 1000), *range(200_000, 100_000, -1000)]:
-        pool.lend(size)
+        pool.allocate(size)
     assert pool.free_bytes < 1 << 20
 
 

@@ -91,7 +91,7 @@ def test_a_reattach_that_fails_detaches_the_tracker(
 
 
 @pytest.mark.promise("lossless")
-@pytest.mark.parametrize(("owner", "method"), [(LogSegments, "cut"), (SegmentStore, "forget"), (ShadowStore, "forget")])
+@pytest.mark.parametrize(("owner", "method"), [(LogSegments, "cut"), (SegmentStore, "reset"), (ShadowStore, "reset")])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 def test_a_load_that_runs_out_of_memory_loses_no_row(
     monkeypatch: pytest.MonkeyPatch, error: type[BaseException], owner: type, method: str

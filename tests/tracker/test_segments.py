@@ -279,7 +279,7 @@ def test_the_reference_catches_a_merge_in_which_the_newer_state_wins(monkeypatch
             if newer.states is not None:
                 self.states = self.states or newer.states.empty()
                 self.states.pieces += newer.states.pieces
-            self.rows.absorb(newer.rows)
+            self.rows.merge(newer.rows)
         return self
 
     monkeypatch.setattr(Segment, "merged", merged)
@@ -370,7 +370,7 @@ def test_a_merge_that_runs_out_of_memory_is_repeated(fails: str, monkeypatch: py
     store.mark(torch.tensor([3]))
     store.mark(torch.tensor([2, 4]))
     num_calls = itertools.count()
-    name, last = ("absorb", 0) if fails == "rows" else ("contains", 1)
+    name, last = ("merge", 0) if fails == "rows" else ("contains", 1)
     method = getattr(TorchRows, name)
 
     def failing(self: TorchRows, argument: Any) -> Any:

@@ -349,7 +349,7 @@ def read_parts(
             if 0 < held < part.num_bytes:
                 sources.append(Tensors(storage, part, _keys(part, chosen)))
             else:
-                sources.append(source_of(storage, part, held, None if buffer is None else buffer.pool.lend(held)))
+                sources.append(source_of(storage, part, held, None if buffer is None else buffer.pool.allocate(held)))
     readers = []
     try:
         for (part, chosen), source in zip(pairs, sources, strict=True):

@@ -61,7 +61,7 @@ class NumbaRows(RowSet):
         self._octets = self._words.view(np.uint8)
         self._summary = np.zeros(-(-num_blocks // 64), dtype=np.int64)
         self._count = 0  # number of rows whose bits are set, or an upper bound if not settled
-        self._is_settled = True  # summary and count match the words
+        self._is_summarized = True  # summary and count match the words
 
     @classmethod
     def warm_up(cls, device: torch.device) -> None:  # noqa: ARG003
@@ -84,8 +84,8 @@ class NumbaRows(RowSet):
         if not array.size:
             return
         num_words = self._words.size
-        if num_words <= self._max_cached_words and (not self._is_settled or array.size * _WORDS_PER_ID >= num_words):
-            self._is_settled = False
+        if num_words <= self._max_cached_words and (not self._is_summarized or array.size * _WORDS_PER_ID >= num_words):
+            self._is_summarized = False
             self._count += array.size
             self._loops.mark_octets(self._octets, self.num_rows, array)
         else:
@@ -93,17 +93,17 @@ class NumbaRows(RowSet):
 
     def mark_all(self) -> None:
         """Add all rows, see :meth:`RowSet.mark_all`."""
-        self._count, self._is_settled = self.num_rows, False
+        self._count, self._is_summarized = self.num_rows, False
         set_first(self._words, self.num_rows, 64)
         set_first(self._summary, -(-self.num_rows // _ROWS_PER_BLOCK), 64)
-        self._is_settled = True
+        self._is_summarized = True
 
     def clear(self) -> None:
         """Remove all rows, see :meth:`RowSet.clear`."""
-        self._settle()
-        self._is_settled = False
+        self._summarize()
+        self._is_summarized = False
         self._loops.clear(self._words, self._summary)
-        self._count, self._is_settled = 0, True
+        self._count, self._is_summarized = 0, True
 
     def mark_new(self, ids: Tensor) -> Tensor:
         """Add rows and return the ids of newly added rows, see :meth:`RowSet.mark_new`."""
@@ -120,27 +120,27 @@ class NumbaRows(RowSet):
         self._loops.contains(self._words, self.num_rows, array, found)
         return torch.from_numpy(found)
 
-    def absorb(self, other: Self) -> None:
-        """Add all rows of another set, see :meth:`RowSet.absorb`."""
-        other._settle()  # self is settled later, when needed
-        self._add(other._count, self._loops.absorb, self._words, self._summary, other._words, other._summary)
+    def merge(self, other: Self) -> None:
+        """Add all rows of another set, see :meth:`RowSet.merge`."""
+        other._summarize()  # self is summarized later, when needed
+        self._add(other._count, self._loops.merge, self._words, self._summary, other._words, other._summary)
 
     def scan(self) -> Tensor:
         """Return the ids of all marked rows, ascending, see :meth:`RowSet.scan`."""
-        if not self._is_settled:  # as _settle(), with a call less
-            self._count, self._is_settled = self._loops.summarize(self._words, self._summary), True
+        if not self._is_summarized:  # as _summarize(), with a call less
+            self._count, self._is_summarized = self._loops.summarize(self._words, self._summary), True
         rows = np.empty(self._count + self._loops.SPARE, dtype=np.int64)
         self._loops.unpack(self._words, self._summary, rows)
         return torch.from_numpy(rows[: self._count])
 
     def count(self) -> int:
         """Return the number of marked rows, see :meth:`RowSet.count`."""
-        self._settle()
+        self._summarize()
         return self._count
 
     def rank(self, ids: Tensor, scanned: Tensor) -> Tensor:  # noqa: ARG002  counting takes less time than a search
         """Return the number of marked rows below each id, see :meth:`RowSet.rank`."""
-        self._settle()
+        self._summarize()
         array = _array(ids)
         before = np.empty(-(-self.num_rows // _ROWS_PER_SPAN), dtype=np.int64)
         self._loops.count_before(self._words, self._summary, before)
@@ -150,16 +150,16 @@ class NumbaRows(RowSet):
 
     def _add(self, most: int, loop: Callable[..., int], *args: object) -> int:
         """Call a kernel that sets bits and updates the summary. Return the number of bits set, at most ``most``."""
-        count, is_settled = self._count, self._is_settled
-        self._count, self._is_settled = count + most, False  # for an interrupt after the loop
+        count, is_summarized = self._count, self._is_summarized
+        self._count, self._is_summarized = count + most, False  # for an interrupt after the loop
         added = loop(*args)
-        self._count, self._is_settled = count + added, is_settled
+        self._count, self._is_summarized = count + added, is_summarized
         return added
 
-    def _settle(self) -> None:
-        if not self._is_settled:
+    def _summarize(self) -> None:
+        if not self._is_summarized:
             self._count = self._loops.summarize(self._words, self._summary)
-            self._is_settled = True
+            self._is_summarized = True
 
 
 @cache

@@ -187,7 +187,7 @@ def contains(words: _Ints, num_rows: int, ids: _Ints, found: NDArray[np.bool_]) 
 
 
 @_loop("int64(int64[::1], int64[::1], int64[::1], int64[::1])")
-def absorb(words: _Ints, summary: _Ints, other: _Ints, other_summary: _Ints) -> int:
+def merge(words: _Ints, summary: _Ints, other: _Ints, other_summary: _Ints) -> int:
     """Mark all rows that are marked in another set. Return the number of newly marked rows.
 
     ``other`` and ``other_summary`` are the words and the summary of the other set. Both sets have the same ``R``.

@@ -103,7 +103,7 @@ class RowSet(ABC):
         """Return ``[N]`` bool, True for each id whose row is in the set."""
 
     @abstractmethod
-    def absorb(self, other: Self) -> None:
+    def merge(self, other: Self) -> None:
         """Add all rows of another set of the same engine, device and ``R``. The other set does not change."""
 
     @abstractmethod

@@ -216,8 +216,8 @@ class TorchRows(RowSet):
         """Return ``[N]`` bool, True for each id whose row is in the set, see :meth:`RowSet.contains`."""
         return self._marks.index_select(0, within(ids, self.num_rows))
 
-    def absorb(self, other: Self) -> None:
-        """Add all rows of another set, see :meth:`RowSet.absorb`."""
+    def merge(self, other: Self) -> None:
+        """Add all rows of another set, see :meth:`RowSet.merge`."""
         self._marks |= other._marks
 
     def scan(self) -> Tensor:

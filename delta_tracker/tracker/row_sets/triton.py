@@ -148,8 +148,8 @@ class TritonRows(RowSet):
         ids = within(ids, self.num_rows)
         return (self._words[ids >> 5] >> (ids & 31)) & 1 != 0
 
-    def absorb(self, other: Self) -> None:
-        """Add all rows of another set, see :meth:`RowSet.absorb`."""
+    def merge(self, other: Self) -> None:
+        """Add all rows of another set, see :meth:`RowSet.merge`."""
         self._words |= other._words
         self._summary |= other._summary
 

@@ -21,7 +21,7 @@ from delta_tracker.rows import ChangedRows, put_pieces, to_device
 from delta_tracker.tracker.row_sets.engines import choose_engine, is_engine_fault, retried
 from delta_tracker.tracker.row_sets.row_set import RowSet
 from delta_tracker.tracker.row_sets.torch import TorchRows
-from delta_tracker.tracker.store.old_states import DeviceStates, OldStates, ReadStates, settle
+from delta_tracker.tracker.store.old_states import DeviceStates, OldStates, ReadStates, read_row_counts
 
 _logger = logging.getLogger(__name__)
 
@@ -54,9 +54,9 @@ class Segment:
             if newer.states is not None:
                 if self.states is None:
                     self.states = newer.states.empty()
-                self.states.absorb(newer.states, self.rows)
+                self.states.merge(newer.states, self.rows)
                 newer.states = None  # if the next line runs out of memory, the next call moves the rows alone
-            self.rows.absorb(newer.rows)
+            self.rows.merge(newer.rows)
         return self
 
     @property
@@ -210,7 +210,7 @@ class MarkedRows:
             with_states: also return a copy of the old states, if they are kept.
         """
         if with_states and self.pads:
-            settle(self.device_states)
+            read_row_counts(self.device_states)
         rows, segments = self.marked(start, stop)
         return self.found(rows, segments, None if rows is None else rows.scan(), with_states=with_states)
 
@@ -238,7 +238,7 @@ class MarkedRows:
         merged = self._take_set()
         for segment in segments:
             if segment.rows is not None:
-                merged.absorb(segment.rows)
+                merged.merge(segment.rows)
         if extra is not None:
             merged.mark(extra)
         return merged, segments
@@ -299,7 +299,7 @@ class MarkedRows:
     def compact(self, pinned: Collection[int]) -> None:
         """Merge neighboring segments that are not separated by a position in ``pinned``."""
         if self.pads:
-            settle(self.device_states)
+            read_row_counts(self.device_states)
         index = 1
         while index < len(self._segments):
             older, newer = self._segments[index - 1], self._segments[index]

@@ -63,17 +63,17 @@ class OldStates:
         self.pieces += _unmarked(marked, [(ids, states)])
         marked.mark(ids)
 
-    def absorb(self, newer: Self, marked: RowSet) -> None:
+    def merge(self, newer: Self, marked: RowSet) -> None:
         """Add the old states of a newer segment, except for rows in ``marked``. Do not use ``newer`` afterwards.
 
-        Except on the CPU, call :func:`settle` first. Waits for the device.
+        Except on the CPU, call :func:`read_row_counts` first. Waits for the device.
         """
         self.pieces += _unmarked(marked, newer.pieces)  # all or none, because this may run out of memory
 
     def ids(self) -> list[Tensor]:
         """Return the ids of the rows, one tensor for each tensor of :meth:`states`. No id is in two tensors.
 
-        Except on the CPU, call :func:`settle` first.
+        Except on the CPU, call :func:`read_row_counts` first.
         """
         return [ids for ids, _ in self.pieces]
 
@@ -179,11 +179,11 @@ class Block:
         if self._copy is not None and self._copy.is_done:
             lowest, since = int(self._copy.result()), self._appended - self._at_copy
             self._copy = None
-            self.learn(lowest, min(self.highest, lowest + since))
+            self.set_bounds(lowest, min(self.highest, lowest + since))
             if not self.is_open:
                 self.start_copy()
 
-    def learn(self, lowest: int, highest: int) -> None:
+    def set_bounds(self, lowest: int, highest: int) -> None:
         """Set the bounds of the number of rows. Trim a closed block if both bounds are equal."""
         self.lowest, self.highest = lowest, highest
         if self.is_known:
@@ -195,7 +195,7 @@ class Block:
         """Stop accepting new rows. Trim the block if its number of rows is known. Does not wait for the device."""
         if self.is_open:
             self.is_open = False
-            self.learn(self.lowest, self.highest)
+            self.set_bounds(self.lowest, self.highest)
             self.start_copy()
 
     def shrink(self) -> None:
@@ -215,13 +215,13 @@ class Block:
     @property
     def ids(self) -> Tensor:
         """Ids of the rows, ``[N]`` int64. The number of rows must be known."""
-        assert self.is_known, "settled by the caller"
+        assert self.is_known, "known by the caller"
         return self._ids[: self.lowest]
 
     @property
     def states(self) -> Tensor:
         """Old states of the rows, ``[N, S]``, on the device. The number of rows must be known."""
-        assert self.is_known, "settled by the caller"
+        assert self.is_known, "known by the caller"
         if self._states is not None:
             return self._states[: self.lowest]
         assert self._spilled is not None, "the states are on the device or spilled"
@@ -257,10 +257,10 @@ class Block:
 class DeviceStates(OldStates):
     """Known old states of the rows of one segment on a device, in blocks.
 
-    No method waits for the device, except :meth:`absorb`. In addition to the stored rows, one open block takes memory:
+    No method waits for the device, except :meth:`merge`. In addition to the stored rows, one open block takes memory:
     enough for two batches of ids and at least 1 MiB, but never more than ``R`` rows need. It is closed when the next
     batch might not fit. A closed block is trimmed to the size of its rows once the host knows their number: on CUDA,
-    usually one or two batches later; on other devices, at the next :func:`settle`.
+    usually one or two batches later; on other devices, at the next :func:`read_row_counts`.
 
     Args:
         num_rows: ``R``.
@@ -273,7 +273,7 @@ class DeviceStates(OldStates):
         self._pending: list[Block] = []  # blocks that have to be polled
         self._resident: deque[Block] = deque()  # oldest first
         self._resident_bytes = 0
-        self._num_settled = self._settled_bytes = 0  # rows and bytes of the blocks that are not pending
+        self._num_known = self._known_bytes = 0  # rows and bytes of the blocks that are not pending
         self._holds_all = False  # True if the open block has room for all rows that may still be marked
 
     def empty(self) -> "DeviceStates":
@@ -324,13 +324,13 @@ class DeviceStates(OldStates):
         """Update the blocks from copies that are complete, and trim or free their memory. Does not wait."""
         for block in self._pending:
             block.poll()
-        self._sort()
+        self._update_totals()
 
     def close(self) -> None:
         """Close the open block. The next :meth:`append` starts a new block."""
         if self._blocks:
             self._blocks[-1].close()
-            self._sort()
+            self._update_totals()
 
     def shrink(self) -> None:
         """Free the unused memory of the open block."""
@@ -350,16 +350,16 @@ class DeviceStates(OldStates):
             if block.is_resident:  # False if an earlier call was interrupted in the next statements
                 block.spill()
             # In one statement, so that no row is counted twice: rows beyond their number are not marked.
-            self._resident, self._pending, self._resident_bytes, self._num_settled, self._settled_bytes = (
+            self._resident, self._pending, self._resident_bytes, self._num_known, self._known_bytes = (
                 deque(list(self._resident)[1:]),
                 [*self._pending, block],
                 self._resident_bytes - num_bytes,
-                self._num_settled - block.lowest,
-                self._settled_bytes - num_bytes,
+                self._num_known - block.lowest,
+                self._known_bytes - num_bytes,
             )
         return self._resident_bytes
 
-    def absorb(self, newer: Self, marked: RowSet) -> None:
+    def merge(self, newer: Self, marked: RowSet) -> None:
         """Add the old states of a newer segment, except for rows in ``marked``. Waits for the device once."""
         self.close()
         newer.close()
@@ -377,14 +377,14 @@ class DeviceStates(OldStates):
                     kept.append(block)
         newer._blocks, self._blocks = [], self._blocks + kept  # in one statement, so that no block is moved twice
         self._pending += kept
-        self._sort()
+        self._update_totals()
 
     def ids(self) -> list[Tensor]:
-        """Return the ids of the rows, one tensor for each block. Call :func:`settle` first."""
+        """Return the ids of the rows, one tensor for each block. Call :func:`read_row_counts` first."""
         return [block.ids for block in self._blocks]
 
     def states(self) -> Iterator[Tensor]:
-        """Yield the old states on the device, in the order of :meth:`ids`. Call :func:`settle` first.
+        """Yield the old states on the device, in the order of :meth:`ids`. Call :func:`read_row_counts` first.
 
         The iterator copies each spilled block to the device when it yields the block, and does not keep the copy.
         """
@@ -398,11 +398,11 @@ class DeviceStates(OldStates):
     @property
     def num_bytes(self) -> int:
         """Size in bytes of the memory on the device and of the copies in host memory."""
-        return self._settled_bytes + sum(block.num_bytes for block in self._pending)
+        return self._known_bytes + sum(block.num_bytes for block in self._pending)
 
     @property
     def _lowest(self) -> int:
-        return self._num_settled + sum(block.lowest for block in self._pending)
+        return self._num_known + sum(block.lowest for block in self._pending)
 
     def _room(self, num_ids: int, ids: Tensor, states: Tensor) -> Block:
         """Return an open block with room for ``num_ids`` rows, or for all rows that may still be marked."""
@@ -420,28 +420,28 @@ class DeviceStates(OldStates):
         self._blocks, self._pending = [*self._blocks, block], [*self._pending, block]
         return block
 
-    def _sort(self) -> None:
+    def _update_totals(self) -> None:
         """Remove blocks that no longer need polling from the pending blocks, and add their sizes to the totals."""
-        settled = [block for block in self._pending if not block.is_pending]
-        if settled:
-            resident = [block for block in settled if block.is_resident]
+        known = [block for block in self._pending if not block.is_pending]
+        if known:
+            resident = [block for block in known if block.is_resident]
             # In one statement, so that no row is counted twice: rows beyond their number are not marked.
-            self._pending, self._num_settled, self._settled_bytes, self._resident, self._resident_bytes = (
+            self._pending, self._num_known, self._known_bytes, self._resident, self._resident_bytes = (
                 [block for block in self._pending if block.is_pending],
-                self._num_settled + sum(block.lowest for block in settled),
-                self._settled_bytes + sum(block.num_bytes for block in settled),
+                self._num_known + sum(block.lowest for block in known),
+                self._known_bytes + sum(block.num_bytes for block in known),
                 deque([*self._resident, *resident]),
                 self._resident_bytes + sum(block.num_bytes for block in resident),
             )
 
 
-def settle(segments: Iterable[DeviceStates]) -> None:
+def read_row_counts(segments: Iterable[DeviceStates]) -> None:
     """Read the unknown numbers of rows of all blocks of several segments. Waits for the device at most once."""
     segments = list(segments)
     blocks = [block for states in segments for block in states.unknown]
     if blocks:
         counts: list[int] = torch.cat([block.count for block in blocks]).tolist()
         for block, count in zip(blocks, counts, strict=True):
-            block.learn(count, count)
+            block.set_bounds(count, count)
     for states in segments:
         states.poll()

@@ -104,7 +104,7 @@ class OwnerStore(MarkedRows):
         every = torch.arange(self.num_rows, device=self.device)
         self.mark(every, states=torch.full_like(every, NO_OWNER).unsqueeze(1))
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Drop all marked slots and replace the copy with the current owners."""
         self.delete(None)
         self._read_all()

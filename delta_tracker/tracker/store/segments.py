@@ -124,7 +124,7 @@ class SegmentStore(MarkedRows):
         if self._was_written is not None:
             self._was_written()
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Drop all marked rows and ignore all earlier writes, except writes in progress."""
         self.acknowledge_writes()
         self._has_unmarked = False

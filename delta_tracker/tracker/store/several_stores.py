@@ -15,7 +15,7 @@ from delta_tracker.rows import ChangedRows
 from delta_tracker.tracker.row_sets.engines import retried
 from delta_tracker.tracker.row_sets.row_set import RowSet
 from delta_tracker.tracker.store.marked_rows import whole_numbers
-from delta_tracker.tracker.store.old_states import settle
+from delta_tracker.tracker.store.old_states import read_row_counts
 from delta_tracker.tracker.store.segments import SegmentStore
 
 _Result = TypeVar("_Result")
@@ -52,7 +52,7 @@ def changed_in_each(
 ) -> dict[str, ChangedRows]:
     """Return the result of :meth:`SegmentStore.changed` for each store. Stores on the CPU are not supported."""
     if with_states:
-        settle(states for store in stores.values() for states in store.device_states)
+        read_row_counts(states for store in stores.values() for states in store.device_states)
     marked = {name: store.marked(start, stop) for name, store in stores.items()}
     scanned = _together(marked, lambda engine, sets: engine.scan_each(sets))
     return {fqn: store.found(*marked[fqn], scanned.get(fqn), with_states=with_states) for fqn, store in stores.items()}

@@ -73,9 +73,9 @@ class ShadowStore(SegmentStore):
             for ids in torch.split(changed, _CHUNK_ROWS):
                 put_pieces(self.copy, ids, [self._read_rows(ids)])
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Drop all marked rows and replace the copy with the current rows."""
-        super().forget()
+        super().reset()
         self.copy = self._read_rows(None)
 
 
