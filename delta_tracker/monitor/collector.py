@@ -63,13 +63,13 @@ class Collector:
         self._thread: threading.Thread | None = None
 
     def after_fork(self) -> None:
-        """Call ``forget()`` on each sink, then remove all sinks. Called in a forked child.
+        """Call ``after_fork()`` on each sink, then remove all sinks. Called in a forked child.
 
         Exceptions are counted but not logged: a thread of the parent may have held a lock of the logging module.
         """
         for sink in (sink_queue.sink for sink_queue in self._sinks):
             try:
-                sink.forget()
+                sink.after_fork()
             except Exception:  # noqa: BLE001  user code; counted
                 self._metrics.outlet_errors.cell(outlet=sink.name).add(1)
         self.reset()

@@ -56,7 +56,7 @@ class SinkWriter(Forkable):
     """
 
     is_reading = False  # lookups read the row store
-    specs: Mapping[str, str] | None = None
+    spec_texts: Mapping[str, str] | None = None
     differences = ()  # a version with other tables is rejected: no row may be older than the stored version
 
     def __init__(self, sink: RowSink, gauges: PredictorGauges, choice: TableChoice) -> None:
@@ -75,7 +75,7 @@ class SinkWriter(Forkable):
         if held.version is None or held.applying is not None or held.is_settling or state == held:
             return  # the log of owners of an interrupted version must not be cleared
         self._is_known = False
-        self._sink.settle(state)
+        self._sink.clear_owner_log(state)
         self._hold(state)
         self._is_known = True
 
@@ -239,7 +239,7 @@ class SinkWriter(Forkable):
             if logged:
                 self._undo(state, fqn, torch.cat(logged).unique())  # type: ignore[no-untyped-call]
         if has_log:
-            self._sink.settle(state)
+            self._sink.clear_owner_log(state)
         return state
 
     def _undo(self, state: SinkState, fqn: str, raw_ids: Tensor) -> None:
@@ -264,7 +264,7 @@ class SinkWriter(Forkable):
             if former:
                 self._sink.delete_defaults(state.stream, fqn, torch.tensor(former))
         settled = replace(state, is_settling=False, default_slots=defaults)
-        self._sink.settle(settled)
+        self._sink.clear_owner_log(settled)
         return settled
 
 

@@ -151,7 +151,7 @@ class LmdbSink(RowSink):
         self._change({state_key(state.stream): state.to_json(), CURRENT: state.stream.encode()})
         self._commit()
 
-    def settle(self, state: SinkState) -> None:
+    def clear_owner_log(self, state: SinkState) -> None:
         for table in state.identities:
             end = self._log_end(state.stream, table)
             self._change({_log_key(state.stream, table, number): None for number in range(end)})

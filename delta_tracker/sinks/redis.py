@@ -202,7 +202,7 @@ class RedisSink(RowSink):
         stream = state.stream
         self._run(("MSET", self._key(stream, "state"), state.to_json(), self._key("current"), stream))
 
-    def settle(self, state: SinkState) -> None:
+    def clear_owner_log(self, state: SinkState) -> None:
         logs = [("UNLINK", self._key(state.stream, "l", table)) for table in state.identities]
         self._run(*logs, ("SET", self._key(state.stream, "state"), state.to_json()))
 

@@ -27,7 +27,7 @@ class SinkState(Written):
     Inherited fields are described in :class:`~delta_tracker.stream.reading.position.Written`.
 
     Args:
-        is_settling: True if ``version`` is complete, but :meth:`RowSink.settle` still has to be called. Owners
+        is_settling: True if ``version`` is complete, but :meth:`RowSink.clear_owner_log` still has to be called. Owners
             may then be in the log but not in the stored map, and default rows of previous buckets may still be stored.
         tables: size and dtype of each table by FQN.
         identities: buckets of raw ids as of ``version``, by FQN of each table with raw ids.
@@ -110,7 +110,7 @@ class RowSink(Protocol):
     2. For each version: :meth:`begin`; :meth:`log_owners` for tables with raw ids; :meth:`write` and
        :meth:`write_defaults`; :meth:`delete` for raw ids that own no row after the version; :meth:`finish`.
     3. After :meth:`finish`, if owners or default rows changed: :meth:`set_owners`, :meth:`delete_defaults` and
-       :meth:`settle`.
+       :meth:`clear_owner_log`.
 
     Calls must become durable in the order in which they are made: after a crash of the writer or of the store, the
     store contains the effects of all calls up to some point. The effects of the last call may be partial, except that
@@ -202,7 +202,7 @@ class RowSink(Protocol):
         When the call returns, the version is as durable as the settings of the store permit.
         """
 
-    def settle(self, state: SinkState) -> None:
+    def clear_owner_log(self, state: SinkState) -> None:
         """Clear the owner log of each table of the stream, then store ``state``. Does not change the current stream."""
 
     def remove(self, stream: str) -> None:

@@ -118,7 +118,7 @@ class SqliteSink(RowSink):
         self._all("INSERT OR REPLACE INTO current VALUES (0, ?)", state.stream)
         self._all("COMMIT")
 
-    def settle(self, state: SinkState) -> None:
+    def clear_owner_log(self, state: SinkState) -> None:
         self._all("DELETE FROM log WHERE stream = ?", state.stream)
         self.begin(state)
 

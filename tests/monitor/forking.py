@@ -39,7 +39,7 @@ class _Unforgetting(Sink):
     def deliver(self, collection) -> None:
         del collection
 
-    def forget(self) -> None:
+    def after_fork(self) -> None:
         raise RuntimeError("on purpose")
 
 

@@ -19,7 +19,7 @@ class Kept(Sink):
     def close(self) -> None:
         self.is_closed = True
 
-    def forget(self) -> None:
+    def after_fork(self) -> None:
         self.was_forgotten = True
 
     def windows(self, name: str) -> list[WindowReport]:

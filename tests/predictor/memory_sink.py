@@ -150,7 +150,7 @@ class MemorySink(RowSink):
         self.stored.states[state.stream], self.stored.current = state.to_json(), state.stream
         self._done()
 
-    def settle(self, state: SinkState) -> None:
+    def clear_owner_log(self, state: SinkState) -> None:
         self._check()
         for stream, table in list(self.stored.log):
             if stream == state.stream:

@@ -39,6 +39,8 @@ _REMOVED = {
     "Retention(heartbeat_seconds)",
     "Retention.orphan_seconds",
     "Retention(orphan_seconds)",
+    "RowSink.settle",
+    "RowSink.settle(state)",
     "Upkeep.has_passes",
     "delta-tracker demo --every",
     "delta-tracker demo --json",

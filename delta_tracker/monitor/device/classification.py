@@ -74,7 +74,7 @@ class DeviceClassification(DeviceState):
         indices = torch.where(is_class, indices, rejected).reshape(-1)
         self._add(indices.device, torch.ones_like(indices, dtype=sum_dtype(indices.device)), indices)
 
-    def absorb(self, growth: list[float], epoch_end: EpochEnd | None) -> None:
+    def record_growth(self, growth: list[float], epoch_end: EpochEnd | None) -> None:
         """Add ``growth`` to the counts of the epoch, and set the gauges. If ``epoch_end`` is set, reset the counts."""
         self._sums = [old + new for old, new in zip(self._sums, growth, strict=True)]
         if growth[-1]:
@@ -101,7 +101,7 @@ class DeviceClassification(DeviceState):
         f1 = sum(2 * hit / (said + there) for hit, said, there in rows) / len(rows)
         return {"accuracy": recall, "precision": precision, "recall": recall, "f1": f1}
 
-    def forget(self) -> None:
+    def after_fork(self) -> None:
         """Reset all counts to 0. Called in a forked child."""
-        super().forget()
+        super().after_fork()
         self._sums = [0.0] * len(self._sums)

@@ -57,13 +57,13 @@ class DeviceState(ABC):
             self._reader.deleted.append(self)
 
     @abstractmethod
-    def absorb(self, growth: list[float], epoch_end: EpochEnd | None) -> None:
+    def record_growth(self, growth: list[float], epoch_end: EpochEnd | None) -> None:
         """Record the growth of the ``K`` sums between two readings on one device. Called in threads of the library.
 
         ``epoch_end`` is the step and epoch number if the second reading was started at an epoch's end; None otherwise.
         """
 
-    def forget(self) -> None:
+    def after_fork(self) -> None:
         """Discard the sums of all devices. Called in a forked child."""
         self._vectors, self._seen = {}, {}
         self._fence = StreamFence(self._vectors.values)
@@ -175,7 +175,7 @@ class DeviceReader(MetricSource):
                 if not wait and self._copies[0].numbers.is_running:
                     return False
                 numbers: list[float] = self._copies[0].numbers.result().tolist()
-                self._absorb(self._copies.pop(0), numbers)
+                self._record_copy(self._copies.pop(0), numbers)
             return True
 
     def after_fork(self) -> None:
@@ -184,7 +184,7 @@ class DeviceReader(MetricSource):
         self._copies = []
         self.deleted.clear()
         for state in self._alive():
-            state.forget()
+            state.after_fork()
 
     def _alive(self) -> list[DeviceState]:
         """Return the states that were not deleted, and remove the deleted ones from the list of states."""
@@ -192,7 +192,7 @@ class DeviceReader(MetricSource):
         self._states = [weakref.ref(state) for state in found]
         return found
 
-    def _absorb(self, copy: _Copy, numbers: list[float]) -> None:
+    def _record_copy(self, copy: _Copy, numbers: list[float]) -> None:
         begin = 0
         for state in copy.parts:
             now = numbers[begin : begin + state.num_sums]
@@ -200,7 +200,7 @@ class DeviceReader(MetricSource):
             before = state._seen.get(copy.device)  # noqa: SLF001  reader and state share their fields
             state._seen[copy.device] = now  # noqa: SLF001
             growth = now if before is None else [new - old for new, old in zip(now, before, strict=True)]
-            state.absorb(growth, copy.epoch_end)
+            state.record_growth(growth, copy.epoch_end)
 
 
 def _start_copy(vectors: Sequence[Tensor], stream: Any) -> HostCopy:  # noqa: ANN401  torch's stubs lack it

@@ -108,7 +108,7 @@ class _DeviceStat(DeviceState):
         result.num_rejected = round(num_values) - result.count
         return result
 
-    def absorb(self, growth: list[float], epoch_end: EpochEnd | None) -> None:
+    def record_growth(self, growth: list[float], epoch_end: EpochEnd | None) -> None:
         """Record the values added between two readings of the sums."""
         self._cell.merge(self.figures(growth))
         if epoch_end is not None:

@@ -17,7 +17,7 @@ class Sink(ABC):
 
     The collector calls :meth:`deliver` with each collection, in order, one call at a time, in threads of the library.
     After the last collection, it calls :meth:`close`, even if no collection was delivered. In a forked child, only
-    :meth:`forget` is called.
+    :meth:`after_fork` is called.
 
     If a call raises, the error is counted, and the sink is not called for at least 10 seconds. Only the first error of
     a sink is logged. The next collection contains the undelivered windows and events again, so a sink should write a
@@ -41,7 +41,7 @@ class Sink(ABC):
     def close(self) -> None:  # noqa: B027  many sinks have nothing to close
         """Flush pending data and release resources. Called once."""
 
-    def forget(self) -> None:  # noqa: B027
+    def after_fork(self) -> None:  # noqa: B027
         """Release resources shared with the parent process, without writing. Called in a forked child."""
 
 
@@ -84,4 +84,4 @@ class FileSink(Sink):
         """Close the file without writing. No-op if already closed. Safe in a forked child."""
         self._file.close()
 
-    forget = close  # not the close() of a subclass, which may write
+    after_fork = close  # not the close() of a subclass, which may write

@@ -95,7 +95,7 @@ class PrometheusSink(_TotalsSink):
         self._thread.join()
         self._server.server_close()
 
-    def forget(self) -> None:
+    def after_fork(self) -> None:
         """Close the inherited socket, which would otherwise keep the port in use. Called in a forked child."""
         self._server.socket.close()
 
