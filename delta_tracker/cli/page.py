@@ -141,14 +141,14 @@ def bars(slots: Sequence[Slot], heights: Sequence[float], below: Sequence[float]
     return "".join(steps)
 
 
-def slots_of(spans: Sequence[tuple[float, float]], usual: float) -> list[Slot]:
+def chart_slots(spans: Sequence[tuple[float, float]], usual: float) -> list[Slot]:
     """Return the slot of each span on an axis, such as a time axis. Spans are ascending pairs of begin and end.
 
     A slot ends at the end of its span. It begins where the previous slot ends, but not more than ``usual`` before its
     span begins, so long intervals without spans remain empty. The width of a slot is at least 0.2 %.
 
     Example:
-        >>> [(slot.left, slot.width) for slot in slots_of([(10.0, 10.0), (20.0, 20.0), (50.0, 50.0)], 10.0)]
+        >>> [(slot.left, slot.width) for slot in chart_slots([(10.0, 10.0), (20.0, 20.0), (50.0, 50.0)], 10.0)]
         [(0.0, 20.0), (20.0, 20.0), (80.0, 20.0)]
     """
     low = spans[0][0] - usual
@@ -175,7 +175,7 @@ def _over_time(bins: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """
     pauses = sorted(each["gap_seconds"] / each["gaps"] for each in bins if each["gaps"])
     usual = pauses[len(pauses) // 2] if pauses else _MINUTE
-    slots = slots_of([(each["begin"], each["end"]) for each in bins], usual)
+    slots = chart_slots([(each["begin"], each["end"]) for each in bins], usual)
     marks = {
         "snapshot": [slot.left + slot.width / 2 for each, slot in zip(bins, slots, strict=True) if each["snapshots"]],
         "restart": [slot.left for each, slot in zip(bins, slots, strict=True) if each["restarts"]],

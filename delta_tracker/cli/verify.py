@@ -105,7 +105,7 @@ class _Owners:
             ids = slice(*rows.block.rows) if rows.ids is None else rows.ids.clone()
             self._new.append((rows.block.table, ids, rows.owners(0, rows.block.num_rows)[:, 0].clone()))
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Discard all raw ids. The check resumes at the next snapshot. Call this for a missing or damaged version."""
         self._held, self._new = {}, []
 
@@ -119,13 +119,13 @@ class _Owners:
         new = sorted(self._new, key=lambda each: isinstance(each[1], Tensor))  # whole blocks before listed rows
         self._new = []
         if not is_whole:
-            self.forget()
+            self.clear()
             return
         if manifest.kind == "snapshot":
             self._identities = manifest.identities
             self._held = {fqn: torch.full((each.num_rows,), NO_OWNER) for fqn, each in self._identities.items()}
         elif self._held and manifest.identities != self._identities:
-            self.forget()
+            self.clear()
             yield "its buckets of raw ids are not those of its predecessor, but it is no snapshot"
             return
         changed: dict[str, list[Tensor]] = {}
@@ -206,7 +206,7 @@ class _Check:
             complete = max(complete, version)
             if before is None or before.version != version - 1:
                 before = None
-                self._owners.forget()
+                self._owners.clear()
             if isinstance(manifest, MalformedError):
                 self._find(manifest.path, manifest.reason, version)
             elif manifest is not None:

@@ -84,7 +84,7 @@ class Follower(Forkable):
         lock: lock that any thread must hold while it applies a version.
     """
 
-    def __init__(self, reader: Reader, heartbeats: "Heartbeats | None") -> None:
+    def __init__(self, reader: Reader, heartbeats: "PredictorHeartbeats | None") -> None:
         self.error: Exception | None = None
         self.lock = threading.Lock()
         self._reader = reader
@@ -333,7 +333,7 @@ class Follower(Forkable):
             is_hinted = hints.wait(position.stream, position.version, min(left, _BEAT_SECONDS))
             if hints.num_failures != num_failures:
                 num_failures = hints.num_failures
-                schedule.distrust()
+                schedule.hints_failed()
             if is_hinted:
                 schedule.hinted()
                 return
@@ -394,7 +394,7 @@ def _described(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}{where}"
 
 
-class Heartbeats:
+class PredictorHeartbeats:
     """Writer of a predictor's heartbeats to ``given`` or, if it is None, to the first writable store of ``reader``."""
 
     def __init__(self, reader: Reader, name: str, given: Location | None) -> None:

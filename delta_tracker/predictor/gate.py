@@ -67,7 +67,7 @@ class GateKeeper:
         check_count("version", version, 0)
         self._accepted.add(version)
 
-    def recall(self, manifest: Manifest) -> None:
+    def check_not_held(self, manifest: Manifest) -> None:
         """Raise HeldVersionError if the version or a version merged into it is held. Does not read rows."""
         if manifest.version in self._accepted:
             return

@@ -17,7 +17,7 @@ OnModelChange = Literal["stop", "continue"]
 MISSING = "missing"
 
 
-def specs_of(tables: Mapping[str, TableSpec], targets: Mapping[str, RowTarget]) -> dict[str, TableSpec]:
+def served_specs(tables: Mapping[str, TableSpec], targets: Mapping[str, RowTarget]) -> dict[str, TableSpec]:
     """Return the model's size and dtype of each table in ``tables`` and ``targets``, by name in the stream."""
     return {
         fqn: TableSpec(fqn, target.num_rows, target.dim, target.dtype or table.dtype)
@@ -26,8 +26,8 @@ def specs_of(tables: Mapping[str, TableSpec], targets: Mapping[str, RowTarget]) 
     }
 
 
-def stated(specs: Mapping[str, TableSpec | DenseSpec], with_raw_ids: Collection[str]) -> dict[str, str]:
-    """Return the text of each spec by name, with the suffix ``with raw ids`` for the tables in ``with_raw_ids``."""
+def spec_texts(specs: Mapping[str, TableSpec | DenseSpec], with_raw_ids: Collection[str]) -> dict[str, str]:
+    """Return each spec as text, by name, with the suffix ``with raw ids`` for the tables in ``with_raw_ids``."""
     return {name: f"{spec}{' with raw ids' if name in with_raw_ids else ''}" for name, spec in specs.items()}
 
 

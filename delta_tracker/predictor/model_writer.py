@@ -18,7 +18,7 @@ from delta_tracker.predictor.identities import (
     version_owners,
 )
 from delta_tracker.predictor.lock import TableFence, TableLock
-from delta_tracker.predictor.model_fit import MISSING, difference, stated
+from delta_tracker.predictor.model_fit import MISSING, difference, spec_texts
 from delta_tracker.predictor.placement import Chunk, Placement
 from delta_tracker.predictor.predictor_gauges import PredictorGauges
 from delta_tracker.predictor.served_model import ModelTarget, Receiver, ServedModel
@@ -56,8 +56,8 @@ class ModelWriter:
         written: versions that were written. While the predictor changes to another stream, these are the versions of
             the former stream, and ``is_mixed`` is True.
         position: stream position of the tables; None before the first version.
-        specs: size in the model of each table and dense tensor of the applied versions, by name in the stream; None if
-            these sizes are unknown.
+        spec_texts: spec in the model of each table and dense tensor of the applied versions, as text, by name in the
+            stream; None if unknown.
         differences: sentences about differences between the model and the last version; see :class:`Status`.
         resolve, notice_move: methods of the :class:`ServedModel`.
     """
@@ -73,7 +73,7 @@ class ModelWriter:
         self.position: Position | None = None
         self._has_newer_rows = False  # rows that were saved after the position, until a snapshot replaces them
         self._applying: int | None = None  # last version of which rows were written, until it is complete
-        self.specs: Mapping[str, str] | None = None
+        self.spec_texts: Mapping[str, str] | None = None
         self.differences: tuple[str, ...] = ()
 
     @property
@@ -112,9 +112,9 @@ class ModelWriter:
         Rows of applied versions are then missing, and only a snapshot can be applied next. ``manifest`` is the delta
         after the position or the entry at the position. ``receiver`` is the result of ``resolve(manifest)``, if known.
         """
-        own, held = self.model.specs(manifest) if receiver is None else receiver.specs, self.specs
+        own, held = self.model.spec_texts(manifest) if receiver is None else receiver.spec_texts, self.spec_texts
         if held is None and not self.model.continues:  # saved without sizes: all that the stream has fitted
-            held = stated({**manifest.dense, **manifest.tables}, manifest.identities)
+            held = spec_texts({**manifest.dense, **manifest.tables}, manifest.identities)
         changed = [
             f"{name!r} was {held[name]} and is {own[name]}"
             for name in own
@@ -154,7 +154,7 @@ class ModelWriter:
             self._map(change)
         with self.lock.writing(), self.fence.writing():
             receiver.write_dense(contents)
-            if manifest.kind != "claim" and receiver.specs is not self.specs:
+            if manifest.kind != "claim" and receiver.spec_texts is not self.spec_texts:
                 self._compare(receiver)
             self._has_newer_rows = self._has_newer_rows and manifest.kind != "snapshot"
             self._hold(begun.finished(manifest))
@@ -182,8 +182,8 @@ class ModelWriter:
             fields = {name: getattr(written, name) for name in _Saved.__struct_fields__}
             position = msgspec.to_builtins(_Saved(**{**fields, "created": written.saved_created}))
             # Also after a load, because a predictor that continued may have saved them.
-            if self.specs is not None and (self.model.continues or self.manifest is None):
-                position["model"] = msgspec.json.encode(self.specs).decode()
+            if self.spec_texts is not None and (self.model.continues or self.manifest is None):
+                position["model"] = msgspec.json.encode(self.spec_texts).decode()
         # Without a position too: until the snapshot is applied, unknown raw ids read the default rows of these buckets.
         if self.identities:
             position["identities"] = msgspec.json.encode(self.identities).decode()
@@ -204,24 +204,27 @@ class ModelWriter:
                 with self.fence.writing():
                     adopt_saved(identities, self.model.raw_ids())
             self.identities = identities
-            self.manifest, self.specs, self.differences = None, specs, ()
+            self.manifest, self.spec_texts, self.differences = None, specs, ()
             self._has_newer_rows, self._applying, self.lock.is_torn = True, None, False
             self._hold(written)
 
     def _compare(self, receiver: Receiver) -> None:
         """Record and log the differences between the model and the version that was written."""
-        held = self.specs or {}
+        held = self.spec_texts or {}
         found = [] if receiver.fit is None else list(receiver.fit.differences.values())
         found += [
             f"{difference(kind, name, MISSING, spec)}: it keeps its values"
             for name, spec in held.items()
-            if spec != MISSING and name not in receiver.specs and (kind := self.model.kind_of(name, receiver))
+            if spec != MISSING and name not in receiver.spec_texts and (kind := self.model.kind_of(name, receiver))
         ]
         for each in found:
             if each not in self.differences:
                 _logger.warning("the model differs from the stream: %s", each)
-        others = held.keys() - receiver.specs
-        self.differences, self.specs = tuple(found), {**held, **receiver.specs} if others else receiver.specs
+        others = held.keys() - receiver.spec_texts
+        self.differences, self.spec_texts = (
+            tuple(found),
+            {**held, **receiver.spec_texts} if others else receiver.spec_texts,
+        )
 
     def _unmap(self, changes: Sequence[OwnerChange], default_rows: Iterable[Chunk]) -> None:
         """Unmap the raw ids of all rows whose owner changes. The caller must hold the lock for writing."""

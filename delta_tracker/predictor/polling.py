@@ -88,7 +88,7 @@ class PollSchedule:
         """Record that a hint ended the last wait."""
         self._hinted = self._runtime.monotonic()
 
-    def distrust(self) -> None:
+    def hints_failed(self) -> None:
         """Record that the notifier failed and that hints may be missing."""
         self._num_right, self._hinted = 0, None
 
@@ -96,7 +96,7 @@ class PollSchedule:
         """Record that a poll found no version. Return the seconds to wait before the next poll."""
         self._is_moving = False
         if self._hinted is not None and not self._is_delayed_hint:
-            self.distrust()  # the hint was wrong
+            self.hints_failed()  # the hint was wrong
         seconds = self.seconds
         if self._runtime.monotonic() - self._moved > max(_LEAST_IDLE_SECONDS, 2 * self._between):
             self._current = min(self._longest, max(2 * self._current, _LEAST_PAUSE_SECONDS))

@@ -15,7 +15,7 @@ from delta_tracker.errors import InvalidArgumentError, WaitTimeoutError
 from delta_tracker.live_objects import Uncopied
 from delta_tracker.monitor.monitor import Monitor
 from delta_tracker.monitor.recorder import Recorder
-from delta_tracker.predictor.follower import Follower, Heartbeats, lag
+from delta_tracker.predictor.follower import Follower, PredictorHeartbeats, lag
 from delta_tracker.predictor.gate import Gate, GateKeeper
 from delta_tracker.predictor.model_writer import ModelWriter
 from delta_tracker.predictor.predictor_gauges import PredictorGauges
@@ -154,7 +154,7 @@ class Predictor(Uncopied, remedy="Save or copy its state_dict()"):
             skips_versions=rollout.gate is None or rollout.gate.max_drift is None,
             runtime=runtime,
         )
-        beats = None if name is None else Heartbeats(self._reader, name, heartbeats)
+        beats = None if name is None else PredictorHeartbeats(self._reader, name, heartbeats)
         self._follower = Follower(self._reader, beats)
         self._gauges.begin(self._reader.storage.url, FAULTS, self._gate)
 

@@ -13,7 +13,7 @@ from delta_tracker.arguments import check_count, check_switch, refuses_unknown
 from delta_tracker.errors import InvalidArgumentError, ModelMismatchError
 from delta_tracker.live_objects import num_announced, trained_memory
 from delta_tracker.predictor.identities import check_hidden, check_indexes, check_maps, find_maps
-from delta_tracker.predictor.model_fit import MISSING, Fit, OnModelChange, fit, specs_of, stated
+from delta_tracker.predictor.model_fit import MISSING, Fit, OnModelChange, fit, served_specs, spec_texts
 from delta_tracker.predictor.placement import Placement, placements
 from delta_tracker.raw_ids import RawIdMap
 from delta_tracker.raw_ids.index import RawIdIndex
@@ -172,7 +172,7 @@ class ServedModel:
         found, entry = None, manifest
         if self.continues:
             dense = self._dense_specs(manifest) if self._takes_dense else None
-            found = fit(manifest, specs_of(manifest.tables, targets), dense, {fqn for fqn in maps if maps[fqn]})
+            found = fit(manifest, served_specs(manifest.tables, targets), dense, {fqn for fqn in maps if maps[fqn]})
             entry = found.narrowed(manifest) if found.tables else manifest  # the checks below reject one without any
         check_targets(entry, targets)
         _refuse_trained({fqn: targets[fqn] for fqn in entry.tables}, trained_memory())
@@ -181,7 +181,7 @@ class ServedModel:
         if maps or manifest.identities:
             check_hidden(entry, self._hidden, self._names)
             check_maps(entry, maps)
-        return Receiver(targets, self._dense(entry.dense), maps, found, self.specs(manifest, targets))
+        return Receiver(targets, self._dense(entry.dense), maps, found, self.spec_texts(manifest, targets))
 
     def _targets(self, manifest: Manifest) -> dict[str, RowTarget]:
         tables = find_targets(self._model)
@@ -194,14 +194,14 @@ class ServedModel:
         found = {name: held[own] for name in manifest.dense if (own := self._names.get(name, name)) in held}
         return {name: DenseSpec(each.dtype, tuple(each.shape)) for name, each in found.items()}
 
-    def specs(self, manifest: Manifest, targets: Mapping[str, RowTarget] | None = None) -> dict[str, str]:
-        """Return the model's size of each table and dense tensor of a version, or ``missing`` if the model lacks it."""
-        tables = specs_of(manifest.tables, self._targets(manifest) if targets is None else targets)
+    def spec_texts(self, manifest: Manifest, targets: Mapping[str, RowTarget] | None = None) -> dict[str, str]:
+        """Return the model's spec of each table and dense tensor of a version as text; ``missing`` if it has none."""
+        tables = served_specs(manifest.tables, self._targets(manifest) if targets is None else targets)
         maps = self.raw_ids() if self._has_raw_ids else {}
-        found = dict.fromkeys(manifest.tables, MISSING) | stated(tables, {fqn for fqn in maps if maps[fqn]})
+        found = dict.fromkeys(manifest.tables, MISSING) | spec_texts(tables, {fqn for fqn in maps if maps[fqn]})
         if manifest.dense and (self._takes_dense or self.continues):
             dense = self._dense_specs(manifest) if self._takes_dense else {}
-            found |= dict.fromkeys(manifest.dense, MISSING) | stated(dense, ())
+            found |= dict.fromkeys(manifest.dense, MISSING) | spec_texts(dense, ())
         return found
 
     def kind_of(self, name: str, receiver: "Receiver") -> str:
@@ -266,16 +266,16 @@ class ServedModel:
 class Receiver:
     """Tables, dense tensors and mappings of raw ids that one version is written to, by name in the stream.
 
-    ``fit`` is the part of the version to apply; None for the whole version. ``specs`` is the result of
-    :meth:`ServedModel.specs`. ``devices`` are the devices of the tables, dense tensors and mappings. The devices of a
-    custom :class:`RowTarget` are those in its attribute ``devices``, if it has one.
+    ``fit`` is the part of the version to apply; None for the whole version. ``spec_texts`` is the result of
+    :meth:`ServedModel.spec_texts`. ``devices`` are the devices of the tables, dense tensors and mappings. A custom
+    :class:`RowTarget` names its devices in the attribute ``devices``, if it has one.
     """
 
     targets: Mapping[str, RowTarget]
     dense: Mapping[str, Tensor]
     raw_ids: Mapping[str, tuple[RawIdMap, ...]]
     fit: Fit | None = None
-    specs: Mapping[str, str] = field(default_factory=dict)
+    spec_texts: Mapping[str, str] = field(default_factory=dict)
     devices: set[torch.device] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -386,7 +386,7 @@ def check_targets(manifest: Manifest, targets: Mapping[str, RowTarget]) -> None:
         target = targets.get(fqn)
         if target is None:
             raise ModelMismatchError(fqn, str(table), MISSING, sorted(targets))
-        if (own := specs_of({fqn: table}, targets)[fqn]) != table:
+        if (own := served_specs({fqn: table}, targets)[fqn]) != table:
             raise ModelMismatchError(fqn, str(table), str(own))
         ShardSpec(table, target.rows[0], target.rows[1] - target.rows[0], target.columns)
         if isinstance(target, TensorTarget) and target.obstacle:

@@ -57,11 +57,11 @@ class VersionWriter:
             if entry.kind != "delta" or self.keeps_rows(entry):
                 raise
             return False
-        is_compared = entry.kind != "delta" or receiver.specs is self.destination.specs
+        is_compared = entry.kind != "delta" or receiver.spec_texts is self.destination.spec_texts
         if not (is_compared or self.destination.keeps_rows(entry, receiver)):
             return False
         if gate is not None:
-            gate.recall(entry)
+            gate.check_not_held(entry)
         contents = self._contents(entry, narrowed, storage)
         measure = {} if gate is None else gate.check(entry, contents)
         if narrowed is not entry or self.left_out:

@@ -86,7 +86,7 @@ class Delivery:
                     share = self._writer.write(draft)
                     found = self._ended(share, self._commit(draft, share, {}))
                 else:
-                    job, rounds = self.worker.submit(self._writer.write, draft), Rounds(self._group, number)
+                    job, rounds = self.worker.submit(self._writer.write, draft), MessageRounds(self._group, number)
                     found = self._lead(rounds, draft, job) if self._group.rank == 0 else self._send(rounds, job)
             except BaseException as error:  # noqa: BLE001  the training thread waits for an outcome, and reports it
                 found = Outcome(error=self._lost(error))
@@ -108,7 +108,7 @@ class Delivery:
         self._group.close()  # the other ranks notice it at once
         return self._group.lost
 
-    def _lead(self, rounds: "Rounds", draft: Draft | Exception, job: Future[Message]) -> Outcome:
+    def _lead(self, rounds: "MessageRounds", draft: Draft | Exception, job: Future[Message]) -> Outcome:
         """Collect the shares of all ranks, commit the version, and send the outcome. Only rank 0 calls this method."""
         shares: dict[int, bytes] = {}
         commit: Future[Message] | None = None
@@ -129,7 +129,7 @@ class Delivery:
                 raise
         return self._ended(job.result(), commit.result())
 
-    def _send(self, rounds: "Rounds", job: Future[Message]) -> Outcome:
+    def _send(self, rounds: "MessageRounds", job: Future[Message]) -> Outcome:
         is_sent = False
         while True:
             if not is_sent:
@@ -179,7 +179,7 @@ class Delivery:
         return Outcome(error=failure)
 
 
-class Rounds:
+class MessageRounds:
     """Rounds of messages that complete a version: each rank sends a message to rank 0, and rank 0 answers all ranks.
 
     A message with data contains the rank's share of the version. A message without data is a keep-alive from a rank
@@ -237,7 +237,7 @@ class Rounds:
         return data.numpy().tobytes()
 
 
-class Heartbeats:
+class PublisherHeartbeats:
     """Writer of a publisher's heartbeats in a background thread.
 
     A heartbeat is written only when the training thread calls :meth:`beat` or :meth:`wait`. A standby therefore detects

@@ -19,7 +19,7 @@ from delta_tracker.monitor.monitor import Monitor
 from delta_tracker.monitor.recorder import Recorder
 from delta_tracker.publisher.cadence import Cadence, Pace
 from delta_tracker.publisher.coordinator import Coordinator, declared_states
-from delta_tracker.publisher.delivery import Delivery, Heartbeats
+from delta_tracker.publisher.delivery import Delivery, PublisherHeartbeats
 from delta_tracker.publisher.exchange import Ballots, Join, Message, Phase, check_alike
 from delta_tracker.publisher.rank_tables import EncodingChoice, name_encodings
 from delta_tracker.publisher.reports import Reports
@@ -163,7 +163,7 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
                 recorder=recorder,
                 recovery=recovery,
             )
-            failing.callback(reader.close, forgets=False)
+            failing.callback(reader.close, removes_position=False)
             scored = "" if top_k is None or top_k.score is None else " with a score"
             return {
                 "top_k": "no top_k" if top_k is None else f"top_k={replace(top_k, score=None)}{scored}",
@@ -211,7 +211,7 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
             self._closing.append(hints.close)
             beats = None
             if recovery is not None and recovery.heartbeat_seconds is not None and writer.is_first:
-                beats = Heartbeats(writer.storage, recovery.heartbeat_seconds, runtime)
+                beats = PublisherHeartbeats(writer.storage, recovery.heartbeat_seconds, runtime)
                 self._closing.append(beats.close)
             delivery = Delivery(writer, workers, (1 - _PATIENCE) * timeout.total_seconds(), committed, runtime)
             self._closing.append(delivery.close)
@@ -352,7 +352,7 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
             self._checked().land()
         self._versions = None
         if self._reader is not None:
-            self._reader.close(forgets=True)
+            self._reader.close(removes_position=True)
         self._reader = None
         self._free()
 

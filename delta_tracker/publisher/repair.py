@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from delta_tracker.errors import CorruptPartError, InvalidArgumentError, MalformedError, StorageError
-from delta_tracker.predictor.model_fit import MISSING, difference, stated
+from delta_tracker.predictor.model_fit import MISSING, difference, spec_texts
 from delta_tracker.publisher.rank_tables import RankSchema
 from delta_tracker.stream.format.manifest import DenseSpec, Manifest, Schema
 from delta_tracker.stream.format.shard_rows import rows_of
@@ -73,12 +73,12 @@ def rows_to_repair(
 def warn_of_changes(log: StreamLog, claim: Manifest, schema: RankSchema, dense: Mapping[str, Tensor] | None) -> None:
     """Log how the tables and the published ``dense`` tensors differ from those in the stream's newest version."""
     specs = {name: DenseSpec(tensor.dtype, tuple(tensor.shape)) for name, tensor in (dense or {}).items()}
-    own = stated(schema.tables, schema.identities), stated(specs, ())
+    own = spec_texts(schema.tables, schema.identities), spec_texts(specs, ())
     with suppress(MalformedError, StorageError):
         newest = last_with_rows(log, claim)
         if newest is None or newest.kind == "claim":
             return
-        held = stated(newest.tables, newest.identities), {} if dense is None else stated(newest.dense, ())
+        held = spec_texts(newest.tables, newest.identities), {} if dense is None else spec_texts(newest.dense, ())
         for kind, before, after in zip(("table", "dense tensor"), held, own, strict=True):
             for name in sorted(before.keys() | after):
                 if (found := before.get(name, MISSING)) != (given := after.get(name, MISSING)):

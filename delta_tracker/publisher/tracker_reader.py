@@ -138,7 +138,7 @@ class TrackerReader:
 
         if all(vote["knows"] for vote in exchange.exchange(Phase.RESUMING, Message.of(find))) and rows is not None:
             for fqn, ids in rows.items():
-                self.handle.distrust(fqn, ids)
+                self.handle.make_pending(fqn, ids)
             self._has_snapshot = self.is_repairing = True
             if self._training is not None and isinstance(self.handle.note, Mapping):
                 self._training.add(self.handle.position, Position.from_dict(self.handle.note).version)
@@ -262,13 +262,13 @@ class TrackerReader:
         if committed is not None:
             self._note(committed)
 
-    def close(self, *, forgets: bool) -> None:
+    def close(self, *, removes_position: bool) -> None:
         """Release the consumer.
 
-        If ``forgets`` is True, also remove the consumer's stream position from the tracker's state. Pass True to close
-        a publisher, and False if the publisher could not be built.
+        If ``removes_position`` is True, also remove the consumer's stream position from the tracker's state. Pass True
+        to close a publisher, and False if the publisher could not be built.
         """
-        if forgets and not self.handle.is_released:  # an earlier call may have been interrupted
+        if removes_position and not self.handle.is_released:  # an earlier call may have been interrupted
             self.handle.annotate(None)
         if self._meanwhile is not None:  # left by an interrupted call
             self._meanwhile.release()

@@ -207,7 +207,7 @@ class TrainingCuts:
             every = torch.arange(shard.num_rows, device=self._live.state_views(fqn)[0][0].device)
             for handle in (self._handle, meanwhile):
                 if handle is not None:
-                    handle.distrust(fqn, every)
+                    handle.make_pending(fqn, every)
 
     def take(self, published: Collection[str] = ()) -> TakenState:
         """Return the training state of this rank. Call it in the training thread, at the cut of a version.

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeAlias
 from delta_tracker.errors import LostEntryError, NeedsSnapshotError, RankFailedError, RankLostError
 from delta_tracker.publisher.cadence import Pace
 from delta_tracker.publisher.coordinator import Coordinator, Draft
-from delta_tracker.publisher.delivery import Delivery, Heartbeats, Outcome
+from delta_tracker.publisher.delivery import Delivery, Outcome, PublisherHeartbeats
 from delta_tracker.publisher.exchange import Ballots, Phase, Vote
 from delta_tracker.publisher.reports import Reports
 from delta_tracker.publisher.tracker_reader import TrackerReader
@@ -151,7 +151,7 @@ class Versions:
     _delivery: Delivery
     _reports: Reports
     _pace: Pace | None
-    _beats: Heartbeats | None
+    _beats: PublisherHeartbeats | None
     _flight: Flight | None = field(default=None, init=False)
     _call: Call | None = field(default=None, init=False)  # call that has not returned
     # the last beginning of a version, and the number of the votes for it

@@ -73,7 +73,7 @@ class Plan:
         return self.path[-1]
 
     @property
-    def specs(self) -> dict[str, ShardSpec]:
+    def shard_specs(self) -> dict[str, ShardSpec]:
         """Block of each table to restore, by FQN."""
         return {fqn: shard.spec for fqn, shard in self.shards.items()}
 
@@ -94,7 +94,7 @@ class Plan:
     @torch.no_grad()
     def write(self) -> None:
         """Read the entries, and write the rows, optimizer states and dense tensors of the model."""
-        writer = RowWriter(self.storage, self.specs, self.targets)
+        writer = RowWriter(self.storage, self.shard_specs, self.targets)
         for entry in self.path[self.continues :]:
             writer.write(entry)
         write_scalars({fqn: self.shards[fqn] for fqn in self.scalars}, self.scalars)
@@ -108,7 +108,7 @@ class Plan:
         self._copy(self.dense)
 
     def _objects(self) -> Iterable[Part | Stored]:
-        specs = self.specs
+        specs = self.shard_specs
         for number, entry in enumerate(self.path):
             for part in entry.parts:
                 has_rows = number >= self.continues and bool(wanted(part, specs))

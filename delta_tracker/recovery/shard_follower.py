@@ -220,5 +220,5 @@ class ShardFollower:
     def _check(self, path: Sequence[Manifest]) -> None:
         """Compare the last entry of a path with the job, and prepare the writes of its rows."""
         plan = prepare(self._log, path, self._job)
-        self._writer = RowWriter(self._log.storage, plan.specs, plan.targets)
+        self._writer = RowWriter(self._log.storage, plan.shard_specs, plan.targets)
         self._schema = path[-1].schema

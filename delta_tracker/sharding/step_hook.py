@@ -89,7 +89,7 @@ class StepHook(Watcher):
         _STEPS.add(self)
         self._removals.append(partial(_STEPS.remove, self))
 
-    def forget(self, number: int) -> None:
+    def end_step(self, number: int) -> None:
         """End the unfinished step of an optimizer, if there is one. ``number`` is the ``id()`` of the optimizer."""
         step = self._steps.pop(number, None)
         if step is not None:
@@ -102,17 +102,17 @@ class StepHook(Watcher):
         """
         try:
             if not self._contained(action, otherwise=False):
-                self.forget(id(optimizer))
+                self.end_step(id(optimizer))
         except BaseException:  # interrupted
             self._listener.mark_all_later(self._tables)
-            self.forget(id(optimizer))
+            self.end_step(id(optimizer))
             raise
 
     def before(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Report the rows that ``optimizer.step(*args, **kwargs)`` may write. Called by :meth:`run` before the step."""
         number = id(optimizer)
         # An earlier step that is open raised. If it wrote a part of its rows, the version counter reports the write.
-        self.forget(number)
+        self.end_step(number)
         # Before the step adds its own writes to the version counters.
         self._listener.notice_writes(self._tables)
         step = _Step(
@@ -304,7 +304,7 @@ def _deleted(hook: ref[StepHook], number: int, _: object) -> None:
     """End the step of an optimizer that was deleted after its step had raised an error. Lock-free and thread-safe."""
     held = hook()
     if held is not None:
-        held.forget(number)
+        held.end_step(number)
 
 
 def _has_others(optimizer: torch.optim.Optimizer, when: str) -> bool:

@@ -99,7 +99,7 @@ class ConsumerHandle(Uncopied, remedy="Save or copy the tracker's state_dict(), 
         """Discard the consumer's pending rows and treat the consumer as up to date, even if it was dropped."""
         self._log.consumers.clear(self._held())
 
-    def distrust(self, fqn: str, ids: Tensor) -> None:
+    def make_pending(self, fqn: str, ids: Tensor) -> None:
         """Make rows pending for the consumer, with unknown old states, and abort its uncommitted read.
 
         Call this method if the consumer's copy of these rows differs from the rows it last read. For a table with
@@ -108,7 +108,7 @@ class ConsumerHandle(Uncopied, remedy="Save or copy the tracker's state_dict(), 
         """
         name = self._held()
         self._model.shard(fqn).spec.check_ids(ids)
-        self._log.consumers.distrust(name, fqn, ids.long())
+        self._log.consumers.make_pending(name, fqn, ids.long())
 
     @property
     def needs_snapshot(self) -> bool:

@@ -242,7 +242,7 @@ class LogConsumers:
                 raise InvalidArgumentError("delete_on_read", True, "Build the tracker with delete_on_read=False")
             self._known[consumer] = self._known[consumer].moved(0, 0, self._cursors.origin)
 
-    def distrust(self, consumer: str, fqn: str, ids: Tensor, *, knows_owners: bool = True) -> None:
+    def make_pending(self, consumer: str, fqn: str, ids: Tensor, *, knows_owners: bool = True) -> None:
         """Make rows pending for one consumer, with unknown old states, and abort its uncommitted read.
 
         ``ids`` is ``[N]`` int64, local ids in any order, duplicates allowed. Pass ``knows_owners=False`` if the raw ids
@@ -359,7 +359,7 @@ class LogConsumers:
                 maintain(self._segments.compact)
             elif known.position == read.stop:  # committed
                 for fqn, rows in (read.rows if read.delta is None else read.delta).items():
-                    self.distrust(read.consumer, fqn, rows.ids, knows_owners=False)
+                    self.make_pending(read.consumer, fqn, rows.ids, knows_owners=False)
 
     def _current(self, read: Read) -> Consumer:
         """Check that ``read`` was not discarded, and return its consumer."""

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from delta_tracker.cli.page import Slot, bars, round_values, slots_of
+from delta_tracker.cli.page import Slot, bars, chart_slots, round_values
 
 _NUMBER = r"(-?[\d.]+)"
 
@@ -44,7 +44,7 @@ def test_slots_end_at_their_times_and_stay_on_the_axis(lengths: list[tuple[float
         spans.append((now + pause, now + pause + length))
         now += pause + length
     low, high = spans[0][0] - usual, spans[-1][1]
-    for (_, end), slot in zip(spans, slots_of(spans, usual), strict=True):
+    for (_, end), slot in zip(spans, chart_slots(spans, usual), strict=True):
         assert slot.width >= 0.2 * (1 - 1e-9)
         assert slot.left >= 0
         assert slot.left + slot.width == pytest.approx(max(0.2, 100 * (end - low) / (high - low)), abs=1e-3)

@@ -115,7 +115,9 @@ def test_right_hints_make_polls_rare_until_one_is_missing() -> None:
     assert clock.pauses(schedule, 1) == [1.0]
 
 
-@pytest.mark.parametrize("break_trust", [PollSchedule.distrust, lambda schedule: (schedule.hinted(), schedule.pause())])
+@pytest.mark.parametrize(
+    "break_trust", [PollSchedule.hints_failed, lambda schedule: (schedule.hinted(), schedule.pause())]
+)
 def test_a_failure_or_a_wrong_hint_ends_the_trust(break_trust: Callable) -> None:
     clock = Time()
     schedule = _schedule(clock)

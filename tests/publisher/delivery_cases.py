@@ -18,7 +18,7 @@ from torch import distributed as dist
 from delta_tracker import ModelDeltaTracker, ModelTarget, Predictor, Publisher, Storage, TopK, TrackingMode, Upkeep
 from delta_tracker.errors import RankLostError, StreamError
 from delta_tracker.publisher.cadence import Cadence
-from delta_tracker.publisher.delivery import Rounds
+from delta_tracker.publisher.delivery import MessageRounds
 from delta_tracker.publisher.versions import Cut, Ended
 from delta_tracker.stream.log import StreamLog
 from tests.models import Spec, Table, batch, ordinary_optimizer, shard
@@ -149,9 +149,9 @@ def slower_than_the_timeout(rank: int, world_size: int, url: str) -> dict[str, A
 def committed_between_rounds(rank: int, world_size: int, url: str) -> int:
     """The commit ends while rank 0 answers that it has not ended."""
     model, commits, goes_on = shard(_SPEC), threading.Event(), threading.Event()
-    answer = Rounds.answer
+    answer = MessageRounds.answer
 
-    def slow_answer(rounds: Rounds, *data: Any) -> None:
+    def slow_answer(rounds: MessageRounds, *data: Any) -> None:
         if commits.is_set() and not goes_on.is_set():
             goes_on.set()
             time.sleep(0.5)
@@ -165,7 +165,7 @@ def committed_between_rounds(rank: int, world_size: int, url: str) -> int:
         storage = WrappedStorage(Storage(url, create=True))
         with (
             Publisher(tracker, storage, timeout=timedelta(seconds=4), upkeep=Upkeep(pointer_seconds=None)) as publisher,
-            mock.patch.object(Rounds, "answer", slow_answer),
+            mock.patch.object(MessageRounds, "answer", slow_answer),
         ):
             publisher.publish()
             slow = calls(nth(1, on("create", name="log/")), before=wait)

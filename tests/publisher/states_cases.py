@@ -242,7 +242,7 @@ def contents(rank: int, world_size: int, root: str) -> None:
         if number == 2:
             tracker.get_delta("quick")
             with tracker.reserve("slow") as slow:
-                slow.distrust(fqn, torch.tensor([0]))
+                slow.make_pending(fqn, torch.tensor([0]))
         versions.append(publisher.publish().version)
     dist.barrier()
     entries = trainer.check()
@@ -316,7 +316,7 @@ def in_progress(rank: int, world_size: int, root: str) -> None:
             for each in state.local_shards():
                 each.tensor.fill_(0.5)
     # They are sent by the next version if this one fails before it has marked them.
-    with mock.patch.object(ConsumerHandle, "distrust", side_effect=MemoryError), pytest.raises(MemoryError):
+    with mock.patch.object(ConsumerHandle, "make_pending", side_effect=MemoryError), pytest.raises(MemoryError):
         trainer.publisher.publish()
     trainer.publisher.publish()
     dist.barrier()

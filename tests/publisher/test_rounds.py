@@ -14,7 +14,7 @@ def test_letters_of_any_length_arrive(request: pytest.FixtureRequest, pool: str)
     request.getfixturevalue(pool).run(f"{_CASES}:lengths")
 
 
-@pytest.mark.advice("RankLostError: Rounds._opened")
+@pytest.mark.advice("RankLostError: MessageRounds._opened")
 def test_a_rank_at_another_version_is_reported(two_ranks: RankPool) -> None:
     first, _ = two_ranks.run(f"{_CASES}:different_versions")
     assert len(first) == 1

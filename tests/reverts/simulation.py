@@ -21,7 +21,7 @@ REVERTS = {
         Revert("retention ignores the grace", Replaces("retention._needed", "committed <= before", "True")),
         Revert(
             "a merged delta leads past a held version",
-            Replaces("GateKeeper.recall", "is_inside", "False"),
+            Replaces("GateKeeper.check_not_held", "is_inside", "False"),
         ),
         Revert(
             "a gate ignores dense tensors",

@@ -242,7 +242,7 @@ def others(rank: int, world_size: int) -> None:
         assert first["quick"][0] > 0
         fqn = next(fqn for fqn, each in tracker.shards.items() if each.num_rows > 2)
         with tracker.reserve("slow") as slow, handle.begin_copy():
-            slow.distrust(fqn, torch.tensor([2, 0]))
+            slow.make_pending(fqn, torch.tensor([2, 0]))
             found = handle.others()
         assert found["slow"][0] == 0
         assert {name: ids.tolist() for name, ids in found["slow"][1].items()} == {fqn: [0, 2]}

@@ -507,7 +507,7 @@ def _release_a_copy(world: World) -> Call:
     return Call(copy.release)
 
 
-def _distrust(world: World) -> Call:
+def _make_pending(world: World) -> Call:
     world.read("b")
     for rows in world.copies["b"].rows.values():
         rows[12] += 1
@@ -515,7 +515,7 @@ def _distrust(world: World) -> Call:
 
     def action() -> None:
         for fqn in world.copies["b"].rows:
-            handle.distrust(fqn, torch.tensor([12]))
+            handle.make_pending(fqn, torch.tensor([12]))
 
     return Call(action, lambda _: action())
 
@@ -595,7 +595,7 @@ CALLS: dict[str, Callable[[World], Call]] = {
         _get_delta_ids, _get_unique, _get_unique_ids, _commit, _abort, _step, _clear, _clear_all, _add_consumer,
         _remove_consumer, _rewind, _compact, _trigger_compaction, _mark_changed, _num_pending, _state_dict,
         _load_state_dict, _load_nothing, _detach, _reattach, _reserve, _release, _begin_copy, _release_a_copy,
-        _distrust, _annotate, _optimizer_step, _first_optimizer_step, _closure, _all_rows, _backward, _record_ids,
+        _make_pending, _annotate, _optimizer_step, _first_optimizer_step, _closure, _all_rows, _backward, _record_ids,
         _record_embeddings,
     )
 }  # fmt: skip

@@ -201,7 +201,7 @@ class World:
         for rank in self.ranks if self.is_fused else []:
             rank.log.writes.mark("t", torch.tensor(rank.local(rows), dtype=torch.int64), is_written=True)
 
-    def distrust(self, name: str, rows: set[int]) -> None:
+    def make_pending(self, name: str, rows: set[int]) -> None:
         """Mark rows whose copy at a consumer is unknown."""
         self.abort(name)
         cells = self.readers[name].cells
@@ -214,7 +214,7 @@ class World:
         cells.known[where] = False
         cells.ages[where] = 0
         for rank in self.ranks:
-            rank.log.consumers.distrust(name, "t", torch.tensor(rank.local(rows), dtype=torch.int64))
+            rank.log.consumers.make_pending(name, "t", torch.tensor(rank.local(rows), dtype=torch.int64))
 
     def step(self) -> None:
         self.num_batches += 1
@@ -412,13 +412,13 @@ def _run_event(world: World, draw: random.Random, blocks: Callable[[], Blocks]) 
         "read": lambda: world.read(name, lambda _: draw.random() < share),
         "commit": lambda: world.commit(name),
         "abort": lambda: world.abort(name),
-        "distrust": lambda: world.distrust(name, rows),
+        "make_pending": lambda: world.make_pending(name, rows),
         "step": world.step,
         "remember": world.remember,
         "roll back": world.roll_back,
         "reshard": lambda: world.reshard(blocks()),
     }
-    weights = [4 if event in ("begin", "commit") else 1 if event in ("edit", "distrust") else 2 for event in events]
+    weights = [4 if event in ("begin", "commit") else 1 if event in ("edit", "make_pending") else 2 for event in events]
     event = draw.choices(list(events), weights)[0]
     is_possible = {"begin": len(world.writes) < 3, "write": bool(world.writes), "end": bool(world.writes)}
     if is_possible.get(event, True):

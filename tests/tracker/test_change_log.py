@@ -93,7 +93,7 @@ def _calls(log: ChangeLog, generator: random.Random) -> dict[str, Callable[[], o
         "cut": log.writes.cut,
         "names": lambda: log.consumers.names,
         "diverged": lambda: log.writes.diverged(["t"]),
-        "distrust": lambda: log.consumers.distrust("other", "t", ids),
+        "make_pending": lambda: log.consumers.make_pending("other", "t", ids),
         "end_writes": log.writes.end_writes,
         "find": lambda: log.consumers.find("other"),
         "end_write_later": lambda: log.writes.end_write_later(key),

@@ -75,9 +75,9 @@ def test_rows_that_are_left_out_keep_their_age_until_all_are_sent(clock: list[fl
     _commit(log, log.consumers.read("a"), num_left_out=0)
     assert _oldest_pending(log) is None
     clock[0] = 10
-    log.consumers.distrust("a", "t", torch.tensor([4]))
+    log.consumers.make_pending("a", "t", torch.tensor([4]))
     clock[0] = 12
-    log.consumers.distrust("a", "t", torch.tensor([5]))
+    log.consumers.make_pending("a", "t", torch.tensor([5]))
     assert _oldest_pending(log) == 2
 
 

@@ -82,7 +82,7 @@ class _History:
 
     def run(self, num_actions: int) -> None:
         actions: list[Callable[[], None]] = [self.train] * 6 + [self.read] * 5
-        actions += [self.log.compact, self.save, self.distrust, self.rewind, self.extra_cut, self.swap_back]
+        actions += [self.log.compact, self.save, self.make_pending, self.rewind, self.extra_cut, self.swap_back]
         for _ in range(num_actions):
             self.draw.choice(actions)()
         for name in "ab":
@@ -149,11 +149,11 @@ class _History:
         """Save and restore the log, as a checkpoint does."""
         self.log.restore(self.log.state())
 
-    def distrust(self) -> None:
+    def make_pending(self) -> None:
         """Doubt some rows of one consumer; their owners are those of its last read, or unknown."""
         name, knows = self.draw.choice("ab"), self.draw.random() < 0.5
         ids = self.draw.sample(range(_NUM_SLOTS), 2)
-        self.log.consumers.distrust(name, "t", torch.tensor(ids), knows_owners=knows)
+        self.log.consumers.make_pending(name, "t", torch.tensor(ids), knows_owners=knows)
         self.pending[name].update(ids)
         self.ever.update(ids)
         for slot in ids:
