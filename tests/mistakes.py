@@ -161,7 +161,7 @@ def _fenced(*, steps: bool) -> str:
     with Publisher(tracker, url, cadence=Cadence(batches=1)) as publisher, _publisher(url):
         if not steps:
             publisher.publish()
-        return _logged(lambda: (_steps(publisher, model, tracker, 10), publisher._versions.land()))
+        return _logged(lambda: (_steps(publisher, model, tracker, 10), publisher._versions.finish()))
 
 
 def _twice_following() -> None:

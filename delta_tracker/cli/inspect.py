@@ -93,11 +93,11 @@ def _survey(stream: Stream) -> tuple[dict[str, Any], list[Entry], list[SeenPredi
     last = next((entry.version for entry in reversed(entries) if entry.kind != "claim"), head.version)
     parts, manifests = storage.objects("parts"), [*storage.objects("log"), *storage.objects("merged")]
     clock = StoreClock()
-    clock.saw("log", [head.committed, *(entry.committed for entry in entries)], began=clock.reader_time())
+    clock.observe("log", [head.committed, *(entry.committed for entry in entries)], began=clock.reader_time())
     predictors, num_gone = read_predictors(storage, head, clock, order=newest_pin(storage))
     began, seen = clock.reader_time(), see_publisher(storage, head)
     beat = None if seen is None else seen[1]
-    clock.saw("publisher", [] if beat is None else [beat], began=began)
+    clock.observe("publisher", [] if beat is None else [beat], began=began)
     now = clock.now()
     age = max(0.0, now - head.committed)
     beat_age = None if beat is None else max(0.0, now - beat)

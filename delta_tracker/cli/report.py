@@ -124,7 +124,7 @@ def read_figures(stream: Stream, max_versions: int, max_bytes: int) -> Figures:
     except MissingExtraError as error:
         read, unread = [], [Notice("note", f"The rows of the versions were not read: {error.problem}", error.remedy)]
     clock = StoreClock()
-    clock.saw("log", [(history.newest or head).committed], began=clock.reader_time())
+    clock.observe("log", [(history.newest or head).committed], began=clock.reader_time())
     order = newest_pin(stream.storage)
     pin = order if order is not None and order.kind == "pin" and order.stream == head.stream else None
     predictors, num_gone = read_predictors(stream.storage, head, clock, order=order)
@@ -222,7 +222,7 @@ def _read_rows(
             try:
                 manifest = stream.log.read(version)
                 if manifest is not None:
-                    movement.add(Contents(stream.storage, manifest.having(choice.takes)))
+                    movement.add(Contents(stream.storage, manifest.narrowed(choice.takes)))
                     found.append((version, num_bytes))
             except (CorruptPartError, MalformedError) as error:
                 there = stream.log.read(version)

@@ -5,13 +5,13 @@ import secrets
 from delta_tracker.errors import InvalidArgumentError, LivePublisherError
 from delta_tracker.stream.heartbeat import heartbeat_path
 from delta_tracker.stream.storage.storage import Storage
-from delta_tracker.stream.takeover_request import Liveness, Signs
+from delta_tracker.stream.takeover_request import PublisherActivity, PublisherObserver
 
 SILENCE_SECONDS = 30.0
 """Default time in seconds without an entry or a heartbeat after which a publisher counts as dead."""
 
 
-def check_silence(storage: Storage, silence: float) -> Signs | None:
+def check_silence(storage: Storage, silence: float) -> PublisherActivity | None:
     """Check that the publisher of a stream is silent. Return its last activity, or None if there is no stream.
 
     Raises:
@@ -20,14 +20,14 @@ def check_silence(storage: Storage, silence: float) -> Signs | None:
     """
     name = f"command-{secrets.token_hex(4)}"  # two commands may run at the same time
     try:
-        signs = Liveness(storage, name).look()
+        activity = PublisherObserver(storage, name).observe()
     finally:
         storage.delete(heartbeat_path(name))  # it is not a predictor
-    if signs is None:
+    if activity is None:
         return None
-    if (period := signs.heartbeat_seconds) is not None and silence < period:
+    if (period := activity.heartbeat_seconds) is not None and silence < period:
         remedy = f"Pass more than {period:g} s, the time between the publisher's heartbeats, or --force"
         raise InvalidArgumentError("--silence", silence, remedy)
-    if signs.silent_seconds < silence:
-        raise LivePublisherError(storage.url, signs.head.generation, signs.head.version, signs.silent_seconds)
-    return signs
+    if activity.silent_seconds < silence:
+        raise LivePublisherError(storage.url, activity.head.generation, activity.head.version, activity.silent_seconds)
+    return activity

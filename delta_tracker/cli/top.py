@@ -74,7 +74,7 @@ def _views(stream: Stream, window: float) -> Iterator[View]:
             watch.refresh(clock.now())
             head = watch.head or stream.head()
             if watch.is_complete:
-                clock.saw("log", [head.committed], began=began)
+                clock.observe("log", [head.committed], began=began)
             order = newest_pin(stream.storage, after=0 if order is None else order.counter) or order
             predictors, num_gone = read_predictors(stream.storage, head, clock, order=order)
             skews, now = watch.skews.problems(predictors, clock), clock.now()

@@ -230,7 +230,7 @@ class _Check:
         if manifest.forked_from is not None:
             self._streams.add(manifest.forked_from.stream)
         is_whole = self._check_parts(manifest, partial(self.stream.log.read, version))
-        chosen = manifest.having(self._choice.takes)
+        chosen = manifest.narrowed(self._choice.takes)
         for problem in self._owners.problems(chosen, is_whole=is_whole and not self.is_quick):
             self._find(entry_name(version), problem, version)
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from delta_tracker.arguments import check_function
 from delta_tracker.errors import CheckpointError, DetachedError, InvalidArgumentError, MissingExtraError
 from delta_tracker.publisher.publisher import Publisher
-from delta_tracker.tracker.checkpoint.collectives import agree
+from delta_tracker.tracker.checkpoint.collectives import run_on_all_ranks
 from delta_tracker.tracker.checkpoint.rank_counters import RankCounters
 from delta_tracker.tracker.rank_group import DEFAULT_TIMEOUT, RankGroup
 from delta_tracker.tracker.tracker import ModelDeltaTracker
@@ -196,7 +196,7 @@ class TrackerCallback(Callback):
             return
         self._close_publisher()  # it reserves a consumer
         with closing(RankGroup("trackers", "Trainer.fit(...)", DEFAULT_TIMEOUT)) as group:
-            agree(lambda: self._loaded(saved), group)
+            run_on_all_ranks(lambda: self._loaded(saved), group)
         _mark_everything(self.tracker)  # a consumer may have read rows that the restore has replaced
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -208,8 +208,8 @@ class TrackerCallback(Callback):
         saved = self._saved
         try:
             with closing(RankGroup("trackers", "Trainer.fit(...)", DEFAULT_TIMEOUT)) as group:
-                agree(lambda: self._built(pl_module), group)
-                agree(lambda: self._loaded(saved), group)
+                run_on_all_ranks(lambda: self._built(pl_module), group)
+                run_on_all_ranks(lambda: self._loaded(saved), group)
         except BaseException:
             self._release()
             raise
@@ -360,7 +360,7 @@ class CountersCallback(Callback):
         """
         saved: Mapping[str, Tensor] = checkpoint.get(_COUNTERS_KEY, {})
         with closing(RankGroup("counters of a checkpoint", "Trainer.fit(...)", DEFAULT_TIMEOUT)) as group:
-            agree(lambda: self._checked(saved), group)
+            run_on_all_ranks(lambda: self._checked(saved), group)
             if saved:
                 self._counters.load_state_dict(saved)
 

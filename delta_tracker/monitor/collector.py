@@ -198,7 +198,7 @@ class Collector:
         until, is_behind = time.monotonic() + seconds, False
         for subscription in self._events.subscriptions:
             subscription.queue(events)
-            action = partial(subscription.hand, until)
+            action = partial(subscription.call_handler, until)
             if subscription.is_waiting and self._runner.run(subscription.guard, action, here_if_refused=is_last):
                 is_behind = is_behind or subscription.is_waiting
         self._undelivered += events

@@ -114,7 +114,7 @@ class Subscription:
         while len(self._waiting) > self._log.capacity and self._next() is not None:
             self._log.dropped("unhandled")
 
-    def hand(self, until: float) -> None:
+    def call_handler(self, until: float) -> None:
         """Call the handler with the queued events, oldest first, until ``time.monotonic()`` reaches ``until``.
 
         Delivers at least one event unless the queue is empty. The remaining events stay queued. If the handler raises,

@@ -79,7 +79,7 @@ class _OpenWindow:
     begin_ns: int
     raw: list[float] = field(default_factory=list)
 
-    def draw(self, values: list[float], size: int) -> None:
+    def sample(self, values: list[float], size: int) -> None:
         """Add ``values`` to the sample of ``size`` records (Vitter, 1985). The aggregate must already include them."""
         for number, value in enumerate(values, start=self.aggregate.count - len(values)):
             if number < size:
@@ -202,7 +202,7 @@ class Cell:
                     num_left -= len(values)
                     kept = self._open.aggregate.extend(values)
                     if self._policy.raw:
-                        self._open.draw(kept, self._policy.raw)
+                        self._open.sample(kept, self._policy.raw)
                     self._close_if_full()
             finally:
                 self._is_folding = False

@@ -183,12 +183,12 @@ class Follower(Forkable):
             raise InvalidArgumentError("wait()", "not following", "Call follow() first, or sync() instead")
         return False
 
-    def moved(self) -> None:
+    def wake_waiters(self) -> None:
         """Wake the threads in :meth:`wait`. Call this after versions were applied."""
         for waiter in tuple(self._waiters):
             waiter.put(None)
 
-    def synced(self) -> None:
+    def after_sync(self) -> None:
         """Clear the error of a thread that has ended. Write a heartbeat if one is due. Call this after a ``sync()``."""
         if self.error is not None and not self.is_running:
             self.error = None
@@ -248,12 +248,12 @@ class Follower(Forkable):
                 run.begun.set_exception(ended)
         finally:
             run.over.set()
-            self.moved()
+            self.wake_waiters()
 
     def _follow(self, run: _Run) -> None:
         """Poll until the stop flag is set or an exception ends the thread."""
         with interruptible(run.stop), suppress(Interrupted):
-            if not self._begins(run.begun):
+            if not self._report_start(run.begun):
                 return
             try:
                 while not run.stop.is_set():
@@ -267,10 +267,10 @@ class Follower(Forkable):
                 self.error = ended = unraised(FollowEndedError(error))
                 url = self._reader.storage.url
                 _logger.error("predictor stopped following %s: %s", url, what)  # noqa: TRY400  see _described
-                self._survives(run, lambda: self._beat(BEAT_SECONDS))
+                self._record_errors(run, lambda: self._beat(BEAT_SECONDS))
                 self.error = ended
 
-    def _begins(self, begun: Future[None]) -> bool:
+    def _report_start(self, begun: Future[None]) -> bool:
         """Check the newest version, and pass the result to :meth:`start`. Return False if :meth:`start` will raise."""
         refusal: BaseException | None = None
         try:
@@ -315,11 +315,11 @@ class Follower(Forkable):
     def _turn(self, run: _Run) -> None:
         """Poll once, and write a heartbeat if one is due. If no version was applied, wait for the next poll or hint."""
         runtime, schedule, hints = self._runtime, run.schedule, run.hints
-        has_moved = self._survives(run, lambda: self._poll(run))
-        self._survives(run, self._beat)
+        has_moved = self._record_errors(run, lambda: self._poll(run))
+        self._record_errors(run, self._beat)
         if has_moved:
-            schedule.moved()
-            self.moved()
+            schedule.version_applied()
+            self.wake_waiters()
             return
         position = self._reader.position
         if self.error is not None or position is None:
@@ -335,10 +335,10 @@ class Follower(Forkable):
                 num_failures = hints.num_failures
                 schedule.hints_failed()
             if is_hinted:
-                schedule.hinted()
+                schedule.hint_received()
                 return
             if left > _BEAT_SECONDS:
-                self._survives(run, self._beat)
+                self._record_errors(run, self._beat)
 
     def _poll(self, run: _Run) -> bool:
         # An error may have been found by a gap check. Only another one can show that it no longer exists.
@@ -357,13 +357,13 @@ class Follower(Forkable):
             if self.error is not None:
                 _logger.warning("predictor recovered at version %s", self._reader.version)
             self.error = None
-            run.schedule.worked()
+            run.schedule.poll_succeeded()
         finally:
             if looks_for_gap and not has_moved:
                 run.gaps.done(found_none=self.error is None and self._reader.source.has_listed)
         return has_moved
 
-    def _survives(self, run: _Run, call: Callable[[], object]) -> bool:
+    def _record_errors(self, run: _Run, call: Callable[[], object]) -> bool:
         """Return ``bool(call())``. If ``call`` raises an error or a Rust panic, record it and return False."""
         try:
             return bool(call())
@@ -377,7 +377,7 @@ class Follower(Forkable):
         return False
 
     def _failed(self, run: _Run, error: Exception) -> None:
-        run.schedule.failed(_STALE_SECONDS if isinstance(error, StaleCacheError) else None)
+        run.schedule.poll_failed(_STALE_SECONDS if isinstance(error, StaleCacheError) else None)
         is_new = self.error is None or kind_of(error) != kind_of(self.error)
         if is_new and not isinstance(error, HeldVersionError):
             _logger.warning("predictor failed and retries: %s", _described(error))
@@ -446,10 +446,10 @@ def lag(reader: Reader, poll_seconds: float | None = None) -> tuple[int, float] 
     the interval of a polling thread: if one of its last two polls found no version, this function sends no request.
     """
     version, source = reader.version, reader.source
-    rested = source.lag.rested
-    if poll_seconds is not None and rested is not None:
-        is_recent = reader.runtime.monotonic() - rested[1] <= 2 * poll_seconds + 1.0
-        if rested[0] == version and is_recent:
+    empty_poll = source.lag.empty_poll
+    if poll_seconds is not None and empty_poll is not None:
+        is_recent = reader.runtime.monotonic() - empty_poll[1] <= 2 * poll_seconds + 1.0
+        if empty_poll[0] == version and is_recent:
             return 0, 0.0
     try:
         return source.lag.of(source.log, version)

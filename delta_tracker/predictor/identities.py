@@ -77,7 +77,7 @@ class OwnerChange:
 
     @property
     def default_rows(self) -> tuple[int, ...]:
-        """Global ids of the default rows to write before :meth:`RawIdMap.adopt`; empty if the buckets do not change."""
+        """Global ids of the default rows to write before :meth:`RawIdMap.set_identity`; empty if buckets stay."""
         return () if self.raw_ids.routes_by(self.identity) else self.identity.defaults
 
     def num_admitted(self) -> int:
@@ -141,7 +141,7 @@ def default_chunks(contents: Contents, changes: Iterable[OwnerChange], targets: 
     return chunks
 
 
-def adopt_saved(identities: Mapping[str, Identity], maps: Mapping[str, tuple[RawIdMap, ...]]) -> None:
+def set_saved_identities(identities: Mapping[str, Identity], maps: Mapping[str, tuple[RawIdMap, ...]]) -> None:
     """Route unknown raw ids by the saved buckets ``identities``. The caller must hold the lock for writing."""
     found = [(fqn, raw_ids, identity) for fqn, identity in identities.items() for raw_ids in maps.get(fqn, ())]
     for fqn, raw_ids, identity in found:
@@ -161,7 +161,7 @@ def adopt_saved(identities: Mapping[str, Identity], maps: Mapping[str, tuple[Raw
         if bool((owners == NO_OWNER).all()):
             _logger.warning("no row of %s has a raw id: load the mapping before the position", fqn)
     for _, raw_ids, identity in found:
-        raw_ids.adopt(identity)
+        raw_ids.set_identity(identity)
 
 
 def find_maps(model: object, names: Mapping[str, str]) -> dict[str, tuple[RawIdMap, ...]]:

@@ -54,7 +54,7 @@ class Fit:
         """Return ``entry`` with only the applied tables and dense tensors; ``entry`` itself if all of it is applied."""
         if entry.kind == "claim" or not self.differences:
             return entry
-        narrowed = entry.having({*self.tables, *self.dense}.__contains__)
+        narrowed = entry.narrowed({*self.tables, *self.dense}.__contains__)
         return replace(narrowed, tables={fqn: self.tables[fqn] for fqn in narrowed.tables})
 
 

@@ -11,10 +11,10 @@ import torch
 from delta_tracker.errors import FollowEndedError, InvalidArgumentError
 from delta_tracker.predictor.identities import (
     OwnerChange,
-    adopt_saved,
     default_chunks,
     identities_after,
     owner_changes,
+    set_saved_identities,
     version_owners,
 )
 from delta_tracker.predictor.lock import TableFence, TableLock
@@ -202,7 +202,7 @@ class ModelWriter:
         with self.lock.writing():
             if identities:
                 with self.fence.writing():
-                    adopt_saved(identities, self.model.raw_ids())
+                    set_saved_identities(identities, self.model.raw_ids())
             self.identities = identities
             self.manifest, self.spec_texts, self.differences = None, specs, ()
             self._has_newer_rows, self._applying, self.lock.is_torn = True, None, False
@@ -236,7 +236,7 @@ class ModelWriter:
             for chunk in default_rows:
                 chunk.write()
             for change in changes:
-                change.raw_ids.adopt(change.identity)
+                change.raw_ids.set_identity(change.identity)
                 self.identities = {**self.identities, change.fqn: change.identity}
 
     def _map(self, change: OwnerChange) -> None:

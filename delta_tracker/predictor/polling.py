@@ -72,7 +72,7 @@ class PollSchedule:
         hinted = self._hinted
         return self._is_delayed and hinted is not None and self._runtime.monotonic() - hinted < _HINT_SECONDS
 
-    def moved(self) -> None:
+    def version_applied(self) -> None:
         """Record that a poll found a version and applied it."""
         now = self._runtime.monotonic()
         if self._hinted is not None:
@@ -84,7 +84,7 @@ class PollSchedule:
         self._moved, self._is_moving = now, True
         self._hinted, self._current = None, self._first_seconds
 
-    def hinted(self) -> None:
+    def hint_received(self) -> None:
         """Record that a hint ended the last wait."""
         self._hinted = self._runtime.monotonic()
 
@@ -102,11 +102,11 @@ class PollSchedule:
             self._current = min(self._longest, max(2 * self._current, _LEAST_PAUSE_SECONDS))
         return jittered(seconds, self._runtime)
 
-    def worked(self) -> None:
+    def poll_succeeded(self) -> None:
         """Record that a poll succeeded. Resets :attr:`retry_seconds`."""
         self.retry_seconds = self._first_seconds
 
-    def failed(self, seconds: float | None = None) -> None:
+    def poll_failed(self, seconds: float | None = None) -> None:
         """Record that a poll failed. Doubles :attr:`retry_seconds` up to 5 s, or sets it to ``seconds``."""
         doubled = min(_MAX_BACK_OFF_SECONDS, max(2 * self.retry_seconds, _LEAST_PAUSE_SECONDS))
         self.retry_seconds = doubled if seconds is None else seconds

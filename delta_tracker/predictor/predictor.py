@@ -253,8 +253,8 @@ class Predictor(Uncopied, remedy="Save or copy its state_dict()"):
                 while (limit is None or num_applied < limit) and self._reader.advance(looks_for_gap=True):
                     num_applied += 1
         finally:
-            self._follower.moved()  # also if a later version raised
-        self._follower.synced()
+            self._follower.wake_waiters()  # also if a later version raised
+        self._follower.after_sync()
         position = self._destination.position
         assert position is not None, "the first advance moves or raises"
         return position.link.version
@@ -350,7 +350,7 @@ class Predictor(Uncopied, remedy="Save or copy its state_dict()"):
         self._refuse_inside_reading("rollback()")
         with self._follower.lock:
             self._reader.rollback(version)
-        self._follower.moved()
+        self._follower.wake_waiters()
 
     def release(self) -> None:
         """End a :meth:`rollback`: the next :meth:`sync`, or a running :meth:`follow`, applies newer versions again.
@@ -392,7 +392,7 @@ class Predictor(Uncopied, remedy="Save or copy its state_dict()"):
             self._destination.load_state_dict(self._choice.position_in(state))
             self._gauges.served = None
             self._reader.loaded()
-        self._follower.moved()
+        self._follower.wake_waiters()
 
     def _refuse_inside_reading(self, call: str) -> None:
         if self._destination.is_reading:

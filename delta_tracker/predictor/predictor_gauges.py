@@ -99,7 +99,7 @@ class PredictorGauges:
         if isinstance(fault, CorruptPartError):
             self.recorder.refused_parts.cell(reason="corrupt").add(1)
 
-    def rests(self, log: StreamLog, position: Position | None) -> None:
+    def read_loaded(self, log: StreamLog, position: Position | None) -> None:
         """Read the manifest of a loaded position, to report the age of the rows. Ignores stream errors."""
         if position is None:
             return
@@ -152,13 +152,13 @@ class ServedAge:
     :class:`~delta_tracker.stream.store_clock.StoreClock`.
 
     Attributes:
-        rested: if the last poll found no entry, the version before the missing entry and the monotonic time at which
-            the poll began; otherwise None.
+        empty_poll: if the last poll found no entry, the version before the missing entry and the monotonic time at
+            which the poll began; otherwise None.
     """
 
     def __init__(self, runtime: Runtime = REAL) -> None:
         self._clock, self._monotonic = StoreClock(runtime.clock), runtime.monotonic
-        self.rested: tuple[int, float] | None = None
+        self.empty_poll: tuple[int, float] | None = None
 
     @property
     def skew_seconds(self) -> float:
@@ -167,11 +167,11 @@ class ServedAge:
 
     def applied(self, manifest: Manifest) -> None:
         """Update the estimate of the store's clock from the modification time of an applied version."""
-        modified, rested, looked_at = manifest.modified, self.rested, None
+        modified, empty_poll, looked_at = manifest.modified, self.empty_poll, None
         if modified is None or manifest.merges is not None:
             return
-        if rested is not None and rested[0] == manifest.version - 1:
-            looked_at = self._clock.reader_time() - (self._monotonic() - rested[1])
+        if empty_poll is not None and empty_poll[0] == manifest.version - 1:
+            looked_at = self._clock.reader_time() - (self._monotonic() - empty_poll[1])
         self._clock.compare(modified, looked_at=looked_at)
 
     def seconds(self, manifest: Manifest) -> float:

@@ -257,7 +257,7 @@ class Reader:
         )
         if view.catches_up:
             self._in_a_row = 0
-        self.gauges.age.rested = self.sources.current.lag.rested
+        self.gauges.age.empty_poll = self.sources.current.lag.empty_poll
         return _Round(view, looks_for_gap)
 
     def _unseen(self, sources: Iterable[Source]) -> tuple[SeenLog, ...]:
@@ -335,7 +335,7 @@ class Reader:
         version = None if before is None else before.link.version
         source = self._use(state, decision.log)
         if not source.log.is_listed:
-            source.log.pointer.saw(last)  # it may have been read from another view of the store
+            source.log.pointer.note_entry(last)  # it may have been read from another view of the store
             source.settling.clear()
         self.why = f"applied version {last.version}: {decision.rule.value}"
         match decision.rule:
@@ -368,9 +368,9 @@ class Reader:
         if state.looks_for_gap:
             source, position = self.sources.current, state.view.position
             if self.gauges.served is None:
-                self.gauges.rests(source.log, position)
+                self.gauges.read_loaded(source.log, position)
             if not self.orders.policy.follows_pins:
-                self.ignored.look(source.storage, position)
+                self.ignored.check(source.storage, position)
             source.settling.clear()
         self._use(state, stay.log)
         if stay.why != self.why:
@@ -431,7 +431,7 @@ class Reader:
     def _continue_from(self, source: Source) -> None:
         _logger.warning("continue from another source: url=%s former=%s", source.storage.url, self.storage.url)
         self.sources.use(source)
-        source.lag.rested = None
+        source.lag.empty_poll = None
         source.settling.clear()
         self._surveyed_at = float("-inf")  # the former one may have what this one lacks
         self.gauges.failed_over(source.storage.url)
@@ -479,7 +479,7 @@ class IgnoredPins:
         self._monotonic = monotonic
         self._looked_at = float("-inf")
 
-    def look(self, storage: Storage, position: Position | None) -> None:
+    def check(self, storage: Storage, position: Position | None) -> None:
         """Read the newest pin, and log once that it is not followed. No-op within a minute of the last read."""
         if position is None or self._monotonic() - self._looked_at < _IGNORED_SECONDS:
             return

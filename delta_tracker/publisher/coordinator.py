@@ -233,7 +233,7 @@ class Coordinator:
     def _take_stream(self, claim: Claim | None) -> dict[str, Any]:
         self.storage.probe()
         claim = StreamLog(self.storage, self._runtime).claim() if claim is None else claim
-        claim.use()
+        claim.mark_used()
         self._claim = claim
         return self.answer()
 

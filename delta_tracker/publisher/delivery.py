@@ -89,7 +89,7 @@ class Delivery:
                     job, rounds = self.worker.submit(self._writer.write, draft), MessageRounds(self._group, number)
                     found = self._lead(rounds, draft, job) if self._group.rank == 0 else self._send(rounds, job)
             except BaseException as error:  # noqa: BLE001  the training thread waits for an outcome, and reports it
-                found = Outcome(error=self._lost(error))
+                found = Outcome(error=self._leave_group(error))
             outcome.set_result(replace(found, read=read))
 
         (self.worker if self._group.world_size == 1 else self._messenger).submit(run)
@@ -100,7 +100,7 @@ class Delivery:
         self.worker.shutdown()
         self._group.close()
 
-    def _lost(self, error: BaseException) -> Exception | None:
+    def _leave_group(self, error: BaseException) -> Exception | None:
         """Leave the group, because the ranks may expect different messages. Return the error to report."""
         if self._group.world_size == 1 and isinstance(error, Exception):
             return error

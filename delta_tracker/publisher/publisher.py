@@ -138,7 +138,7 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
     ) -> None:
         _check_tracker(tracker)
         self._caller = threading.get_ident(), os.getpid()
-        self._still = _Standstill(tracker.progress)
+        self._still = _MissingStepDetector(tracker.progress)
         self._closing: list[Callable[[], object]] = []  # calls that free the resources, in reverse order; idempotent
         self._versions: Versions | None = None  # None until the publisher is built, and after close()
         self._reader: TrackerReader | None = None
@@ -286,7 +286,7 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
             raise InvalidArgumentError("cadence", None, "Build the Publisher with cadence=Cadence(...)")
         try:
             versions.call()
-            self._still.look()
+            self._still.count_call()
             versions.step()
             versions.beat()
         except Exception as error:  # noqa: BLE001  it must not reach training
@@ -349,7 +349,7 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
                 publisher then stays open.
         """
         if self._versions is not None:
-            self._checked().land()
+            self._checked().finish()
         self._versions = None
         if self._reader is not None:
             self._reader.close(removes_position=True)
@@ -400,7 +400,7 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
         return head
 
 
-class _Standstill:
+class _MissingStepDetector:
     """Detector of loops that call ``Publisher.step`` but not ``tracker.step``, so that no version becomes due."""
 
     def __init__(self, progress: Progress) -> None:
@@ -408,7 +408,7 @@ class _Standstill:
         self._num_batches = progress.num_batches
         self._num_calls = 0
 
-    def look(self) -> None:
+    def count_call(self) -> None:
         """Count a call of ``Publisher.step``. Logs one warning if rows change, but ``tracker.step`` is not called."""
         if self._num_batches != self._progress.num_batches:
             self._num_batches, self._num_calls = self._progress.num_batches, 0

@@ -65,7 +65,7 @@ class Reports:
             for fqn, num_rows in committed.rows_by_table.items():
                 recorder.published_rows.cell(table=fqn).add(num_rows)
             if committed.kind == "delta":
-                self._large_deltas.saw(committed)
+                self._large_deltas.count_rows(committed)
             self._version = committed.version
         if self.is_over:  # a version before the one that failed
             return
@@ -111,7 +111,7 @@ class LargeDeltas:
     def __init__(self) -> None:
         self._num_large: dict[str, int] = {}
 
-    def saw(self, delta: Manifest) -> None:
+    def count_rows(self, delta: Manifest) -> None:
         """Count the rows of a delta. Logs a warning about a table at its tenth consecutive large delta."""
         num_rows: Counter[str] = Counter()
         for part in delta.parts:

@@ -185,7 +185,7 @@ class Versions:
             if ballots.is_alone:
                 self._count()
 
-    def land(self) -> None:
+    def finish(self) -> None:
         """Complete the version in progress, if there is one, and report the result."""
         self.step()
         self._complete()

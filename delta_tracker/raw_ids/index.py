@@ -234,7 +234,7 @@ class RawIdIndex(SortedMap):
         """Return True if the index sends unknown raw ids to the default rows of the buckets in ``identity``."""
         return identity == self._identity
 
-    def adopt(self, identity: Identity) -> None:
+    def set_identity(self, identity: Identity) -> None:
         """Use ``identity`` for unknown raw ids: map them to the default rows of its buckets."""
         if identity != self._identity:
             self.reroute(identity)

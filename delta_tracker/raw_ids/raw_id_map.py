@@ -149,7 +149,7 @@ class RawIdMap(ABC):
         """Return True if the mapping sends unknown raw ids to the default rows of the buckets in ``identity``."""
 
     @abstractmethod
-    def adopt(self, identity: Identity) -> None:
+    def set_identity(self, identity: Identity) -> None:
         """Use ``identity`` for unknown raw ids: map them to the default rows of its buckets. Requires the lock."""
 
     @abstractmethod

@@ -51,7 +51,7 @@ def change_of(
         parameters = Parameters(names, _kept(saved, own, job.ignore), is_changed, is_moved)
         return Change(tables=last.tables, ignore=job.ignore, parameters=parameters)
     ignore, rank = set(job.ignore), job.rank if states.world_size == job.world_size else None
-    entry = replace(last, dense=saved.dense).having(lambda name: name not in ignore)
+    entry = replace(last, dense=saved.dense).narrowed(lambda name: name not in ignore)
     found = fit(entry, {fqn: shard.table for fqn, shard in own.shards.items()}, own.dense, with_raw_ids)
     differences = dict(found.differences)
     for name in sorted({*own.shards, *own.dense} - {*saved.tables, *saved.dense} - ignore):

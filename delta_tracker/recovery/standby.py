@@ -227,7 +227,7 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
         """
         began = self._runtime.monotonic()
         with self._meeting("Standby.take_over(...)") as exchange:
-            judge = Message.of(lambda: self._judged(force=force, silence=silence))
+            judge = Message.of(lambda: self._takeover_decision(force=force, silence=silence))
             messages = exchange.exchange(Phase.FOLLOWING, judge)
             check_alike(messages, "call", action="restore")
             decision = messages[0]["decision"]
@@ -271,7 +271,7 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
         turn["outage"] = turn["obstacle"] if isinstance(self.error, StorageError) else ""
         if not turn["obstacle"] and self.version is not None and not self._serving.is_checked:
             turn["obstacle"] = self._serving_obstacle()
-        turn["decision"] = self._recovery.decided(silence, self.version) if self._is_first else {}
+        turn["decision"] = self._recovery.decide_follow(silence, self.version) if self._is_first else {}
         return turn
 
     def _advanced(self, call: str) -> dict[str, Any]:
@@ -317,10 +317,10 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
             return _text(error)
         return ""
 
-    def _judged(self, *, force: bool, silence: float) -> dict[str, Any]:
+    def _takeover_decision(self, *, force: bool, silence: float) -> dict[str, Any]:
         self._check_open()
         _check_silence(silence)
-        decision = self._recovery.judged(self.version, force=force, silence=silence) if self._is_first else {}
+        decision = self._recovery.decide_takeover(self.version, force=force, silence=silence) if self._is_first else {}
         return {"call": f"take_over(force={bool(force)}, silence={silence})", "decision": decision}
 
     def _check_due(self, decision: Mapping[str, Any]) -> None:

@@ -21,7 +21,7 @@ from delta_tracker.stream.format.table_choice import check_has_all
 from delta_tracker.stream.log import Claim, StreamLog
 from delta_tracker.stream.reading.runtime import Runtime
 from delta_tracker.stream.storage.storage import Location, Storage, open_storage
-from delta_tracker.stream.takeover_request import Liveness, Signs, read_request
+from delta_tracker.stream.takeover_request import PublisherActivity, PublisherObserver, read_request
 
 _logger = logging.getLogger(__name__)
 GONE = "Check the url, mount or restore its store, and call again"
@@ -40,7 +40,7 @@ class RecoveryStream:
     def __init__(self, log: StreamLog, name: str, look_seconds: float, recorder: Recorder, runtime: Runtime) -> None:
         self.shown: tuple[int | None, str | None] = None, None  # version and error of all ranks, for the heartbeat
         self._log = log
-        self._liveness = Liveness(log.storage, name)
+        self._observer = PublisherObserver(log.storage, name)
         self._recorder = recorder
         self._look_seconds = look_seconds
         self._monotonic = runtime.monotonic
@@ -52,45 +52,45 @@ class RecoveryStream:
         self._checked_silence: tuple[float, float] | None = None  # and time between heartbeats
         self._reason = ""  # why there was no takeover
 
-    def decided(self, silence: float | None, version: int | None) -> dict[str, Any]:
+    def decide_follow(self, silence: float | None, version: int | None) -> dict[str, Any]:
         """Return the next decision for ``Standby.follow(silence)``. ``version`` is the last applied version."""
         if self._monotonic() < self._next_look:
             return {}
         self._next_look = self._monotonic() + self._look_seconds
         try:
-            signs = self._liveness.look(*self.shown)
-            known = self._known(None if signs is None else signs.head, version)
-            if signs is None:
+            activity = self._observer.observe(*self.shown)
+            known = self._known(None if activity is None else activity.head, version)
+            if activity is None:
                 if known is None:
                     return {"nothing": "the stream is empty"}
                 self.log_once(f"standby waits: {StreamReplacedError(self._log.url, known).advising(GONE)}")
                 return {}
-            request = read_request(self._log.storage, signs.head, signs.last)
+            request = read_request(self._log.storage, activity.head, activity.last)
         except (MalformedError, StorageError) as error:
             self.log_once(f"standby cannot look at the publisher: {error}")
             return {}
         if silence is not None:
-            self._check_interval(silence, signs)
+            self._check_interval(silence, activity)
         if (shown := self.shown[0]) is not None:
             self._recorder.standby_version.set(shown)
-        self._recorder.standby_lag_versions.set(signs.head.version - (-1 if shown is None else shown))
-        is_silent = silence is not None and signs.silent_seconds > silence
-        if request is None and not is_silent and not self._is_own(signs.head):
+        self._recorder.standby_lag_versions.set(activity.head.version - (-1 if shown is None else shown))
+        is_silent = silence is not None and activity.silent_seconds > silence
+        if request is None and not is_silent and not self._is_own(activity.head):
             return {}
-        return self._due(signs.head, known, is_forced=request is not None and request.force, last=signs.last)
+        return self._due(activity.head, known, is_forced=request is not None and request.force, last=activity.last)
 
-    def judged(self, version: int | None, *, force: bool, silence: float) -> dict[str, Any]:
+    def decide_takeover(self, version: int | None, *, force: bool, silence: float) -> dict[str, Any]:
         """Return the decision for ``Standby.take_over(force, silence)``. ``version`` is the last applied version."""
-        signs = None if force else self._liveness.look(*self.shown)
-        if signs is not None:
-            self._check_interval(silence, signs)
-        head = signs.head if signs is not None else self._log.head() if force else None
+        activity = None if force else self._observer.observe(*self.shown)
+        if activity is not None:
+            self._check_interval(silence, activity)
+        head = activity.head if activity is not None else self._log.head() if force else None
         known = self._known(head, version)
         if head is None:
             return {"nothing": "the stream is empty"} if known is None else {"gone": known}
-        if signs is not None and signs.silent_seconds < silence and not self._is_own(head):
-            return {"live": [head.generation, head.version, signs.silent_seconds]}
-        return self._due(head, known, is_forced=force, last=None if signs is None else signs.last)
+        if activity is not None and activity.silent_seconds < silence and not self._is_own(head):
+            return {"live": [head.generation, head.version, activity.silent_seconds]}
+        return self._due(head, known, is_forced=force, last=None if activity is None else activity.last)
 
     def claim(self, decision: Mapping[str, Any]) -> Claim:
         """Claim the stream after the entry in ``decision``, or in a forced takeover after the newest entry.
@@ -99,9 +99,11 @@ class RecoveryStream:
         """
         self._log.storage.probe()
         if decision["last"] is not None:  # to catch up may have taken minutes
-            signs = self._liveness.look(*self.shown)
-            if signs is not None and signs.last > decision["last"]:
-                raise LivePublisherError(self._log.url, signs.head.generation, signs.head.version, signs.silent_seconds)
+            activity = self._observer.observe(*self.shown)
+            if activity is not None and activity.last > decision["last"]:
+                raise LivePublisherError(
+                    self._log.url, activity.head.generation, activity.head.version, activity.silent_seconds
+                )
         if self._claimed is not None:
             head = self._log.head()
             if head is None or head.link != self._claimed.link:  # another publisher continued it
@@ -145,8 +147,8 @@ class RecoveryStream:
     def _is_own(self, head: Manifest) -> bool:
         return head.kind == "claim" and head.writer == self._writer
 
-    def _check_interval(self, silence: float, signs: Signs) -> None:
-        seconds = signs.heartbeat_seconds
+    def _check_interval(self, silence: float, activity: PublisherActivity) -> None:
+        seconds = activity.heartbeat_seconds
         if seconds is None or self._checked_silence == (silence, seconds):
             return
         if silence < seconds:

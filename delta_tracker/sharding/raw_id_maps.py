@@ -176,7 +176,7 @@ class MchMap(_ModuleMap, SortedMap):
         routed = self._routed()
         return routed is None if self._is_own_default(identity) else routed is not None and routed.identity == identity
 
-    def adopt(self, identity: Identity) -> None:
+    def set_identity(self, identity: Identity) -> None:
         """Route unknown raw ids to the default rows of the buckets of ``identity``."""
         if self.routes_by(identity):
             return
@@ -225,7 +225,7 @@ class HashMap(_ModuleMap):
         """Return True: this module has no default rows, so unknown raw ids need no routing."""
         return True
 
-    def adopt(self, identity: Identity) -> None:
+    def set_identity(self, identity: Identity) -> None:
         """Do nothing: :meth:`refusal` rejects a stream with different buckets."""
 
     def owners(self) -> Tensor:

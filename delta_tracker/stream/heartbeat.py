@@ -191,7 +191,7 @@ def see_heartbeats(
     """
     began = clock.reader_time()
     listed = storage.objects("predictors")
-    clock.saw("predictors", (stored.modified for stored in listed), began=began)
+    clock.observe("predictors", (stored.modified for stored in listed), began=began)
     now = clock.now()
     young = sorted((each for each in listed if now - each.modified <= max_age), key=lambda each: -each.modified)
     wanted = sorted(young[:limit], key=lambda each: each.name)

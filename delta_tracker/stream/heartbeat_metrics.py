@@ -107,8 +107,8 @@ class _Newest(MetricSource):
             return None
         seen = see_publisher(self._log.storage, head)
         beat = None if seen is None else seen[1]
-        self._clock.saw("log", [head.committed], began=began)
-        self._clock.saw("heartbeats", [] if beat is None else [beat], began=began)
+        self._clock.observe("log", [head.committed], began=began)
+        self._clock.observe("heartbeats", [] if beat is None else [beat], began=began)
         now = self._clock.now()
         beat_age = None if beat is None else max(0.0, now - beat)
         return head.version, max(0.0, now - head.committed), head.pending_rows, beat_age

@@ -131,7 +131,7 @@ class StreamLog:
             check_version(manifest, version)
             self._known = max(self._known, version)
             if not self.is_listed:
-                self.pointer.saw(manifest)
+                self.pointer.note_entry(manifest)
         return manifest
 
     def versions(self, *, after: int = -1) -> list[int]:
@@ -473,14 +473,14 @@ class Claim:
         self._fenced: FencedError | None = None
         self._is_used = False
 
-    def use(self) -> None:
+    def mark_used(self) -> None:
         """Mark this claim as used by a publisher. Raise InvalidArgumentError if a publisher already uses it."""
         if self._is_used:
             raise InvalidArgumentError("url", "a used claim", "Build the publisher with the url")
         self._is_used = True
 
     def release(self) -> None:
-        """Mark this claim as unused. Call this method if the publisher that called :meth:`use` could not be built."""
+        """Mark this claim as unused. Call this if the publisher that called :meth:`mark_used` could not be built."""
         self._is_used = False
 
     def commit(self, entry: Manifest) -> Manifest:

@@ -148,7 +148,7 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
         head = self.head
         if head is None:
             return 0
-        found = _useful(self._source.merged(), head, set(self._to.merged()))
+        found = _merged_to_copy(self._source.merged(), head, set(self._to.merged()))
         return sum(self._copy_merged(each, head.stream) for each in found)
 
     def copy_claims(self) -> int:
@@ -278,7 +278,7 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
         except MalformedError:
             if (before := self._newest(versions[:-1])) is None:
                 raise
-            return _unreadable(versions[-1], data, before)
+            return _placeholder(versions[-1], data, before)
 
     def _copy(self, decision: "Copy") -> bool:
         entry, merged = decision.entry, decision.merged
@@ -320,7 +320,7 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
                     return
                 is_passed = is_kept_for_claim and self.head is not None
                 if entry.merges is None and (is_passed or log.read(entry.version) is None):
-                    raise (_emptied(log) or self._diverged(entry.version, _DELETED)) from error
+                    raise (_no_entries_error(log) or self._diverged(entry.version, _DELETED)) from error
                 raise error.advising(_REPAIR) from error
 
     def _create(self, data: bytes, version: int) -> None:
@@ -472,7 +472,7 @@ def next_copy(log: _Seen, head: Manifest | None, *, is_checked: bool, is_due: bo
         data = _check(log, head)
     if data is None:
         return ""
-    entry, error = _understood(version, data, head)
+    entry, error = _parse_or_placeholder(version, data, head)
     if error is not None:
         # The source continues after an entry whose bytes were altered on the way to the store.
         if (is_followed := _is_followed(log, entry)) is None:
@@ -483,7 +483,7 @@ def next_copy(log: _Seen, head: Manifest | None, *, is_checked: bool, is_due: bo
         raise log.diverged(version, f"its entry does not follow {head.link}")
     is_committed = entry.kind != "claim" or _is_committed(log, entry)
     if is_committed is False:
-        raise _gone(log, version)
+        raise _missing_error(log, version)
     return "" if is_committed is None else Copy(entry, data)
 
 
@@ -533,10 +533,12 @@ def _check(log: _Seen, head: Manifest) -> bytes | None:
         raise log.diverged(head.version, "the entries have other bytes")
     has_newer = bool(log.versions(after=head.version))
     if data is None and not has_newer:
-        raise _emptied(log) or log.diverged(head.version, "the source has neither this version nor a newer one")
+        raise _no_entries_error(log) or log.diverged(
+            head.version, "the source has neither this version nor a newer one"
+        )
     following = log.entry(head.version + 1) if has_newer else None
     if has_newer and following is None:
-        raise _gone(log, head.version + 1)
+        raise _missing_error(log, head.version + 1)
     log.source.check_pointer()
     return following
 
@@ -555,13 +557,13 @@ def _is_followed(log: _Seen, entry: Manifest) -> bool | None:
     data = log.entry(version)
     if data is None:
         return None
-    following, error = _understood(version, data, entry)
+    following, error = _parse_or_placeholder(version, data, entry)
     return Position.after(entry).leads_to(following) if error is None else _is_followed(log, following)
 
 
-def _gone(log: _Seen, version: int) -> MirrorDivergedError | MissingVersionError | StorageError:
+def _missing_error(log: _Seen, version: int) -> MirrorDivergedError | MissingVersionError | StorageError:
     """Return the error for a missing version of the source. Retention deletes only versions below a snapshot."""
-    if (emptied := _emptied(log)) is not None:
+    if (emptied := _no_entries_error(log)) is not None:
         return emptied
     snapshot = log.newest_snapshot()
     if snapshot is None or snapshot.version < version:
@@ -574,7 +576,7 @@ def _gone(log: _Seen, version: int) -> MirrorDivergedError | MissingVersionError
     return log.diverged(version, _DELETED)
 
 
-def _emptied(log: _Seen | StreamLog) -> StorageError | None:
+def _no_entries_error(log: _Seen | StreamLog) -> StorageError | None:
     """Return the error for a source that has no entries any more; None if it has entries. The mirror retries later."""
     if log.versions():
         return None
@@ -590,16 +592,16 @@ def _parsed(version: int, data: bytes) -> Manifest:
     return check_version(parse_manifest(entry_name(version), data), version)
 
 
-def _understood(version: int, data: bytes, before: Manifest) -> tuple[Manifest, MalformedError | None]:
+def _parse_or_placeholder(version: int, data: bytes, before: Manifest) -> tuple[Manifest, MalformedError | None]:
     try:
         return _parsed(version, data), None
     except NewerFormatError:
         raise
     except MalformedError as error:
-        return _unreadable(version, data, before), error
+        return _placeholder(version, data, before), error
 
 
-def _unreadable(version: int, data: bytes, before: Manifest) -> Manifest:
+def _placeholder(version: int, data: bytes, before: Manifest) -> Manifest:
     """Return a placeholder for a malformed entry after ``before``. Only its hash is used."""
     return Manifest(
         stream=before.stream,
@@ -614,7 +616,7 @@ def _unreadable(version: int, data: bytes, before: Manifest) -> Manifest:
     )
 
 
-def _useful(merged: list[Merged], head: Manifest, there: set[Merged]) -> list[Merged]:
+def _merged_to_copy(merged: list[Merged], head: Manifest, there: set[Merged]) -> list[Merged]:
     """Return the merged entries to copy to a log with the newest entry ``head`` and the merged entries ``there``."""
     reached = [each for each in merged if each.last <= head.version]
     snapshots = [each for each in reached if each.kind == "snapshot"]

@@ -88,7 +88,7 @@ class HeadPointer:
         """Return True if this pointer names ``entry``: the stream, generation, version and hash are equal."""
         return entry.merges is None and _link(self) == (entry.stream, entry.generation, entry.version, entry.xxh3)
 
-    def raised(self, head: Manifest) -> Self:
+    def with_head(self, head: Manifest) -> Self:
         """Return a copy of this pointer that names ``head``, a newer entry of the same log."""
         newest = self.snapshot if head.stream == self.stream else None
         if head.snapshot is not None and (newest is None or head.snapshot > newest.version):
@@ -192,7 +192,7 @@ class PointerReader(Forkable):
                 self._reading.release()
         return self._claimed or self.confirmed
 
-    def saw(self, entry: Manifest) -> None:
+    def note_entry(self, entry: Manifest) -> None:
         """Confirm the claimed pointer if it names ``entry``, or advance the confirmed pointer if ``entry`` is newer."""
         claimed, known = self._claimed, self.confirmed
         if claimed is not None and claimed.names(entry):
@@ -204,7 +204,7 @@ class PointerReader(Forkable):
             return
         with self._lock:
             if self.confirmed is known:  # otherwise, the next entry or pointer raises it
-                raised = self.confirmed = known.raised(entry)
+                raised = self.confirmed = known.with_head(entry)
                 if self._claimed is not None and _order(self._claimed) <= _order(raised):
                     self._claimed = None
 

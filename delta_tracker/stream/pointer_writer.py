@@ -86,7 +86,7 @@ class PointerWriter:
                 except BaseException:
                     self._scanned_at = _NEVER
                     raise
-            pointer = self._scan if self._head.version <= self._scan.version else self._scan.raised(self._head)
+            pointer = self._scan if self._head.version <= self._scan.version else self._scan.with_head(self._head)
             if pointer != self._written:
                 self._log.storage.replace(POINTER_NAME, replace(pointer, time=time.time()).to_json())
                 self._written = pointer

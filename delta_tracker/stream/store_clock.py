@@ -20,7 +20,7 @@ class StoreClock:
 
     Attributes:
         offset: the store's time minus the reader's time, in seconds; 0 until a bound is violated.
-        reader_time: function that returns the reader's time. Call it before a poll, and pass the time to :meth:`saw`.
+        reader_time: function that returns the reader's time. Call it before a poll, and pass it to :meth:`observe`.
     """
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
@@ -33,7 +33,7 @@ class StoreClock:
         """Return the estimate of the store's time."""
         return self.reader_time() + self.offset
 
-    def saw(self, kind: str, modified: Iterable[float], *, began: float) -> None:
+    def observe(self, kind: str, modified: Iterable[float], *, began: float) -> None:
         """Update the estimate with the modification times that a poll has returned, in Unix seconds.
 
         ``began`` is the reader's time at the start of the poll. All polls of one ``kind`` must cover the same objects.

@@ -28,8 +28,8 @@ _REQUEST_NAME = "control/takeover.json"
 
 
 @dataclass(frozen=True, slots=True)
-class Signs:
-    """Last activity of a stream's publisher, the result of :meth:`Liveness.look`."""
+class PublisherActivity:
+    """Last activity of a stream's publisher, the result of :meth:`PublisherObserver.observe`."""
 
     head: Manifest  # newest entry
     silent_seconds: float  # time since `last`, by the store's clock
@@ -38,11 +38,11 @@ class Signs:
     heartbeat_seconds: float | None  # time between two heartbeats of the publisher; None if it is unknown
 
 
-class Liveness:
+class PublisherObserver:
     """Observer of the versions and heartbeats of a stream's publisher, for a standby.
 
-    No host clock is used: each call of :meth:`look` writes the predictor heartbeat ``name``, whose modification time is
-    the time of the call. :meth:`look` raises StorageError if the store cannot be reached.
+    No host clock is used: each call of :meth:`observe` writes the predictor heartbeat ``name``, whose modification time
+    is the time of the call. :meth:`observe` raises StorageError if the store cannot be reached.
     """
 
     def __init__(self, storage: Storage, name: str) -> None:
@@ -52,7 +52,7 @@ class Liveness:
         self._log = StreamLog(storage)
         self._head: Manifest | None = None  # newest entry of the last look
 
-    def look(self, version: int | None = None, error: str | None = None) -> Signs | None:
+    def observe(self, version: int | None = None, error: str | None = None) -> PublisherActivity | None:
         """Return the publisher's last activity; None if there is no stream.
 
         First writes a heartbeat with ``version`` and ``error``, the observer's last applied version and current error,
@@ -66,7 +66,7 @@ class Liveness:
             return None
         beat, modified = see_publisher(self._storage, head) or (None, None)
         last = max((time for time in (head.modified, modified) if time is not None), default=now)
-        return Signs(head, max(0.0, now - last), last, None if beat is None else beat.seconds or None)
+        return PublisherActivity(head, max(0.0, now - last), last, None if beat is None else beat.seconds or None)
 
     def _store_time(self, version: int | None, error: str | None) -> float:
         head = self._head

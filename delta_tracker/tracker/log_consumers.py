@@ -378,16 +378,16 @@ class LogConsumers:
             is_captured = is_capturing()  # the graph would contain the operations that mark rows
             tasks = [] if is_captured else [partial(self._segments.notice_writes, self._segments.stores)]
             self._cursors.num_batches += 1
-            maintain(*tasks, self._shed)
+            maintain(*tasks, self._drop_lagging)
 
     def _due(self, *tasks: Callable[[], None], compacts: bool = True) -> Sequence[Callable[[], None]]:
         """Return ``tasks``, followed by compaction of the log if it is due and enforcement of ``max_bytes``."""
         # Compact at every sixteenth position also with auto_compact, because an idle model runs no output distribution.
         if compacts and (not self._writes.compacts_after_odist or self._segments.position % 16 == 0):
             tasks += (self._segments.compact,)
-        return tasks if self._max_bytes is None else (*tasks, self._shed)
+        return tasks if self._max_bytes is None else (*tasks, self._drop_lagging)
 
-    def _shed(self) -> None:
+    def _drop_lagging(self) -> None:
         segments, cursors = self._segments, self._cursors
         while self._max_bytes is not None and self._is_too_large(self._max_bytes):
             oldest = min(cursors.pinned, default=None)

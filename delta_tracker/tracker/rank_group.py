@@ -60,7 +60,7 @@ class RankGroup:
         self._is_starting = False  # True after an interrupt: a collective may have been started
         if self.world_size > 1:
             with self._typed_errors():
-                self._gloo = _Meeting(name, call, timeout, self.rank, self.world_size).group()
+                self._gloo = _Rendezvous(name, call, timeout, self.rank, self.world_size).group()
 
     def start_all_gather(self, tensor: Tensor) -> "Gathering":
         """Start an asynchronous all-gather and return its handle. All tensors must have the same shape and dtype.
@@ -219,7 +219,7 @@ class Gathering:
         return self.tensors
 
 
-class _Meeting:
+class _Rendezvous:
     """Rendezvous of all ranks that creates one gloo group. The ranks find each other in the default group's store.
 
     Attempts are numbered. An attempt ends when the last rank joins it or when the first rank times out, with the same
@@ -297,7 +297,7 @@ class _Meeting:
         store.set_timeout(self._timeout)
         self._awaited = ""
         keys = dist.PrefixStore(f"{self._name}/", store)
-        number = self._attend(keys)
+        number = self._join(keys)
         self._deadline = time.monotonic() + self._timeout.total_seconds()
         self._silent = self._awaited = f"another rank or {_STORE}"
         prefixed = dist.PrefixStore(f"{self._name}/{number}/", store)
@@ -313,19 +313,19 @@ class _Meeting:
         group.options.group_name = f"{self._name}/{number}"
         return group
 
-    def _attend(self, store: dist.Store) -> int:
+    def _join(self, store: dist.Store) -> int:
         number = 0
         while number == 0 or store.check([f"{number}/ended"]):
             if self._has_left.is_set():
                 raise RankLostError(f"rank {self._rank} has left")  # not seen by a caller
             number = store.add(f"attempts of rank {self._rank}", 1)
         # Sets the result of the attempt unless it has one, and returns it.
-        result = store.compare_set(f"{number}/ended", "", self._meet(store, number)).decode()
+        result = store.compare_set(f"{number}/ended", "", self._wait_for_ranks(store, number)).decode()
         if result != _GO:
             raise RankLostError(result, f"Call {self._call} on every rank; if a rank died, restart the job")
         return number
 
-    def _meet(self, store: dist.Store, number: int) -> str:
+    def _wait_for_ranks(self, store: dist.Store, number: int) -> str:
         """Join an attempt. Wait until it ends or this rank must end it. Return the attempt's result, to be stored."""
         has_left = self._has_left.is_set
         store.set(f"{number}/{self._rank}", "here")

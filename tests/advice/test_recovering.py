@@ -261,7 +261,7 @@ def _snapshot(job: _Job, **options: Any) -> None:
     "IncompleteModelError: _Incomplete.__call__",
     "LivePublisherError: Standby._check_due Standby._claim RecoveryStream.claim "
     "RecoveryStream._forced_head StreamLog.claim check_silence",
-    "InvalidArgumentError: Claim.use",
+    "InvalidArgumentError: Claim.mark_used",
 )
 @pytest.mark.parametrize("way", ["stop", "force"])
 def test_a_trainer_is_stopped_or_fenced_before_a_takeover(tmp_path: Path, way: str) -> None:
@@ -371,7 +371,7 @@ def test_a_failed_takeover_is_completed_or_replaced_by_a_restore(tmp_path: Path,
 
 
 @pytest.mark.advice(
-    "StreamReplacedError: RecoveryStream._forced_head RecoveryStream.decided Standby._check_due StreamLog.claim",
+    "StreamReplacedError: RecoveryStream._forced_head RecoveryStream.decide_follow Standby._check_due StreamLog.claim",
     "NotRecoverableError: Standby._check_due ShardFollower._apply",
 )
 def test_a_standby_waits_for_the_store_of_its_stream(tmp_path: Path) -> None:

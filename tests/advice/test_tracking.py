@@ -334,7 +334,7 @@ def test_all_ranks_attach_again(two_ranks: RankPool) -> None:
     two_ranks.run(f"{_CASES}:one_detached")
 
 
-@pytest.mark.advice("RankFailedError: agree")
+@pytest.mark.advice("RankFailedError: run_on_all_ranks")
 def test_all_ranks_build_the_same(two_ranks: RankPool) -> None:
     two_ranks.run(f"{_CASES}:disagreeing")
 

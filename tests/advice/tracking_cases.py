@@ -34,7 +34,7 @@ from delta_tracker.sharding import discover as discover_module
 from delta_tracker.sharding import optimizer_rows
 from delta_tracker.sharding.discover import discover
 from delta_tracker.sharding.torchrec_api import tbe_of
-from delta_tracker.tracker.checkpoint.collectives import agree
+from delta_tracker.tracker.checkpoint.collectives import run_on_all_ranks
 from delta_tracker.tracker.rank_group import TORCH_TIMEOUT, RankGroup
 from tests.advice.jobs import refused
 from tests.models import Model, Spec, Table, batch, ordinary_optimizer, shard
@@ -197,18 +197,18 @@ def incomplete(rank: int, world_size: int) -> None:
 
 def disagreeing(rank: int, world_size: int) -> None:
     """Ranks that differ, or of which one fails, agree once they do the same."""
-    group = RankGroup("agreement", "agree()", TORCH_TIMEOUT)
+    group = RankGroup("agreement", "run_on_all_ranks()", TORCH_TIMEOUT)
 
     def fail() -> dict[str, object]:
         raise OSError("no space")
 
-    refused(RankFailedError, lambda: agree(lambda: {"mode": rank}, group), "Build the same tracker")
+    refused(RankFailedError, lambda: run_on_all_ranks(lambda: {"mode": rank}, group), "Build the same tracker")
     if rank:
         with pytest.raises(OSError, match="no space"):
-            agree(fail, group)
+            run_on_all_ranks(fail, group)
     else:
-        refused(RankFailedError, lambda: agree(lambda: {"mode": "a"}, group), "Fix the problem on that rank")
-    agree(lambda: {"mode": "a"}, group)
+        refused(RankFailedError, lambda: run_on_all_ranks(lambda: {"mode": "a"}, group), "Fix the problem on that rank")
+    run_on_all_ranks(lambda: {"mode": "a"}, group)
 
 
 def recorded(rank: int, world_size: int, url: str) -> None:

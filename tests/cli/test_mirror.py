@@ -164,7 +164,7 @@ def test_a_source_without_a_stream_is_named_before_anything_is_created(
     assert f"the stream {claimed.storage.url} has no snapshot yet" in cli.err
 
 
-@pytest.mark.advice("MissingVersionError: _gone")
+@pytest.mark.advice("MissingVersionError: _missing_error")
 @pytest.mark.parametrize("is_claim", [False, True])
 def test_a_source_with_a_gap_is_named(cli: Cli, writer: Writer, copy: Path, is_claim: bool) -> None:
     if is_claim:

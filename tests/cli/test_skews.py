@@ -21,6 +21,6 @@ def test_a_slow_commit_is_no_skew() -> None:
 def test_the_clock_of_this_host_is_reported_from_its_own_side() -> None:
     clock = StoreClock(lambda: 1000.0)
     assert Skews().problems(clock=clock) == []
-    clock.saw("log", [1500.0], began=1000.0)
+    clock.observe("log", [1500.0], began=1000.0)
     (problem,) = Skews().problems(clock=clock)
     assert problem.startswith("the clock of this host is 500 s behind the store's")

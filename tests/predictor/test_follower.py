@@ -152,7 +152,7 @@ class _CudaOutOfMemoryError(torch.OutOfMemoryError):
         _CudaOutOfMemoryError,
         RuntimeError,
         ValueError,
-        pytest.param(PanicException, marks=pytest.mark.advice("StreamError: Follower._survives")),
+        pytest.param(PanicException, marks=pytest.mark.advice("StreamError: Follower._record_errors")),
     ],
 )
 def test_a_target_that_raises_is_tried_again(writer: Writer, kind: type[BaseException]) -> None:

@@ -225,7 +225,7 @@ def test_a_mapping_that_is_half_written_is_repaired_by_a_snapshot(monkeypatch: p
     assert follower.predictor.version == history.version
 
 
-@pytest.mark.advice("InvalidArgumentError: adopt_saved")
+@pytest.mark.advice("InvalidArgumentError: set_saved_identities")
 def test_kept_tables_route_unknown_raw_ids_before_the_next_version() -> None:
     history = _history_of(2)
     follower = Follower(history)
@@ -248,11 +248,11 @@ def test_a_position_with_other_buckets_than_the_index_is_refused() -> None:
     follower = Follower(history)
     follower.sync()
     other = RawIdIndex(history.num_rows)
-    other.adopt(split(history.num_rows, 1, history.hash_size))
+    other.set_identity(split(history.num_rows, 1, history.hash_size))
     predictor = _predictor(history, raw_ids={FQN: other})
     with pytest.raises(InvalidArgumentError, match="saved with the position"):
         predictor.load_state_dict(follower.predictor.state_dict())
-    other.adopt(history.identity)
+    other.set_identity(history.identity)
     owners = torch.full((history.num_rows,), NO_OWNER)
     bucket = int(bucket_of(history.identity, torch.tensor(10**6)))
     owners[history.identity.buckets[1 - bucket].rows[0]] = 10**6
@@ -267,7 +267,7 @@ def test_a_position_without_raw_ids_is_logged(caplog: pytest.LogCaptureFixture) 
     follower = Follower(history)
     follower.sync()
     empty = RawIdIndex(history.num_rows)
-    empty.adopt(history.identity)
+    empty.set_identity(history.identity)
     predictor = _predictor(history, raw_ids={FQN: empty})
     predictor.load_state_dict(follower.predictor.state_dict())
     assert f"no row of {FQN} has a raw id" in caplog.text

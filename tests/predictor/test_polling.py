@@ -66,17 +66,17 @@ def test_the_interval_grows_while_no_version_comes_and_a_version_resets_it() -> 
     clock = Time()
     schedule = _schedule(clock)
     assert clock.pauses(schedule, 7) == [1.0, 1.0, 1.0, 2.0, 4.0, 5.0, 5.0]
-    schedule.moved()
+    schedule.version_applied()
     assert clock.pauses(schedule, 2) == [1.0, 1.0]
 
 
 def test_the_interval_does_not_grow_while_versions_come_regularly() -> None:
     clock = Time()
     schedule = _schedule(clock)
-    schedule.moved()
+    schedule.version_applied()
     for _ in range(3):
         clock.seconds += 40.0
-        schedule.moved()
+        schedule.version_applied()
         schedule.pause()
     assert clock.pauses(schedule, 80) == [1.0] * 80
     assert clock.pauses(schedule, 4)[-1] > 1.0, "twice the interval between versions has passed"
@@ -86,8 +86,8 @@ def test_a_fixed_interval_never_changes() -> None:
     clock = Time()
     schedule = _schedule(clock, 0.05, random.uniform, is_fixed=True)
     for _ in range(4):
-        schedule.hinted()
-        schedule.moved()
+        schedule.hint_received()
+        schedule.version_applied()
     assert clock.pauses(schedule, 200) == [0.05] * 200
 
 
@@ -105,25 +105,25 @@ def test_right_hints_make_polls_rare_until_one_is_missing() -> None:
     schedule = _schedule(clock)
     for _ in range(3):
         assert schedule.seconds < 30.0
-        schedule.hinted()
-        schedule.moved()
-        schedule.moved()  # the same hint announced two versions
+        schedule.hint_received()
+        schedule.version_applied()
+        schedule.version_applied()  # the same hint announced two versions
         schedule.pause()
         clock.seconds += 1.0
     assert clock.pauses(schedule, 2) == [30.0, 30.0]
-    schedule.moved()  # no hint came
+    schedule.version_applied()  # no hint came
     assert clock.pauses(schedule, 1) == [1.0]
 
 
 @pytest.mark.parametrize(
-    "break_trust", [PollSchedule.hints_failed, lambda schedule: (schedule.hinted(), schedule.pause())]
+    "break_trust", [PollSchedule.hints_failed, lambda schedule: (schedule.hint_received(), schedule.pause())]
 )
 def test_a_failure_or_a_wrong_hint_ends_the_trust(break_trust: Callable) -> None:
     clock = Time()
     schedule = _schedule(clock)
     for _ in range(3):
-        schedule.hinted()
-        schedule.moved()
+        schedule.hint_received()
+        schedule.version_applied()
     break_trust(schedule)
     assert schedule.seconds == 1.0
 
@@ -131,7 +131,7 @@ def test_a_failure_or_a_wrong_hint_ends_the_trust(break_trust: Callable) -> None
 def test_polls_after_a_hint_are_quick_while_a_cache_may_have_an_old_pointer() -> None:
     clock = Time()
     schedule = _schedule(clock, is_delayed=True)
-    schedule.hinted()
+    schedule.hint_received()
     pauses = clock.pauses(schedule, 14)
     assert pauses[:12] == [0.25] * 12, "for three seconds"
     assert min(pauses[12:]) >= 1.0

@@ -43,7 +43,7 @@ def test_the_age_is_that_of_the_stores_clock_whatever_the_readers(
     for wait, num_commits in waits:
         waiting += [store.now + wait * (number + 1) / (num_commits + 1) for number in range(num_commits)]
         store.now += wait
-        age.rested = None if last_empty is None else (version, last_empty)
+        age.empty_poll = None if last_empty is None else (version, last_empty)
         if waiting:
             version += 1
             served = SimpleNamespace(modified=waiting.pop(0), committed=0.0, merges=None, version=version)

@@ -96,7 +96,7 @@ def test_a_sync_that_ends_at_a_held_version_wakes_it(writer: Writer) -> None:
         Predictor(writer.model(), writer.storage, rollout=Rollout(gate=Gate())) as predictor,
     ):
         predictor.follow(poll_seconds=1000)
-        eventually(lambda: predictor._reader.source.lag.rested is not None)  # the thread looks again in 1000 s
+        eventually(lambda: predictor._reader.source.lag.empty_poll is not None)  # the thread looks again in 1000 s
         writer.delta([3])
         writer.table[5] = torch.nan
         writer.write("delta", [writer.rows([5])])

@@ -824,10 +824,10 @@ def interrupted_step(rank: int, world_size: int, url: str) -> list[int]:
     with ModelDeltaTracker(model) as tracker:
         publisher = Publisher(tracker, url, cadence=Cadence(batches=1), timeout=timedelta(seconds=12))
         publisher.publish()
-        once = _Once(publisher._still.look, KeyboardInterrupt)
+        once = _Once(publisher._still.count_call, KeyboardInterrupt)
         once.has_raised = rank == 0
         versions = []
-        with mock.patch.object(publisher._still, "look", once):
+        with mock.patch.object(publisher._still, "count_call", once):
             for _ in range(12):
                 model(batch(spec, generator)).backward()
                 tracker.step()

@@ -13,7 +13,7 @@ from tests.ranks import RankPool
 _CASES = "tests.publisher.building_cases"
 
 
-@pytest.mark.advice("RankLostError: _Meeting._attend")
+@pytest.mark.advice("RankLostError: _Rendezvous._join")
 def test_a_publisher_that_one_rank_builds_alone_is_refused(two_ranks: RankPool, tmp_path: Path) -> None:
     alone, other = two_ranks.run(f"{_CASES}:lone", url=f"file://{tmp_path}/stream")
     *alone["messages"], differing = alone["messages"]

@@ -54,5 +54,5 @@ def test_a_row_of_a_column_wise_table_counts_once(caplog) -> None:
     )
     large_deltas = LargeDeltas()
     for _ in range(20):
-        large_deltas.saw(delta)
+        large_deltas.count_rows(delta)
     assert not _warnings(caplog)

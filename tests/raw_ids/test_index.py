@@ -28,7 +28,7 @@ def test_a_mapping_equals_a_dict(data: Any, first: int, num_rows: int) -> None:
     mapping.rows = first, first + num_rows  # as a collision module that is one shard of several
     mapping._slots += first
     default = first + num_rows - 1
-    mapping.adopt(Identity(0, (Bucket((0, default + 1), default),)))
+    mapping.set_identity(Identity(0, (Bucket((0, default + 1), default),)))
     owned: dict[int, int] = {}
     for _ in range(data.draw(st.integers(1, 4))):
         slots = data.draw(st.permutations(range(first, default)))
@@ -58,7 +58,7 @@ def test_buckets_that_change(has_defaults: bool) -> None:
     two = Identity(100, (Bucket((0, 4), default(3)), Bucket((4, 8), default(7))))
     one = Identity(100, (Bucket((0, 8), default(7)),))
     index = RawIdIndex(8)
-    index.adopt(two)
+    index.set_identity(two)
     owners = torch.full((8,), NO_OWNER)
     owners[[0, 1, 5]] = torch.tensor([10, 20, 60])
     index.map(index.prepare(owners))
@@ -67,7 +67,7 @@ def test_buckets_that_change(has_defaults: bool) -> None:
     none = torch.full((4,), -1)
     assert torch.equal(index.rows_of(ids), torch.tensor([3, 3, 7, 7]) if has_defaults else none)
     for identity, expected in ((one, [7, 7, 7, 7]), (two, [3, 3, 7, 7])):
-        index.adopt(identity)
+        index.set_identity(identity)
         assert torch.equal(index.rows_of(ids), torch.tensor(expected) if has_defaults else none)
         assert bool((index.owners() == NO_OWNER).all())
     index.map(index.prepare(owners))
@@ -76,7 +76,7 @@ def test_buckets_that_change(has_defaults: bool) -> None:
 
 def _filled() -> RawIdIndex:
     index = RawIdIndex(8)
-    index.adopt(Identity(100, (Bucket((0, 4), 3), Bucket((4, 8), 7))))
+    index.set_identity(Identity(100, (Bucket((0, 4), 3), Bucket((4, 8), 7))))
     owners = torch.full((8,), NO_OWNER)
     owners[[0, 5]] = torch.tensor([10, 60])
     index.map(index.prepare(owners))
@@ -176,7 +176,7 @@ def test_the_memory_per_row_is_as_documented() -> None:
         def apply(version: Any = version) -> None:
             for change in owner_changes(version, {"t": identity}, {"t": (index,)}):
                 change.unmap()
-                change.raw_ids.adopt(change.identity)
+                change.raw_ids.set_identity(change.identity)
                 change.raw_ids.map(change.raw_ids.prepare(change.final))
 
         peak = _peak_bytes(apply) / num_rows  # the first call also loads what it needs

@@ -38,7 +38,7 @@ from delta_tracker.stream.mirroring import Mirror, promote
 from delta_tracker.stream.reading.runtime import Runtime
 from delta_tracker.stream.reading.source import Source
 from delta_tracker.stream.storage.storage import Storage
-from delta_tracker.stream.takeover_request import Liveness, request_takeover
+from delta_tracker.stream.takeover_request import PublisherObserver, request_takeover
 from tests.heartbeats import read_heartbeats
 from tests.publisher.publishing_cases import assert_equal, attempt, empty_model
 from tests.recovery.restore_cases import Trainer, same, spec_of, warm
@@ -193,12 +193,12 @@ def overtaken(rank: int, world_size: int, path: str, spec: dict[str, Any]) -> li
     trainer.train(1)
     publisher.snapshot()
     standby.sync()
-    before = Liveness(Storage(f"file://{path}/stream"), "observer").look() if rank == 0 else None
+    before = PublisherObserver(Storage(f"file://{path}/stream"), "observer").observe() if rank == 0 else None
     barrier()
     trainer.train(1)
     last = publisher.publish()
     late = None if before is None else replace(before, silent_seconds=100.0)
-    with mock.patch.object(Liveness, "look", return_value=late):
+    with mock.patch.object(PublisherObserver, "observe", return_value=late):
         messages = [attempt(standby.take_over)]
     assert log_of(path).head() == last
     assert standby.sync() == last.version
@@ -480,7 +480,7 @@ def asked_once(rank: int, world_size: int, path: str, spec: dict[str, Any]) -> l
         if standby is first or found:
             return claim(standby, *args)
         taken = first.follow()  # while the second one waits for its slowest rank
-        signs = Liveness(Storage(f"file://{path}/stream"), f"observer-{rank}").look()
+        signs = PublisherObserver(Storage(f"file://{path}/stream"), f"observer-{rank}").observe()
         assert signs.heartbeat_seconds is None, "the time between heartbeats is that of the new publisher"
         found.append(job.successor(taken))
         metrics = monitor.metrics
@@ -508,15 +508,15 @@ def asked_once(rank: int, world_size: int, path: str, spec: dict[str, Any]) -> l
 def _at_the_third_look(act: Callable[[], object]) -> Iterator[list[Any]]:
     """Context manager that calls ``act`` before the third look at the publisher. Yields a list of the looks so far."""
     looks: list[Any] = []
-    look = Liveness.look
+    look = PublisherObserver.observe
 
-    def looked(each: Liveness, *args: Any, **kwargs: Any) -> Any:
+    def looked(each: PublisherObserver, *args: Any, **kwargs: Any) -> Any:
         looks.append(each)
         if len(looks) == 3:
             act()
         return look(each, *args, **kwargs)
 
-    with mock.patch.object(Liveness, "look", looked):
+    with mock.patch.object(PublisherObserver, "observe", looked):
         yield looks
 
 

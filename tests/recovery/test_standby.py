@@ -66,7 +66,7 @@ def test_a_store_that_is_missing_after_a_failed_takeover_is_not_an_empty_stream(
 
 @pytest.mark.advice(
     "RankFailedError: Standby._claim",
-    "StorageError: _claim_newest Liveness._store_time",
+    "StorageError: _claim_newest PublisherObserver._store_time",
 )
 def test_a_failure_after_the_claim_keeps_it_and_a_retry_completes(two_ranks: RankPool, tmp_path: Path) -> None:
     steps = [("store", 1), ("fit", 0), ("rows", 1), ("older rows", 0), ("write", 1), ("load", 0), ("serving", 0)]

@@ -39,6 +39,8 @@ _REMOVED = {
     "Retention(heartbeat_seconds)",
     "Retention.orphan_seconds",
     "Retention(orphan_seconds)",
+    "RawIdIndex.adopt",
+    "RawIdIndex.adopt(identity)",
     "RowSink.settle",
     "RowSink.settle(state)",
     "Upkeep.has_passes",

@@ -28,7 +28,9 @@ REVERTS = {
             "unknown raw ids read the last row of the table",
             Replaces("RawIdIndex.rows_of", "defaults_of(...)", "self.rows[1] - 1"),
         ),
-        Revert("unmapped raw ids keep the default row of former buckets", Loses("RawIdIndex.adopt", "reroute(...)")),
+        Revert(
+            "unmapped raw ids keep the default row of former buckets", Loses("RawIdIndex.set_identity", "reroute(...)")
+        ),
         Revert("rows are written while their former owners are still mapped to them"),
         Revert("the owners of whole blocks are mapped although listed rows have newer ones"),
         Revert("unknown raw ids read rows of former owners after the buckets have changed"),

@@ -16,15 +16,15 @@ from delta_tracker.stream.heartbeat import PublisherHeartbeatWriter
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.maintenance.retention import Retention, retain
 from delta_tracker.stream.storage.storage import Storage
-from delta_tracker.stream.takeover_request import Liveness, Signs
+from delta_tracker.stream.takeover_request import PublisherActivity, PublisherObserver
 from tests.heartbeats import read_heartbeats
 from tests.stream.streams import Writer
 
 _AN_HOUR = 3600.0
 
 
-def look(storage: Storage) -> Signs:
-    signs = Liveness(storage, "standby").look()
+def look(storage: Storage) -> PublisherActivity:
+    signs = PublisherObserver(storage, "standby").observe()
     assert signs is not None
     return signs
 
@@ -42,14 +42,14 @@ def age_log(tmp_path: Path, seconds: float) -> None:
 
 def test_the_newest_entry_is_a_sign_of_life(tmp_path: Path) -> None:
     storage = Storage(tmp_path.as_uri())
-    liveness = Liveness(storage, "standby")
-    assert liveness.look() is None
+    liveness = PublisherObserver(storage, "standby")
+    assert liveness.observe() is None
     assert not list(tmp_path.iterdir()), "nothing is written to a directory without a stream"
     writer = Writer(storage)
     age_log(tmp_path, 100)
-    found = [liveness.look()]
+    found = [liveness.observe()]
     head = writer.snapshot()
-    found.append(liveness.look())
+    found.append(liveness.observe())
     assert [signs.head.version for signs in found if signs] == [0, 1]
     assert found[0].silent_seconds == pytest.approx(100, abs=5)
     assert (found[1].head, found[1].silent_seconds) == (head, pytest.approx(0, abs=5))
@@ -58,8 +58,8 @@ def test_the_newest_entry_is_a_sign_of_life(tmp_path: Path) -> None:
 
 def test_the_newest_entry_is_found_after_retention_deleted_all_but_a_claim_of_those_seen(tmp_path: Path) -> None:
     storage = Storage(tmp_path.as_uri())
-    writer, liveness = Writer(storage), Liveness(storage, "standby")
-    first = liveness.look()
+    writer, liveness = Writer(storage), PublisherObserver(storage, "standby")
+    first = liveness.observe()
     assert first is not None
     assert first.head.kind == "claim"
     for _ in range(3):
@@ -67,7 +67,7 @@ def test_the_newest_entry_is_found_after_retention_deleted_all_but_a_claim_of_th
         last = writer.delta([1])
     retain(storage, Retention(versions=1, grace_seconds=0.0))
     assert StreamLog(storage).read(1) is None
-    signs = liveness.look()
+    signs = liveness.observe()
     assert signs is not None
     assert signs.head == last
 
@@ -138,13 +138,13 @@ def test_an_observer_that_is_cut_off_has_no_verdict(tmp_path: Path, monkeypatch:
 
 def test_a_log_that_was_replaced_is_read_again() -> None:
     storage = Storage("memory://")
-    writer, liveness = Writer(storage), Liveness(storage, "standby")
+    writer, liveness = Writer(storage), PublisherObserver(storage, "standby")
     writer.snapshot()
-    assert liveness.look().head.version == 1
+    assert liveness.observe().head.version == 1
     storage.delete(entry_name(1))
-    assert liveness.look().head.version == 0
+    assert liveness.observe().head.version == 0
     with pytest.raises(InvalidArgumentError):
-        Liveness(storage, "a/b")
+        PublisherObserver(storage, "a/b")
 
 
 def test_a_pulse_is_due_one_interval_after_the_claim_and_logs_an_outage_once(

@@ -51,7 +51,7 @@ def test_a_slow_sync_does_not_date_a_file_before_its_name(
 
     def look() -> None:
         began = clock.reader_time()
-        clock.saw("log", [each.modified for each in store.objects("log")], began=began)
+        clock.observe("log", [each.modified for each in store.objects("log")], began=began)
 
     def slow(descriptor: int) -> None:
         fsync(descriptor)

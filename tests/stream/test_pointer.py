@@ -344,27 +344,27 @@ def test_a_malformed_or_missing_pointer_keeps_the_one_before(writer: Writer) -> 
 
 def test_an_entry_that_was_read_raises_the_version(writer: Writer) -> None:
     view = PointerReader(writer.storage, seconds=3600.0)
-    view.saw(writer.claim.head)  # no pointer yet
+    view.note_entry(writer.claim.head)  # no pointer yet
     pointer = point_at_the_head(writer.storage)
     view.newest()
     assert view.confirmed is None
-    view.saw(writer.claim.head)
+    view.note_entry(writer.claim.head)
     assert view.confirmed == pointer
     entry = writer.delta([1])
-    view.saw(entry)
+    view.note_entry(entry)
     found = view.newest()
     assert found == replace(pointer, version=entry.version, xxh3=entry.xxh3)
     snapshot = writer.snapshot()
-    view.saw(snapshot)
-    view.saw(entry)
+    view.note_entry(snapshot)
+    view.note_entry(entry)
     found = view.newest()
     assert found is not None
     assert found.version == snapshot.version
     assert found.snapshot == PointedSnapshot(version=snapshot.version, merged=False)
-    view.saw(replace(snapshot, stream="0" * 32, version=99))
+    view.note_entry(replace(snapshot, stream="0" * 32, version=99))
     assert view.newest() == found
     unseen = writer.snapshot()
-    view.saw(writer.delta([1]))
+    view.note_entry(writer.delta([1]))
     found = view.newest()
     assert found is not None
     assert found.snapshot == PointedSnapshot(version=unseen.version, merged=False)

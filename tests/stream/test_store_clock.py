@@ -25,7 +25,7 @@ def test_the_estimate_is_as_exact_as_the_looks(skew: float, resolution: float, s
             modified.append((true + pause / 2) // resolution * resolution)
         true += pause
         newest = max(modified)
-        clock.saw("log", modified, began=clock.reader_time())
+        clock.observe("log", modified, began=clock.reader_time())
         assert clock.now() >= newest - 1e-6, "an age would be negative"
         # A coarse time may equal the one before, and then shows nothing new.
         if number and is_written and modified[-1] > max(modified[:-1]):
@@ -40,9 +40,9 @@ def test_a_clock_that_is_set_is_followed() -> None:
     reader = [1000.0]
     clock = StoreClock(lambda: reader[0])
     for number in range(3):
-        clock.saw("log", [1000.0 + 10 * number], began=reader[0])
+        clock.observe("log", [1000.0 + 10 * number], began=reader[0])
         reader[0] += 10
     assert clock.offset == 0
     reader[0] -= 3600
-    clock.saw("log", [1030.0], began=reader[0])
+    clock.observe("log", [1030.0], began=reader[0])
     assert clock.now() == 1030.0

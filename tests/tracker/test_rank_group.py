@@ -19,7 +19,7 @@ _FEWER_PHASES = ["call 3", *(pytest.param(phase, marks=_SWEEP) for phase in ("be
 
 
 @pytest.mark.parametrize("phase", _PHASES)
-@pytest.mark.advice("RankLostError: _Meeting._wait")
+@pytest.mark.advice("RankLostError: _Rendezvous._wait")
 def test_a_rank_that_is_stopped_with_the_store_is_reported(two_ranks: RankPool, tmp_path: Path, phase: str) -> None:
     zero, one = two_ranks.run(f"{_CASES}:stopped", folder=str(tmp_path), victim=0, phase=phase, seconds=1)
     assert "the store of the default process group did not answer rank 1 within 1 s" in one["message"]

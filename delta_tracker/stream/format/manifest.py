@@ -100,7 +100,7 @@ class Part:
     # 128-bit xxh3 of each tensor before these digests, in hex and in the order of the object; empty if it has none
     tensors: tuple[Hex, ...] = ()
 
-    def having(self, takes: Callable[[str], bool]) -> Part:
+    def narrowed(self, takes: Callable[[str], bool]) -> Part:
         """Return the record with only those tables and dense tensors for whose names ``takes`` returns True."""
         blocks = tuple([block for block in self.blocks if takes(block.table)])
         dense = tuple([name for name in self.dense if takes(name)])
@@ -257,7 +257,7 @@ class Manifest:
         """Format, tables, states and identities. A delta has the schema of the version before it."""
         return self.format, self.tables, self.states, self.identities
 
-    def having(self, takes: Callable[[str], bool]) -> Manifest:
+    def narrowed(self, takes: Callable[[str], bool]) -> Manifest:
         """Return the entry with only those tables and dense tensors for whose names ``takes`` returns True."""
 
         def of(items: Mapping[str, _Item]) -> dict[str, _Item]:
@@ -270,7 +270,7 @@ class Manifest:
             states=of(self.states),
             identities=of(self.identities),
             owner_changes=of(self.owner_changes),
-            parts=tuple(part for each in self.parts if (part := each.having(takes)).blocks or part.dense),
+            parts=tuple(part for each in self.parts if (part := each.narrowed(takes)).blocks or part.dense),
         )
 
     def to_json(self) -> bytes:

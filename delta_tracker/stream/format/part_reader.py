@@ -334,7 +334,7 @@ def read_parts(
     pairs = list(zip(manifest.parts, manifest.parts, strict=True))  # a part, and what is read of it
     if narrowed is not None:
         names = {*narrowed.tables, *narrowed.dense}
-        pairs = [(part, part.having(names.__contains__)) for part in manifest.parts]
+        pairs = [(part, part.narrowed(names.__contains__)) for part in manifest.parts]
         pairs = [(part, chosen) for part, chosen in pairs if chosen.blocks or chosen.dense]
     parts = tuple(map(itemgetter(0), pairs))
     begun = None

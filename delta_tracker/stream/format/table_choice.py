@@ -63,7 +63,7 @@ class TableChoice:
         for pattern in self.patterns if entry.kind == "snapshot" else ():
             if not any(_matches(pattern, name) for name in names):
                 raise MissingTableError("tables", pattern, f"Pass names of the stream, which has {sorted(names)}")
-        return entry.having(self.takes)
+        return entry.narrowed(self.takes)
 
     def has(self, stored: Part | Stored) -> bool:
         """Return True if a mirror has the object: a part with a chosen name; or any object if all tables are chosen."""

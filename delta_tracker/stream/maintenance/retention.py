@@ -141,7 +141,7 @@ class RetentionPasses:
         self._log = log
         self._retention = retention
         self._now = now
-        self._left: _Left | None = None  # by the last pass; None to run retain()
+        self._left: _PassState | None = None  # by the last pass; None to run retain()
         self._due = 0.0  # monotonic time of the next retain()
 
     def run(self) -> Retained:
@@ -163,7 +163,7 @@ class RetentionPasses:
         if held is None:
             return Retained()
         plan = _Plan.of(held, self._retention, held.newest if self._now is None else self._now())
-        left = _Left.of(held, plan)
+        left = _PassState.of(held, plan)
         if not (plan.versions or plan.merged or plan.unused or plan.orphans):
             self._left = left
             return Retained()
@@ -279,7 +279,7 @@ def _orphans(held: _Held, named: Collection[str]) -> dict[str, int]:
     return found
 
 
-def _needed(held: "_Held | _Left", before: float) -> tuple[int, int, list[Merged]]:
+def _needed(held: "_Held | _PassState", before: float) -> tuple[int, int, list[Merged]]:
     """Return the version at which all readers can start, the lowest version to keep, and superseded merged entries.
 
     Readers can start at the newest snapshot, in the log or merged, that was committed at or before ``before``; -1 if
@@ -379,7 +379,7 @@ class _Plan:
 
 
 @dataclass(slots=True)
-class _Left:
+class _PassState:
     """State after a complete pass, from which later passes decide whether they can delete anything."""
 
     head: Manifest
@@ -392,7 +392,7 @@ class _Left:
     newest: float
 
     @classmethod
-    def of(cls, held: _Held, plan: _Plan) -> "_Left":
+    def of(cls, held: _Held, plan: _Plan) -> "_PassState":
         kept = {version: each for version, each in held.entries.items() if version >= plan.first}
         return cls(
             head=held.head,

@@ -79,7 +79,7 @@ class Source:
         """
         version, began = position.link.version + 1, self._runtime.monotonic()
         entry = self.log.read(version) if self.log.is_listed or self.log.may_have(version) else None
-        self.lag.looked(version, is_there=entry is not None, began=began)
+        self.lag.record_poll(version, is_there=entry is not None, began=began)
         if entry is None and looks_for_gap:
             self._check_gap(position)
         return entry
@@ -187,18 +187,18 @@ class Lag:
     it, and by up to one second if the store truncates modification times.
 
     Attributes:
-        rested: version after which the last poll found no entry, and the monotonic time at which the poll began; None
-            if a later poll found an entry.
+        empty_poll: version after which the last poll found no entry, and the monotonic time at which the poll began;
+            None if a later poll found an entry.
     """
 
     def __init__(self, runtime: Runtime = REAL) -> None:
         self._monotonic = runtime.monotonic
-        self.rested: tuple[int, float] | None = None
+        self.empty_poll: tuple[int, float] | None = None
         self._newest = -1, 0.0  # newest version seen, and the monotonic time at which it was seen first
 
-    def looked(self, version: int, *, is_there: bool, began: float) -> None:
+    def record_poll(self, version: int, *, is_there: bool, began: float) -> None:
         """Record whether the entry of the first version not yet applied existed at the monotonic time ``began``."""
-        self.rested = None if is_there else (version - 1, began)
+        self.empty_poll = None if is_there else (version - 1, began)
         if is_there and version > self._newest[0]:
             self._newest = version, began
 

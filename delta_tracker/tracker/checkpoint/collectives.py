@@ -1,4 +1,4 @@
-"""Collectives of checkpoints: :func:`agree` compares results of all ranks, :func:`gather_parts` gathers saved states.
+"""Collectives of checkpoints: :func:`run_on_all_ranks` compares results, :func:`gather_parts` gathers saved states.
 
 :func:`refuse_dcp_load` raises an error if ``dcp.load`` is called with a tracker or with counters instead of an adapter.
 """
@@ -21,7 +21,7 @@ Strategy = Literal["local", "gather", "gather_or_local"]
 _BYTE = torch.uint8
 
 
-def agree(action: Callable[[], Mapping[str, object] | None], group: RankGroup) -> None:
+def run_on_all_ranks(action: Callable[[], Mapping[str, object] | None], group: RankGroup) -> None:
     """Call ``action`` on every rank and check that all ranks have the same result. A collective.
 
     Call it before operations that block forever if a rank fails or passes different arguments. ``action`` returns JSON

@@ -17,7 +17,7 @@ from delta_tracker.errors import (
 )
 from delta_tracker.monitor.monitor import Monitor
 from delta_tracker.tracker.change_log import ChangeLog
-from delta_tracker.tracker.checkpoint.collectives import Strategy, agree, gather_parts, refuse_dcp_load
+from delta_tracker.tracker.checkpoint.collectives import Strategy, gather_parts, refuse_dcp_load, run_on_all_ranks
 from delta_tracker.tracker.checkpoint.counters import CounterSet
 from delta_tracker.tracker.checkpoint.part import RankHeader, check_alike, check_tables, pack, parse_all, take
 from delta_tracker.tracker.checkpoint.reshard import Resharding
@@ -91,7 +91,7 @@ class TrackerCheckpoint:
             self._model.check_attached()
         else:
             try:
-                agree(self._model.check_attached, group)
+                run_on_all_ranks(self._model.check_attached, group)
             except RankFailedError as error:
                 raise error.advising("Call tracker.reattach() on every rank") from None
         self._check_synced(group)

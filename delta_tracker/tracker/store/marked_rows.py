@@ -156,7 +156,7 @@ class MarkedRows:
             else:
                 kept.mark_with(rows, whole_numbers(ids), states)
             if self.pads:
-                self._tend()
+                self._spill_excess()
 
     @property
     def newest(self) -> Segment:
@@ -175,7 +175,7 @@ class MarkedRows:
         assert self._old_states is not None, "checked by the caller"
         assert isinstance(states, DeviceStates), "the ids are padded on a device only"
         states.append(ids, count, self._old_states)
-        self._tend()
+        self._spill_excess()
 
     def cut(self, position: int) -> None:
         """Start a segment at ``position``. Each call must pass a higher position than the previous call."""
@@ -368,7 +368,7 @@ class MarkedRows:
             last.states = DeviceStates(self.num_rows) if self.pads else OldStates()
         return last.states
 
-    def _tend(self) -> None:
+    def _spill_excess(self) -> None:
         """Poll the old states, and move those that exceed :attr:`max_device_bytes` to host memory. Does not wait."""
         left = self.max_device_bytes
         for states in reversed(self.device_states):
