@@ -27,9 +27,9 @@ from delta_tracker.stream.reading.decide import (
     FAULTS,
     OF_ALL_URLS,
     Apply,
-    Doubt,
     Fail,
     Fault,
+    Reread,
     Rule,
     Stay,
     View,
@@ -184,7 +184,7 @@ class Reader:
         self.orders.load(self.writer.destination.written)
         self._in_a_row = _CATCH_UP
         self._is_checked = False
-        self.source.settling.clear()
+        self.source.fault_delay.clear()
 
     def newest(self) -> list[Manifest]:
         """Return the entries that the reader may apply next: the pinned entry, or the newest snapshot and newest entry.
@@ -270,8 +270,8 @@ class Reader:
                 case Apply():
                     if self._apply(state, decision):
                         return True
-                case Doubt():
-                    self._doubt(state, decision)
+                case Reread():
+                    self._reread(state, decision)
                 case Stay() if (
                     state.looks_for_gap and self.writer.destination.notice_move() and self._notice_change(state)
                 ):
@@ -279,8 +279,8 @@ class Reader:
                 case Stay():
                     self._stay(state, decision)
                     return False
-                case Fail(error) if self.source.settling.has_unread(error, state.view.position):
-                    self._doubt(state, Doubt(state.view.logs[0], error))  # another fault was believed before
+                case Fail(error) if self.source.fault_delay.has_unread(error, state.view.position):
+                    self._reread(state, Reread(state.view.logs[0], error))  # another fault was accepted before
                 case Fail():
                     if state.view.surveys and isinstance(decision.error, (StaleCacheError, *OF_ALL_URLS)):
                         self._surveyed_at = self.runtime.monotonic()
@@ -336,7 +336,7 @@ class Reader:
         source = self._use(state, decision.log)
         if not source.log.is_listed:
             source.log.pointer.note_entry(last)  # it may have been read from another view of the store
-            source.settling.clear()
+            source.fault_delay.clear()
         self.why = f"applied version {last.version}: {decision.rule.value}"
         match decision.rule:
             case Rule.NEXT:
@@ -371,49 +371,49 @@ class Reader:
                 self.gauges.read_loaded(source.log, position)
             if not self.orders.policy.follows_pins:
                 self.ignored.check(source.storage, position)
-            source.settling.clear()
+            source.fault_delay.clear()
         self._use(state, stay.log)
         if stay.why != self.why:
             _logger.log(logging.DEBUG if stay.rule is Rule.NEWEST else logging.INFO, "reader waits: %s", stay.why)
         self.pinned, self.why = stay.pinned, stay.why
 
-    def _doubt(self, state: _Round, doubt: Doubt) -> None:
+    def _reread(self, state: _Round, reread: Reread) -> None:
         """Reread the object that may have caused a fault, first from the cache, then bypassing the cache.
 
         Raises StaleCacheError if no object is left to retry, but a stale cache may still be the cause.
         """
-        source, again = self.sources.all[doubt.log.number], state.retry
+        source, again = self.sources.all[reread.log.number], state.retry
         state.retry = None
         if again is None:
             counts = self.gauges.recorder.past_cache_reads.cell().add
-            faults = [doubt.error, *doubt.log.errors]
-            doubted = source.settling.doubt(faults, state.view.position, source.storage, counts)
-            if doubted is None:
-                self._believe(state, source, doubt.error)
+            faults = [reread.error, *reread.log.errors]
+            reread_store = source.fault_delay.reread(faults, state.view.position, source.storage, counts)
+            if reread_store is None:
+                self._accept_fault(state, source, reread.error)
                 return
-            again = source.through(doubted)
+            again = source.through(reread_store)
             if not state.has_waited:
                 state.has_waited = True
                 self.runtime.sleep(self.runtime.uniform(0, _SPREAD_SECONDS))
                 again, state.retry = source, again
         self.writer.restart()  # it may hold pieces of the faulty object
-        self._log_skipped(state, doubt.error)
+        self._log_skipped(state, reread.error)
         logs = self._unseen([again if log.number == source.number else log.source for log in state.view.logs])
         state.view = replace(state.view, logs=logs, faults=(), looks_for_gap=True, catches_up=False)
 
-    def _believe(self, state: _Round, source: Source, fault: StreamError) -> None:
-        settling = source.settling
-        if not settling.is_over and not self._is_retired():
-            raise StaleCacheError(source.storage.url, _subject(fault), settling.seconds)
-        logs = (replace(log, is_doubted=log.is_doubted and log.number != source.number) for log in state.view.logs)
+    def _accept_fault(self, state: _Round, source: Source, fault: StreamError) -> None:
+        fault_delay = source.fault_delay
+        if not fault_delay.is_over and not self._is_retired():
+            raise StaleCacheError(source.storage.url, _subject(fault), fault_delay.seconds)
+        logs = (replace(log, may_be_stale=log.may_be_stale and log.number != source.number) for log in state.view.logs)
         state.view = replace(state.view, logs=tuple(logs))
 
     def _is_retired(self) -> bool:
         """Return True if the pointer, read bypassing the caches, shows that retention has deleted the next version."""
         position, pointer = self.position, self.source.log.pointer
-        if position is None or self.source.settling.has_read_pointer:
+        if position is None or self.source.fault_delay.has_read_pointer:
             return False
-        self.source.settling.has_read_pointer = True
+        self.source.fault_delay.has_read_pointer = True
         self.gauges.recorder.past_cache_reads.cell().add(1)
         claimed = pointer.newest(past_cache=True)
         if claimed is None or claimed.may_have(position.version + 1):
@@ -432,7 +432,7 @@ class Reader:
         _logger.warning("continue from another source: url=%s former=%s", source.storage.url, self.storage.url)
         self.sources.use(source)
         source.lag.empty_poll = None
-        source.settling.clear()
+        source.fault_delay.clear()
         self._surveyed_at = float("-inf")  # the former one may have what this one lacks
         self.gauges.failed_over(source.storage.url)
 

@@ -49,7 +49,7 @@ _MAX_REFUSED = 16  # malformed entries that are remembered
 _LOOK_AHEAD = 4  # names above a new entry that are looked for in a directory, which can only be listed as a whole
 _MAX_GUARDS = 32  # consecutive claims, and entries before them, that are read to find another entry
 _PROBE_SECONDS = 10.0  # after which a reader over http asks for an entry that the pointer does not show
-_DOUBT_SECONDS = 10.0  # between two reads of an entry past the caches, or of one that confirmed a pointer
+_REREAD_SECONDS = 10.0  # between two reads of an entry past the caches, or of one that confirmed a pointer
 _MAX_POINTED = 1 << 20  # versions that are returned of a pointer: a forged one may have any version
 _SPREAD_SECONDS = 1.0  # readers that meet the same fault of a cache spread their requests over this time
 
@@ -65,7 +65,7 @@ class StreamLog:
         self.pointer = PointerReader(storage, runtime=runtime)
         self._known = -1  # newest version that was read or listed; a hint, because the store may be replaced
         self._awaited: tuple[int, float] | None = None  # version of may_have(), and monotonic time to ask for it
-        self._doubted: tuple[str, float] | None = None  # entry read past the caches last, and the monotonic time
+        self._reread_at: tuple[str, float] | None = None  # entry read past the caches last, and the monotonic time
         self._ahead: tuple[Manifest, float] | None = None  # entry of a new pointer, and when it was read
         self._parsed: tuple[str, Manifest] | None = None  # name and manifest of the entry that was read last
         # Errors of malformed entries, by name and hash: readers read these again and again.
@@ -124,7 +124,7 @@ class StreamLog:
         if not self.is_listed and self._is_deleted(version):
             return None
         ahead = self._ahead
-        if ahead is not None and ahead[0].version == version and self._runtime.monotonic() - ahead[1] < _DOUBT_SECONDS:
+        if ahead is not None and ahead[0].version == version and self._runtime.monotonic() - ahead[1] < _REREAD_SECONDS:
             return ahead[0]
         manifest = self._read(entry_name(version))
         if manifest is not None:
@@ -169,7 +169,7 @@ class StreamLog:
         if head is None and known is not None and known is not pointer:
             head = self._confirmed_by(known)
         if head is None:
-            raise StaleCacheError(self.url, entry_name(pointer.version), _DOUBT_SECONDS)
+            raise StaleCacheError(self.url, entry_name(pointer.version), _REREAD_SECONDS)
         return head
 
     def _known_head(self) -> Manifest | None:
@@ -223,9 +223,9 @@ class StreamLog:
         """Read the entry that ``pointer`` names, and confirm the pointer, or refuse the pointer and return None."""
         name = entry_name(pointer.version)
         is_only = self.pointer.confirmed in (None, pointer)
-        trouble = StaleCacheError(self.url, name, _DOUBT_SECONDS)
+        trouble = StaleCacheError(self.url, name, _REREAD_SECONDS)
         for past_cache in (False, True):
-            if past_cache and not self._may_doubt(name):
+            if past_cache and not self._may_reread(name):
                 self.pointer.trouble = self.pointer.trouble or trouble
                 return None
             try:
@@ -254,16 +254,16 @@ class StreamLog:
             return None if self.is_listed else self._read_past_cache(entry_name(version))
         return None
 
-    def _may_doubt(self, name: str) -> bool:
+    def _may_reread(self, name: str) -> bool:
         """Return True unless a read of the entry ``name`` bypassed the caches less than 10 s ago."""
-        doubted = self._doubted
-        return doubted is None or doubted[0] != name or self._runtime.monotonic() - doubted[1] >= _DOUBT_SECONDS
+        last = self._reread_at
+        return last is None or last[0] != name or self._runtime.monotonic() - last[1] >= _REREAD_SECONDS
 
     def _read_past_cache(self, name: str) -> Manifest | None:
         """Read an entry, bypassing caches. Return None if it is missing, or was read in this way in the last 10 s."""
-        if not self._may_doubt(name):
+        if not self._may_reread(name):
             return None
-        self._doubted = name, self._runtime.monotonic()
+        self._reread_at = name, self._runtime.monotonic()
         # The first answer replaces the copy in the cache for other readers with the same fault.
         self._runtime.sleep(self._runtime.uniform(0, _SPREAD_SECONDS))
         return self._read(name, past_cache=True)

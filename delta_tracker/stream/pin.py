@@ -220,7 +220,7 @@ class PinReader:
         if pin == self._newest:
             self._confirmed = pin
 
-    def doubt(self, pin: Pin) -> None:
+    def recheck(self, pin: Pin) -> None:
         """Read a pin again at the next :meth:`order`. Call this if the pin's entry is missing or has another hash."""
         if pin == self._newest:
             self._recheck_at = 0.0

@@ -27,7 +27,7 @@ POINTER_NAME = "control/head.json"
 MAX_POINTER_BYTES = 64 << 10
 MAX_POINTED = 64  # merged deltas, older versions and merged snapshots
 _MAX_TEXT = 1000
-_DOUBT_SECONDS = 10.0  # between two checks of a pointer that contradicts the entries
+_REREAD_SECONDS = 10.0  # between two checks of a pointer that contradicts the entries
 _MAX_SHOWN_BYTES = 60
 _MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
 _reported: set[str] = set()  # reasons of malformed pointers that were logged
@@ -168,7 +168,7 @@ class PointerReader(Forkable):
         # A pointer without its entry, the monotonic time of the last check, and the error to report.
         self._refused: tuple[HeadPointer, float, StaleCacheError] | None = None
         self._read_at = _NEVER  # monotonic time of the last read
-        self._doubted_at = _NEVER  # monotonic time of the last check of a pointer against the entries
+        self._checked_at = _NEVER  # monotonic time of the last check of a pointer against the entries
         self._lock = threading.Lock()  # for the fields
         self._reading = threading.Lock()  # one request at a time
         protect(self)
@@ -247,7 +247,7 @@ class PointerReader(Forkable):
         if refused is None or _link(refused[0]) != _link(pointer):
             return None
         now = self._runtime.monotonic()
-        if now - refused[1] >= _DOUBT_SECONDS:
+        if now - refused[1] >= _REREAD_SECONDS:
             self._refused = pointer, now, refused[2]
             if self._has_entry(pointer):
                 self._refused = None
@@ -276,9 +276,9 @@ class PointerReader(Forkable):
         base = self._base  # a pointer that was read before entries raised it is not lower than itself
         is_late = not is_other and base is not None and _order(pointer) >= _order(base)
         now = self._runtime.monotonic()
-        if is_late or now - self._doubted_at < _DOUBT_SECONDS:
+        if is_late or now - self._checked_at < _REREAD_SECONDS:
             return None
-        self._doubted_at = now
+        self._checked_at = now
         if is_other and not is_uncached and self._storage.uncached is not self._storage:
             again = read_pointer(self._storage.uncached)
             if again is None or again.stream != pointer.stream:

@@ -31,9 +31,9 @@ from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.mirroring import Mirror, promote
 from delta_tracker.stream.pinning import pin_version
 from delta_tracker.stream.reading import source as sources_module
+from delta_tracker.stream.reading.fault_delay import FaultDelay
 from delta_tracker.stream.reading.position import Position
 from delta_tracker.stream.reading.runtime import Runtime
-from delta_tracker.stream.reading.settling import Settling
 from delta_tracker.stream.reading.source import Sources
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.stream.storage.url import REMOTE_POLL_SECONDS
@@ -350,7 +350,7 @@ def test_an_older_copy_over_http_is_no_newer_stream(tmp_path: Path, *, has_sourc
     with cache_server(Storage(tmp_path.as_uri())) as cache:
         point_at_the_head(mirror)
         predictor = Predictor({FQN: table}, [cache.url, writer.storage] if has_source else cache.url)
-        predictor._reader.source.settling = Settling(seconds=0.0)
+        predictor._reader.source.fault_delay = FaultDelay(seconds=0.0)
         predictor.load_state_dict(Position.after(newest).to_dict())
         if has_source:
             writer.delta([2])

@@ -41,7 +41,7 @@ REVERTS = {
     "tests/predictor/test_served_age.py::test_the_age_is_that_of_the_stores_clock_whatever_the_readers": [
         Revert("the age of the served rows follows this host's clock although entries contradict it"),
     ],
-    "tests/predictor/test_settling.py::test_random_faults_of_a_cache_cause_no_resync_and_no_storm": [
+    "tests/predictor/test_fault_delay.py::test_random_faults_of_a_cache_cause_no_resync_and_no_storm": [
         Revert("a fault of a cache is believed at once"),
     ],
     "tests/predictor/test_canary.py::test_random_histories_are_never_above_the_bound": [

@@ -267,8 +267,8 @@ _ENDED = {
 # A fault that a cache can cause is doubted before anything is done or said because of it.
 _CACHE = {
     "one url": [
-        Revert("no fault is doubted", Replaces("decide._decide_for_log", "log.is_doubted", "False")),
-        Revert("a url without a cache is doubted", Replaces("decide._decide_for_log", "log.is_doubted", "True")),
+        Revert("no fault is doubted", Replaces("decide._decide_for_log", "log.may_be_stale", "False")),
+        Revert("a url without a cache is doubted", Replaces("decide._decide_for_log", "log.may_be_stale", "True")),
         Revert(
             "a missing version behind a cache is not doubted",
             Replaces("decide._decide_for_log", "CACHE_FAULTS", "MalformedError"),

@@ -220,7 +220,7 @@ _RULES = {
         "stream/test_pointer.py::test_a_pointer_that_was_forged_for_four_polls_does_no_harm"
     ],
     "A reader MUST report anything but a pointer": [
-        "predictor/test_settling.py::test_an_answer_that_is_no_pointer_is_reported_until_it_is_right"
+        "predictor/test_fault_delay.py::test_an_answer_that_is_no_pointer_is_reported_until_it_is_right"
     ],
     "A reader MUST check each object that a pointer leads to": [
         "stream/test_log_index.py::test_an_entry_of_another_hash_than_the_pointers_is_a_stale_cache"

@@ -97,14 +97,14 @@ def test_a_pin_is_kept_once_its_entry_was_read_and_otherwise_while_it_is_there()
     assert follower.order(storage) == pin(1)
     storage.delete(pin_name(1))
     assert follower.order(storage) == pin(1), "it is looked for again after a while"
-    follower.doubt(pin(1))
+    follower.recheck(pin(1))
     assert follower.order(other) == pin(1), "another store need not have it"
     assert follower.order(storage) is None
     write(storage, pin(1, version=4))
     assert follower.order(storage) == pin(1, version=4)
     follower.confirm(pin(1, version=4))
     storage.delete(pin_name(1))
-    follower.doubt(pin(1, version=4))
+    follower.recheck(pin(1, version=4))
     assert follower.order(storage) == pin(1, version=4)
     write(storage, pin(2))
     assert follower.order(storage) == pin(2)

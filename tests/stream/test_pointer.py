@@ -19,8 +19,8 @@ from delta_tracker.stream.format.manifest import entry_name
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.mirroring import promote
 from delta_tracker.stream.pointer import POINTER_NAME, HeadPointer, PointedSnapshot, PointerReader, read_pointer
+from delta_tracker.stream.reading.fault_delay import FaultDelay
 from delta_tracker.stream.reading.runtime import Runtime
-from delta_tracker.stream.reading.settling import Settling
 from delta_tracker.stream.storage.storage import Storage
 from tests.predictor.pointed import point_at_the_head
 from tests.stream.streams import FQN, Writer
@@ -151,7 +151,7 @@ def _predictor(writer: Writer, clock: Clock) -> tuple[Predictor, dict[str, Tenso
     source = predictor._reader.source
     source._runtime = source.log._runtime = source.log.pointer._runtime = clock.runtime
     source.log.pointer._seconds = 0.0
-    source.settling = Settling(clock=clock.runtime.monotonic)
+    source.fault_delay = FaultDelay(clock=clock.runtime.monotonic)
     return predictor, model
 
 

@@ -166,7 +166,7 @@ class Stay:
 
 
 @dataclass(frozen=True, slots=True)
-class Doubt:
+class Reread:
     """Decision to read the objects that may have caused the fault ``error`` again, bypassing the caches."""
 
     rule: ClassVar[Rule] = Rule.CACHE
@@ -182,7 +182,7 @@ class Fail:
     error: StreamError
 
 
-Decision = Apply | Stay | Doubt | Fail
+Decision = Apply | Stay | Reread | Fail
 
 
 def next_reader_action(view: View) -> Decision:
@@ -206,14 +206,16 @@ def _decide_for_other_logs(view: View, decision: Decision) -> Decision:
     # Another log at rest is better then. If it lacks a version too, the fault of that one must be seen.
     error = decision.error if isinstance(decision, Fail) else None
     is_unusable = isinstance(error, StorageError | OlderCopyError | LeftOutPartError)
-    doubt: Doubt | None = None
+    reread: Reread | None = None
     for other in others:
         try:
-            found = _decide_for_log(replace(other, is_doubted=False), replace(view, looks_for_gap=True, surveys=False))
+            found = _decide_for_log(
+                replace(other, may_be_stale=False), replace(view, looks_for_gap=True, surveys=False)
+            )
         except CACHE_FAULTS as fault:
             damaged = next((each.error for each in view.faults if each.number == other.number), None)
-            if doubt is None and other.is_doubted and (damaged or error):
-                doubt = Doubt(other, damaged or fault)
+            if reread is None and other.may_be_stale and (damaged or error):
+                reread = Reread(other, damaged or fault)
             continue
         except StreamError:
             continue
@@ -222,7 +224,7 @@ def _decide_for_other_logs(view: View, decision: Decision) -> Decision:
         if is_forward or (isinstance(found, Stay) and is_better):
             return found
     # The copies of another log in a cache may be all that is in the way.
-    return decision if doubt is None or isinstance(error, OF_ALL_URLS) else doubt
+    return decision if reread is None or isinstance(error, OF_ALL_URLS) else reread
 
 
 def _hides_misfit(log: SeenLog, view: View, found: Apply) -> bool:
@@ -247,7 +249,7 @@ def _asks_others(decision: Decision, view: View) -> bool:
     return isinstance(error, (NoSnapshotError, OlderCopyError, LeftOutPartError, *CACHE_FAULTS))
 
 
-def _decide_for_log(log: SeenLog, view: View) -> Apply | Stay | Doubt:
+def _decide_for_log(log: SeenLog, view: View) -> Apply | Stay | Reread:
     order, position = _order(log, view), view.position
     try:
         if position is None or position.rows is Rows.MIXED:
@@ -258,8 +260,8 @@ def _decide_for_log(log: SeenLog, view: View) -> Apply | Stay | Doubt:
             return _follow_order(log, view, position, order)
         return _follow_other_stream(log, view, position, order)
     except CACHE_FAULTS as fault:
-        if log.is_doubted:
-            return Doubt(log, fault)
+        if log.may_be_stale:
+            return Reread(log, fault)
         raise
 
 
@@ -378,7 +380,7 @@ def _apply_path(
     """Apply ``path``. If one of its entries has a fault, apply another path to the same last entry."""
     if (fault := _first_fault(log, view, path)) is not None:
         may_pass = view.is_patient and isinstance(fault, StorageError)
-        if may_pass or (log.is_doubted and isinstance(fault, CACHE_FAULTS)):
+        if may_pass or (log.may_be_stale and isinstance(fault, CACHE_FAULTS)):
             raise fault
         others = log.without(each.entry for each in view.faults if each.concerns(log.number, each.entry))
         with suppress(MalformedError, MissingVersionError, NoSnapshotError):
@@ -537,7 +539,7 @@ def _skips_to(log: SeenLog, view: View, position: Position, ahead: Manifest) -> 
 def _apply_instead(log: SeenLog, view: View, position: Position, fault: StreamError, bound: int | None) -> Apply | Stay:
     """Apply a merged delta or a newer snapshot, because the next version cannot be applied."""
     is_unreadable = isinstance(fault, StorageError) and (view.is_patient or isinstance(fault, StaleCacheError))
-    if is_unreadable or (log.is_doubted and isinstance(fault, CACHE_FAULTS)):
+    if is_unreadable or (log.may_be_stale and isinstance(fault, CACHE_FAULTS)):
         raise fault
     if (joined := _move_to_order(log, view, position, fault)) is not None:
         return joined

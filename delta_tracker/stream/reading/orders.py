@@ -136,7 +136,7 @@ class Orders:
         if is_there:
             self._confirm(order)
         elif order.pin is not None:
-            source.pins.doubt(order.pin)
+            source.pins.recheck(order.pin)
         return entry if is_there else None
 
     def _confirm(self, order: Order) -> None:

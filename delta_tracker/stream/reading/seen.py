@@ -22,14 +22,14 @@ class SeenLog:
     :class:`Source` and :class:`Orders`.
 
     Args:
-        is_doubted: True if a fault may be caused by a cache, so that the reader must not act on it yet.
+        may_be_stale: True if a fault may be caused by a cache, so that the reader must not act on it yet.
         answers: results of the lookups so far, by method and argument.
         lacks: entries that are treated as missing in the log.
     """
 
     source: Source
     orders: Orders
-    is_doubted: bool = False
+    may_be_stale: bool = False
     answers: dict[Hashable, object] = field(default_factory=dict)
     errors: list[StreamError] = field(default_factory=list)
     lacks: frozenset[Hashable] = frozenset()

@@ -15,10 +15,10 @@ from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.pin import PinReader
 from delta_tracker.stream.reading.canary import Canary, CanaryBound
 from delta_tracker.stream.reading.catch_up import CatchUp
+from delta_tracker.stream.reading.fault_delay import FaultDelay
 from delta_tracker.stream.reading.path import former_streams
 from delta_tracker.stream.reading.position import Position
 from delta_tracker.stream.reading.runtime import REAL, Runtime
-from delta_tracker.stream.reading.settling import Settling
 from delta_tracker.stream.storage.storage import Location, Storage, open_storage
 
 _LIST_SECONDS = 60.0  # after which a log that seems to have no newer version, or its former streams, are listed
@@ -33,7 +33,7 @@ class Source:
     Attributes:
         canary: distance that the reader keeps from the newest version; None for no distance.
         bound: comparison of entries with the newest entry, for a canary; None without a canary.
-        settling: delay before the reader acts on a fault that a cache can cause, for a store that cannot list.
+        fault_delay: delay before the reader acts on a fault that a cache can cause, for a store that cannot list.
         lag: lag of the reader behind this log.
         has_listed: True if a check for a gap listed the log in this round. The reader resets it for each round.
     """
@@ -55,7 +55,7 @@ class Source:
         self.catch_up = CatchUp(self.log, self.allows)
         self.pins = PinReader(runtime=runtime)
         self.lag = Lag(runtime)
-        self.settling = Settling(clock=runtime.monotonic)
+        self.fault_delay = FaultDelay(clock=runtime.monotonic)
         self.has_listed = False
         self._runtime = runtime
         self._lineage: tuple[str, float, tuple[str, ...]] | None = None  # stream, time of the search, former streams

@@ -41,7 +41,7 @@ class OwnerStore(MarkedRows):
         )
         self.source = source
         self._token: object | None = None
-        self._is_doubted = False
+        self._marks_all = False
         self.refusal = ""
         self._read_all()
 
@@ -58,9 +58,9 @@ class OwnerStore(MarkedRows):
         Args:
             mark: function that marks slots ``[N]`` as changed in the table's own store. Called only if slots differ.
         """
-        if self._is_doubted:
+        if self._marks_all:
             self.mark_unknown()
-            self._is_doubted = False
+            self._marks_all = False
         token = self.source.token()
         if token is not None and token == self._token:
             return
@@ -97,7 +97,7 @@ class OwnerStore(MarkedRows):
 
     def mark_all_later(self) -> None:
         """Request that the next :meth:`update` marks all slots with :meth:`mark_unknown`. Allocates no memory."""
-        self._is_doubted = True
+        self._marks_all = True
 
     def mark_unknown(self) -> None:
         """Mark all slots as changed. Their former owners are unknown and reported as ``NO_OWNER``."""
@@ -108,7 +108,7 @@ class OwnerStore(MarkedRows):
         """Drop all marked slots and replace the copy with the current owners."""
         self.delete(None)
         self._read_all()
-        self._is_doubted = False
+        self._marks_all = False
 
     def _read_all(self) -> None:
         with torch.inference_mode(mode=False), torch.no_grad():

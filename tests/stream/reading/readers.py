@@ -23,9 +23,9 @@ from delta_tracker.stream.reading.decide import (
     CACHE_FAULTS,
     Apply,
     Decision,
-    Doubt,
     Fail,
     Fault,
+    Reread,
     Stay,
     View,
 )
@@ -175,10 +175,10 @@ def advance(  # noqa: C901  one case for each decision
         if (num_looks := sum(len(each.answers) for each in view.logs)) > _MAX_LOOKS:
             raise ViolationError(f"too many looks: {num_looks}")
         match decision:
-            case Doubt():
+            case Reread():
                 if decision.log.number != 0 or not world.is_cached:
                     raise ViolationError("a url that is not behind a cache is doubted")
-                view = replace(view, logs=tuple(replace(each, is_doubted=False) for each in view.logs))
+                view = replace(view, logs=tuple(replace(each, may_be_stale=False) for each in view.logs))
             case Apply():
                 num_tries += 1
                 if num_tries > _MAX_TRIES:
@@ -186,7 +186,7 @@ def advance(  # noqa: C901  one case for each decision
                 is_start = reader.word is None or reader.is_mixed  # an older snapshot is a start, too
                 if (
                     not is_start
-                    and view.logs[0].is_doubted
+                    and view.logs[0].may_be_stale
                     and isinstance(decision.cause, CACHE_FAULTS)
                     and decision.log.number == 0
                 ):
@@ -201,7 +201,7 @@ def advance(  # noqa: C901  one case for each decision
                     continue
                 return _written(reader, decision, cut), decision
             case Fail(error):
-                if view.logs[0].is_doubted and isinstance(error, CACHE_FAULTS):
+                if view.logs[0].may_be_stale and isinstance(error, CACHE_FAULTS):
                     raise ViolationError(f"a fault of a cache is reported at once: {error}")
                 is_unsure = isinstance(error, NoSnapshotError | StorageError) and not isinstance(error, StaleCacheError)
                 return replace(reader, failures=reader.failures + 1 if is_unsure else 0), decision

@@ -14,10 +14,12 @@ from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.stream.storage.store import Span, Store, StoredObject, Transfer
 
 _MAX_KEPT_BYTES = 64 << 20
-_AGAIN_SECONDS = 300.0  # after which a fault that lasts is doubted again: a cache may have got a damaged copy meanwhile
+_AGAIN_SECONDS = (
+    300.0  # after which objects are reread if the fault lasts: a cache may have got a damaged copy meanwhile
+)
 
 
-class Settling:
+class FaultDelay:
     """Delay before a reader over http acts on a fault, because a stale cache may be the cause.
 
     The delay begins with the first fault at a stream position, and ends when a version is applied. All faults at one
@@ -34,20 +36,20 @@ class Settling:
         self._clock = clock
         self._position: Position | None = None
         self._began = self._again_at = 0.0
-        self._doubted: DoubtedStore | None = None  # None without a doubt
+        self._store: RereadStore | None = None  # None outside a delay
         self.has_read_pointer = False
 
     @property
     def is_over(self) -> bool:
         """True if the fault has lasted too long to be caused by a cache."""
-        return self._doubted is not None and self._clock() - self._began >= self.seconds
+        return self._store is not None and self._clock() - self._began >= self.seconds
 
     def clear(self) -> None:
         """End the delay. Call this after a version was applied."""
-        self._doubted = None
+        self._store = None
         self.has_read_pointer = False
 
-    def doubt(
+    def reread(
         self, faults: Sequence[StreamError], position: Position | None, storage: Storage, count: Callable[[int], object]
     ) -> Storage | None:
         """Begin or continue the delay. Return the store to read from again; None if all objects have been read again.
@@ -56,24 +58,24 @@ class Settling:
         entry. ``counts`` is called with 1 for each read that bypasses the caches.
         """
         now = self._clock()
-        is_new = self._doubted is None or self._position != position
+        is_new = self._store is None or self._position != position
         if is_new:
             self.clear()
             self._position, self._began = position, now
         if is_new or now >= self._again_at:  # the delay does not begin again, because calls may be far apart
-            self._doubted, self._again_at = DoubtedStore(storage, count), now + _AGAIN_SECONDS
-        assert self._doubted is not None, "set above"
-        names = set[str]().union(*(_doubtful(each, position) for each in faults))
-        return self._doubted.view() if self._doubted.doubt(names) else None
+            self._store, self._again_at = RereadStore(storage, count), now + _AGAIN_SECONDS
+        assert self._store is not None, "set above"
+        names = set[str]().union(*(_affected_names(each, position) for each in faults))
+        return self._store.view() if self._store.bypass_caches(names) else None
 
     def has_unread(self, fault: StreamError, position: Position | None) -> bool:
         """Return True if, during a delay, no read of the damaged object of ``fault`` has bypassed the caches yet."""
-        if self._doubted is None or self._position != position:
+        if self._store is None or self._position != position:
             return False
-        return isinstance(fault, CorruptPartError | MalformedError) and not self._doubted.reads(fault.path)
+        return isinstance(fault, CorruptPartError | MalformedError) and not self._store.reads(fault.path)
 
 
-def _doubtful(fault: StreamError, position: Position | None) -> set[str]:
+def _affected_names(fault: StreamError, position: Position | None) -> set[str]:
     if isinstance(fault, CorruptPartError | MalformedError):
         return {fault.path}
     names = {POINTER_NAME}
@@ -84,7 +86,7 @@ def _doubtful(fault: StreamError, position: Position | None) -> set[str]:
     return names
 
 
-class DoubtedStore(Store):
+class RereadStore(Store):
     """Read-only view of a store at an http URL. Reads of objects whose cached copy may be wrong bypass the caches.
 
     The bytes of such reads are kept, up to 64 MiB, so that a later read sends no further request.
@@ -110,7 +112,7 @@ class DoubtedStore(Store):
         """Return True if reads of the object ``name`` bypass the caches."""
         return name in self._names
 
-    def doubt(self, names: set[str]) -> bool:
+    def bypass_caches(self, names: set[str]) -> bool:
         """Make later reads of ``names`` bypass the caches. Return False if they all did so before the call."""
         is_new = not names <= self._names
         self._names |= names

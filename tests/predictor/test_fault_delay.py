@@ -32,8 +32,8 @@ from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.pin import PinReader
 from delta_tracker.stream.pinning import pin_version, release_pin
 from delta_tracker.stream.pointer import POINTER_NAME
+from delta_tracker.stream.reading.fault_delay import FaultDelay, RereadStore
 from delta_tracker.stream.reading.position import Position
-from delta_tracker.stream.reading.settling import DoubtedStore, Settling
 from tests.monitor.figures import Figures
 from tests.predictor.cache_server import CacheServer, cache_server
 from tests.predictor.pointed import point_at_the_head
@@ -74,10 +74,10 @@ def served() -> Iterator[Served]:
 def _predictor(
     served: Served, *, clock: Callable[[], float] = lambda: 0.0, monitor: Monitor | None = None
 ) -> tuple[Predictor, dict]:
-    """Return a predictor that holds the newest version, and its model. A doubt lasts 10 seconds of ``clock``."""
+    """Return a predictor that holds the newest version, and its model. A delay lasts 10 seconds of ``clock``."""
     model = served.model()
     predictor = Predictor(model, served.cache.url, monitor=monitor)
-    predictor._reader.source.settling = Settling(10.0, clock)
+    predictor._reader.source.fault_delay = FaultDelay(10.0, clock)
     predictor._reader.source.log.pointer._seconds = 0.0  # polls each time
     predictor.sync()
     return predictor, model
@@ -135,7 +135,7 @@ def test_an_object_that_is_wrong_in_the_cache_is_read_past_it_once(
     served.delta([3])
     before = served.cache.uncached.total()
     predictor.sync()
-    assert served.cache.uncached.total() == before, "the doubt is over"
+    assert served.cache.uncached.total() == before, "the delay is over"
 
 
 @pytest.mark.parametrize("fault", [_bad_part, _missing_part, _short_part])
@@ -167,7 +167,7 @@ def test_pins_and_releases_are_followed_past_a_damaged_cache(
         model, served.cache.url, rollout=Rollout(follows_pins=True), cache=tmp_path if is_cached else None
     )
     predictor._reader.source.pins = PinReader(seconds=0.0)
-    predictor._reader.source.settling = Settling(10.0, clock=lambda: 0.0)
+    predictor._reader.source.fault_delay = FaultDelay(10.0, clock=lambda: 0.0)
     predictor._reader.source.log.pointer._seconds = 0.0
     predictor.sync()
     if kind == "pin":
@@ -209,7 +209,7 @@ def test_an_entry_that_confirmed_a_pointer_is_not_read_past_the_cache_again(serv
     assert served.cache.uncached[name] == 1
 
 
-@pytest.mark.advice("StaleCacheError: Reader._believe StreamLog.head StreamLog._confirmed_by")
+@pytest.mark.advice("StaleCacheError: Reader._accept_fault StreamLog.head StreamLog._confirmed_by")
 @pytest.mark.parametrize("damage", ["delete", "alter"])
 def test_a_fault_of_the_origin_is_believed_after_a_while(served: Served, damage: str) -> None:
     now = [0.0]
@@ -363,24 +363,24 @@ def test_random_faults_of_a_cache_cause_no_resync_and_no_storm(served: Served, s
 
 def test_a_doubt_lasts_for_its_time_and_belongs_to_one_position() -> None:
     now = [0.0]
-    settling, storage = Settling(10.0, clock=lambda: now[0]), Storage("http://127.0.0.1:1")
+    fault_delay, storage = FaultDelay(10.0, clock=lambda: now[0]), Storage("http://127.0.0.1:1")
     place = Position("0" * 32, Link(4, "0" * 32), 1, 0)
     part, entry = CorruptPartError("parts/x", "short"), MissingVersionError(5, 6)
-    assert settling.doubt([part], place, storage, print) is not None
-    assert settling.doubt([part], place, storage, print) is None, "once per doubt"
+    assert fault_delay.reread([part], place, storage, print) is not None
+    assert fault_delay.reread([part], place, storage, print) is None, "once per delay"
     now[0] = 9.0
-    assert settling.doubt([entry], place, storage, print) is not None, "another object"
-    assert not settling.is_over
+    assert fault_delay.reread([entry], place, storage, print) is not None, "another object"
+    assert not fault_delay.is_over
     now[0] = 10.0
-    assert settling.is_over, "another kind of fault does not begin another doubt"
-    assert settling.doubt([part], Position("0" * 32, Link(5, "0" * 32), 1, 0), storage, print) is not None
-    assert not settling.is_over
-    settling.clear()
-    assert settling.doubt([part], place, storage, print) is not None
+    assert fault_delay.is_over, "another kind of fault does not begin another delay"
+    assert fault_delay.reread([part], Position("0" * 32, Link(5, "0" * 32), 1, 0), storage, print) is not None
+    assert not fault_delay.is_over
+    fault_delay.clear()
+    assert fault_delay.reread([part], place, storage, print) is not None
 
 
 def test_a_view_is_not_for_writing() -> None:
-    view = DoubtedStore(Storage("http://127.0.0.1:1"), print).view()
+    view = RereadStore(Storage("http://127.0.0.1:1"), print).view()
     with pytest.raises(StreamError):
         view.put("a", [])
     with pytest.raises(InvalidArgumentError):
