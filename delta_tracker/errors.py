@@ -38,7 +38,7 @@ class DeltaTrackerError(Exception):
         self.problem, self.remedy = problem.removesuffix("."), remedy  # the text of another error may be its end
         super().__init__(str(self))
 
-    def advising(self, remedy: str) -> Self:
+    def with_remedy(self, remedy: str) -> Self:
         """Replace the remedy with ``remedy``, which fits the specific cause of this error. Return the error."""
         self.remedy = remedy
         self.args = (str(self),)
@@ -655,7 +655,7 @@ class ModelMismatchError(StreamError, ValueError):
         """Set :attr:`version`, the version that does not fit. Return the error."""
         if self.version is None:
             self.version, self.problem = version, f"version {version} does not fit: {self.problem}"
-        return self.advising(self.remedy)
+        return self.with_remedy(self.remedy)
 
 
 class MissingTableError(StreamError, InvalidArgumentError):

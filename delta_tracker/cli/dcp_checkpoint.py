@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed import checkpoint as dcp
 
-from delta_tracker.cli.version_tables import mapped, rows_of, write_versions
+from delta_tracker.cli.version_tables import mapped, rows_spec, write_versions
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.recovery.recovery_path import recovery_path
 from delta_tracker.recovery.targets import RowWriter, state_table
@@ -70,7 +70,7 @@ def write_checkpoint(
     memory-mapped files, which are as large as the tables and their states. ``advance`` is called with the number of
     bytes of each entry.
     """
-    rows = mapped(work / "tables", {fqn: rows_of(spec) for fqn, spec in path[0].tables.items()})
+    rows = mapped(work / "tables", {fqn: rows_spec(spec) for fqn, spec in path[0].tables.items()})
     if path[-1].training:
         state = _with_states(storage, path, rows, work, advance)
     else:

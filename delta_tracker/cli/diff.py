@@ -12,7 +12,7 @@ from torch import Tensor
 from delta_tracker.cli.output import table
 from delta_tracker.cli.stream_command import Stream, os_errors_of, stream_command
 from delta_tracker.cli.text import count, plain, several
-from delta_tracker.cli.version_tables import mapped, rows_of, write_versions
+from delta_tracker.cli.version_tables import mapped, rows_spec, write_versions
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.raw_ids import NO_OWNER
 from delta_tracker.rows import bits_of
@@ -105,7 +105,7 @@ def _both(
     ``scratch``: ``[rows, columns]`` in the table's dtype, or ``[rows]`` int64 raw ids.
     """
     first, second = paths
-    held = DenseSpec("int64", (spec.num_rows,)) if with_ids else rows_of(spec)
+    held = DenseSpec("int64", (spec.num_rows,)) if with_ids else rows_spec(spec)
     is_shared = [each.link for each in second[: len(first)]] == [each.link for each in first]
     rest = second[len(first) :] if is_shared else second
     rooms: list[Tensor] = []

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from delta_tracker.cli.stream_command import Stream, os_errors_of, stream_command
 from delta_tracker.cli.text import size
-from delta_tracker.cli.version_tables import mapped, rows_of, write_versions
+from delta_tracker.cli.version_tables import mapped, rows_spec, write_versions
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.stream.format.manifest import DenseSpec
 from delta_tracker.stream.format.part_writer import METADATA_KEY, safetensors_header
@@ -106,7 +106,7 @@ def _write(stream: Stream, version: int, form: str, made: Path, work: Path) -> s
     made.mkdir()
     rooms: dict[str, Tensor] = {}
     for fqn, spec in snapshot.tables.items():
-        specs = {_weight(fqn): rows_of(spec)}
+        specs = {_weight(fqn): rows_spec(spec)}
         if fqn in snapshot.identities:  # first, because its items are the widest
             specs = {_raw_ids(fqn): DenseSpec("int64", (spec.num_rows,)), **specs}
         file = made / f"{quote(_weight(fqn), safe='')}.safetensors"

@@ -141,7 +141,7 @@ def _refuse_live_source(stream: Stream, mirror: Storage, silence: float) -> None
         check_silence(stream.storage, silence)
     except LivePublisherError as alive:
         step = f"Stop that trainer, and repeat the command {silence:g} s later"
-        raise alive.advising(f"{step}; --force promotes at once, and takes its predictors") from None
+        raise alive.with_remedy(f"{step}; --force promotes at once, and takes its predictors") from None
 
 
 def _promote(out: Output, mirror: Storage) -> int:

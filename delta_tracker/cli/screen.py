@@ -12,14 +12,14 @@ from delta_tracker.cli.listings import PREDICTOR_COLUMNS, SIGNS, no_data, predic
 from delta_tracker.cli.output import cell, one_line, table
 from delta_tracker.cli.predictors import SeenPredictor
 from delta_tracker.cli.text import count, duration, moment, short, size
-from delta_tracker.cli.watch import View
+from delta_tracker.cli.watch import TopView
 
 _FIXED_LINES = 10  # three lines of the head, three headings, three blank lines, the last line
 _UNLIMITED = 60
 _WIDE = 110  # characters, from which hosts are shown
 
 
-def screen(view: View, width: int, height: int | None = None) -> RenderableType:
+def screen(view: TopView, width: int, height: int | None = None) -> RenderableType:
     """Return the screen as a renderable of ``rich``.
 
     ``width`` is the width of the terminal in characters. ``height`` is its height in lines; None for no limit.
@@ -40,7 +40,7 @@ def screen(view: View, width: int, height: int | None = None) -> RenderableType:
     return Group(*found) if height is None else Group(*found, one_line("Ctrl-C quits", "dim"))
 
 
-def _notices(view: View, height: int | None) -> list[Text]:
+def _notices(view: TopView, height: int | None) -> list[Text]:
     """Return the lines that show the last problem and the notices with their next steps; fewer on a small terminal."""
     times = [entry.committed for entry in view.watch.entries if entry.kind != "claim"]
     gaps = [after - before for before, after in pairwise(times)]
@@ -73,7 +73,7 @@ def _shares(room: int, wanted: Sequence[int]) -> list[int]:
     return given
 
 
-def _head(view: View) -> list[RenderableType]:
+def _head(view: TopView) -> list[RenderableType]:
     watch, head = view.watch, view.head
     title = one_line("delta-tracker top  ", "bold")
     title.append_text(cell(view.url))
@@ -94,7 +94,7 @@ def _head(view: View) -> list[RenderableType]:
     return [title, state, rate]
 
 
-def _predictors(view: View, lines: int, width: int) -> Table:
+def _predictors(view: TopView, lines: int, width: int) -> Table:
     heading = f"predictor{_rest(len(view.predictors) - lines, view.num_gone)}"
     if not view.predictors:
         return table((heading,), [("none has left a heartbeat in the last hour",)], is_cut=True)
@@ -108,7 +108,7 @@ def _error(predictor: SeenPredictor, now: float) -> str:
     return no_data(predictor, now) if predictor.is_silent else predictor.beat.error or ""
 
 
-def _tables(view: View, lines: int, width: int) -> Table:
+def _tables(view: TopView, lines: int, width: int) -> Table:
     """Return a table of the update rates of the embedding tables, sorted by bytes in descending order."""
     watch, seconds = view.watch, view.watch.seconds(view.read)
     amounts = sorted(watch.amounts(view.read).items(), key=lambda each: (-each[1].num_bytes, each[0]))

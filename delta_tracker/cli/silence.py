@@ -20,14 +20,14 @@ def check_silence(storage: Storage, silence: float) -> PublisherActivity | None:
     """
     name = f"command-{secrets.token_hex(4)}"  # two commands may run at the same time
     try:
-        activity = PublisherObserver(storage, name).observe()
+        seen = PublisherObserver(storage, name).observe()
     finally:
         storage.delete(heartbeat_path(name))  # it is not a predictor
-    if activity is None:
+    if seen is None:
         return None
-    if (period := activity.heartbeat_seconds) is not None and silence < period:
+    if (period := seen.heartbeat_seconds) is not None and silence < period:
         remedy = f"Pass more than {period:g} s, the time between the publisher's heartbeats, or --force"
         raise InvalidArgumentError("--silence", silence, remedy)
-    if activity.silent_seconds < silence:
-        raise LivePublisherError(storage.url, activity.head.generation, activity.head.version, activity.silent_seconds)
-    return activity
+    if seen.silent_seconds < silence:
+        raise LivePublisherError(storage.url, seen.head.generation, seen.head.version, seen.silent_seconds)
+    return seen

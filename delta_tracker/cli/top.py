@@ -12,7 +12,7 @@ from rich.live import Live
 from delta_tracker.cli.predictors import read_predictors
 from delta_tracker.cli.screen import screen
 from delta_tracker.cli.stream_command import Number, Stream, stream_command, terminated
-from delta_tracker.cli.watch import View, Watch
+from delta_tracker.cli.watch import TopView, Watch
 from delta_tracker.errors import MalformedError, StorageError
 from delta_tracker.stream.pin import Pin, newest_pin
 from delta_tracker.stream.store_clock import StoreClock
@@ -59,7 +59,7 @@ def command(stream: Stream, *, every: float, window: float, once: bool) -> int:
     return 0
 
 
-def _views(stream: Stream, window: float) -> Iterator[View]:
+def _views(stream: Stream, window: float) -> Iterator[TopView]:
     """Yield one view per refresh, indefinitely.
 
     If the first read fails, the error is raised. If a later read fails, the error is stored in the view, and the next
@@ -67,7 +67,7 @@ def _views(stream: Stream, window: float) -> Iterator[View]:
     """
     watch, clock = Watch(stream.log, window), StoreClock()
     order: Pin | None = None
-    view: View | None = None
+    view: TopView | None = None
     while True:
         began = clock.reader_time()
         try:
@@ -78,7 +78,7 @@ def _views(stream: Stream, window: float) -> Iterator[View]:
             order = newest_pin(stream.storage, after=0 if order is None else order.counter) or order
             predictors, num_gone = read_predictors(stream.storage, head, clock, order=order)
             skews, now = watch.skews.problems(predictors, clock), clock.now()
-            view = View(stream.storage.url, now, watch, predictors, num_gone, skews, watch.fault, read=now)
+            view = TopView(stream.storage.url, now, watch, predictors, num_gone, skews, watch.fault, read=now)
         except (StorageError, MalformedError) as error:
             if view is None:
                 raise

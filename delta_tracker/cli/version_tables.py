@@ -84,7 +84,7 @@ def mapped(path: Path, specs: Mapping[str, DenseSpec], header: bytes = b"") -> d
     return tensors
 
 
-def rows_of(table: TableSpec) -> DenseSpec:
+def rows_spec(table: TableSpec) -> DenseSpec:
     """Return the dtype and shape of a tensor that contains all rows of a table."""
     return DenseSpec(table.dtype_name, (table.num_rows, table.dim))
 

@@ -146,7 +146,7 @@ class Watch:
 
 
 @dataclass(slots=True)
-class View:
+class TopView:
     """Data of one refresh of the screen of ``top``.
 
     Args:

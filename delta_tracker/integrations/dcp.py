@@ -248,7 +248,7 @@ class _SavedParts:
                 else "Pass its state_dict() to dcp.load without a key, then pass the result to its load_state_dict()"
             )
             reason = f"dcp.load has skipped {self._prefix + first!r}, or loaded another checkpoint"
-            raise CheckpointError(None, reason, sorted(part.rank for part in parts)).advising(remedy)
+            raise CheckpointError(None, reason, sorted(part.rank for part in parts)).with_remedy(remedy)
         return {**state, **self._headers}
 
     def _read_headers(self, prefix: str, names: list[str]) -> dict[str, Tensor]:

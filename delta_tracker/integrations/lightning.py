@@ -166,7 +166,7 @@ class TrackerCallback(Callback):
     def tracker(self) -> ModelDeltaTracker:
         """Tracker of the current ``fit``. Raises DetachedError outside ``fit`` or after :meth:`on_fit_start` failed."""
         if self._tracker is None:
-            raise DetachedError().advising("Use it while Trainer.fit() runs, from on_fit_start to on_fit_end")
+            raise DetachedError().with_remedy("Use it while Trainer.fit() runs, from on_fit_start to on_fit_end")
         return self._tracker
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -370,7 +370,7 @@ class CountersCallback(Callback):
             self._counters.check(saved)
         elif self._is_required:
             remedy = "Load a checkpoint that has them, or pass CountersCallback(..., is_required=False)"
-            raise CheckpointError(None, "it has no counters").advising(remedy)
+            raise CheckpointError(None, "it has no counters").with_remedy(remedy)
         else:
             _logger.warning("the checkpoint has no counters: they keep their present states")
         return {**self._counters.description(), "counters of a checkpoint": bool(saved)}

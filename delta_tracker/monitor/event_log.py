@@ -49,7 +49,7 @@ class EventRule:
 
 
 @dataclass(slots=True)
-class _Gate:
+class _RateLimit:
     """Filter that applies a rule to the events of one name. A token bucket limits their rate."""
 
     rule: EventRule
@@ -161,7 +161,7 @@ class EventLog:
         self._wake = wake
         self._waiting: deque[Event] = deque()
         self._rules: dict[str, EventRule] = {}
-        self._gates: dict[str, _Gate] = {}
+        self._gates: dict[str, _RateLimit] = {}
         self.subscriptions: tuple[Subscription, ...] = ()
 
     def emit(self, event: Event) -> None:
@@ -207,11 +207,11 @@ class EventLog:
         for subscription in self.subscriptions:
             subscription.reset()
 
-    def _gate(self, name: str) -> _Gate:
+    def _gate(self, name: str) -> _RateLimit:
         rule = EventRule()
         for pattern, each in self._rules.items():
             rule = each if fnmatchcase(name, pattern) else rule
-        gate = _Gate(rule)
+        gate = _RateLimit(rule)
         if len(self._gates) < _MAX_GATES:
             self._gates[name] = gate
         return gate

@@ -25,7 +25,7 @@ from delta_tracker.errors import (
 from delta_tracker.live_objects import Forkable, protect
 from delta_tracker.predictor.polling import GapChecks, PollSchedule, jittered
 from delta_tracker.predictor.reader import Reader
-from delta_tracker.predictor.status import error_text
+from delta_tracker.predictor.status import type_and_message
 from delta_tracker.stream.heartbeat import BEAT_SECONDS, HeartbeatWriter
 from delta_tracker.stream.interruption import Interrupted, check, interruptible
 from delta_tracker.stream.notify.notifier import Hints, Notifier
@@ -428,7 +428,7 @@ class PredictorHeartbeats:
             lag_versions=lag_versions,
             lag_seconds=lag_seconds,
             resyncs=reader.resyncs.count,
-            error=error_text(error),
+            error=type_and_message(error),
             canary_versions=None if canary is None else canary.versions,
             canary_seconds=None if canary is None else canary.seconds,
             pin=0 if reader.orders.followed is None else reader.orders.followed.counter,

@@ -185,7 +185,7 @@ def check_hidden(manifest: Manifest, hidden: Collection[str], names: Mapping[str
         fqn = next(iter(manifest.identities))
         found = f"with the mapping {left[0]!r} in a module that was scripted or traced"
         remedy = "Pass the model as it was before it was scripted or traced"
-        raise ModelMismatchError(fqn, f"{manifest.tables[fqn]} with raw ids", found).advising(remedy)
+        raise ModelMismatchError(fqn, f"{manifest.tables[fqn]} with raw ids", found).with_remedy(remedy)
 
 
 def check_indexes(indexes: Mapping[str, RawIdIndex], tables: Mapping[str, RowTarget]) -> dict[str, RawIdIndex]:
@@ -210,13 +210,14 @@ def check_maps(manifest: Manifest, maps: Mapping[str, tuple[RawIdMap, ...]]) -> 
         if identity is None:
             if found:
                 remedy = "Leave the table out of raw_ids, or build the predictor's model without its collision module"
-                raise ModelMismatchError(fqn, f"{table} without raw ids", "with a mapping of raw ids").advising(remedy)
+                expected = f"{table} without raw ids"
+                raise ModelMismatchError(fqn, expected, "with a mapping of raw ids").with_remedy(remedy)
             continue
         expected = f"{table} with raw ids"
         if not found:
             target = f"ModelTarget(model, raw_ids={{{fqn!r}: RawIdIndex({table.num_rows})}})"
             remedy = f"Pass {target}, or build the model as the trainer's"
-            raise ModelMismatchError(fqn, expected, "without a mapping of raw ids").advising(remedy)
+            raise ModelMismatchError(fqn, expected, "without a mapping of raw ids").with_remedy(remedy)
         for each in found:
             refusal = each.refusal(identity)
             if refusal:

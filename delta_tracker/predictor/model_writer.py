@@ -220,11 +220,8 @@ class ModelWriter:
         for each in found:
             if each not in self.differences:
                 _logger.warning("the model differs from the stream: %s", each)
-        others = held.keys() - receiver.spec_texts
-        self.differences, self.spec_texts = (
-            tuple(found),
-            {**held, **receiver.spec_texts} if others else receiver.spec_texts,
-        )
+        texts = receiver.spec_texts
+        self.differences, self.spec_texts = tuple(found), {**held, **texts} if held.keys() - texts else texts
 
     def _unmap(self, changes: Sequence[OwnerChange], default_rows: Iterable[Chunk]) -> None:
         """Unmap the raw ids of all rows whose owner changes. The caller must hold the lock for writing."""

@@ -22,7 +22,7 @@ from delta_tracker.predictor.predictor_gauges import PredictorGauges
 from delta_tracker.predictor.reader import Reader
 from delta_tracker.predictor.served_model import Model, ModelTarget
 from delta_tracker.predictor.sink_writer import SinkWriter
-from delta_tracker.predictor.status import Counts, Served, Status, error_text
+from delta_tracker.predictor.status import Counts, Served, Status, type_and_message
 from delta_tracker.predictor.version_writer import Destination, VersionWriter
 from delta_tracker.sinks.row_sink import RowSink
 from delta_tracker.stream.format.manifest import Manifest
@@ -31,7 +31,7 @@ from delta_tracker.stream.host_cache import HostCache
 from delta_tracker.stream.notify.notifier import Notifier
 from delta_tracker.stream.reading.canary import Canary
 from delta_tracker.stream.reading.decide import FAULTS
-from delta_tracker.stream.reading.orders import Policy
+from delta_tracker.stream.reading.orders import OrderPolicy
 from delta_tracker.stream.reading.runtime import REAL, Runtime
 from delta_tracker.stream.reading.source import Sources
 from delta_tracker.stream.storage.storage import Location, Storage
@@ -149,7 +149,7 @@ class Predictor(Uncopied, remedy="Save or copy its state_dict()"):
             sources,
             self._writer,
             self._gauges,
-            Policy(follows_pins=rollout.follows_pins, is_canary=rollout.canary is not None),
+            OrderPolicy(follows_pins=rollout.follows_pins, is_canary=rollout.canary is not None),
             # The norms of a merged version cannot show which of its versions violates a bound.
             skips_versions=rollout.gate is None or rollout.gate.max_drift is None,
             runtime=runtime,
@@ -207,7 +207,7 @@ class Predictor(Uncopied, remedy="Save or copy its state_dict()"):
             lag_seconds=lag_seconds,
             resyncs=reader.resyncs.count,
             last_resync=reader.resyncs.last,
-            error=error_text(self.error),
+            error=type_and_message(self.error),
             pinned=reader.pinned,
             poll_seconds=self._follower.poll_seconds,
             notice=reader.ignored.notice,

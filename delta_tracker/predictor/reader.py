@@ -23,19 +23,8 @@ from delta_tracker.predictor.predictor_gauges import PredictorGauges
 from delta_tracker.predictor.version_writer import VersionWriter
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.pin import newest_pin
-from delta_tracker.stream.reading.decide import (
-    FAULTS,
-    OF_ALL_URLS,
-    Apply,
-    Fail,
-    Fault,
-    Reread,
-    Rule,
-    Stay,
-    View,
-    next_reader_action,
-)
-from delta_tracker.stream.reading.orders import Orders, Policy
+from delta_tracker.stream.reading.decide import FAULTS, Apply, Fail, Fault, Reread, Rule, Stay, View, next_reader_action
+from delta_tracker.stream.reading.orders import OrderPolicy, Orders
 from delta_tracker.stream.reading.path import last_with_rows, path_to
 from delta_tracker.stream.reading.position import Position, Rows
 from delta_tracker.stream.reading.runtime import REAL, Runtime
@@ -84,7 +73,7 @@ class Reader:
         sources: Sources,
         writer: VersionWriter,
         gauges: PredictorGauges,
-        policy: Policy,
+        policy: OrderPolicy,
         *,
         skips_versions: bool = True,
         runtime: Runtime = REAL,
@@ -282,7 +271,7 @@ class Reader:
                 case Fail(error) if self.source.fault_delay.has_unread(error, state.view.position):
                     self._reread(state, Reread(state.view.logs[0], error))  # another fault was accepted before
                 case Fail():
-                    if state.view.surveys and isinstance(decision.error, (StaleCacheError, *OF_ALL_URLS)):
+                    if state.view.surveys and decision.ends_survey:
                         self._surveyed_at = self.runtime.monotonic()
                     self._log_skipped(state, decision.error)
                     raise decision.error

@@ -254,7 +254,7 @@ class ServedModel:
                 raise ModelMismatchError(name, spec, str(DenseSpec(tensor.dtype, tuple(tensor.shape))), kind=_DENSE)
             obstacle = obstacle_of(tensor)
             if obstacle:
-                raise ModelMismatchError(name, spec, obstacle, kind=_DENSE).advising(WRITABLE)
+                raise ModelMismatchError(name, spec, obstacle, kind=_DENSE).with_remedy(WRITABLE)
             shared = names.setdefault((tensor.device, tensor.data_ptr()), name) if tensor.numel() else name
             if shared != name:
                 raise ModelMismatchError(name, spec, f"in memory shared with {shared!r} (tied weights)", kind=_DENSE)
@@ -390,7 +390,7 @@ def check_targets(manifest: Manifest, targets: Mapping[str, RowTarget]) -> None:
             raise ModelMismatchError(fqn, str(table), str(own))
         ShardSpec(table, target.rows[0], target.rows[1] - target.rows[0], target.columns)
         if isinstance(target, TensorTarget) and target.obstacle:
-            raise ModelMismatchError(fqn, str(table), target.obstacle).advising(target.remedy)
+            raise ModelMismatchError(fqn, str(table), target.obstacle).with_remedy(target.remedy)
     _refuse_shared_memory(manifest, targets)
 
 
@@ -421,4 +421,4 @@ def _refuse_shared_memory(manifest: Manifest, targets: Mapping[str, RowTarget]) 
         if begin < end and device == other_device:
             remedy = f"Name {other!r} or {fqn!r} in fqns_to_skip of the trainer's tracker, or give each its own memory"
             shared = f"in memory shared with {fqn!r} (tied weights)"
-            raise ModelMismatchError(other, str(manifest.tables[other]), shared).advising(remedy)
+            raise ModelMismatchError(other, str(manifest.tables[other]), shared).with_remedy(remedy)

@@ -306,11 +306,11 @@ def _check_table(fqn: str, manifest: Manifest, held: SinkState) -> None:
     given, stored = manifest.tables.get(fqn), held.tables.get(fqn)
     if given is None or given != stored:
         found, known = (str(given or "missing"), str(stored or "missing")), sorted(held.tables)
-        raise ModelMismatchError(fqn, *found, known).advising(_ANEW)
+        raise ModelMismatchError(fqn, *found, known).with_remedy(_ANEW)
     if (fqn in manifest.identities) != (fqn in held.identities):
         texts = {True: f"{given} with raw ids", False: f"{given} without raw ids"}
         found = texts[fqn in manifest.identities], texts[fqn in held.identities]
-        raise ModelMismatchError(fqn, *found).advising(_ANEW)
+        raise ModelMismatchError(fqn, *found).with_remedy(_ANEW)
 
 
 def _defaults(identities: Mapping[str, Identity]) -> dict[str, tuple[int, ...]]:

@@ -82,6 +82,6 @@ class Status:
     counts: Counts
 
 
-def error_text(error: Exception | None) -> str | None:
+def type_and_message(error: Exception | None) -> str | None:
     """Return the type and message of ``error``; None if ``error`` is None."""
     return None if error is None else f"{type(error).__name__}: {error}"

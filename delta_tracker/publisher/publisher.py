@@ -35,7 +35,7 @@ from delta_tracker.stream.notify.notifier import Hints, Notifier
 from delta_tracker.stream.pointer_writer import PointerWriter
 from delta_tracker.stream.reading.runtime import REAL, Runtime
 from delta_tracker.stream.storage.storage import Location
-from delta_tracker.tracker.hooks import Progress
+from delta_tracker.tracker.hooks import BatchProgress
 from delta_tracker.tracker.rank_group import DEFAULT_TIMEOUT, RankGroup
 from delta_tracker.tracker.top_k import TopK
 from delta_tracker.tracker.tracker import ModelDeltaTracker
@@ -403,7 +403,7 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
 class _MissingStepDetector:
     """Detector of loops that call ``Publisher.step`` but not ``tracker.step``, so that no version becomes due."""
 
-    def __init__(self, progress: Progress) -> None:
+    def __init__(self, progress: BatchProgress) -> None:
         self._progress = progress
         self._num_batches = progress.num_batches
         self._num_calls = 0

@@ -25,7 +25,7 @@ from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.manifest import DTYPE_NAMES, MAX_DIMS, Kind, Manifest, Part, Schema
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.reading.position import Position
-from delta_tracker.tracker.checkpoint.tracker_checkpoint import Restored
+from delta_tracker.tracker.checkpoint.tracker_checkpoint import LoadOutcome
 from delta_tracker.tracker.consumer_handle import ConsumerHandle
 from delta_tracker.tracker.live_tables import LiveTables
 from delta_tracker.tracker.top_k import AllRanks, TopK, choose
@@ -128,7 +128,7 @@ class TrackerReader:
             writer.check_same_store()
             # If rows were read from the consumer since the load, no version contains them: the position is invalid.
             note = self.handle.note if self.handle.is_as_restored else None
-            if self._training is not None and tracker.restored is not Restored.STREAM:
+            if self._training is not None and tracker.restored is not LoadOutcome.STREAM:
                 note = None  # a checkpoint may have been loaded without the optimizer's states
             if note is not None:
                 own = self.tables.current()

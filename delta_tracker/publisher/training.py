@@ -43,7 +43,7 @@ from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.format.state_tree import StateTree, flatten
 from delta_tracker.stream.heartbeat import BEAT_SECONDS
 from delta_tracker.tracker.consumer_handle import ConsumerHandle
-from delta_tracker.tracker.hooks import Progress
+from delta_tracker.tracker.hooks import BatchProgress
 from delta_tracker.tracker.live_tables import LiveTables
 from delta_tracker.tracker.top_k import TopK
 
@@ -155,7 +155,7 @@ class TrainingCuts:
     """
 
     def __init__(
-        self, live: LiveTables, progress: Progress, handle: ConsumerHandle, recovery: Recovery, *, is_first: bool
+        self, live: LiveTables, progress: BatchProgress, handle: ConsumerHandle, recovery: Recovery, *, is_first: bool
     ) -> None:
         training_state, rank_state = recovery.training_state, recovery.rank_state
         _check_unfused(live.unfused_storages(), recovery)

@@ -362,7 +362,7 @@ class Versions:
             else:
                 draft = RankFailedError(self._writer.rank, "an interrupt")
         except NeedsSnapshotError as error:  # dropped since the vote
-            draft = error.advising("Publish again: the next version is a snapshot")
+            draft = error.with_remedy("Publish again: the next version is a snapshot")
         except Exception as error:  # noqa: BLE001  sent to the other ranks with the share, then raised
             draft = error
         if isinstance(draft, Exception):

@@ -18,7 +18,7 @@ from delta_tracker.stream.format.manifest import STATES_FORMAT, Manifest, Merged
 from delta_tracker.stream.format.shard_rows import local_rows, rows_of
 from delta_tracker.stream.format.table_choice import check_has_all
 from delta_tracker.stream.log import StreamLog
-from delta_tracker.stream.reading.orders import Orders, Policy
+from delta_tracker.stream.reading.orders import OrderPolicy, Orders
 from delta_tracker.stream.reading.path import committed_entry, path_to_entry
 from delta_tracker.stream.reading.position import Position
 from delta_tracker.stream.reading.seen import SeenLog
@@ -52,7 +52,7 @@ def recovery_path(
     if type(asked) is not int or not 0 <= asked <= head.version:
         raise InvalidArgumentError("version", version, f"Pass a version up to {head.version}, the newest")
     source = Source(0, log.storage, log=log)
-    seen = SeenLog(source, Orders(Policy(), []), answers={("read", head.version): head})
+    seen = SeenLog(source, Orders(OrderPolicy(), []), answers={("read", head.version): head})
     try:
         path = _path(seen if avoid is None else seen.without([avoid]), head, asked, applied)
     except (MissingVersionError, NoSnapshotError) as error:

@@ -16,7 +16,7 @@ from delta_tracker.publisher.training import Recovery
 from delta_tracker.recovery.job import LocalJob
 from delta_tracker.recovery.recovery_path import recovery_path
 from delta_tracker.recovery.recovery_plan import Plan, prepare
-from delta_tracker.sharding.interrupted import mark, unmark
+from delta_tracker.sharding.interrupted import mark_complete, mark_incomplete
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.storage.storage import Location, open_storage
@@ -141,11 +141,11 @@ class Restoration:
         plan = self.plan
         assert plan is not None, "made by _prepare()"
         if not self.keeps_mark:
-            mark(model, version)
+            mark_incomplete(model, version)
         exchange.exchange(Phase.RESTORING, Message.of(lambda: self._write(plan)))
         exchange.exchange(Phase.LOADING, Message.of(lambda: self._load(plan)))
         if not self.keeps_mark:
-            unmark(model)
+            mark_complete(model)
         if plan.rerouted and self.job.rank == 0:
             _logger.warning("unknown raw ids read other rows than before in the tables %s", plan.rerouted)
         for each in plan.change.differences if self.job.rank == 0 else ():

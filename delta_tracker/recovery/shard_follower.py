@@ -21,7 +21,7 @@ from delta_tracker.recovery.job import LocalJob
 from delta_tracker.recovery.recovery_path import recovery_path
 from delta_tracker.recovery.recovery_plan import Plan, prepare
 from delta_tracker.recovery.targets import RowWriter
-from delta_tracker.sharding.interrupted import is_following, mark
+from delta_tracker.sharding.interrupted import is_following, mark_incomplete
 from delta_tracker.stream.format.manifest import Manifest, Schema
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.reading.path import check_is_newer, is_forward, next_entry
@@ -183,7 +183,7 @@ class ShardFollower:
             self.newest = None  # rows that the model has are replaced by older ones
         if self._partial is None or self._partial.version < entry.version:
             self._partial = entry
-        mark(self._job.model, entry.version, is_following=True)
+        mark_incomplete(self._job.model, entry.version, is_following=True)
         self._writer.write(entry)
         self.newest = entry
         if entry.kind == "snapshot" or entry.version >= self._partial.version:

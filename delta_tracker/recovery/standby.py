@@ -37,7 +37,7 @@ from delta_tracker.recovery.recovery_plan import check_model
 from delta_tracker.recovery.restore import Restoration, Restored
 from delta_tracker.recovery.shard_follower import ShardFollower
 from delta_tracker.recovery.streams import GONE, RecoveryStream, ServingStreams
-from delta_tracker.sharding.interrupted import mark, unmark
+from delta_tracker.sharding.interrupted import mark_complete, mark_incomplete
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.format.parse import parse_manifest
 from delta_tracker.stream.heartbeat import PublisherHeartbeatWriter, check_name
@@ -325,7 +325,7 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
 
     def _check_due(self, decision: Mapping[str, Any]) -> None:
         if "gone" in decision:
-            raise StreamReplacedError(self._log.url, decision["gone"]).advising(GONE)
+            raise StreamReplacedError(self._log.url, decision["gone"]).with_remedy(GONE)
         if "nothing" in decision:
             raise NotRecoverableError(self._log.url, None, decision["nothing"])
         if "live" in decision:
@@ -369,7 +369,7 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
             failed = TakeoverFailedError(self._log.url, claimed.entry.version, _text(error).removesuffix("."))
             _logger.error("%s", str(failed))  # noqa: TRY400  the error is raised
             raise failed from error
-        unmark(self._job.model)
+        mark_complete(self._job.model)
         self._ended = "this job has taken over"
         seconds = self._runtime.monotonic() - began
         if self._is_first:
@@ -394,7 +394,7 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
 
         exchange.exchange(Phase.CHECKING, Message.of(check))
         # All writes follow the claim, so that no version can be committed behind the one that is restored.
-        mark(self._job.model, claimed.entry.version, is_following=True)
+        mark_incomplete(self._job.model, claimed.entry.version, is_following=True)
         version, storage = claimed.entry.version, self._log.storage
         restoration = Restoration(exchange, storage, version, self._job, applied=applied, keeps_mark=True)
         try:

@@ -58,39 +58,39 @@ class RecoveryStream:
             return {}
         self._next_look = self._monotonic() + self._look_seconds
         try:
-            activity = self._observer.observe(*self.shown)
-            known = self._known(None if activity is None else activity.head, version)
-            if activity is None:
+            seen = self._observer.observe(*self.shown)
+            known = self._known(None if seen is None else seen.head, version)
+            if seen is None:
                 if known is None:
                     return {"nothing": "the stream is empty"}
-                self.log_once(f"standby waits: {StreamReplacedError(self._log.url, known).advising(GONE)}")
+                self.log_once(f"standby waits: {StreamReplacedError(self._log.url, known).with_remedy(GONE)}")
                 return {}
-            request = read_request(self._log.storage, activity.head, activity.last)
+            request = read_request(self._log.storage, seen.head, seen.last)
         except (MalformedError, StorageError) as error:
             self.log_once(f"standby cannot look at the publisher: {error}")
             return {}
         if silence is not None:
-            self._check_interval(silence, activity)
+            self._check_interval(silence, seen)
         if (shown := self.shown[0]) is not None:
             self._recorder.standby_version.set(shown)
-        self._recorder.standby_lag_versions.set(activity.head.version - (-1 if shown is None else shown))
-        is_silent = silence is not None and activity.silent_seconds > silence
-        if request is None and not is_silent and not self._is_own(activity.head):
+        self._recorder.standby_lag_versions.set(seen.head.version - (-1 if shown is None else shown))
+        is_silent = silence is not None and seen.silent_seconds > silence
+        if request is None and not is_silent and not self._is_own(seen.head):
             return {}
-        return self._due(activity.head, known, is_forced=request is not None and request.force, last=activity.last)
+        return self._due(seen.head, known, is_forced=request is not None and request.force, last=seen.last)
 
     def decide_takeover(self, version: int | None, *, force: bool, silence: float) -> dict[str, Any]:
         """Return the decision for ``Standby.take_over(force, silence)``. ``version`` is the last applied version."""
-        activity = None if force else self._observer.observe(*self.shown)
-        if activity is not None:
-            self._check_interval(silence, activity)
-        head = activity.head if activity is not None else self._log.head() if force else None
+        seen = None if force else self._observer.observe(*self.shown)
+        if seen is not None:
+            self._check_interval(silence, seen)
+        head = seen.head if seen is not None else self._log.head() if force else None
         known = self._known(head, version)
         if head is None:
             return {"nothing": "the stream is empty"} if known is None else {"gone": known}
-        if activity is not None and activity.silent_seconds < silence and not self._is_own(head):
-            return {"live": [head.generation, head.version, activity.silent_seconds]}
-        return self._due(head, known, is_forced=force, last=None if activity is None else activity.last)
+        if seen is not None and seen.silent_seconds < silence and not self._is_own(head):
+            return {"live": [head.generation, head.version, seen.silent_seconds]}
+        return self._due(head, known, is_forced=force, last=None if seen is None else seen.last)
 
     def claim(self, decision: Mapping[str, Any]) -> Claim:
         """Claim the stream after the entry in ``decision``, or in a forced takeover after the newest entry.
@@ -99,11 +99,9 @@ class RecoveryStream:
         """
         self._log.storage.probe()
         if decision["last"] is not None:  # to catch up may have taken minutes
-            activity = self._observer.observe(*self.shown)
-            if activity is not None and activity.last > decision["last"]:
-                raise LivePublisherError(
-                    self._log.url, activity.head.generation, activity.head.version, activity.silent_seconds
-                )
+            seen = self._observer.observe(*self.shown)
+            if seen is not None and seen.last > decision["last"]:
+                raise LivePublisherError(self._log.url, seen.head.generation, seen.head.version, seen.silent_seconds)
         if self._claimed is not None:
             head = self._log.head()
             if head is None or head.link != self._claimed.link:  # another publisher continued it
@@ -147,8 +145,8 @@ class RecoveryStream:
     def _is_own(self, head: Manifest) -> bool:
         return head.kind == "claim" and head.writer == self._writer
 
-    def _check_interval(self, silence: float, activity: PublisherActivity) -> None:
-        seconds = activity.heartbeat_seconds
+    def _check_interval(self, silence: float, seen: PublisherActivity) -> None:
+        seconds = seen.heartbeat_seconds
         if seconds is None or self._checked_silence == (silence, seconds):
             return
         if silence < seconds:
@@ -162,7 +160,7 @@ class RecoveryStream:
     def _forced_head(self, decision: Mapping[str, Any], after: Link) -> Manifest:
         head = self._log.head()
         if head is None:
-            raise StreamReplacedError(self._log.url, after.version).advising(GONE)
+            raise StreamReplacedError(self._log.url, after.version).with_remedy(GONE)
         if head.generation != decision["generation"] and not self._is_own(head):
             raise LivePublisherError(self._log.url, head.generation, head.version)
         return head

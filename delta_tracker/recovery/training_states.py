@@ -35,7 +35,7 @@ class _Kernel(TypedDict):
     weight_decay: float
 
 
-class Consumer(Struct, frozen=True):
+class ConsumerPosition(Struct, frozen=True):
     """Saved position of a consumer of the tracker that is not the publisher's consumer.
 
     Args:
@@ -131,9 +131,9 @@ class TrainingStates:
         """Return the name of the publisher's consumer."""
         return self._library(0, "publisher", str)
 
-    def consumers(self, rank: int) -> dict[str, Consumer]:
+    def consumers(self, rank: int) -> dict[str, ConsumerPosition]:
         """Return the positions of the tracker's other consumers on a rank, by consumer name."""
-        found = self._library(rank, "consumers", dict[str, Consumer])
+        found = self._library(rank, "consumers", dict[str, ConsumerPosition])
         for name, consumer in found.items():
             if consumer.version is not None and consumer.version > self.version:
                 raise self._error(rank, "consumers", f"{name!r} had read version {consumer.version}, which is later")

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from delta_tracker.sharding.discover import Discovery
 from delta_tracker.sharding.torchrec_api import kernels_of, share_rows
-from delta_tracker.sharding.watcher import Reports, Watcher, WrappedMethod, is_capturing, untraced
+from delta_tracker.sharding.watcher import HookContext, Watcher, WrappedMethod, is_capturing, untraced
 
 # Table name to [N] local ids; None if no id is evicted.
 _Evicted = Mapping[str, Tensor | None]
@@ -32,11 +32,11 @@ class LaunchHook(Watcher):
 
     Args:
         module: sharded collection.
-        tables, reports: FQNs of the module's tables, and objects shared by the tracker's hooks; see :class:`Watcher`.
+        tables, context: FQNs of the module's tables, and objects shared by the tracker's hooks; see :class:`Watcher`.
     """
 
-    def __init__(self, module: Any, tables: Sequence[str], reports: Reports) -> None:  # noqa: ANN401  torchrec's
-        super().__init__(tables, reports)
+    def __init__(self, module: Any, tables: Sequence[str], context: HookContext) -> None:  # noqa: ANN401  torchrec's
+        super().__init__(tables, context)
         launched = untraced(self._report, lambda: None)  # without it, the next read compacts the log
         self._dists: tuple[Any, ...] = tuple(module._output_dists)  # noqa: SLF001
         self._removals = [dist.register_forward_hook(launched).remove for dist in self._dists]
@@ -56,8 +56,8 @@ class LoadHook(Watcher):
     The arguments are the same as in :class:`LaunchHook`.
     """
 
-    def __init__(self, module: nn.Module, tables: Sequence[str], reports: Reports) -> None:
-        super().__init__(tables, reports)
+    def __init__(self, module: nn.Module, tables: Sequence[str], context: HookContext) -> None:
+        super().__init__(tables, context)
         self._module = module
         # A deep copy of the module shares a function, and would copy a bound method with the listener.
         handle: RemovableHandle = module.register_load_state_dict_post_hook(  # type: ignore[no-untyped-call]
@@ -83,11 +83,11 @@ class EvictionHook(Watcher):
 
     Args:
         module: sharded managed-collision module.
-        tables, reports: FQNs of the module's tables, and objects shared by the tracker's hooks; see :class:`Watcher`.
+        tables, context: FQNs of the module's tables, and objects shared by the tracker's hooks; see :class:`Watcher`.
     """
 
-    def __init__(self, module: nn.Module, tables: Sequence[str], reports: Reports) -> None:
-        super().__init__(tables, reports)
+    def __init__(self, module: nn.Module, tables: Sequence[str], context: HookContext) -> None:
+        super().__init__(tables, context)
         self._removals.append(WrappedMethod.add(self.before, module, "_evict"))
 
     def before(self, evicted: _Evicted) -> Callable[[bool], object]:
@@ -119,7 +119,7 @@ class EvictionHook(Watcher):
         return {fqn: ids for fqn, ids in by_table.items() if ids is not None}
 
 
-def watch_collections(model: nn.Module, found: Discovery, reports: Reports) -> Iterator[Watcher]:
+def watch_collections(model: nn.Module, found: Discovery, context: HookContext) -> Iterator[Watcher]:
     """Register the hooks of this module on each collection of a model, and yield each hook.
 
     Loads and evictions are reported only for tables with a fused optimizer. To find the changes of other tables, the
@@ -129,9 +129,9 @@ def watch_collections(model: nn.Module, found: Discovery, reports: Reports) -> I
     for fqn, module in found.modules.items():
         tables = found.tables_of(fqn)
         fused[module] = [table for table in tables if found.shards[table].is_fused]
-        yield LaunchHook(module, tables, reports)
-        yield LoadHook(module, fused[module], reports)
+        yield LaunchHook(module, tables, context)
+        yield LoadHook(module, fused[module], context)
     for module in model.modules():
         inner = getattr(module, "_embedding_module", None)
         if isinstance(inner, nn.Module) and inner in fused and callable(getattr(module, "_evict", None)):
-            yield EvictionHook(module, fused[inner], reports)
+            yield EvictionHook(module, fused[inner], context)

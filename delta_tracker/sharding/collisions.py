@@ -28,7 +28,7 @@ from delta_tracker.types import Bucket, Identity
 _HASH_EMPTY = -1  # value of an empty slot in hash-ZCH
 
 
-class Versions:
+class TensorVersions:
     """Token of the state of ``tensors``. Two tokens differ if a tensor was replaced or written in place in between."""
 
     __slots__ = ("_tensors", "_versions")
@@ -39,7 +39,7 @@ class Versions:
         self._versions = [(id(tensor), tensor._version) for tensor in tensors]  # noqa: SLF001
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Versions) and self._versions == other._versions
+        return isinstance(other, TensorVersions) and self._versions == other._versions
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,7 +91,7 @@ class MchOwners(LocalOwners):
     def token(self) -> object | None:
         """Return a token of the two tensors of the mapping; None for inference tensors without version counters."""
         tensors = self.module._mch_sorted_raw_ids, self.module._mch_remapped_ids_mapping  # noqa: SLF001
-        return None if any(tensor.is_inference() for tensor in tensors) else Versions(*tensors)
+        return None if any(tensor.is_inference() for tensor in tensors) else TensorVersions(*tensors)
 
     def read(self) -> Tensor:
         """Return the owner of each slot, ``[R]`` int64; ``NO_OWNER`` if the slot is empty."""

@@ -49,7 +49,7 @@ def model_tables(model: nn.Module) -> Iterator[tuple[str, RowTarget | Tensor]]:
     ``.weight``. Raises InvalidArgumentError if the kernel, data type or geometry of a sharded table is not supported.
     """
     torchrec = Torchrec()
-    for fqn, module in walk(model, torchrec):
+    for fqn, module in walk_names(model, torchrec):
         prefix = f"{fqn}." if fqn else ""
         if torchrec.holder(module):
             tables = _sharded(module)
@@ -65,7 +65,7 @@ def model_tables(model: nn.Module) -> Iterator[tuple[str, RowTarget | Tensor]]:
             yield prefix + name, target
 
 
-def walk(model: nn.Module, torchrec: Torchrec) -> Iterator[tuple[str, nn.Module]]:
+def walk_names(model: nn.Module, torchrec: Torchrec) -> Iterator[tuple[str, nn.Module]]:
     """Yield ``(FQN, module)`` for each FQN of each module of a model, except submodules of collections."""
     kinds = (*torchrec.collections, *QUANTIZED_SHARDS, *QUANTIZED)
     return torchrec.walk(model, lambda module: isinstance(module, kinds), None)

@@ -23,8 +23,8 @@ class _Incomplete:
         raise IncompleteModelError(self.version, is_following=self.is_following)
 
 
-def mark(model: nn.Module, version: int, *, is_following: bool = False) -> None:
-    """Make every forward pass of ``model`` raise IncompleteModelError until :func:`unmark` is called.
+def mark_incomplete(model: nn.Module, version: int, *, is_following: bool = False) -> None:
+    """Make every forward pass of ``model`` raise IncompleteModelError until :func:`mark_complete` is called.
 
     Direct calls of submodules do not raise it. ``version`` is the version that is being restored or, if
     ``is_following`` is True, the version that the model has reached in the stream.
@@ -42,8 +42,8 @@ def is_following(model: nn.Module) -> bool:
     return held is not None and held.is_following
 
 
-def unmark(model: nn.Module) -> None:
-    """Undo :func:`mark`. Call this once the model is complete."""
+def mark_complete(model: nn.Module) -> None:
+    """Undo :func:`mark_incomplete`. Call this once the model is complete."""
     for number, hook in list(model._forward_pre_hooks.items()):  # noqa: SLF001  a hook has no public list
         if isinstance(hook, _Incomplete):
             del model._forward_pre_hooks[number]  # noqa: SLF001

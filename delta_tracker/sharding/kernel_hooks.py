@@ -29,7 +29,7 @@ from torch.utils.hooks import RemovableHandle
 from delta_tracker.sharding.kernel_memory import Kernel
 from delta_tracker.sharding.named_writers import num_named_writes
 from delta_tracker.sharding.torchrec_api import share_rows, weight_slots
-from delta_tracker.sharding.watcher import HookListener, OtherUpdates, Reports, Watcher, is_capturing, untraced
+from delta_tracker.sharding.watcher import HookContext, HookListener, OtherUpdates, Watcher, is_capturing, untraced
 
 # Names of FBGEMM's autograd nodes: SplitLookupFunction_<optimizer>_Op, SplitNoBagLookupFunction_..., with suffixes.
 _NODE_NAME = "LookupFunction"
@@ -60,7 +60,7 @@ class PostLookupHook(Watcher):
 
     Args:
         kernel: kernel whose lookups and updates are reported.
-        reports: listener, recorder and keys of the tracker.
+        context: listener, recorder and keys of the tracker.
         lookups: True to report every lookup, including lookups that update no row.
 
     Attributes:
@@ -69,8 +69,8 @@ class PostLookupHook(Watcher):
         others: counter of backward passes in copies of the kernel that have their own rows.
     """
 
-    def __init__(self, kernel: Kernel, reports: Reports, *, lookups: bool) -> None:
-        super().__init__([fqn for fqn, _ in kernel.slots if fqn is not None], reports)
+    def __init__(self, kernel: Kernel, context: HookContext, *, lookups: bool) -> None:
+        super().__init__([fqn for fqn, _ in kernel.slots if fqn is not None], context)
         self._kernel = kernel
         self._lookups = lookups
         self.in_flight: WeakSet[_Update] = WeakSet()
@@ -78,7 +78,7 @@ class PostLookupHook(Watcher):
         self.others = OtherUpdates(self._versions)
         # Lookups of tables that are compared with a copy are not counted, so these tables get no counter.
         is_counted = kernel.is_fused or lookups
-        self._counts = {fqn: reports.recorder.lookups.cell(table=fqn) for fqn in self._tables if is_counted}
+        self._counts = {fqn: context.recorder.lookups.cell(table=fqn) for fqn in self._tables if is_counted}
         self._index_type = getattr(kernel.module, "_embedding_table_index_type", torch.int64)
         self._before_write = untraced(self._write_begins, self.omitted)
         self._after_write = untraced(self._write_ends, self.omitted)

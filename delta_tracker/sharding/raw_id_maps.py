@@ -28,7 +28,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 from delta_tracker.raw_ids import NO_OWNER, RawIdMap, default_rows, defaults_of
 from delta_tracker.raw_ids.index import SortedMap
 from delta_tracker.rows import copy_from_host, to_device
-from delta_tracker.sharding.inference_tables import QUANTIZED, QUANTIZED_SHARDS, walk
+from delta_tracker.sharding.inference_tables import QUANTIZED, QUANTIZED_SHARDS, walk_names
 from delta_tracker.sharding.presence import has_fbgemm_tables
 from delta_tracker.sharding.torchrec_api import Torchrec, holder_of
 from delta_tracker.types import Bucket, Identity
@@ -43,7 +43,7 @@ def raw_id_maps(model: nn.Module) -> dict[str, tuple[RawIdMap, ...]]:
     Scripted modules and modules traced by ``torch.fx`` are not found.
     """
     torchrec = Torchrec()
-    modules = walk(model, torchrec) if has_fbgemm_tables(model) else _plain_modules(model)
+    modules = walk_names(model, torchrec) if has_fbgemm_tables(model) else _plain_modules(model)
     found: defaultdict[str, list[RawIdMap]] = defaultdict(list)
     for fqn, module in modules:
         collection = getattr(module, "_managed_collision_collection", None)

@@ -27,7 +27,7 @@ from delta_tracker.sharding.discover import Discovery
 from delta_tracker.sharding.kernel_memory import one_cut
 from delta_tracker.sharding.local_shard import LocalShard
 from delta_tracker.sharding.torchrec_api import Torchrec, averages_itself, sync_groups, tbe_of
-from delta_tracker.sharding.watcher import Reports, Watcher, WrappedMethod
+from delta_tracker.sharding.watcher import HookContext, Watcher, WrappedMethod
 from delta_tracker.sharding.weights import row_chunks
 
 _EXCHANGING = (2, 4)  # numbers of replicas whose average of equal values has the same bits, see the module's docstring
@@ -106,12 +106,14 @@ class SyncHook(Watcher):
     Args:
         wrapper: the ``DMPCollection``.
         groups: groups of tracked tables that ``sync`` averages.
-        reports: listener, recorder and keys of the tracker.
+        context: listener, recorder and keys of the tracker.
         keeps_states: True if the tracker keeps the old states of rows.
     """
 
-    def __init__(self, wrapper: nn.Module, groups: list[ReplicaGroup], reports: Reports, *, keeps_states: bool) -> None:
-        super().__init__([fqn for group in groups for fqn in group.shards], reports)
+    def __init__(
+        self, wrapper: nn.Module, groups: list[ReplicaGroup], context: HookContext, *, keeps_states: bool
+    ) -> None:
+        super().__init__([fqn for group in groups for fqn in group.shards], context)
         self._wrapper = wrapper
         self._groups = groups
         self._keeps_states = keeps_states
@@ -179,7 +181,7 @@ class SyncHook(Watcher):
                         self._listener.mark(fqn, chunk, is_written=False)
 
 
-def watch_syncs(model: nn.Module, found: Discovery, reports: Reports, *, keeps_states: bool) -> Iterator[Watcher]:
+def watch_syncs(model: nn.Module, found: Discovery, context: HookContext, *, keeps_states: bool) -> Iterator[Watcher]:
     """Register and yield a :class:`SyncHook` for each ``DMPCollection`` in ``model`` that averages tracked tables."""
     kinds = Torchrec().replicas
     for wrapper in model.modules():
@@ -197,7 +199,7 @@ def watch_syncs(model: nn.Module, found: Discovery, reports: Reports, *, keeps_s
             if tables:
                 groups.append(ReplicaGroup(ranks, {fqn: found.shards[fqn] for fqn in tables}))
         if groups:
-            yield SyncHook(wrapper, groups, reports, keeps_states=keeps_states)
+            yield SyncHook(wrapper, groups, context, keeps_states=keeps_states)
 
 
 def unstable_rows(shard: LocalShard, ids: Tensor | None, num_replicas: int) -> Tensor:

@@ -32,7 +32,7 @@ from torch.utils.hooks import RemovableHandle
 from delta_tracker.sharding.local_shard import LocalShard
 from delta_tracker.sharding.named_writers import num_named_writes
 from delta_tracker.sharding.plain_tables import PlainModule
-from delta_tracker.sharding.watcher import OtherUpdates, Reports, Watcher, untraced
+from delta_tracker.sharding.watcher import HookContext, OtherUpdates, Watcher, untraced
 
 _logger = logging.getLogger(__name__)
 
@@ -72,15 +72,15 @@ class StepHook(Watcher):
 
     Args:
         shards: mapping of FQN to shard for the tables of these modules.
-        reports: listener, recorder and keys of the tracker.
+        context: listener, recorder and keys of the tracker.
 
     Attributes:
         num_updates: number of optimizer steps with a gradient for at least one table.
         others: counter of steps that update no table but a tensor of a table's shape and dtype, such as its copy.
     """
 
-    def __init__(self, shards: Mapping[str, LocalShard], reports: Reports) -> None:
-        super().__init__([fqn for fqn, shard in shards.items() if shard.is_stepped], reports)
+    def __init__(self, shards: Mapping[str, LocalShard], context: HookContext) -> None:
+        super().__init__([fqn for fqn, shard in shards.items() if shard.is_stepped], context)
         self._modules = {fqn: shard.holders[0][0].module for fqn, shard in shards.items()}
         self._steps: dict[int, _Step] = {}  # id() of an optimizer to its step
         self._strange: set[str] = set()

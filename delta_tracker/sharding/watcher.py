@@ -86,7 +86,7 @@ class HookListener(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Reports:
+class HookContext:
     """Objects that the hooks of one tracker share.
 
     Args:
@@ -110,19 +110,19 @@ class Watcher:
 
     Args:
         tables: FQNs of the tables to report.
-        reports: listener, recorder and keys, which the hooks of one tracker share.
+        context: listener, recorder and keys, which the hooks of one tracker share.
 
     Attributes:
         num_errors: number of errors of this hook.
         has_unseen: True once a lookup or write was captured or compiled into a graph that calls no hook.
     """
 
-    def __init__(self, tables: Sequence[str], reports: Reports) -> None:
+    def __init__(self, tables: Sequence[str], context: HookContext) -> None:
         self._tables = tables
-        self._listener = reports.listener
-        self._keys = reports.keys
-        self._faults = [reports.recorder.hook_errors.cell(table=fqn) for fqn in dict.fromkeys(tables)]
-        self._timer = reports.recorder.record_seconds.timer()
+        self._listener = context.listener
+        self._keys = context.keys
+        self._faults = [context.recorder.hook_errors.cell(table=fqn) for fqn in dict.fromkeys(tables)]
+        self._timer = context.recorder.record_seconds.timer()
         self._removals: list[Callable[[], object]] = []
         self.has_unseen = False
         self.num_errors = 0

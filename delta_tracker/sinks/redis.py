@@ -308,7 +308,7 @@ class RedisSink(RowSink):
         if is_lost:
             raise SinkError(self._server.name, f"its key {self._key('writer')} was deleted or evicted", _LOST_KEYS)
         remedy = "Stop one of the two writers: a row store has one writer"
-        raise SinkError.busy(self._server.name, "another process, which became it meanwhile,").advising(remedy)
+        raise SinkError.busy(self._server.name, "another process, which became it meanwhile,").with_remedy(remedy)
 
     def _write(self, keys: list[str], values: Tensor, version: int) -> None:
         row_bytes = values.shape[1] * values.dtype.itemsize + len(keys[0]) if keys else 1

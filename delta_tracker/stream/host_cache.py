@@ -28,7 +28,7 @@ from delta_tracker.stream.format.parse import reason_of
 from delta_tracker.stream.interruption import check
 from delta_tracker.stream.storage.directory import delete_draft, list_files, lock, read_into
 from delta_tracker.stream.storage.storage import Storage
-from delta_tracker.stream.storage.store import Span, Store, StoredObject, Transfer
+from delta_tracker.stream.storage.store import ByteRange, Store, StoredObject, Transfer
 
 _logger = logging.getLogger(__name__)
 _WAIT_SECONDS = 0.01  # between two looks at the file that another process fetches
@@ -279,7 +279,7 @@ class CachedStore(Store):
         self._files = ExitStack()
         finalize(self, self._files.close)
 
-    def read(self, span: Span, transfer: Transfer) -> NDArray[np.uint8] | None:
+    def read(self, span: ByteRange, transfer: Transfer) -> NDArray[np.uint8] | None:
         """Read from the cached copy of a part, otherwise from the origin; see :meth:`Store.read`."""
         descriptor = self._descriptor(span.name)
         if descriptor is None or (span.end or 0) > self._parts[span.name].num_bytes:

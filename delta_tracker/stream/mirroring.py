@@ -320,8 +320,8 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
                     return
                 is_passed = is_kept_for_claim and self.head is not None
                 if entry.merges is None and (is_passed or log.read(entry.version) is None):
-                    raise (_no_entries_error(log) or self._diverged(entry.version, _DELETED)) from error
-                raise error.advising(_REPAIR) from error
+                    raise (_empty_error(log) or self._diverged(entry.version, _DELETED)) from error
+                raise error.with_remedy(_REPAIR) from error
 
     def _create(self, data: bytes, version: int) -> None:
         if not self._to.create_copy(entry_name(version), data):
@@ -533,9 +533,7 @@ def _check(log: _Seen, head: Manifest) -> bytes | None:
         raise log.diverged(head.version, "the entries have other bytes")
     has_newer = bool(log.versions(after=head.version))
     if data is None and not has_newer:
-        raise _no_entries_error(log) or log.diverged(
-            head.version, "the source has neither this version nor a newer one"
-        )
+        raise _empty_error(log) or log.diverged(head.version, "the source has neither this version nor a newer one")
     following = log.entry(head.version + 1) if has_newer else None
     if has_newer and following is None:
         raise _missing_error(log, head.version + 1)
@@ -563,7 +561,7 @@ def _is_followed(log: _Seen, entry: Manifest) -> bool | None:
 
 def _missing_error(log: _Seen, version: int) -> MirrorDivergedError | MissingVersionError | StorageError:
     """Return the error for a missing version of the source. Retention deletes only versions below a snapshot."""
-    if (emptied := _no_entries_error(log)) is not None:
+    if (emptied := _empty_error(log)) is not None:
         return emptied
     snapshot = log.newest_snapshot()
     if snapshot is None or snapshot.version < version:
@@ -572,11 +570,11 @@ def _missing_error(log: _Seen, version: int) -> MirrorDivergedError | MissingVer
             f"Publish a snapshot to {log.url}, which lacks it and has no snapshot above it, "
             "then mirror to an empty destination"
         )
-        return MissingVersionError(version + 1 if is_there else version, log.versions()[-1]).advising(remedy)
+        return MissingVersionError(version + 1 if is_there else version, log.versions()[-1]).with_remedy(remedy)
     return log.diverged(version, _DELETED)
 
 
-def _no_entries_error(log: _Seen | StreamLog) -> StorageError | None:
+def _empty_error(log: _Seen | StreamLog) -> StorageError | None:
     """Return the error for a source that has no entries any more; None if it has entries. The mirror retries later."""
     if log.versions():
         return None

@@ -170,7 +170,7 @@ def running_deletions(storage: Storage, *, now: float) -> list[Deletions]:
             found.append(convert(load_json(data.tobytes()), Deletions))
         except (ValueError, RecursionError) as error:
             remedy = "Delete it when no retention pass runs: no pass has written it"
-            raise MalformedError(stored.name, str(error)[:MAX_REASON]).advising(remedy) from error
+            raise MalformedError(stored.name, str(error)[:MAX_REASON]).with_remedy(remedy) from error
     return found
 
 

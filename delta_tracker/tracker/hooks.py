@@ -16,7 +16,7 @@ from delta_tracker.sharding.collection_hooks import watch_collections
 from delta_tracker.sharding.kernel_hooks import PostLookupHook
 from delta_tracker.sharding.replicas import watch_syncs
 from delta_tracker.sharding.step_hook import StepHook
-from delta_tracker.sharding.watcher import HookListener, Reports, Watcher, forget_compiled_code
+from delta_tracker.sharding.watcher import HookContext, HookListener, Watcher, forget_compiled_code
 from delta_tracker.tracker.change_log import ChangeLog
 from delta_tracker.tracker.data_position import DataPosition
 from delta_tracker.tracker.tracked_model import TrackedModel
@@ -44,7 +44,7 @@ class TrackerHooks:
     def __init__(
         self, listener: HookListener, model: TrackedModel, recorder: Recorder, *, lookups: bool, keeps_states: bool
     ) -> None:
-        self._reports = Reports(listener, recorder)
+        self._context = HookContext(listener, recorder)
         self._model = model
         self._lookups = lookups
         self._keeps_states = keeps_states
@@ -55,7 +55,7 @@ class TrackerHooks:
 
     def attach(self) -> None:
         """Register the hooks in the model's current modules. If the call raises, no hook is registered."""
-        model, found, reports = self._model, self._model.found, self._reports
+        model, found, context = self._model, self._model.found, self._context
         model.num_attached += 1
         MEMORY.join(self)
         forget_compiled_code()
@@ -65,11 +65,11 @@ class TrackerHooks:
         self._deleted.atexit = False
         try:  # one by one, so that all are removed if one cannot be registered
             for kernel in found.kernels:
-                hooks.append(PostLookupHook(kernel, reports, lookups=self._lookups))
-            hooks.extend(watch_collections(model.module, found, reports))
+                hooks.append(PostLookupHook(kernel, context, lookups=self._lookups))
+            hooks.extend(watch_collections(model.module, found, context))
             if not found.modules:
-                hooks.append(StepHook(found.shards, reports))
-            hooks.extend(watch_syncs(model.module, found, reports, keeps_states=self._keeps_states))
+                hooks.append(StepHook(found.shards, context))
+            hooks.extend(watch_syncs(model.module, found, context, keeps_states=self._keeps_states))
         except BaseException:
             self.remove()
             raise
@@ -143,7 +143,7 @@ class TrackerHooks:
         return sum(len(hook.in_flight) for hook in self.registered if isinstance(hook, PostLookupHook))
 
 
-class Progress:
+class BatchProgress:
     """Progress of training on this rank. A publisher uses it to decide when to publish.
 
     Args:

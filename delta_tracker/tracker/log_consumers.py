@@ -20,7 +20,7 @@ from delta_tracker.types import Delta
 
 
 @dataclass(frozen=True, slots=True)
-class Lag:
+class ConsumerLag:
     """Lag of one consumer behind training, returned by :meth:`LogConsumers.lags`.
 
     Args:
@@ -169,16 +169,16 @@ class LogConsumers:
             self._segments.notice_writes(self._segments.stores)
             return self._segments.num_changed(found)
 
-    def lags(self, *, counts: bool) -> dict[str, Lag]:
+    def lags(self, *, counts: bool) -> dict[str, ConsumerLag]:
         """Return the lag of each non-transient consumer, by name. For a dropped consumer, all rows are pending.
 
-        If ``counts`` is False, the call does not wait for the device, and :attr:`Lag.pending` is empty except for
-        dropped consumers.
+        If ``counts`` is False, the call does not wait for the device, and :attr:`ConsumerLag.pending` is empty except
+        for dropped consumers.
         """
         with self.lock:
             self._release_abandoned()
             now, segments, cursors = time.monotonic(), self._segments, self._cursors
-            found: dict[str, Lag] = {}
+            found: dict[str, ConsumerLag] = {}
             for each in self._known.values():
                 if each.is_transient:
                     continue
@@ -191,7 +191,7 @@ class LogConsumers:
                     pending = segments.num_changed(each)
                 since = cursors.pending_since(each)
                 age = None if since is None else now - since
-                found[each.name] = Lag(cursors.num_batches - each.batch, now - each.moved_at, age, pending)
+                found[each.name] = ConsumerLag(cursors.num_batches - each.batch, now - each.moved_at, age, pending)
             return found
 
     def add(self, consumer: str, *, holder: str | None = None) -> None:

@@ -6,7 +6,7 @@ from typing import Self
 
 from delta_tracker.monitor.recorder import Recorder
 from delta_tracker.tracker.change_log import ChangeLog
-from delta_tracker.tracker.log_consumers import Lag
+from delta_tracker.tracker.log_consumers import ConsumerLag
 from delta_tracker.types import Delta, Memory, TrackingMode
 
 # Timeout for acquiring the lock, shorter than the time after which the monitor treats a source as hung.
@@ -49,7 +49,7 @@ class TrackerStats:
     mode: TrackingMode
     num_batches: int
     num_rows: Mapping[str, int]
-    lags: Mapping[str, Lag]
+    lags: Mapping[str, ConsumerLag]
     memory: Memory
 
     @classmethod

@@ -23,11 +23,11 @@ from delta_tracker.sharding.torchrec_api import load_torchrec
 from delta_tracker.sharding.weights import read_rows
 from delta_tracker.tracker.change_log import ChangeLog
 from delta_tracker.tracker.checkpoint.collectives import Strategy
-from delta_tracker.tracker.checkpoint.tracker_checkpoint import Restored, TrackerCheckpoint
+from delta_tracker.tracker.checkpoint.tracker_checkpoint import LoadOutcome, TrackerCheckpoint
 from delta_tracker.tracker.consumer_handle import ConsumerHandle, TrackerParts
 from delta_tracker.tracker.data_position import DataPosition
 from delta_tracker.tracker.delta_reader import DeltaReader
-from delta_tracker.tracker.hooks import Progress, TrackerHooks
+from delta_tracker.tracker.hooks import BatchProgress, TrackerHooks
 from delta_tracker.tracker.live_tables import LiveTables
 from delta_tracker.tracker.log_writes import mark_lookup
 from delta_tracker.tracker.modes import CAPTURES, UPDATE_MODE_MAP
@@ -169,7 +169,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         self._hooks = TrackerHooks(
             self._log.writes, self._model, self._metrics, lookups=self._records_lookups, keeps_states=capture.keeps_old
         )
-        self._progress = Progress(self._log, self._hooks)
+        self._progress = BatchProgress(self._log, self._hooks)
         self._hooks.attach()
         for fqn, table in self._model.found.tables.items():
             features = self._model.found.features.get(fqn, [])
@@ -255,7 +255,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
     # Training
 
     @property
-    def progress(self) -> Progress:
+    def progress(self) -> BatchProgress:
         """Progress of training: number of batches, updates and recorded rows, and the position in the data."""
         return self._progress
 
@@ -603,7 +603,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         return self._checkpoint
 
     @property
-    def restored(self) -> Restored | None:
+    def restored(self) -> LoadOutcome | None:
         """Outcome of the last :meth:`load_state_dict` or :func:`~delta_tracker.restore`; None before the first call."""
         return self._checkpoint.restored
 
@@ -665,7 +665,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
 
         Args:
             state: parts of :meth:`state_dict`. Pass an empty dict for a checkpoint without tracker state: all rows are
-                then pending for every consumer, a warning is logged, and :attr:`restored` is ``Restored.NOTHING``.
+                then pending for every consumer, a warning is logged, and :attr:`restored` is ``LoadOutcome.NOTHING``.
 
         Raises:
             StateMismatchError: if the format version is unknown, if the mode, consumers, tables or counters differ, if
@@ -702,7 +702,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
             remedy = (
                 "Undo the change of the model, or detach the tracker and build one with their names in fqns_to_skip"
             )
-            raise error.advising(remedy) from None
+            raise error.with_remedy(remedy) from None
         owners = local_owners(self._model.module, found)
         held, compared = self._model.shards, self._log.segments.owners
         moved = [

@@ -202,7 +202,7 @@ def _damage(job: Job, version: int, kind: str) -> type[Exception]:
 
 @pytest.mark.advice(
     "CorruptPartError: read_object _fetched Tensors._load _check_hash _check_piece check_size _Refusals.__exit__",
-    "MalformedError: parse_manifest check_version check_merged generation_error Span.memory "
+    "MalformedError: parse_manifest check_version check_merged generation_error ByteRange.memory "
     "version_owners identities_after",
     "MissingVersionError: Source._check_gap next_entry",
 )

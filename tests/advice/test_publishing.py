@@ -126,7 +126,7 @@ def test_a_snapshot_follows_an_altered_entry(tmp_path: Path) -> None:
 
 @pytest.mark.advice(
     "StorageError: DirectoryStore._find DirectoryStore.read DirectoryStore._write _Translation.__exit__ "
-    "CachedStore.read BucketStore.read BucketStore._fill BucketStore._fill.following Span.too_short HttpStore.read"
+    "CachedStore.read BucketStore.read BucketStore._fill BucketStore._fill.following ByteRange.too_short HttpStore.read"
 )
 def test_a_store_is_repaired_and_the_call_made_again(tmp_path: Path) -> None:
     (tmp_path / "stream").write_text("")

@@ -206,7 +206,7 @@ def test_a_tracker_attaches_to_a_converted_model(tmp_path: Path, change: str, wa
     "CheckpointError: parse parse_all take RankHeader.rows _checked_states "
     "_SavedParts._read_headers _SavedParts.wanted "
     "MetricCounter.check_fields MetricCounter.merge",
-    "StateMismatchError: TrackerCheckpoint.plan_load check_tables check_alike CounterSet.check _check_saved "
+    "StateMismatchError: TrackerCheckpoint.plan_load check_tables check_parts_alike CounterSet.check _check_saved "
     "Resharding._indices _checked_states",
 )
 @pytest.mark.parametrize("kind", ["foreign", "garbled header", "missing tensor", "mode", "consumers", "tables"])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from delta_tracker.cli import watch as watch_module
-from delta_tracker.cli.watch import View, Watch
+from delta_tracker.cli.watch import TopView, Watch
 from delta_tracker.stream import log as log_module
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.storage.storage import Storage
@@ -116,7 +116,7 @@ def test_the_rates_are_those_of_the_window(storage: WrappedStorage, clock: Clock
     manifests = [StreamLog(storage).read(version) for version in range(1, 33)]
     inside = [each for each in manifests if each.created > clock.now - 20]
     assert len(inside) == 9
-    view = View(storage.url, clock.now, Watch(StreamLog(storage), window_seconds=20), read=clock.now)
+    view = TopView(storage.url, clock.now, Watch(StreamLog(storage), window_seconds=20), read=clock.now)
     view.watch.refresh(clock.now)
     found = view.to_dict()
     assert found["window_seconds"] == 20
@@ -130,7 +130,7 @@ def test_the_rates_are_those_of_the_window(storage: WrappedStorage, clock: Clock
     assert found["head"]["version"] == 32
     assert [each["version"] for each in found["versions"]] == list(range(32, 12, -1))
     clock.now += 100
-    late = View(storage.url, clock.now, view.watch, read=clock.now).to_dict()
+    late = TopView(storage.url, clock.now, view.watch, read=clock.now).to_dict()
     assert (late["versions_per_second"], late["head"]["age_seconds"]) == (0, 100)
 
 

@@ -16,7 +16,7 @@ from delta_tracker.monitor import Monitor
 from delta_tracker.monitor.recorder import Recorder
 from delta_tracker.sharding.kernel_hooks import PostLookupHook
 from delta_tracker.sharding.kernel_memory import Kernel
-from delta_tracker.sharding.watcher import Reports
+from delta_tracker.sharding.watcher import HookContext
 from delta_tracker.tracker.change_log import ChangeLog
 from delta_tracker.tracker.store.segments import SegmentStore
 from tests.comparing.compared import Found
@@ -65,8 +65,8 @@ class ComparedKernel:
         slots = tuple((name, features.count(table)) for table, name in enumerate(self._names))
         self._module = _Module(tbe)
         self._kernel = Kernel(self._module, slots, is_fused=True)
-        reports = Reports(self._log.writes, Recorder("tracker", self._log, monitor=Monitor()))
-        self._hook = PostLookupHook(self._kernel, reports, lookups=False)
+        context = HookContext(self._log.writes, Recorder("tracker", self._log, monitor=Monitor()))
+        self._hook = PostLookupHook(self._kernel, context, lookups=False)
         self._rows: list[Tensor] = []  # as of the first lookup, because tests fill tables before it
         self._found["tables"] = len(sizes)
         if list(features) != sorted(features):

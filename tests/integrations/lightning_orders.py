@@ -418,7 +418,7 @@ class _Restored(lightning.Callback):
         self.seen = ""
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
-        self.seen = str(self.callback.tracker.restored).removeprefix("Restored.")
+        self.seen = str(self.callback.tracker.restored).removeprefix("LoadOutcome.")
 
 
 def _continued(run: _Run, name: str, steps: int = 36, **options: Any) -> str:

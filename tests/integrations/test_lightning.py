@@ -37,7 +37,7 @@ def test_a_trainer_goes_on_where_another_one_stopped(two_ranks: RankPool, tmp_pa
     (checkpoint,) = tmp_path.glob("*.ckpt")
     saved = load(tmp_path, "saved", 2)
     for seen in two_ranks.run(f"{_CASES}:fit", num_batches=6, checkpoint=str(checkpoint), **arguments):
-        assert seen["loaded"] == {"batches": 3, "restored": "Restored.STATE"}
+        assert seen["loaded"] == {"batches": 3, "restored": "LoadOutcome.STATE"}
         assert seen["saved"]["batches"] == 6
         assert seen["version"] == 6  # the end of the first fit publishes, too
     loaded = load(tmp_path, "loaded", 2)
@@ -53,7 +53,7 @@ def test_a_checkpoint_without_its_state_makes_every_row_pending(two_ranks: RankP
     del checkpoint["delta_tracker"]
     torch.save(checkpoint, file)
     for seen in two_ranks.run(f"{_CASES}:fit", num_batches=6, checkpoint=str(file), **arguments):
-        assert seen["loaded"] == {"batches": 0, "restored": "Restored.NOTHING"}
+        assert seen["loaded"] == {"batches": 0, "restored": "LoadOutcome.NOTHING"}
 
 
 @pytest.mark.parametrize("every_rank", [False, True], ids=["rank 0 saves", "every rank saves"])
@@ -83,7 +83,7 @@ def _check_states(answers: list[Any]) -> None:
         assert loaded == saved
         # Claims, one version each, and one at the end of the first fit. A single rank also acts on each step at once.
         versions = (2, 6) if len(answers) == 1 else (1, 4)
-        assert (first, second, restored) == (*versions, "Restored.STATE")
+        assert (first, second, restored) == (*versions, "LoadOutcome.STATE")
     own = [saved[0]["sum.sum_value"] for (_, saved, _), _ in answers]
     assert own == [6.0, 39.0, 93.0][: len(answers)]
     assert {loaded[1]["sum"] for _, (loaded, _, _) in answers} == {sum(own)}
@@ -238,7 +238,7 @@ def test_a_strategy_that_restores_the_model_after_the_start_of_fit(one_rank: Ran
 def test_a_checkpoint_is_loaded_without_a_trainer(one_rank: RankPool, tmp_path: Path) -> None:
     (seen,) = one_rank.run(f"{_ORDERS}:checkpoint_without_a_trainer", folder=str(tmp_path))
     restored, pending, changed, counters, num_batches = seen
-    assert (restored, counters, num_batches) == ("Restored.STATE", [24.0, 24.0], 24)
+    assert (restored, counters, num_batches) == ("LoadOutcome.STATE", [24.0, 24.0], 24)
     assert pending == changed
     assert 0 < pending["rows"] < 40
 

@@ -20,7 +20,7 @@ from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.tracker.change_log import ChangeLog
 from delta_tracker.tracker.consumer_handle import ConsumerHandle, TrackerParts
 from delta_tracker.tracker.delta_reader import DeltaReader
-from delta_tracker.tracker.hooks import Progress
+from delta_tracker.tracker.hooks import BatchProgress
 from delta_tracker.tracker.store.segments import SegmentStore
 from delta_tracker.types import Identity, ShardSpec, TableSpec
 
@@ -50,7 +50,7 @@ class FakeTracker:
         stores = {fqn: SegmentStore(len(each), each.device, engine="torch") for fqn, each in weights.items()}
         self.log = ChangeLog(stores, ["default"], delete_on_read=True, max_bytes=None)
         self._hooks: Any = SimpleNamespace(num_updates=lambda: 0, lookups_in_flight=lambda: 0, check_read=lambda: None)
-        self.progress = Progress(self.log, self._hooks)
+        self.progress = BatchProgress(self.log, self._hooks)
         found = {fqn: SimpleNamespace(spec=spec, is_fused=True) for fqn, spec in self.shards.items()}
         self._tracked: Any = SimpleNamespace(check_attached=lambda: None, shards=found)
         capture: Any = SimpleNamespace(has_scores=False)

@@ -25,7 +25,7 @@ from delta_tracker.monitor import Monitor
 from delta_tracker.publisher import training
 from delta_tracker.publisher.cadence import Cadence
 from delta_tracker.recovery.restore import restore
-from delta_tracker.sharding.interrupted import mark, unmark
+from delta_tracker.sharding.interrupted import mark_complete, mark_incomplete
 from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.format.manifest import Manifest
@@ -399,10 +399,10 @@ def refused(rank: int, world_size: int, root: str) -> None:
     for kwargs, text in choices:
         with pytest.raises(DeltaTrackerError, match=text):
             trainer.publish_to(url, **kwargs)
-    mark(trainer.model, 3)
+    mark_incomplete(trainer.model, 3)
     with pytest.raises(IncompleteModelError):
         trainer.publish_to(url)
-    unmark(trainer.model)
+    mark_complete(trainer.model)
     trainer.tracker.detach()
     trainer.tracker = ModelDeltaTracker(trainer.model, fqns_to_skip=["first"])
     with pytest.raises(DeltaTrackerError, match="first"):

@@ -231,7 +231,7 @@ _PINNED = {
         Revert("a newer pin does not end an own rollback", Returns("decide._ends", "False")),
         Revert(
             "a pin that was released for this process applies",
-            Replaces("Policy.has_released", "order.counter <= _", "False"),
+            Replaces("OrderPolicy.has_released", "order.counter <= _", "False"),
         ),
         Revert("a position is at each pin", Returns("Order.is_followed_by", "True")),
         Revert(

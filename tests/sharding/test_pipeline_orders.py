@@ -25,7 +25,7 @@ from delta_tracker.monitor.monitor import Monitor
 from delta_tracker.monitor.recorder import Recorder
 from delta_tracker.sharding.kernel_hooks import PostLookupHook
 from delta_tracker.sharding.kernel_memory import Kernel
-from delta_tracker.sharding.watcher import Reports
+from delta_tracker.sharding.watcher import HookContext
 from delta_tracker.tracker.change_log import ChangeLog
 from delta_tracker.tracker.store.segments import SegmentStore
 from tests.fake_streams.cached_kernel import CachedKernel, is_own_race
@@ -167,8 +167,8 @@ class _Run:
         self._memory = Kernel(lookups, (("t", 1),), is_fused=True)
         store = SegmentStore(_ROWS, "cuda", engine="torch")
         self._log = ChangeLog({"t": store}, ["a"], delete_on_read=True, max_bytes=None)
-        reports = Reports(self._log.writes, Recorder("tracker", self._log, monitor=Monitor()))
-        self._hook = PostLookupHook(self._memory, reports, lookups=False)
+        context = HookContext(self._log.writes, Recorder("tracker", self._log, monitor=Monitor()))
+        self._hook = PostLookupHook(self._memory, context, lookups=False)
         torch.cuda.synchronize()
         self._pipeline = pipeline(name, _Model(lookups), self)
 

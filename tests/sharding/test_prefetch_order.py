@@ -15,7 +15,7 @@ from delta_tracker.monitor.recorder import Recorder
 from delta_tracker.sharding.kernel_hooks import PostLookupHook
 from delta_tracker.sharding.kernel_memory import Kernel, reading_in_place
 from delta_tracker.sharding.row_cache import between_prefetches
-from delta_tracker.sharding.watcher import Reports
+from delta_tracker.sharding.watcher import HookContext
 from delta_tracker.tracker.change_log import ChangeLog
 from delta_tracker.tracker.store.segments import SegmentStore
 from tests.fake_streams.cached_kernel import CachedKernel, is_own_race
@@ -102,7 +102,7 @@ def _train_on_lookup_stream(seed: int) -> None:
     log = ChangeLog({"t": SegmentStore(_ROWS, "cuda", engine="torch")}, ["a"], delete_on_read=True, max_bytes=None)
     module = _Lookups(kernel)
     memory = Kernel(module, (("t", 1),), is_fused=True)
-    hook = PostLookupHook(memory, Reports(log.writes, Recorder("tracker", log, monitor=Monitor())), lookups=False)
+    hook = PostLookupHook(memory, HookContext(log.writes, Recorder("tracker", log, monitor=Monitor())), lookups=False)
     reads: list[tuple[Tensor, Tensor]] = []
 
     def read() -> None:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from delta_tracker.stream.interruption import checked
-from delta_tracker.stream.storage.store import Span, Store, StoredObject, Transfer
+from delta_tracker.stream.storage.store import ByteRange, Store, StoredObject, Transfer
 
 
 class SqliteStore(Store):
@@ -29,7 +29,7 @@ class SqliteStore(Store):
         weakref.finalize(self, self._database.close)  # Python 3.13 warns of a connection that is not closed
         self._ask("CREATE TABLE objects (name TEXT PRIMARY KEY, data BLOB, modified REAL) WITHOUT ROWID")
 
-    def read(self, span: Span, transfer: Transfer) -> NDArray[np.uint8] | None:
+    def read(self, span: ByteRange, transfer: Transfer) -> NDArray[np.uint8] | None:
         for data, modified in self._ask("SELECT data, modified FROM objects WHERE name = ?", span.name):
             transfer.modified = modified
             return span.of(data)

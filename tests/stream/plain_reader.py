@@ -9,7 +9,7 @@ from unittest.mock import MagicMock
 from delta_tracker.predictor.reader import Reader
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.log import StreamLog
-from delta_tracker.stream.reading.orders import Order, Policy
+from delta_tracker.stream.reading.orders import Order, OrderPolicy
 from delta_tracker.stream.reading.position import Position, Written
 from delta_tracker.stream.reading.source import Sources
 from delta_tracker.stream.storage.storage import Storage
@@ -53,4 +53,4 @@ class Nothing:
 def plain_reader(storage: Storage, position: Position | None = None) -> Reader:
     """Return a reader at a position."""
     target: Any = Nothing(position)
-    return Reader(Sources(storage), target, target, Policy())
+    return Reader(Sources(storage), target, target, OrderPolicy())

@@ -227,7 +227,7 @@ def test_a_mirror_stops_at_another_stream(writer: Writer) -> None:
     assert everything(destination) == before
 
 
-@pytest.mark.advice("StorageError: _no_entries_error DirectoryStore._has_folder")
+@pytest.mark.advice("StorageError: _empty_error DirectoryStore._has_folder")
 @pytest.mark.parametrize("is_emptied", [False, True], ids=["missing", "mount point"])
 @pytest.mark.parametrize("restarts", [False, True], ids=["running", "restarted"])
 def test_a_mirror_waits_for_a_source_that_is_not_mounted(

@@ -26,7 +26,7 @@ from delta_tracker.integrations.dcp import SavedTracker
 from delta_tracker.monitor.monitor import MONITOR, Monitor
 from delta_tracker.monitor.state import LogicalCounters
 from delta_tracker.tracker.checkpoint.part import digest
-from delta_tracker.tracker.checkpoint.tracker_checkpoint import Restored
+from delta_tracker.tracker.checkpoint.tracker_checkpoint import LoadOutcome
 from delta_tracker.tracker.cursors import LogState
 from tests.models import Spec, Table, batch, ordinary_optimizer, shard
 from tests.publisher.publishing_cases import attempt
@@ -198,7 +198,7 @@ def loading(
     dcp.load(
         {"model": model, "tracker": SavedTracker(tracker, f"{path}/checkpoint")}, checkpoint_id=f"{path}/checkpoint"
     )
-    assert tracker.restored is Restored.STATE
+    assert tracker.restored is LoadOutcome.STATE
     assert notes_of(tracker) == {"b": {"rank": 0, "stream": "00ff"}}
     restored = log_state(tracker)
     dump(tracker, restored, Path(path) / f"loaded-{rank}of{world_size}.pt")
@@ -290,7 +290,7 @@ def damaged(rank: int, world_size: int, path: str) -> dict[str, str]:
     assert notes_of(tracker) == {"a": "before"}
     assert tracker.restored is None
     tracker.load_state_dict(mine)  # its own part alone covers its shards
-    assert tracker.restored is Restored.STATE
+    assert tracker.restored is LoadOutcome.STATE
     tracker.load_state_dict(whole)
     assert notes_of(tracker) == {}
     return messages
@@ -581,7 +581,7 @@ def from_stream(rank: int, world_size: int) -> list[str]:
     tracker.checkpoint.restore_from_stream(
         7, {"b": {fqn: torch.tensor([2, 0], dtype=torch.int32)}, "c": {fqn: None}}, {"a": [1]}
     )
-    assert (tracker.num_batches, tracker.restored) == (7, Restored.STREAM)
+    assert (tracker.num_batches, tracker.restored) == (7, LoadOutcome.STREAM)
     assert notes_of(tracker) == {"a": [1]}
     num_rows = tracker.shards[fqn].num_rows
     expected = {"a": [], "b": [0, 2], "c": list(range(num_rows))}

@@ -10,7 +10,7 @@ import torch
 
 from delta_tracker.tracker.change_log import ChangeLog
 from delta_tracker.tracker.cursors import Read
-from delta_tracker.tracker.log_consumers import Lag
+from delta_tracker.tracker.log_consumers import ConsumerLag
 from delta_tracker.tracker.store.segments import SegmentStore
 from delta_tracker.tracker.store.shadow import ShadowStore
 
@@ -48,7 +48,7 @@ def test_ages_are_those_of_all_moments_kept(clock: list[float], seed: int) -> No
                 assert len(log.cursors._times) <= 7, "one for each cursor and uncommitted read, and for the first row"
         for each, lag in log.consumers.lags(counts=False).items():
             pending = marked[num_read[each] :]
-            assert lag == Lag(0, clock[0] - read_at[each], clock[0] - pending[0] if pending else None, {})
+            assert lag == ConsumerLag(0, clock[0] - read_at[each], clock[0] - pending[0] if pending else None, {})
 
 
 def _oldest_pending(log: ChangeLog) -> float | None:
@@ -114,7 +114,7 @@ def test_a_dropped_consumer_lags_since_its_last_read(clock: list[float]) -> None
     assert log.consumers.find("a").was_dropped
     clock[0] += 1
     shown = log.consumers.lags(counts=True)
-    assert shown["a"] == Lag(log.cursors.num_batches, clock[0], clock[0] - 1, {"t": 1 << 12})
+    assert shown["a"] == ConsumerLag(log.cursors.num_batches, clock[0], clock[0] - 1, {"t": 1 << 12})
     assert shown["b"].pending == {"t": 0}
     assert log.consumers.lags(counts=False)["b"].pending == {}, "what is not counted is not shown as 0"
     log.restore(log.state())

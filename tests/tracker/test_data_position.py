@@ -320,7 +320,7 @@ def test_torchrecs_pipelines(one_rank: RankPool, name: str, ahead: int) -> None:
     assert aheads == [ahead] * 4 + rest
 
 
-@pytest.mark.advice("InvalidArgumentError: Progress.attach_data")
+@pytest.mark.advice("InvalidArgumentError: BatchProgress.attach_data")
 def test_a_tracker_moves_its_position() -> None:
     tracker = ModelDeltaTracker(nn.Sequential(nn.Embedding(4, 2)))
     tracker.step()

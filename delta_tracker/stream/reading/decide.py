@@ -28,7 +28,7 @@ from delta_tracker.errors import (
     StreamReplacedError,
 )
 from delta_tracker.stream.format.manifest import Manifest
-from delta_tracker.stream.reading.orders import Order, Policy
+from delta_tracker.stream.reading.orders import Order, OrderPolicy
 from delta_tracker.stream.reading.path import (
     Allows,
     check_is_newer,
@@ -94,7 +94,7 @@ class View:
 
     logs: tuple[SeenLog, ...]
     position: Position | None = None
-    policy: Policy = field(default_factory=Policy)
+    policy: OrderPolicy = field(default_factory=OrderPolicy)
     faults: tuple[Fault, ...] = ()
     num_failures: int = 0
     looks_for_gap: bool = True
@@ -180,6 +180,11 @@ class Fail:
 
     rule: ClassVar[Rule] = Rule.FAULT
     error: StreamError
+
+    @property
+    def ends_survey(self) -> bool:
+        """True if another url cannot help, or a cache may be stale, so that a survey of all urls is not repeated."""
+        return isinstance(self.error, (StaleCacheError, *OF_ALL_URLS))
 
 
 Decision = Apply | Stay | Reread | Fail
@@ -405,7 +410,7 @@ def _named(log: SeenLog, order: Order) -> Manifest:
 
 def _missing(order: Order) -> MissingVersionError:
     remedy = "Pass another version (delta-tracker rollback --replace), or call delta-tracker release"
-    return MissingVersionError(order.version, order.newest).advising(remedy)
+    return MissingVersionError(order.version, order.newest).with_remedy(remedy)
 
 
 def _follow_until_pin(log: SeenLog, view: View, order: Order) -> Apply | Stay:

@@ -11,7 +11,7 @@ from delta_tracker.stream.format.manifest import entry_name
 from delta_tracker.stream.pointer import POINTER_NAME
 from delta_tracker.stream.reading.position import Position
 from delta_tracker.stream.storage.storage import Storage
-from delta_tracker.stream.storage.store import Span, Store, StoredObject, Transfer
+from delta_tracker.stream.storage.store import ByteRange, Store, StoredObject, Transfer
 
 _MAX_KEPT_BYTES = 64 << 20
 _AGAIN_SECONDS = (
@@ -118,7 +118,7 @@ class RereadStore(Store):
         self._names |= names
         return is_new
 
-    def read(self, span: Span, transfer: Transfer) -> NDArray[np.uint8] | None:
+    def read(self, span: ByteRange, transfer: Transfer) -> NDArray[np.uint8] | None:
         """See :meth:`Store.read`."""
         name = span.name
         if name in self._kept and ((kept := self._kept[name]) is None or span.end is None or span.end <= len(kept[0])):

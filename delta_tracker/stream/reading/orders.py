@@ -49,7 +49,7 @@ class Order:
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
+class OrderPolicy:
     """Pins, releases and rollbacks (orders) that the reader of one process follows or ignores.
 
     Args:
@@ -81,7 +81,7 @@ class Orders:
         followed: last pin or release that was carried out; None if there was none.
     """
 
-    def __init__(self, policy: Policy, sources: Sequence[Source]) -> None:
+    def __init__(self, policy: OrderPolicy, sources: Sequence[Source]) -> None:
         self.policy = policy
         self._sources = sources  # by number
         self._releases: deque[Order | None] = deque()  # calls of release(), with the order that was followed then
@@ -93,7 +93,7 @@ class Orders:
         self._overruled: tuple[Order, ...] = ()  # orders of its stream that were known at an own rollback
         self._stream = ""  # of the position when the last round ended
 
-    def begin(self) -> Policy:
+    def begin(self) -> OrderPolicy:
         """Apply the calls of :meth:`release` since the last poll of the reader, and return the policy."""
         while self._releases:
             last = self._releases.popleft()

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from delta_tracker.errors import StorageError, UnknownOutcomeError, WriteRefusedError
 from delta_tracker.stream import interruption
-from delta_tracker.stream.storage.store import CHUNK_BYTES, Span, Store, StoredObject, Transfer
+from delta_tracker.stream.storage.store import CHUNK_BYTES, ByteRange, Store, StoredObject, Transfer
 from delta_tracker.stream.storage.url import PLAIN_NAME, is_name
 
 T = TypeVar("T")
@@ -56,7 +56,7 @@ class DirectoryStore(Store):
             make_directory(directory, fsync=fsync)
         self._find()
 
-    def read(self, span: Span, transfer: Transfer) -> NDArray[np.uint8] | None:
+    def read(self, span: ByteRange, transfer: Transfer) -> NDArray[np.uint8] | None:
         name = span.name
         if (descriptor := self._at(name, _open)) is None:
             return None

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from delta_tracker.stream.interruption import checked
-from delta_tracker.stream.storage.store import Span, Store, StoredObject, Transfer
+from delta_tracker.stream.storage.store import ByteRange, Store, StoredObject, Transfer
 
 
 class MemoryStore(Store):
@@ -19,7 +19,7 @@ class MemoryStore(Store):
         self.url = url
         self._objects: dict[str, tuple[bytes, float]] = {}
 
-    def read(self, span: Span, transfer: Transfer) -> NDArray[np.uint8] | None:
+    def read(self, span: ByteRange, transfer: Transfer) -> NDArray[np.uint8] | None:
         found = self._objects.get(span.name)
         if found is None:
             return None

@@ -20,7 +20,7 @@ from obstore.store import from_url
 
 from delta_tracker.errors import InvalidArgumentError, StorageError
 from delta_tracker.stream.interruption import answer, checked, is_interruptible
-from delta_tracker.stream.storage.store import Span, Store, StoredObject, Transfer, pieces
+from delta_tracker.stream.storage.store import ByteRange, Store, StoredObject, Transfer, pieces
 from delta_tracker.stream.storage.url import connection, seconds_of, suggestion
 
 if TYPE_CHECKING:  # obstore has these names only in its stubs
@@ -68,7 +68,7 @@ class BucketStore(Store):
 
         self._silence_seconds = seconds_of(settings["client_options"]["read_timeout"])
 
-    def read(self, span: Span, transfer: Transfer) -> NDArray[np.uint8] | None:
+    def read(self, span: ByteRange, transfer: Transfer) -> NDArray[np.uint8] | None:
         """Read with as many requests as needed. If a response ends early, the next request covers the rest.
 
         A call with the ``transfer`` of a failed call also requests only the rest. Raises StorageError if the object has
@@ -177,7 +177,7 @@ class BucketStore(Store):
             options = {"range": {"offset": begin}}
         return self._ask(obstore.get, obstore.get_async, self._client(), name, options=options)
 
-    def _fill(self, result: GetResult, span: Span, transfer: Transfer, began: float, first: int) -> None:
+    def _fill(self, result: GetResult, span: ByteRange, transfer: Transfer, began: float, first: int) -> None:
         """Append the bytes of a response to ``transfer``, which contains the object's bytes from ``span.begin`` on.
 
         Raises StorageError if the average rate is too low since ``began``, when ``transfer`` contained ``first`` bytes.
@@ -219,7 +219,7 @@ class HttpStore(BucketStore):
         self._options = options
         self._past_cache = past_cache
 
-    def read(self, span: Span, transfer: Transfer) -> NDArray[np.uint8] | None:
+    def read(self, span: ByteRange, transfer: Transfer) -> NDArray[np.uint8] | None:
         try:
             return super().read(span, transfer)
         except NotSupportedError as error:

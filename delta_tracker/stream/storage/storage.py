@@ -19,7 +19,7 @@ from delta_tracker.errors import InvalidArgumentError, StorageError, Unsupported
 from delta_tracker.stream.storage.directory import DirectoryStore
 from delta_tracker.stream.storage.memory import MemoryStore
 from delta_tracker.stream.storage.objects import BucketStore, HttpStore, back_off
-from delta_tracker.stream.storage.store import Span, Store, StoredObject, Transfer
+from delta_tracker.stream.storage.store import ByteRange, Store, StoredObject, Transfer
 from delta_tracker.stream.storage.url import PLAIN_NAME, check_name, is_http, is_remote, local_directory, store_url
 
 # Hosts that obstore asks for credentials if none are configured.
@@ -190,7 +190,7 @@ class Storage:
         if out is not None and len(out) < max_bytes:
             raise InvalidArgumentError("out", len(out), f"Pass an array of {max_bytes} bytes")
         with self._operation("read", name):
-            return self._store.read(Span(self.url, name, max_bytes, out), Transfer() if transfer is None else transfer)
+            return self._store.read(ByteRange(self.url, name, max_bytes, out), transfer or Transfer())
 
     def read_range(
         self, name: str, begin: int, end: int, *, transfer: Transfer | None = None
@@ -203,9 +203,9 @@ class Storage:
         if not 0 <= begin <= end:
             raise InvalidArgumentError("begin, end", (begin, end), "Pass 0 <= begin <= end")
         with self._operation("read", name):
-            return self._store.read(Span(self.url, name, end - begin, None, begin, end), transfer or Transfer())
+            return self._store.read(ByteRange(self.url, name, end - begin, None, begin, end), transfer or Transfer())
 
-    def read_span(self, span: Span, transfer: Transfer) -> NDArray[np.uint8] | None:
+    def read_span(self, span: ByteRange, transfer: Transfer) -> NDArray[np.uint8] | None:
         """Read ``span`` with :meth:`read` or :meth:`read_range`. Used by stores that wrap this object."""
         if span.end is None:
             return self.read(span.name, max_bytes=span.max_bytes, out=span.out, transfer=transfer)

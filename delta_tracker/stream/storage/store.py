@@ -39,7 +39,7 @@ class Transfer:
 
 
 @dataclass(slots=True, eq=False)
-class Span:
+class ByteRange:
     """Bytes ``[begin, end)`` of an object to read. If ``end`` is None, the span is the rest, at most ``max_bytes``."""
 
     url: str
@@ -114,7 +114,7 @@ class Store(ABC):
     lists_from = True
 
     @abstractmethod
-    def read(self, span: Span, transfer: Transfer) -> NDArray[np.uint8] | None:
+    def read(self, span: ByteRange, transfer: Transfer) -> NDArray[np.uint8] | None:
         """Return the bytes of an object in ``span.memory(size)``; None if it does not exist.
 
         Sets ``transfer.modified`` to the modification time. A store may continue an interrupted transfer.

@@ -42,7 +42,7 @@ def run_on_all_ranks(action: Callable[[], Mapping[str, object] | None], group: R
             if value != results[0][what]:
                 reason = f"{what}: {value} where rank 0 has {results[0][what]}"
                 remedy = "Build the same tracker and load the same checkpoint on every rank"
-                raise RankFailedError(rank, reason, "agree").advising(remedy)
+                raise RankFailedError(rank, reason, "agree").with_remedy(remedy)
 
 
 def _exchange(message: Mapping[str, object], group: RankGroup) -> list[dict[str, dict[str, object]]]:

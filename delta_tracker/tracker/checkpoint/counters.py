@@ -273,7 +273,7 @@ class CounterSet:
                 "a count instead of a mean"
             )
             what = f"states of counters that cannot be merged, {', '.join(unmerged)}, and world size"
-            raise StateMismatchError(what, saved, found).advising(remedy)
+            raise StateMismatchError(what, saved, found).with_remedy(remedy)
 
     def merged(
         self, counted: Sequence[RankHeader], parts: Sequence[RankHeader], tensors: Mapping[str, Tensor]

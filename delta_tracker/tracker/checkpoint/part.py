@@ -330,7 +330,7 @@ def parse(key: str, header: Tensor) -> RankHeader:
         raise CheckpointError(key, f"its header cannot be read: {type(error).__name__}: {error}") from error
     if part is None:
         remedy = "Load it with the release of delta_tracker that wrote it"
-        raise StateMismatchError("format version", version, FORMAT_VERSION).advising(remedy)
+        raise StateMismatchError("format version", version, FORMAT_VERSION).with_remedy(remedy)
     if f"{part.prefix}header" != key or part.rank >= part.world_size:
         raise CheckpointError(key, f"its header says that it is {part.prefix!r}")
     return part
@@ -347,7 +347,7 @@ def parse_all(state: Mapping[str, Tensor]) -> list[RankHeader]:
     parts = [parse(key, tensor) for key, tensor in state.items() if HEADER.fullmatch(str(key))]
     if not parts:
         keys = ", ".join(sorted(map(str, state))[:3])
-        raise CheckpointError(keys, "it has no header").advising(remedy)
+        raise CheckpointError(keys, "it has no header").with_remedy(remedy)
     return parts
 
 
@@ -395,7 +395,7 @@ def _named(found: dict[str, Any]) -> dict[str, Any]:
     return {**found, "shards": shards}
 
 
-def check_alike(parts: Sequence[RankHeader]) -> None:
+def check_parts_alike(parts: Sequence[RankHeader]) -> None:
     """Raise StateMismatchError if two parts differ in world size, mode, consumers, history or tables."""
     first = parts[0]
     for part in parts[1:]:

@@ -8,7 +8,7 @@ from torch import Tensor
 from delta_tracker.errors import CheckpointError, InvalidArgumentError, StateMismatchError
 from delta_tracker.tracker.checkpoint.collectives import gather_parts, refuse_dcp_load
 from delta_tracker.tracker.checkpoint.counters import CounterSet, State, counted_by
-from delta_tracker.tracker.checkpoint.part import RankHeader, check_alike, counter_layouts, pack, parse_all, take
+from delta_tracker.tracker.checkpoint.part import RankHeader, check_parts_alike, counter_layouts, pack, parse_all, take
 from delta_tracker.tracker.cursors import LogState
 from delta_tracker.tracker.rank_group import TORCH_TIMEOUT, RankGroup, rank_and_world_size
 
@@ -111,8 +111,8 @@ class RankCounters:
         """
         if not parts:
             remedy = "Load a checkpoint that has them, or load none: the counters then keep their values"
-            raise CheckpointError(None, "it has no counters").advising(remedy)
-        check_alike(parts)
+            raise CheckpointError(None, "it has no counters").with_remedy(remedy)
+        check_parts_alike(parts)
         if parts[0].mode != MODE:
             raise StateMismatchError("mode", parts[0].mode, MODE)
         rank, world_size = rank_and_world_size()

@@ -19,7 +19,7 @@ from delta_tracker.monitor.monitor import Monitor
 from delta_tracker.tracker.change_log import ChangeLog
 from delta_tracker.tracker.checkpoint.collectives import Strategy, gather_parts, refuse_dcp_load, run_on_all_ranks
 from delta_tracker.tracker.checkpoint.counters import CounterSet
-from delta_tracker.tracker.checkpoint.part import RankHeader, check_alike, check_tables, pack, parse_all, take
+from delta_tracker.tracker.checkpoint.part import RankHeader, check_parts_alike, check_tables, pack, parse_all, take
 from delta_tracker.tracker.checkpoint.reshard import Resharding
 from delta_tracker.tracker.cursors import LogState, PendingState
 from delta_tracker.tracker.modes import CAPTURES
@@ -30,7 +30,7 @@ from delta_tracker.types import TrackingMode
 _logger = logging.getLogger(__name__)
 
 
-class Restored(Enum):
+class LoadOutcome(Enum):
     """Outcome of a tracker's last load or restore: which state was found."""
 
     STATE = "state"
@@ -63,7 +63,7 @@ class TrackerCheckpoint:
         self._mode = mode
         self._monitor = monitor
         self.counters = CounterSet()
-        self.restored: Restored | None = None
+        self.restored: LoadOutcome | None = None
         self._group: RankGroup | None = None  # created at the first gather, in which all ranks participate
 
     def description(self) -> dict[str, object]:
@@ -93,7 +93,7 @@ class TrackerCheckpoint:
             try:
                 run_on_all_ranks(self._model.check_attached, group)
             except RankFailedError as error:
-                raise error.advising("Call tracker.reattach() on every rank") from None
+                raise error.with_remedy("Call tracker.reattach() on every rank") from None
         self._check_synced(group)
         part = pack(rank, world_size, self._mode.value, shards, self._log.state(), counters, kinds)
         return part if group is None else gather_parts(part, group, strategy)
@@ -123,7 +123,7 @@ class TrackerCheckpoint:
         self._check_free()
         if state == {}:
             self._log.mark_everything()
-            self.restored = Restored.NOTHING
+            self.restored = LoadOutcome.NOTHING
             _logger.warning("loaded a checkpoint without tracker state: every row counts as changed for every consumer")
             self._monitor.log("delta_tracker.restored_nothing", "every row counts as changed for every consumer")
             return
@@ -134,7 +134,7 @@ class TrackerCheckpoint:
         log_state = plan.state(tensors)
         self.counters.load(counted)
         self._log.restore(log_state)
-        self.restored = Restored.STATE
+        self.restored = LoadOutcome.STATE
 
     def restore_from_stream(
         self, num_batches: int, pending: Mapping[str, Mapping[str, Tensor | None]], notes: Mapping[str, object]
@@ -177,12 +177,12 @@ class TrackerCheckpoint:
             }
             consumers = {name: PendingState(num_batches, rows[name], note=notes.get(name)) for name in names}
             self._log.restore(LogState(num_batches, consumers))
-            self.restored = Restored.STREAM
+            self.restored = LoadOutcome.STREAM
 
     def plan_load(self, parts: list[RankHeader]) -> Resharding:
         """Check the headers ``parts``. Return a plan for loading. Raises the same errors as :meth:`load_state_dict`."""
         self._check_free()
-        check_alike(parts)
+        check_parts_alike(parts)
         first = parts[0]
         for what, saved, found in (
             ("mode", first.mode, self._mode.value),

@@ -101,7 +101,7 @@ def _unmarked(marked: RowSet, pieces: Iterable[tuple[Tensor, Tensor]]) -> list[t
     return found
 
 
-class Block:
+class StateBlock:
     """Old states of up to ``C`` rows, in the order in which the rows were marked.
 
     A block is open until :meth:`close`. While it is open, its memory has ``C + 1`` rows. The last row receives padding
@@ -269,9 +269,9 @@ class DeviceStates(OldStates):
     def __init__(self, num_rows: int) -> None:
         super().__init__()
         self._num_rows = num_rows
-        self._blocks: list[Block] = []  # oldest first; only the last one may be open
-        self._pending: list[Block] = []  # blocks that have to be polled
-        self._resident: deque[Block] = deque()  # oldest first
+        self._blocks: list[StateBlock] = []  # oldest first; only the last one may be open
+        self._pending: list[StateBlock] = []  # blocks that have to be polled
+        self._resident: deque[StateBlock] = deque()  # oldest first
         self._resident_bytes = 0
         self._num_known = self._known_bytes = 0  # rows and bytes of the blocks that are not pending
         self._holds_all = False  # True if the open block has room for all rows that may still be marked
@@ -281,7 +281,7 @@ class DeviceStates(OldStates):
         return DeviceStates(self._num_rows)
 
     @property
-    def unknown(self) -> list[Block]:
+    def unknown(self) -> list[StateBlock]:
         """Blocks whose number of rows the host does not know."""
         return [block for block in self._pending if not block.is_known]
 
@@ -404,7 +404,7 @@ class DeviceStates(OldStates):
     def _lowest(self) -> int:
         return self._num_known + sum(block.lowest for block in self._pending)
 
-    def _room(self, num_ids: int, ids: Tensor, states: Tensor) -> Block:
+    def _room(self, num_ids: int, ids: Tensor, states: Tensor) -> StateBlock:
         """Return an open block with room for ``num_ids`` rows, or for all rows that may still be marked."""
         if self._blocks and self._blocks[-1].is_open:
             block = self._blocks[-1]
@@ -416,7 +416,7 @@ class DeviceStates(OldStates):
         most, least = _MAX_BYTES // row_bytes, _MIN_BYTES // row_bytes
         capacity = max(2 * num_ids, min(most, known // 8), least)
         self._holds_all = capacity >= self._num_rows - known
-        block = Block(min(capacity, self._num_rows - known), ids, states)
+        block = StateBlock(min(capacity, self._num_rows - known), ids, states)
         self._blocks, self._pending = [*self._blocks, block], [*self._pending, block]
         return block
 

@@ -8,7 +8,7 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field, replace
 
 from delta_tracker.stream.reading.decide import Apply, Decision
-from delta_tracker.stream.reading.orders import Order, Policy
+from delta_tracker.stream.reading.orders import Order, OrderPolicy
 from tests.stream.reading.families import FAMILIES, State
 from tests.stream.reading.readers import Reader, ViolationError, World, advance
 from tests.stream.reading.rules import chances, check
@@ -51,7 +51,7 @@ class Exploration:
         for world, reader in states:
             self.states += 1
             for cut, catches_up in ((None, False), (None, True), (_LAST, False), (1, False)):
-                if cut == 1 and reader.policy == Policy():
+                if cut == 1 and reader.policy == OrderPolicy():
                     continue  # only orders have paths
                 trace: list[tuple[Reader, Decision]] = []
                 try:

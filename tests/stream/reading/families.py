@@ -7,14 +7,14 @@ from dataclasses import replace
 from itertools import permutations, product
 
 from delta_tracker.stream.format.manifest import Link, Manifest
-from delta_tracker.stream.reading.orders import Order, Policy
+from delta_tracker.stream.reading.orders import Order, OrderPolicy
 from tests.stream.reading.logs import Log, entry_of, generation_of, merged_entries, stream_of
 from tests.stream.reading.readers import Reader, World, ahead_of, at, mixed_at
 
 State = tuple[World, Reader]
 
 _FAULTS = ("missing", "malformed", "unreadable", "corrupt", "lost")
-_PINS = Policy(follows_pins=True)
+_PINS = OrderPolicy(follows_pins=True)
 
 
 def words(size: int, letters: str = "sdc") -> Iterator[str]:

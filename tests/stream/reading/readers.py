@@ -29,7 +29,7 @@ from delta_tracker.stream.reading.decide import (
     Stay,
     View,
 )
-from delta_tracker.stream.reading.orders import Order, Policy
+from delta_tracker.stream.reading.orders import Order, OrderPolicy
 from delta_tracker.stream.reading.path import former_streams
 from delta_tracker.stream.reading.seen import SeenLog
 from tests.stream.reading.logs import (
@@ -106,7 +106,7 @@ class Reader:
     ahead: str = ""
     is_loaded: bool = False
     is_mixed: bool = False
-    policy: Policy = field(default_factory=Policy)
+    policy: OrderPolicy = field(default_factory=OrderPolicy)
     behind: int = 0
     known: Order | None = None
     confirmed: Order | None = None
