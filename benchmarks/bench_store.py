@@ -194,7 +194,7 @@ class _Embeddings:
     def peak(self) -> Figures:
         """Measure the peak of memory of a cycle."""
         store, rows = self._start()
-        MEMORY.give_back()
+        MEMORY.release_free()
         ctypes.CDLL(None).malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")  # resets the peak
         before = _peak()

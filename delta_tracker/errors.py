@@ -651,7 +651,7 @@ class ModelMismatchError(StreamError, ValueError):
             "ModelTarget(model, on_model_change='continue')",
         )
 
-    def of_version(self, version: int) -> Self:
+    def with_version(self, version: int) -> Self:
         """Set :attr:`version`, the version that does not fit. Return the error."""
         if self.version is None:
             self.version, self.problem = version, f"version {version} does not fit: {self.problem}"
@@ -782,7 +782,7 @@ def is_panic(error: BaseException) -> bool:
     return type(error).__name__ == "PanicException"
 
 
-def unraised(error: _Error) -> _Error:
+def without_traceback(error: _Error) -> _Error:
     """Return a copy of an error without its traceback, cause and context.
 
     To keep an error, store a copy without traceback, and raise a new copy each time. A traceback keeps the variables of
@@ -799,7 +799,7 @@ def unraised(error: _Error) -> _Error:
         copied = error
     cause = error.__cause__ if isinstance(error, FollowEndedError) else None
     copied.__traceback__ = copied.__context__ = None
-    copied.__cause__ = None if cause is None else unraised(cause)
+    copied.__cause__ = None if cause is None else without_traceback(cause)
     _remove_tracebacks(_held(copied))
     return copied
 

@@ -32,7 +32,7 @@ from delta_tracker.errors import (
     NewerFormatError,
     StorageError,
     StreamError,
-    unraised,
+    without_traceback,
 )
 from tests.raise_sites import ERRORS
 
@@ -148,7 +148,7 @@ def _of_itself(error: Exception) -> Exception:
 )
 def test_an_error_that_is_kept_keeps_no_rows(held: Callable[[Exception], Exception]) -> None:
     alive: list[weakref.ref[_Rows]] = []
-    kept = unraised(held(_raised(alive)))
+    kept = without_traceback(held(_raised(alive)))
     gc.collect()
     assert kept is not None
     assert [reference() for reference in alive] == [None]

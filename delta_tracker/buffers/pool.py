@@ -91,9 +91,9 @@ class BufferPool:
         """Unregister ``user``. If no other user is registered, release all free buffers."""
         self._users.discard(user)
         if not self._users:
-            self.give_back()
+            self.release_free()
 
-    def give_back(self) -> None:
+    def release_free(self) -> None:
         """Release all free buffers. Does nothing while another thread uses the pool. Never blocks."""
         if self._lock.acquire(blocking=False):
             try:

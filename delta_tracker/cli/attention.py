@@ -42,7 +42,7 @@ def sort_notices(notices: Iterable[Notice]) -> list[Notice]:
     return sorted(notices, key=lambda each: LEVELS.index(each.level))
 
 
-def of_predictors(predictors: Sequence[SeenPredictor]) -> list[Notice]:
+def predictor_notices(predictors: Sequence[SeenPredictor]) -> list[Notice]:
     """Return notices about predictors. Predictors with the same state or kind of error share one notice."""
     faulty = [each for each in predictors if each.beat.error is not None]
     found = _errors([each for each in faulty if each.health == "failing"], "fault")
@@ -100,7 +100,7 @@ def level_of(state: State) -> Level:
     return _STATES[state][0] if state in _STATES else "note"
 
 
-def of_publishers(history: History, head: Manifest, now: float, described: Collection[int]) -> list[Notice]:
+def publisher_notices(history: History, head: Manifest, now: float, described: Collection[int]) -> list[Notice]:
     """Return notices about the publishers and versions of a stream.
 
     ``now`` is the Unix time in seconds, according to the store's clock. ``described`` contains missing versions that
@@ -109,7 +109,7 @@ def of_publishers(history: History, head: Manifest, now: float, described: Colle
     if not history.bins:
         step = "Call Publisher.snapshot() on the trainer. Without it, predictors have nothing to start from"
         return [Notice("warning", "No version has been committed yet", step)]
-    found = of_silence(now - head.committed, history.gaps.count, max(each.max_gap for each in history.bins))
+    found = silence_notices(now - head.committed, history.gaps.count, max(each.max_gap for each in history.bins))
     if head.snapshot is None:
         step = "Call Publisher.snapshot() on the trainer"
         found.append(Notice("warning", "The stream has no snapshot, so that no new predictor can start", step))
@@ -134,7 +134,7 @@ def of_publishers(history: History, head: Manifest, now: float, described: Colle
     return found
 
 
-def of_silence(age: float, num_gaps: int, longest: float) -> list[Notice]:
+def silence_notices(age: float, num_gaps: int, longest: float) -> list[Notice]:
     """Return a list with one notice if the publisher seems to have stopped. Return an empty list otherwise.
 
     ``age`` is the time since the newest version in seconds. ``num_gaps`` is the number of observed intervals between
@@ -146,7 +146,7 @@ def of_silence(age: float, num_gaps: int, longest: float) -> list[Notice]:
     return [Notice("warning", what, "If training should go on, read the log of the trainer and Publisher.error")]
 
 
-def of_clocks(skews: Iterable[str]) -> list[Notice]:
+def clock_notices(skews: Iterable[str]) -> list[Notice]:
     """Return a notice for each of ``skews``, which are descriptions of clocks that differ from the store's clock."""
     step = (
         "Synchronize the clock of that host (NTP). Ages here are by the store's clock. Copy streams with their "

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from delta_tracker.cli.output import table
 from delta_tracker.cli.stream_command import Stream, os_errors_of, stream_command
-from delta_tracker.cli.text import count, plain, several
+from delta_tracker.cli.text import count, escaped, plural
 from delta_tracker.cli.version_tables import mapped, rows_spec, write_versions
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.raw_ids import NO_OWNER
@@ -51,7 +51,7 @@ def command(stream: Stream, v1: int, v2: int, *, fqn: str | None, limit: int, sh
     paths = path_to(stream.log, v1, of_any=True), path_to(stream.log, v2, of_any=True)
     spec = _table(fqn, paths[0][0])
     if shows_ids and any(spec.fqn not in path[0].identities for path in paths):
-        raise click.UsageError(plain(f"Table {spec.fqn} has no raw ids. Omit --ids."))
+        raise click.UsageError(escaped(f"Table {spec.fqn} has no raw ids. Omit --ids."))
     remedy = "Set it to a directory with space for two copies of the table"
     errors = os_errors_of("TMPDIR", tempfile.gettempdir(), remedy)
     with errors, tempfile.TemporaryDirectory(prefix="delta-tracker-") as scratch:
@@ -88,7 +88,7 @@ def _table(fqn: str | None, manifest: Manifest) -> TableSpec:
     rest = " ..." * (len(names) > _MAX_NAMES)
     if fqn is None:
         known = " or ".join(f"--table {name}" for name in names[:_MAX_NAMES]) + rest
-        raise click.UsageError(plain(f"The stream has {several(len(names), 'table')}. Pass {known or 'another URL'}."))
+        raise click.UsageError(escaped(f"The stream has {plural(len(names), 'table')}. Pass {known or 'another URL'}."))
     if fqn not in manifest.tables:
         known = ", ".join(names[:_MAX_NAMES]) + rest
         raise InvalidArgumentError("--table", fqn, f"Pass a table of version {manifest.version}: {known or 'none'}")

@@ -40,7 +40,7 @@ def command(stream: Stream, port: int, host: str, every: float) -> int:
     try:
         with terminated():
             url = f"http://{host}:{sink.port}/metrics"
-            stream.out.answer({"url": url}, f"metrics of {stream.storage.url}: {url}")
+            stream.out.result({"url": url}, f"metrics of {stream.storage.url}: {url}")
             monitor.flush()  # otherwise the first numbers come after an interval
             threading.Event().wait()
     finally:

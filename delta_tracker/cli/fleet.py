@@ -5,7 +5,7 @@ from collections import Counter
 import click
 from msgspec import to_builtins
 
-from delta_tracker.cli.listings import PREDICTOR_COLUMNS, no_data, predictor_cells
+from delta_tracker.cli.listings import PREDICTOR_COLUMNS, no_data_text, predictor_cells
 from delta_tracker.cli.output import table
 from delta_tracker.cli.predictors import SeenPredictor, hosts_of, read_predictors
 from delta_tracker.cli.stream_command import Stream, stream_command
@@ -92,6 +92,6 @@ def _remark(predictor: SeenPredictor, now: float) -> str:
     if predictor.beat.error is not None:
         return f" has an error: {predictor.beat.error}"
     if predictor.is_silent:
-        return f": {no_data(predictor, now)}"
+        return f": {no_data_text(predictor, now)}"
     said = [each for each in (predictor.beat.why, predictor.beat.differences) if each]
     return f": {'; '.join(said)}" if said else ""

@@ -119,7 +119,7 @@ class History:
 
     def _add_version(self, manifest: Manifest) -> None:
         self.tables.update(manifest.tables)
-        self._learn_full_bytes(manifest)
+        self._update_full_bytes(manifest)
         if manifest.kind == "delta":
             self.sizes.extend([manifest.num_bytes])
         if 0 < manifest.cut <= manifest.created:
@@ -142,7 +142,7 @@ class History:
             own.max_gap = max(own.max_gap, gap)
         own.end = self._time
 
-    def _learn_full_bytes(self, manifest: Manifest) -> None:
+    def _update_full_bytes(self, manifest: Manifest) -> None:
         """Update the estimated size of a full snapshot, which contains all rows and dense tensors.
 
         The size of the rows depends on the encodings of the newest snapshot. Before the first snapshot, it depends on

@@ -14,7 +14,7 @@ from delta_tracker.cli.output import Output, facts, table
 from delta_tracker.cli.predictors import SeenPredictor, Skews, read_predictors
 from delta_tracker.cli.silence import SILENCE_SECONDS
 from delta_tracker.cli.stream_command import Stream, stream_command
-from delta_tracker.cli.text import count, duration, moment, plain, several, size
+from delta_tracker.cli.text import count, duration, escaped, format_time, plural, size
 from delta_tracker.errors import MalformedError, NoSnapshotError
 from delta_tracker.stream.format.manifest import DTYPE_NAMES, Manifest
 from delta_tracker.stream.heartbeat import see_publisher
@@ -64,7 +64,7 @@ def _print(out: Output, found: dict[str, Any], newest: Sequence[Entry], predicto
     if not predictors:
         out.line("no predictor has written a heartbeat in the last hour", "dim")
     if num_gone := found["predictors_gone"]:
-        out.line(f"{several(num_gone, 'predictor')} without a heartbeat for an hour", "dim")
+        out.line(f"{plural(num_gone, 'predictor')} without a heartbeat for an hour", "dim")
     for predictor in predictors:
         if predictor.beat.error is not None:
             out.line(f"{predictor.beat.name} has an error: {predictor.beat.error}", "red")
@@ -87,7 +87,7 @@ def _survey(stream: Stream) -> tuple[dict[str, Any], list[Entry], list[SeenPredi
     found = [(version, Entry.of(each) if isinstance(each, Manifest) else each) for version, each in read]
     first = contiguous([version for version, _ in found])
     entries = [entry for _, entry in found[first:] if isinstance(entry, Entry)]
-    findings = [plain(entry.problem) for _, entry in found[first:] if isinstance(entry, MalformedError)]
+    findings = [escaped(entry.problem) for _, entry in found[first:] if isinstance(entry, MalformedError)]
     held = {version: entry for version, entry in found if isinstance(entry, Entry)}
     snapshot, start, problems = _start(stream, head, held)
     last = next((entry.version for entry in reversed(entries) if entry.kind != "claim"), head.version)
@@ -119,7 +119,7 @@ def _survey(stream: Stream) -> tuple[dict[str, Any], list[Entry], list[SeenPredi
             "is_silent": beat_age is not None and min(age, beat_age) > SILENCE_SECONDS,
         },
         "new_predictor": None if snapshot is None else _new_predictor(snapshot, start),
-        "tables": _of_tables(log.read(last) or head, start, entries),
+        "tables": _table_facts(log.read(last) or head, start, entries),
         "predictors": [each.to_dict() for each in predictors],
         "predictors_gone": num_gone,
         "skews": Skews(entries).problems(predictors, clock),
@@ -138,9 +138,9 @@ def _start(stream: Stream, head: Manifest, held: Mapping[int, Entry]) -> tuple[M
     try:
         snapshot = next(snapshots(stream.log), None)
     except MalformedError as error:
-        return None, [], [plain(f"a new predictor cannot start: {error.problem}")]
+        return None, [], [escaped(f"a new predictor cannot start: {error.problem}")]
     if snapshot is None:
-        return None, [], [plain(f"a new predictor cannot start: {NoSnapshotError(stream.storage.url).problem}")]
+        return None, [], [escaped(f"a new predictor cannot start: {NoSnapshotError(stream.storage.url).problem}")]
     path = [Entry.of(snapshot)]
     while (version := path[-1].version + 1) <= head.version:
         entry = held.get(version) or _merged_from(stream, version)
@@ -183,7 +183,7 @@ def _counts(entries: Sequence[Entry]) -> dict[str, object]:
     }
 
 
-def _of_tables(newest: Manifest, start: Sequence[Entry], entries: Sequence[Entry]) -> dict[str, dict[str, object]]:
+def _table_facts(newest: Manifest, start: Sequence[Entry], entries: Sequence[Entry]) -> dict[str, dict[str, object]]:
     """Return each table's shape, bytes in the snapshot ``start[0]``, and rows and bytes in all deltas, by FQN."""
     in_snapshot = start[0].tables if start else {}
     in_deltas = total(entry.tables for entry in entries if entry.kind == "delta")
@@ -209,25 +209,25 @@ def _facts(found: dict[str, Any]) -> Table:
     start = "has no snapshot to start from"
     if new := found["new_predictor"]:
         merged = "the merged " if new["is_merged"] else ""
-        start = f"reads {size(new['bytes'])} in {several(new['parts'], 'part')}: {merged}snapshot {new['snapshot']}, "
-        start += f"then {several(new['versions'] - 1, 'version')}"
+        start = f"reads {size(new['bytes'])} in {plural(new['parts'], 'part')}: {merged}snapshot {new['snapshot']}, "
+        start += f"then {plural(new['versions'] - 1, 'version')}"
     first = head["version"] if log["first"] is None else log["first"]
-    kinds = ", ".join(several(log[f"{kind}s"], kind) for kind in ("snapshot", "delta", "claim"))
+    kinds = ", ".join(plural(log[f"{kind}s"], kind) for kind in ("snapshot", "delta", "claim"))
     lines = {
         "url": found["url"],
         "stream": found["stream"],
         "head": f"version {head['version']}, a {head['kind']}, committed {duration(head['age_seconds'])} ago "
-        f"({moment(head['committed'])}) by generation {head['generation']}",
+        f"({format_time(head['committed'])}) by generation {head['generation']}",
         "publisher": f"generation {head['generation']}{heard}",
-        "pending": f"{several(head['pending_rows'], 'changed row')} left for later versions",
+        "pending": f"{plural(head['pending_rows'], 'changed row')} left for later versions",
         "log": f"versions {first} to {head['version']}: {kinds}; "
-        f"{several(log['merged'], 'merged entry', 'merged entries')}",
-        "size": f"{size(log['part_bytes'])} in {several(log['parts'], 'part')}, {size(log['entry_bytes'])} of entries",
+        f"{plural(log['merged'], 'merged entry', 'merged entries')}",
+        "size": f"{size(log['part_bytes'])} in {plural(log['parts'], 'part')}, {size(log['entry_bytes'])} of entries",
         "new predictor": start,
     }
     if log["strays"]:
         lines["below a gap"] = (
-            f"{several(log['strays'], 'entry', 'entries')} below a missing one: retention leaves only claims and the "
+            f"{plural(log['strays'], 'entry', 'entries')} below a missing one: retention leaves only claims and the "
             "entries before them; see delta-tracker verify"
         )
     return facts(lines)

@@ -9,7 +9,7 @@ from delta_tracker.cli.attention import Level, level_of
 from delta_tracker.cli.entries import Entry
 from delta_tracker.cli.output import cell, table
 from delta_tracker.cli.predictors import SeenPredictor
-from delta_tracker.cli.text import count, duration, moment, size
+from delta_tracker.cli.text import count, duration, format_time, size
 
 KIND_STYLES = {"snapshot": "cyan", "claim": "yellow", "delta": ""}
 SIGNS: dict[Level, tuple[str, str]] = {"fault": ("✕ ", "bold red"), "warning": ("! ", "yellow"), "note": ("i ", "")}
@@ -33,10 +33,10 @@ def predictor_cells(predictor: SeenPredictor) -> list[Text]:
     return [cell(beat.name), cell(sign + predictor.health, style), *map(cell, cells)]
 
 
-def no_data(predictor: SeenPredictor, now: float) -> str:
+def no_data_text(predictor: SeenPredictor, now: float) -> str:
     """Format the time and version of a silent predictor's last heartbeat. ``now`` is the Unix time of the store."""
     last = "" if predictor.beat.version is None else f" at version {predictor.beat.version}"
-    return f"no data since {moment(now - predictor.seconds_ago)}{last}"
+    return f"no data since {format_time(now - predictor.seconds_ago)}{last}"
 
 
 def version_table(entries: Sequence[Entry], now: float, *, is_cut: bool = False) -> Table:

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from delta_tracker.cli.text import error_text, plain
+from delta_tracker.cli.text import error_text, escaped
 from delta_tracker.errors import (
     CorruptPartError,
     DeltaTrackerError,
@@ -55,10 +55,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise InvalidArgumentError("stdout", "closed", "Redirect it to a file, or to /dev/null")
         return _run(arguments)
     except DeltaTrackerError as error:
-        _say(error_text(error))
+        _print_error(error_text(error))
         return FINDING if isinstance(error, _FINDINGS) else UNUSABLE
     except KeyboardInterrupt:
-        _say("interrupted")
+        _print_error("interrupted")
         return INTERRUPTED
     except BrokenPipeError:
         _discard_output()
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if error.filename is not None or error.errno not in _WRITE_ERRORS:
             raise
         _discard_output()
-        _say(f"error: the output cannot be written: {error.strerror}. Redirect it to a file with enough space.")
+        _print_error(f"error: the output cannot be written: {error.strerror}. Redirect it to a file with enough space.")
         return UNUSABLE
     finally:
         _logger.removeHandler(handler)
@@ -82,7 +82,7 @@ class _Plain(logging.Formatter):
     """Log formatter that escapes control characters, because warnings may contain untrusted names and errors."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return plain(super().format(record))
+        return escaped(super().format(record))
 
 
 def _run(arguments: Sequence[str] | None) -> int:
@@ -107,6 +107,6 @@ def _run(arguments: Sequence[str] | None) -> int:
     return int(code)
 
 
-def _say(text: str) -> None:
+def _print_error(text: str) -> None:
     if sys.stderr is not None:
         sys.stderr.write(f"{text}\n")

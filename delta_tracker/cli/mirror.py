@@ -152,11 +152,11 @@ def _promote(out: Output, mirror: Storage) -> int:
         f"version {fork.version} starts the stream {fork.stream}, forked from version {fork.forked_from.version} of "
         f"{fork.forked_from.stream}. Build a publisher with this URL"
     )
-    out.answer(found | {"forked_from": fork.forked_from}, text)
+    out.result(found | {"forked_from": fork.forked_from}, text)
     return 0
 
 
 def _show(stream: Stream, choice: TableChoice, entry: Manifest) -> None:
     entry = choice.copied(entry)
     text = f"copied version {entry.version}, a {entry.kind} of {size(entry.total_bytes)}"
-    stream.out.answer(Entry.of(entry), text)
+    stream.out.result(Entry.of(entry), text)

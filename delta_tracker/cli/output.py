@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from delta_tracker.cli.text import plain
+from delta_tracker.cli.text import escaped
 
 _WIDTH_OF_FILES = 160
 
@@ -43,7 +43,7 @@ class Output:
         self.console = _Console(highlight=False, markup=False, emoji=False, width=width)
         self._errors = _Console(highlight=False, markup=False, emoji=False, stderr=True)
 
-    def answer(self, value: object, text: str, style: str = "") -> None:
+    def result(self, value: object, text: str, style: str = "") -> None:
         """Print a result. With ``--json``, print ``value`` as JSON, otherwise print ``text``."""
         self.json(value)
         self.line(text, style)
@@ -82,12 +82,12 @@ class Output:
         columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
         is_shown = self._errors.is_terminal
         with Progress(*columns, console=self._errors, transient=True, disable=not is_shown) as bar:
-            yield partial(bar.advance, bar.add_task(plain(doing), total=total))
+            yield partial(bar.advance, bar.add_task(escaped(doing), total=total))
 
 
 def cell(value: object, style: str = "") -> Text:
     """Return ``value`` as a :class:`rich.text.Text`, with control characters escaped and markup not interpreted."""
-    return Text(plain(value), style=style)
+    return Text(escaped(value), style=style)
 
 
 def one_line(text: object, style: str = "") -> Text:

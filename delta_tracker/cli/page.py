@@ -19,7 +19,7 @@ from typing import Any
 
 import jinja2
 
-from delta_tracker.cli.text import count, duration, moment, plain, several, short, size
+from delta_tracker.cli.text import count, duration, escaped, format_time, plural, short, size
 
 _TEMPLATE = Path(__file__).with_name("report.html.jinja")
 _SCRIPT = Path(__file__).with_name("report.js")
@@ -36,7 +36,7 @@ _MIN_SLOT = 0.2  # percent of the axis
 Figures = dict[str, Any]
 """Data of a report, as a JSON object."""
 
-_in_utc = partial(moment, zone=UTC)
+_in_utc = partial(format_time, zone=UTC)
 
 
 def render(figures: Figures) -> str:
@@ -46,10 +46,10 @@ def render(figures: Figures) -> str:
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-        finalize=lambda value: plain(value) if type(value) is str else value,
+        finalize=lambda value: escaped(value) if type(value) is str else value,
     )
     environment.filters.update(count=count, size=size, duration=duration, number=number, share=share, short=short)
-    environment.filters["moment"] = _in_utc
+    environment.filters["format_time"] = _in_utc
     script = _SCRIPT.read_text(encoding="utf-8")
     template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
     return template.render(
@@ -167,7 +167,7 @@ def _svg(value: float) -> str:
     return f"{round(value, 2):g}"
 
 
-def _over_time(bins: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _time_axis(bins: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the slots, marks and ticks of a chart over time. ``bins`` must not be empty.
 
     Marks are the positions of snapshots and publisher restarts, in percent from the left, by CSS class. The label of a
@@ -209,7 +209,7 @@ def _sizes(figures: Figures) -> dict[str, Any] | None:
     legend = {f"s{index}": short(table["name"]) for index, table in enumerate(named)}
     if len(tables) > len(named):
         layers["other"] = [sum(at) for at in zip(*(table["bin_bytes"] for table in tables[_NUM_SERIES:]), strict=True)]
-        legend["other"] = several(len(tables) - len(named), "other table")
+        legend["other"] = plural(len(tables) - len(named), "other table")
     layers["rest"] = [
         max(0, each["delta_bytes"] - sum(layer[index] for layer in layers.values())) for index, each in enumerate(bins)
     ]
@@ -220,7 +220,7 @@ def _sizes(figures: Figures) -> dict[str, Any] | None:
     }
     ticks = round_values(max(sum(at) for at in zip(*means.values(), strict=True)))
     percent = HEIGHT / ticks[-1]
-    chart = _over_time(bins)
+    chart = _time_axis(bins)
     below = [0.0] * len(bins)
     gap = 0.15 if len(bins) <= _MAX_GAPS else 0.0
     shapes = []
@@ -247,7 +247,7 @@ def _contents(each: dict[str, Any]) -> str:
     found = []
     if each["deltas"]:
         whole = f", {size(each['delta_bytes'] / each['deltas'])} each on average" if each["deltas"] > 1 else ""
-        found.append(f"{several(each['deltas'], 'delta')} of {size(each['delta_bytes'])}{whole}")
+        found.append(f"{plural(each['deltas'], 'delta')} of {size(each['delta_bytes'])}{whole}")
     if each["snapshots"]:
-        found.append(f"{several(each['snapshots'], 'snapshot')} of {size(each['snapshot_bytes'])}")
+        found.append(f"{plural(each['snapshots'], 'snapshot')} of {size(each['snapshot_bytes'])}")
     return " and ".join(found)

@@ -9,7 +9,7 @@ import click
 
 from delta_tracker.cli.output import Output, facts, table
 from delta_tracker.cli.stream_command import Number, store_options
-from delta_tracker.cli.text import count, duration, several, size
+from delta_tracker.cli.text import count, duration, plural, size
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.planning.forecast import Forecast, forecast
 from delta_tracker.planning.workload import Workload, observe
@@ -183,10 +183,10 @@ def _cost(num_requests: float, price: float | None) -> float | None:
 def _facts(found: dict[str, Any]) -> dict[str, str]:
     num_predictors, read = found["predictors"], found["read_bytes_per_predictor"]
     every, seconds = found["snapshot_every"], found["seconds_between_versions"]
-    snapshots = f"every {several(every, 'version')} ({duration(every * seconds)})" if every else "once, at the start"
+    snapshots = f"every {plural(every, 'version')} ({duration(every * seconds)})" if every else "once, at the start"
     stored = f"{size(found['written_bytes'] * _HOURS)} more per day: nothing is deleted"
     if found["stored_bytes"] is not None:
-        stored = f"at most {size(found['stored_bytes'])} in {several(found['versions_kept'], 'version')}"
+        stored = f"at most {size(found['stored_bytes'])} in {plural(found['versions_kept'], 'version')}"
     start, wait = found["start_bytes"], found["start_seconds"]
     reads = "reads ever more, because there is only one snapshot"
     if start["average"] is not None:
@@ -194,10 +194,10 @@ def _facts(found: dict[str, Any]) -> dict[str, str]:
     if wait["average"] is not None:
         reads += f": {duration(wait['average'])} and {duration(wait['longest'])}"
     return {
-        "tables": f"{several(found['tables'], 'table')}, {count(found['rows'])} rows, {size(found['table_bytes'])}",
+        "tables": f"{plural(found['tables'], 'table')}, {count(found['rows'])} rows, {size(found['table_bytes'])}",
         "delta": f"every {duration(seconds)}: {count(found['rows_per_version'])} rows, {size(found['delta_bytes'])}",
         "snapshot": f"{size(found['snapshot_bytes'])}, {snapshots}",
-        "written": f"{size(found['written_bytes'])} per hour, by {several(found['ranks'], 'rank')}",
+        "written": f"{size(found['written_bytes'])} per hour, by {plural(found['ranks'], 'rank')}",
         "read": f"{size(read)} per hour by a predictor, {size(read * num_predictors)} by {count(num_predictors)}",
         "trainer": f"at most {size(found['tracker_bytes'])} of a rank for the tracker, "
         f"{size(found['publisher_bytes'])} for a delta",

@@ -8,7 +8,7 @@ from msgspec import to_builtins
 
 from delta_tracker.cli.entries import Entry
 from delta_tracker.stream.format.manifest import Manifest
-from delta_tracker.stream.heartbeat import GONE_SECONDS, STATES, Heartbeat, State, evaluate, see_heartbeats
+from delta_tracker.stream.heartbeat import GONE_SECONDS, STATES, Heartbeat, State, predictor_state, see_heartbeats
 from delta_tracker.stream.pin import Pin
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.stream.store_clock import StoreClock, skew_problem
@@ -20,7 +20,7 @@ class SeenPredictor:
 
     Args:
         beat: last heartbeat of the predictor.
-        health: state of the predictor as returned by :func:`~delta_tracker.stream.heartbeat.evaluate`.
+        health: state of the predictor as returned by :func:`~delta_tracker.stream.heartbeat.predictor_state`.
         seconds_ago: age of the last heartbeat in seconds, according to the store's clock.
         skew: time of the predictor's clock minus time of the store's clock, in seconds.
         lag_versions: number of versions in the log after the version in the heartbeat. None if the predictor has
@@ -75,7 +75,7 @@ def read_predictors(
     for each in seen:
         beat, seconds_ago = each.beat, max(0.0, clock.now() - each.modified)
         lag = None if beat.version is None or beat.stream != head.stream else max(0, head.version - beat.version)
-        health = evaluate(beat, seconds_ago, head, order=order)
+        health = predictor_state(beat, seconds_ago, head, order=order)
         found.append(SeenPredictor(beat, health, seconds_ago, each.skew, lag))
     found.sort(
         key=lambda each: (each.beat.error is None, STATES.index(each.health), each.beat.version or 0, each.beat.name)

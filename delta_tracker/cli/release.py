@@ -24,5 +24,5 @@ def command(stream: Stream, reason: str) -> int:
     if not stream.storage.is_read_only:
         stream.head()
     pin = release_pin(stream.storage, reason=reason)
-    stream.out.answer(pin, f"released: predictors continue from the snapshot {pin.version}, counter {pin.counter}")
+    stream.out.result(pin, f"released: predictors continue from the snapshot {pin.version}, counter {pin.counter}")
     return 0

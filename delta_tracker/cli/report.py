@@ -9,14 +9,14 @@ from typing import Any
 import click
 from msgspec import to_builtins
 
-from delta_tracker.cli.attention import Notice, of_clocks, of_predictors, of_publishers, sort_notices
+from delta_tracker.cli.attention import Notice, clock_notices, predictor_notices, publisher_notices, sort_notices
 from delta_tracker.cli.entries import Amount, contiguous, total
 from delta_tracker.cli.history import Bin, History
 from delta_tracker.cli.movement import Movement, TableMovement
 from delta_tracker.cli.page import Figures, render
 from delta_tracker.cli.predictors import Skews, hosts_of, read_predictors
 from delta_tracker.cli.stream_command import Stream, os_errors_of, stream_command
-from delta_tracker.cli.text import duration, several, size
+from delta_tracker.cli.text import duration, plural, size
 from delta_tracker.errors import (
     CorruptPartError,
     InvalidArgumentError,
@@ -78,7 +78,7 @@ def command(stream: Stream, path: Path | None, versions: int, megabytes: int) ->
         _write(page, render(figures))
         stream.out.line(f"{page}: {size(page.stat().st_size)}")
         if num_faults := len(figures["faults"]):
-            stream.out.line(f"{several(num_faults, 'finding')}, listed in the page", "bold red")
+            stream.out.line(f"{plural(num_faults, 'finding')}, listed in the page", "bold red")
     return 1 if figures["faults"] else 0
 
 
@@ -132,10 +132,10 @@ def read_figures(stream: Stream, max_versions: int, max_bytes: int) -> Figures:
     described = [version for version in history.lost if any(entry_name(version) in each.problem for each in faulty)]
     notices = [
         *(Notice("fault", each.problem, each.remedy) for each in faulty),
-        *of_publishers(history, head, clock.now(), described),
-        *of_predictors(predictors),
+        *publisher_notices(history, head, clock.now(), described),
+        *predictor_notices(predictors),
         *([] if pin is None else [_pinned(pin, clock.now())]),
-        *of_clocks(problems),
+        *clock_notices(problems),
         *unread,
     ]
     sums = {name: sum(getattr(each, name) for each in history.bins) for name in _SUMS}

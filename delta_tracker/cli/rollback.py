@@ -29,7 +29,7 @@ def command(stream: Stream, version: int, reason: str, *, quick: bool, replaces:
     if not stream.storage.is_read_only:
         stream.head()
     pin = pin_version(stream.storage, version, reason=reason, replaces=replaces, is_quick=quick)
-    stream.out.answer(pin, f"pinned to version {pin.version} of {pin.bad}, counter {pin.counter}")
+    stream.out.result(pin, f"pinned to version {pin.version} of {pin.bad}, counter {pin.counter}")
     stream.out.line("Predictors without follows_pins=True ignore it: delta-tracker fleet shows them as unpinned")
     stream.out.line("To end it, call publisher.snapshot() in the repaired trainer, then run delta-tracker release")
     return 0

@@ -7,11 +7,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from delta_tracker.cli.attention import of_clocks, of_predictors, of_silence, sort_notices
-from delta_tracker.cli.listings import PREDICTOR_COLUMNS, SIGNS, no_data, predictor_cells, version_table
+from delta_tracker.cli.attention import clock_notices, predictor_notices, silence_notices, sort_notices
+from delta_tracker.cli.listings import PREDICTOR_COLUMNS, SIGNS, no_data_text, predictor_cells, version_table
 from delta_tracker.cli.output import cell, one_line, table
 from delta_tracker.cli.predictors import SeenPredictor
-from delta_tracker.cli.text import count, duration, moment, short, size
+from delta_tracker.cli.text import count, duration, format_time, short, size
 from delta_tracker.cli.watch import TopView
 
 _FIXED_LINES = 10  # three lines of the head, three headings, three blank lines, the last line
@@ -44,8 +44,8 @@ def _notices(view: TopView, height: int | None) -> list[Text]:
     """Return the lines that show the last problem and the notices with their next steps; fewer on a small terminal."""
     times = [entry.committed for entry in view.watch.entries if entry.kind != "claim"]
     gaps = [after - before for before, after in pairwise(times)]
-    silence = of_silence(view.now - view.head.committed, len(gaps), max(gaps, default=0.0))
-    found = sort_notices([*silence, *of_predictors(view.predictors), *of_clocks(view.skews)])
+    silence = silence_notices(view.now - view.head.committed, len(gaps), max(gaps, default=0.0))
+    found = sort_notices([*silence, *predictor_notices(view.predictors), *clock_notices(view.skews)])
     made = [] if view.problem is None else [one_line(f"✕ {view.problem}", "bold red")]
     most = _UNLIMITED if height is None else 1 if height < 20 else 4 if height < 30 else 8  # noqa: PLR2004
     with_steps = most > 1
@@ -90,7 +90,7 @@ def _head(view: TopView) -> list[RenderableType]:
         rate.append(value, "bold").append(unit)
     rate.append(f"over {duration(watch.seconds(view.read))}")
     if view.now > view.read:
-        rate.append(f"  ! no data since {moment(view.read)}", "bold yellow")
+        rate.append(f"  ! no data since {format_time(view.read)}", "bold yellow")
     return [title, state, rate]
 
 
@@ -105,7 +105,7 @@ def _predictors(view: TopView, lines: int, width: int) -> Table:
 
 
 def _error(predictor: SeenPredictor, now: float) -> str:
-    return no_data(predictor, now) if predictor.is_silent else predictor.beat.error or ""
+    return no_data_text(predictor, now) if predictor.is_silent else predictor.beat.error or ""
 
 
 def _tables(view: TopView, lines: int, width: int) -> Table:

@@ -68,14 +68,14 @@ def command(
     try:
         predictor = Predictor(sink, stream.storage, tables=tables or None, name=name, cache=cache)
         if once:
-            stream.out.answer({"version": predictor.sync()}, f"version {predictor.version} is stored")
+            stream.out.result({"version": predictor.sync()}, f"version {predictor.version} is stored")
             return 0
         with terminated(), predictor:
             predictor.follow(poll)
             while not isinstance(predictor.error, FollowEndedError):
                 if predictor.version is not None and predictor.version != shown:
                     shown = predictor.version
-                    stream.out.answer({"version": shown}, f"version {shown} is stored")
+                    stream.out.result({"version": shown}, f"version {shown} is stored")
                 time.sleep(_SHOW_SECONDS)
     finally:
         sink.close()

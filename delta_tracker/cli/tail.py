@@ -7,7 +7,7 @@ import click
 from delta_tracker.cli.entries import Entry
 from delta_tracker.cli.listings import KIND_STYLES
 from delta_tracker.cli.stream_command import Number, Stream, stream_command
-from delta_tracker.cli.text import count, moment, size
+from delta_tracker.cli.text import count, format_time, size
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.reading.path import next_entry
 from delta_tracker.stream.reading.position import Position
@@ -64,7 +64,7 @@ def command(stream: Stream, lines: int, limit: int | None, every: float) -> int:
 def _show(stream: Stream, manifest: Manifest) -> int:
     entry = Entry.of(manifest)
     line = _COLUMNS.format(
-        moment(entry.committed),
+        format_time(entry.committed),
         entry.version,
         entry.kind,
         entry.generation,
@@ -73,5 +73,5 @@ def _show(stream: Stream, manifest: Manifest) -> int:
         entry.took,
         count(entry.pending_rows),
     )
-    stream.out.answer(entry, line, KIND_STYLES[entry.kind])
+    stream.out.result(entry, line, KIND_STYLES[entry.kind])
     return 1

@@ -51,7 +51,7 @@ def command(stream: Stream, silence: float, wait: float, *, is_forced: bool, can
             raise click.UsageError("Pass --cancel without other options.")
         is_cancelled = cancel_takeover(stream.storage)
         text = "the request is cancelled" if is_cancelled else "there is no request"
-        stream.out.answer({"url": stream.storage.url, "cancelled": is_cancelled}, text)
+        stream.out.result({"url": stream.storage.url, "cancelled": is_cancelled}, text)
         return 0
     head, silent = stream.head(), None
     if not is_forced and (signs := check_silence(stream.storage, silence)) is not None:

@@ -11,13 +11,13 @@ _FEW = 10
 _MAX_TEXT = 400
 
 
-def plain(text: object) -> str:
+def escaped(text: object) -> str:
     r"""Escape control characters in untrusted text, such as table names and errors in heartbeats.
 
     Terminal escape codes, line breaks and bidirectional marks are replaced by Python escape sequences.
 
     Example:
-        >>> plain("red \x1b[31m and\nmore")
+        >>> escaped("red \x1b[31m and\nmore")
         'red \\x1b[31m and\\nmore'
     """
     return "".join(each if _is_harmless(each) else ascii(each)[1:-1] for each in str(text))
@@ -26,7 +26,7 @@ def plain(text: object) -> str:
 def error_text(error: DeltaTrackerError) -> str:
     """Format the problem and the remedy of an error in one line. The problem is truncated to 400 characters."""
     rest = " ..." if len(error.problem) > _MAX_TEXT else ""
-    return plain(f"error: {error.problem[:_MAX_TEXT]}{rest}. {error.remedy}.")
+    return escaped(f"error: {error.problem[:_MAX_TEXT]}{rest}. {error.remedy}.")
 
 
 def count(number: int) -> str:
@@ -39,11 +39,11 @@ def count(number: int) -> str:
     return f"{number:,}"
 
 
-def several(number: int, one: str, many: str = "") -> str:
+def plural(number: int, one: str, many: str = "") -> str:
     """Format a number and its noun, in singular or plural. The plural ``many`` defaults to ``one`` followed by ``s``.
 
     Example:
-        >>> several(1, "entry", "entries"), several(2000, "part")
+        >>> plural(1, "entry", "entries"), plural(2000, "part")
         ('1 entry', '2,000 parts')
     """
     return f"{count(number)} {one if number == 1 else many or one + 's'}"
@@ -78,13 +78,13 @@ def duration(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds < _FEW else f"{seconds:.0f} s"
 
 
-def moment(seconds: float, form: str = "%Y-%m-%d %H:%M:%S", zone: tzinfo | None = None) -> str:
+def format_time(seconds: float, form: str = "%Y-%m-%d %H:%M:%S", zone: tzinfo | None = None) -> str:
     """Format a Unix time with a strftime format. ``zone`` defaults to the time zone of the host.
 
     If ``datetime`` cannot represent the time, only the year is returned.
 
     Example:
-        >>> moment(1e15)
+        >>> format_time(1e15)
         'in year 31690708'
     """
     try:

@@ -12,7 +12,7 @@ from torch import Tensor
 from delta_tracker.cli.entries import read_all
 from delta_tracker.cli.predictors import Skews
 from delta_tracker.cli.stream_command import Stream, stream_command
-from delta_tracker.cli.text import plain, several, size
+from delta_tracker.cli.text import escaped, plural, size
 from delta_tracker.errors import CorruptPartError, MalformedError
 from delta_tracker.raw_ids import NO_OWNER, check_owners, check_unique
 from delta_tracker.stream.format.block_rows import BlockRows
@@ -59,9 +59,9 @@ def command(stream: Stream, *, quick: bool) -> int:
     stream.out.json(found | {"skews": skews, "findings": findings})
     done = ", ".join(
         (
-            several(counts["entries"], "entry", "entries"),
-            several(counts["merged"], "merged entry", "merged entries"),
-            several(counts["parts"], "part"),
+            plural(counts["entries"], "entry", "entries"),
+            plural(counts["merged"], "merged entry", "merged entries"),
+            plural(counts["parts"], "part"),
             size(counts["bytes"]),
         )
     )
@@ -73,7 +73,7 @@ def command(stream: Stream, *, quick: bool) -> int:
     if not findings:
         stream.out.line(f"{'sizes and links agree' if quick else 'no damage found'}: {done}", "bold green")
         return 0
-    stream.out.line(f"{several(len(findings), 'finding')} in {done}", "bold red")
+    stream.out.line(f"{plural(len(findings), 'finding')} in {done}", "bold red")
     if any(finding.is_in_the_way for finding in findings):
         step = "copy the objects back from a mirror, or call Publisher.snapshot(): predictors continue from it"
         stream.out.line(f"Next: {step}")
@@ -338,7 +338,7 @@ class _Check:
         self._find(entry_name(first), f"{what}, and the newest snapshot is below it", last)
 
     def _find(self, where: str, problem: str, version: int) -> None:
-        self.findings.append(Finding(plain(where), plain(problem), version >= self._start))
+        self.findings.append(Finding(escaped(where), escaped(problem), version >= self._start))
 
 
 def _check_training(storage: Storage, stored: Stored) -> None:

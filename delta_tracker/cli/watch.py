@@ -67,7 +67,7 @@ class Watch:
             if self.head is None:
                 self._begin(now)
             else:
-                self._go_on(self.head)
+                self._read_newer(self.head)
         except (MissingVersionError, StreamReplacedError):
             self._begin(now)
         while len(self.entries) > _MIN_KEPT and self.entries[1].committed < now - self._window_seconds:
@@ -94,7 +94,7 @@ class Watch:
         found = total(entry.tables for entry in self.recent(now) if entry.kind == "delta")
         return {fqn: Amount() for fqn in self.tables} | found
 
-    def _go_on(self, head: Manifest) -> None:
+    def _read_newer(self, head: Manifest) -> None:
         """Read the entries after ``head``, at most 500.
 
         Also check, at most every 10 seconds, for a replaced stream and missing entries. This check may list the log.

@@ -141,7 +141,7 @@ class Collector:
                 action = partial(source.read, is_last=is_last)
                 self._runner.run(self._guards[source.name], action, here_if_refused=is_last)
             seconds = self._deadline_seconds / 2 if handler_seconds is None else handler_seconds
-            if self._hand_to_handlers(seconds, is_last=is_last):
+            if self._call_handlers(seconds, is_last=is_last):
                 self.wake()
             events, self._undelivered = tuple(self._undelivered), []
             windows, totals = self._read(is_last=is_last)
@@ -162,7 +162,7 @@ class Collector:
                     self._metrics.dropped_events.cell(reason="undelivered").add(num_events)
                 action = partial(sink_queue.deliver, collection)
                 self._runner.run(sink_queue.guard, action, even_if_muted=is_last, here_if_refused=is_last)
-            self._registry.forget_ended()
+            self._registry.remove_ended()
             return collection
 
     def _read(self, *, is_last: bool) -> tuple[list[WindowReport], list[TotalReport]]:
@@ -187,7 +187,7 @@ class Collector:
                     self._metrics.lost_windows.cell(stat=stat.name).add(found.num_lost)
         return windows, totals
 
-    def _hand_to_handlers(self, seconds: float, *, is_last: bool = False) -> bool:
+    def _call_handlers(self, seconds: float, *, is_last: bool = False) -> bool:
         """Call each handler with its queued events, for about ``seconds`` in total. The remaining events stay queued.
 
         Each handler that is not muted is called with at least one event. If ``is_last`` is True and no thread can be
@@ -221,7 +221,7 @@ class Collector:
                 # Busy handlers must not delay the next collection.
                 time.sleep(min(_BURST_SECONDS, left))
                 with self._lock:
-                    is_behind = self._hand_to_handlers(min(handler_seconds, max(0.0, due - time.monotonic())))
+                    is_behind = self._call_handlers(min(handler_seconds, max(0.0, due - time.monotonic())))
                 if is_behind:
                     self.wake()
                 continue

@@ -17,7 +17,7 @@ from typing import Self
 
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.monitor.clock import NS, Clock
-from delta_tracker.monitor.names import check_name, encodable
+from delta_tracker.monitor.names import check_stat_name, encodable
 
 _logger = logging.getLogger(__name__)
 Value = str | int | float | bool
@@ -121,7 +121,7 @@ class Event:
     phase: Phase = Phase.INSTANT
 
     def __post_init__(self) -> None:
-        check_name("name", self.name)
+        check_stat_name("name", self.name)
         low = 0 if self.phase is Phase.INSTANT else 1
         for name, number, end, least in (
             ("id", self.id, _IDS, 0),

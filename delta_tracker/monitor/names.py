@@ -23,14 +23,14 @@ Labels = tuple[tuple[str, str], ...]
 """Label names and values, in the order of the definition."""
 
 
-def check_name(argument: str, name: object) -> str:
+def check_stat_name(argument: str, name: object) -> str:
     """Return ``name`` if it is a valid stat or event name. ``argument`` is the parameter's name in error messages.
 
     Raises:
         InvalidArgumentError: for an invalid name.
 
     Example:
-        >>> check_name("name", "training.loss")
+        >>> check_stat_name("name", "training.loss")
         'training.loss'
     """
     if not isinstance(name, str) or len(name) > _MAX_LENGTH or not _NAME.fullmatch(name):

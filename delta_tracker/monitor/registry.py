@@ -69,7 +69,7 @@ class Registry:
         ``"number"`` appends a number to the name, and ``"refuse"`` raises InvalidArgumentError.
         """
         with self._lock:
-            self.forget_ended()
+            self.remove_ended()
             if source.name in self._sources and source.if_taken == "refuse":
                 raise InvalidArgumentError("name", source.name, "Use another name: this one has a callback already")
             wanted, numbers = source.name, itertools.count(2)
@@ -77,7 +77,7 @@ class Registry:
                 source.name = f"{wanted}-{next(numbers)}"
             self._sources[source.name] = source
 
-    def forget_ended(self) -> None:
+    def remove_ended(self) -> None:
         """Call ``end()`` of each source whose ``is_over`` is True, and remove the source."""
         with self._lock:
             for known in [each for each in self._sources.values() if each.is_over]:

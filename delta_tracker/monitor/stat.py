@@ -15,7 +15,7 @@ from delta_tracker.monitor.clock import Progress, Timer
 from delta_tracker.monitor.names import (
     Labels,
     check_label_names,
-    check_name,
+    check_stat_name,
     check_text,
     encodable,
     exposed,
@@ -94,7 +94,7 @@ class Definition:
     bounds: tuple[int, int] = (-14, 10)
 
     def __post_init__(self) -> None:
-        check_name("name", self.name)
+        check_stat_name("name", self.name)
         if self.kind is Kind.COUNTER and _TOTALS.fullmatch(exposed(self.name)):
             raise InvalidArgumentError("name", self.name, "Name what is counted: Prometheus appends _total")
         object.__setattr__(self, "labels", check_label_names(self.labels))

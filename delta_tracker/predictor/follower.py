@@ -20,7 +20,7 @@ from delta_tracker.errors import (
     StreamError,
     is_panic,
     kind_of,
-    unraised,
+    without_traceback,
 )
 from delta_tracker.live_objects import Forkable, protect
 from delta_tracker.predictor.polling import GapChecks, PollSchedule, jittered
@@ -154,9 +154,9 @@ class Follower(Forkable):
             if self._active is None:
                 return
             self._end(self._active)
-            self._say_stopped()
+            self._write_last_heartbeat()
         if self.error is not None and raises:
-            raise unraised(self.error)
+            raise without_traceback(self.error)
         if self.error is not None:
             _logger.warning("predictor stopped with an error: %s", self.error)
 
@@ -178,7 +178,7 @@ class Follower(Forkable):
             return True
         error = self.error
         if isinstance(error, FollowEndedError):
-            raise unraised(error)
+            raise without_traceback(error)
         if not self.is_running:
             raise InvalidArgumentError("wait()", "not following", "Call follow() first, or sync() instead")
         return False
@@ -192,7 +192,7 @@ class Follower(Forkable):
         """Clear the error of a thread that has ended. Write a heartbeat if one is due. Call this after a ``sync()``."""
         if self.error is not None and not self.is_running:
             self.error = None
-        self._beat()
+        self._write_heartbeat()
 
     def after_fork_in_child(self) -> None:
         """Drop the thread, which exists only in the parent process, and replace locks that the thread may have held."""
@@ -207,11 +207,11 @@ class Follower(Forkable):
     def _is_own_thread(self) -> bool:
         return self._active is not None and self._active.thread is threading.current_thread()
 
-    def _beat(self, seconds: float | None = None) -> None:
+    def _write_heartbeat(self, seconds: float | None = None) -> None:
         if self._heartbeats is not None:
             self._heartbeats.write(self.current_error, self.poll_seconds, seconds=seconds)
 
-    def _say_stopped(self) -> None:
+    def _write_last_heartbeat(self) -> None:
         """Write a last heartbeat unless the thread ended with an error. Give up after about a second."""
         if self._heartbeats is None or isinstance(self.error, FollowEndedError):
             return
@@ -219,7 +219,7 @@ class Follower(Forkable):
 
         def write() -> None:
             with interruptible(stop), suppress(Interrupted):
-                self._beat(0.0)
+                self._write_heartbeat(0.0)
 
         thread = self._runtime.thread(target=write, name="last-heartbeat", daemon=True)
         with suppress(RuntimeError):  # the system has no more threads
@@ -242,7 +242,7 @@ class Follower(Forkable):
         try:
             self._follow(run)
         except BaseException as error:  # noqa: BLE001  raised before the first poll, for example for lack of memory
-            self.error = ended = unraised(FollowEndedError(error))
+            self.error = ended = without_traceback(FollowEndedError(error))
             _logger.error("predictor could not follow: %s", str(ended))  # noqa: TRY400  start() raises it
             with suppress(InvalidStateError):  # start() has returned
                 run.begun.set_exception(ended)
@@ -263,11 +263,11 @@ class Follower(Forkable):
             except Interrupted:
                 raise
             except BaseException as error:  # noqa: BLE001  a thread has no caller that could handle it
-                what = _described(error)  # first, because unraised() removes the traceback of an error it cannot copy
-                self.error = ended = unraised(FollowEndedError(error))
+                what = _described(error)  # first: without_traceback() changes an error that it cannot copy
+                self.error = ended = without_traceback(FollowEndedError(error))
                 url = self._reader.storage.url
                 _logger.error("predictor stopped following %s: %s", url, what)  # noqa: TRY400  see _described
-                self._record_errors(run, lambda: self._beat(BEAT_SECONDS))
+                self._record_errors(run, lambda: self._write_heartbeat(BEAT_SECONDS))
                 self.error = ended
 
     def _report_start(self, begun: Future[None]) -> bool:
@@ -316,7 +316,7 @@ class Follower(Forkable):
         """Poll once, and write a heartbeat if one is due. If no version was applied, wait for the next poll or hint."""
         runtime, schedule, hints = self._runtime, run.schedule, run.hints
         has_moved = self._record_errors(run, lambda: self._poll(run))
-        self._record_errors(run, self._beat)
+        self._record_errors(run, self._write_heartbeat)
         if has_moved:
             schedule.version_applied()
             self.wake_waiters()
@@ -338,7 +338,7 @@ class Follower(Forkable):
                 schedule.hint_received()
                 return
             if left > _BEAT_SECONDS:
-                self._record_errors(run, self._beat)
+                self._record_errors(run, self._write_heartbeat)
 
     def _poll(self, run: _Run) -> bool:
         # An error may have been found by a gap check. Only another one can show that it no longer exists.
@@ -382,7 +382,7 @@ class Follower(Forkable):
         if is_new and not isinstance(error, HeldVersionError):
             _logger.warning("predictor failed and retries: %s", _described(error))
         self._reader.gauges.recorder.follow_errors.cell(reason=type(error).__name__).add(1)
-        self.error = unraised(error)
+        self.error = without_traceback(error)
 
 
 def _described(error: BaseException) -> str:

@@ -13,7 +13,7 @@ from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.reading.path import last_with_rows
 from delta_tracker.stream.reading.position import Position
 from delta_tracker.stream.reading.runtime import REAL, Runtime
-from delta_tracker.stream.storage.url import shown_url
+from delta_tracker.stream.storage.url import redacted_url
 from delta_tracker.stream.store_clock import StoreClock
 
 # A store that takes longer to show the lag does not answer.
@@ -68,7 +68,7 @@ class PredictorGauges:
         """Set the stream id and the source url that the metrics report."""
         self._source = stream, url
         self.recorder.predictor_info.remove()
-        self.recorder.predictor_info.set(1, stream=stream, url=shown_url(url))
+        self.recorder.predictor_info.set(1, stream=stream, url=redacted_url(url))
 
     def applied(self, manifest: Manifest) -> None:
         """Count an applied version and its rows."""

@@ -17,7 +17,7 @@ from delta_tracker.errors import (
     StorageError,
     StreamError,
     kind_of,
-    unraised,
+    without_traceback,
 )
 from delta_tracker.predictor.predictor_gauges import PredictorGauges
 from delta_tracker.predictor.version_writer import VersionWriter
@@ -132,7 +132,7 @@ class Reader:
         except StreamError as error:
             self.why = f"{Rule.FAULT.value}: {type(error).__name__}"
             if isinstance(error, HeldVersionError) and self.writer.gate is not None:
-                self.writer.gate.held = unraised(error)  # its traceback would keep the rows of the version alive
+                self.writer.gate.held = without_traceback(error)  # it would keep the rows of the version alive
             if isinstance(error, StaleCacheError):
                 raise
             if not isinstance(error, NoSnapshotError | StorageError):
@@ -293,7 +293,7 @@ class Reader:
         except (*FAULTS, StorageError) as error:
             if isinstance(error, StaleCacheError):
                 raise
-            self._failed(state, decision, entry, unraised(error))
+            self._failed(state, decision, entry, without_traceback(error))
             return False
         if not keeps_rows:
             state.view = replace(state.view, position=self.position)

@@ -90,7 +90,7 @@ class ModelTarget:
             raise InvalidArgumentError("on_model_change", self.on_model_change, f"Pass one of {known}")
 
 
-class Names:
+class NameMap:
     """Mapping from names in the stream to names in the model, built from the ``names`` of a :class:`ModelTarget`.
 
     A whole name takes precedence over a prefix, and a longer prefix over a shorter one. All other names are unchanged.
@@ -142,7 +142,7 @@ class ServedModel:
         self._takes_dense, self.chunk_rows = target.dense, target.chunk_rows
         self.continues = target.on_model_change == "continue"
         tables, dense = find_targets(model), _tensors(model)
-        self._rule = Names(target.names, {*tables, *dense})
+        self._rule = NameMap(target.names, {*tables, *dense})
         self._names = self._rule.of(target.raw_ids)  # of the last resolved version
         self._indexes = check_indexes(target.raw_ids, renamed(tables, self._names)) if target.raw_ids else {}
         self._has_compared = False  # the tables of the model and of the stream

@@ -100,7 +100,7 @@ class VersionWriter:
         try:
             receiver = self.destination.resolve(chosen)
         except ModelMismatchError as error:
-            error.of_version(entry.version)
+            error.with_version(entry.version)
             raise
         return receiver, chosen if receiver.fit is None else receiver.fit.narrowed(chosen)
 

@@ -74,7 +74,7 @@ class Cadence:
         return min(-(-world_size // _RANKS_PER_CALL), _MAX_CALLS_PER_VOTE)
 
 
-class Pace:
+class CadenceProgress:
     """BatchProgress of one rank towards the bounds of a cadence, counted from the start of the last version.
 
     Counting the pending rows exactly is slow. Therefore, they are counted only if the last exact count plus the number

@@ -57,7 +57,7 @@ class Coordinator:
     """Writer of one rank's parts of each version. Rank 0 also claims the stream and commits the versions.
 
     The training thread calls the methods. A worker thread may call only :meth:`write_part`, :meth:`write`,
-    :meth:`commit` and :meth:`answer`.
+    :meth:`commit` and :meth:`head_message`.
 
     Attributes:
         is_first: True on rank 0, which commits the versions.
@@ -201,12 +201,12 @@ class Coordinator:
         self.states = states
         return committed
 
-    def answer(self) -> dict[str, Any]:
+    def head_message(self) -> dict[str, Any]:
         """Return rank 0's message that contains the last entry. Returns an empty dict on the other ranks."""
         return {} if self._claim is None else {"entry": self._claim.data.decode()}
 
     def set_head(self, message: Mapping[str, Any]) -> Manifest:
-        """Set :attr:`head` to the last entry, and return it. ``message`` is the result of rank 0's :meth:`answer`."""
+        """Set :attr:`head` to the last entry, and return it. ``message`` is :meth:`head_message` of rank 0."""
         if self._claim is not None:
             self.head = self._claim.head
         else:
@@ -235,7 +235,7 @@ class Coordinator:
         claim = StreamLog(self.storage, self._runtime).claim() if claim is None else claim
         claim.mark_used()
         self._claim = claim
-        return self.answer()
+        return self.head_message()
 
 
 def _owner_changes(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from delta_tracker.errors import LostEntryError, RankLostError, UnknownOutcomeError
 from delta_tracker.publisher.coordinator import Coordinator, Draft
-from delta_tracker.publisher.exchange import Message, check_alike, opened
+from delta_tracker.publisher.exchange import Message, check_alike, decode_message
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.heartbeat import PublisherHeartbeatWriter
 from delta_tracker.stream.reading.runtime import Runtime
@@ -121,9 +121,9 @@ class Delivery:
                     commit = self.worker.submit(self._commit, draft, job.result(), shares)
                     self._wait(commit)
                 if commit is not None and commit.done():
-                    rounds.answer(commit.result().data)
+                    rounds.send_answer(commit.result().data)
                     break
-                rounds.answer()
+                rounds.send_answer()
         except RankLostError:
             if commit is None:
                 raise
@@ -138,7 +138,7 @@ class Delivery:
             rounds.send(share)
             is_sent = is_sent or bool(share)
             if outcome := rounds.receive():
-                return self._ended(job.result(), Message.of(partial(opened, 0, outcome)))
+                return self._ended(job.result(), Message.of(partial(decode_message, 0, outcome)))
 
     def _wait(self, job: Future[Any]) -> None:
         wait([job], self._seconds)
@@ -152,14 +152,14 @@ class Delivery:
             assert not isinstance(draft, Exception), "its share has this failure"
             shares = [share.content]
             if others:
-                shares += [opened(rank, others[rank]) for rank in sorted(others)]
+                shares += [decode_message(rank, others[rank]) for rank in sorted(others)]
                 check_alike(shares, "cut", "tables")
             try:
                 self._report(self._writer.commit(draft, shares))
             except UnknownOutcomeError:
                 self._report(self._writer.head)  # so that the pointer's thread looks for a later entry
                 raise
-            return self._writer.answer()
+            return self._writer.head_message()
 
         return Message.of(act)
 
@@ -207,7 +207,7 @@ class MessageRounds:
         if data:
             self._group.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), 0)
 
-    def answer(self, data: bytes = b"") -> None:
+    def send_answer(self, data: bytes = b"") -> None:
         """Send an answer to all ranks. Only rank 0 may call this method."""
         self._group.send_all(self._header(data))
         if data:
@@ -240,8 +240,8 @@ class MessageRounds:
 class PublisherHeartbeats:
     """Writer of a publisher's heartbeats in a background thread.
 
-    A heartbeat is written only when the training thread calls :meth:`beat` or :meth:`wait`. A standby therefore detects
-    a job whose training hangs.
+    A heartbeat is written only when the training thread calls :meth:`write_if_due` or :meth:`wait`. A standby therefore
+    detects a job whose training hangs.
 
     Args:
         storage: store of the stream.
@@ -255,7 +255,7 @@ class PublisherHeartbeats:
         # Start the thread now: a system that has no more threads must not fail training later.
         self._job: Future[None] = self._worker.submit(lambda: None)
 
-    def beat(self, head: Manifest) -> None:
+    def write_if_due(self, head: Manifest) -> None:
         """Start writing a heartbeat if one is due and none is being written. Does not wait for the store."""
         if self._writer.is_due() and self._job.done():
             self._job = self._worker.submit(self._writer.write, head)
@@ -263,7 +263,7 @@ class PublisherHeartbeats:
     def wait(self, job: Future[Any], head: Manifest) -> None:
         """Wait until ``job`` is done. Write the heartbeats that are due in the meantime."""
         while not job.done():
-            self.beat(head)
+            self.write_if_due(head)
             wait([job], self._seconds)
 
     def close(self) -> None:

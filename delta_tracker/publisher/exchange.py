@@ -190,7 +190,7 @@ class Exchange:
         tensors = gathering.result()
         if own.failure is not None:
             raise own.failure
-        return [opened(rank, each.numpy().tobytes(), self._action) for rank, each in enumerate(tensors)]
+        return [decode_message(rank, each.numpy().tobytes(), self._action) for rank, each in enumerate(tensors)]
 
     def close(self) -> None:
         """Leave the process group. Not a collective."""
@@ -210,7 +210,7 @@ class Exchange:
             self._num_owed_bytes = 0
 
 
-class Ballots(Exchange):
+class VoteExchange(Exchange):
     """Exchange for a publisher. It also tracks which votes this rank has to send.
 
     A vote is due at every ``vote_every``-th call of ``step()``. If the call fails, its vote is sent later.
@@ -232,7 +232,7 @@ class Ballots(Exchange):
         self.is_alone = self.group.world_size == 1
         self._num_calls = 0
 
-    def call(self) -> None:
+    def count_call(self) -> None:
         """Count a call of ``step()``, after which a vote may be due."""
         number = self._num_calls + 1
         self._num_calls, self.num_owed = number, self.num_owed + (number % self.vote_every == 0)
@@ -245,7 +245,7 @@ class Ballots(Exchange):
         return self.pending
 
 
-def opened(rank: int, data: bytes, action: Action = "publish") -> dict[str, Any]:
+def decode_message(rank: int, data: bytes, action: Action = "publish") -> dict[str, Any]:
     """Return the content of ``data``, a message from ``rank``, or raise the error that the message describes.
 
     Errors other than FencedError and LostEntryError are raised as RankFailedError.

@@ -13,19 +13,19 @@ from typing import Any, Self
 from msgspec import to_builtins
 
 from delta_tracker.arguments import check_type, refuses_unknown
-from delta_tracker.errors import FencedError, InvalidArgumentError, unraised
+from delta_tracker.errors import FencedError, InvalidArgumentError, without_traceback
 from delta_tracker.live_objects import Uncopied
 from delta_tracker.monitor.monitor import Monitor
 from delta_tracker.monitor.recorder import Recorder
-from delta_tracker.publisher.cadence import Cadence, Pace
+from delta_tracker.publisher.cadence import Cadence, CadenceProgress
 from delta_tracker.publisher.coordinator import Coordinator, declared_states
 from delta_tracker.publisher.delivery import Delivery, PublisherHeartbeats
-from delta_tracker.publisher.exchange import Ballots, Join, Message, Phase, check_alike
+from delta_tracker.publisher.exchange import Join, Message, Phase, VoteExchange, check_alike
 from delta_tracker.publisher.rank_tables import EncodingChoice, name_encodings
 from delta_tracker.publisher.reports import Reports
 from delta_tracker.publisher.tracker_reader import TrackerReader
 from delta_tracker.publisher.training import Recovery, check_recovery
-from delta_tracker.publisher.versions import Publishes, Versions
+from delta_tracker.publisher.versions import Publishes, VersionStateMachine
 from delta_tracker.sharding.dense import DenseChoice
 from delta_tracker.sharding.interrupted import check_complete
 from delta_tracker.stream.format.manifest import Manifest
@@ -140,7 +140,7 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
         self._caller = threading.get_ident(), os.getpid()
         self._still = _MissingStepDetector(tracker.progress)
         self._closing: list[Callable[[], object]] = []  # calls that free the resources, in reverse order; idempotent
-        self._versions: Versions | None = None  # None until the publisher is built, and after close()
+        self._versions: VersionStateMachine | None = None  # None until the publisher is built, and after close()
         self._reader: TrackerReader | None = None
         self._upkeep: UpkeepThread | None = None
         reader: TrackerReader
@@ -177,7 +177,7 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
 
         with ExitStack() as failing:
             failing.callback(self._free)
-            exchange = Ballots(timeout, join)
+            exchange = VoteExchange(timeout, join)
             self._closing.append(exchange.close)
             self._writer = writer = Coordinator(exchange, recorder, runtime)
             failing.callback(writer.release)
@@ -219,8 +219,8 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
         pace = None
         if cadence is not None:
             lead = 0 if exchange.is_alone else exchange.vote_every
-            pace = Pace(cadence, tracker, reader.handle.name, num_batches=lead, runtime=runtime)
-        self._versions = Versions(reader, writer, exchange, delivery, reports, pace, beats)
+            pace = CadenceProgress(cadence, tracker, reader.handle.name, num_batches=lead, runtime=runtime)
+        self._versions = VersionStateMachine(reader, writer, exchange, delivery, reports, pace, beats)
         reports.open()
 
     @property
@@ -285,10 +285,10 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
         if not versions.has_cadence:
             raise InvalidArgumentError("cadence", None, "Build the Publisher with cadence=Cadence(...)")
         try:
-            versions.call()
+            versions.count_call()
             self._still.count_call()
             versions.step()
-            versions.beat()
+            versions.write_heartbeat_if_due()
         except Exception as error:  # noqa: BLE001  it must not reach training
             self._reports.failed(error, self.version + 1)
 
@@ -374,7 +374,7 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
         head = self._writer.head
         return f"Publisher({self._writer.storage.url!r}, generation={head.generation}, version={head.version})"
 
-    def _checked(self) -> Versions:
+    def _checked(self) -> VersionStateMachine:
         """Return ``self._versions``. Raise InvalidArgumentError if closed, or if built in another thread or process."""
         if self._versions is None:
             raise InvalidArgumentError("publisher", "closed", "Build a new Publisher")
@@ -391,12 +391,12 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
         versions.publish(name)
         return self._result(versions)
 
-    def _result(self, versions: Versions) -> Manifest:
+    def _result(self, versions: VersionStateMachine) -> Manifest:
         """Return the newest entry, or raise the error of the last version."""
         error, head = self._reports.error, self._writer.head
         versions.returned()  # last: an interrupted call is continued by the same call
         if error is not None:
-            raise unraised(error)
+            raise without_traceback(error)
         return head
 
 

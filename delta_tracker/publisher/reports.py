@@ -3,12 +3,12 @@
 import logging
 from collections import Counter
 
-from delta_tracker.errors import FencedError, LostEntryError, RankLostError, is_unknown, kind_of, unraised
+from delta_tracker.errors import FencedError, LostEntryError, RankLostError, is_unknown, kind_of, without_traceback
 from delta_tracker.monitor.recorder import Recorder
 from delta_tracker.publisher.coordinator import Coordinator
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.maintenance.upkeep import UPKEEP_STEPS
-from delta_tracker.stream.storage.url import shown_url
+from delta_tracker.stream.storage.url import redacted_url
 
 _logger = logging.getLogger(__name__)
 _FAILURES = ("FencedError", "RankFailedError", "RankLostError", "StorageError", "UnfinishedStepError")
@@ -43,7 +43,7 @@ class Reports:
         Alerts can then detect the first failure and the absence of new versions.
         """
         recorder, head = self._recorder, self._writer.head
-        recorder.publisher_info.set(1, stream=head.stream, url=shown_url(self._writer.storage.url))
+        recorder.publisher_info.set(1, stream=head.stream, url=redacted_url(self._writer.storage.url))
         if self._writer.is_first:
             recorder.published_versions.cell(kind="delta")
             self._version = head.version
@@ -76,7 +76,7 @@ class Reports:
     def failed(self, error: Exception, version: int) -> None:
         """Record that ``version`` was not published. Logs ``error`` unless the last version failed in the same way."""
         former, self._failure = self._failure, kind_of(error)
-        self.error, self.is_over = unraised(error), isinstance(error, FencedError | RankLostError)
+        self.error, self.is_over = without_traceback(error), isinstance(error, FencedError | RankLostError)
         if self._failure != former:
             level = logging.ERROR if isinstance(error, FencedError) else logging.WARNING  # it ends training
             _logger.log(level, "%s: %s", _outcome(error, version), error)

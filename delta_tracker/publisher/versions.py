@@ -1,4 +1,4 @@
-"""State machine of the version that a publisher writes, from the first vote to its completion: :class:`Versions`.
+"""State machine that writes a version, from the first vote to its completion: :class:`VersionStateMachine`.
 
 The states of a version come first, then :func:`next_publish_step`, the pure function that selects the next step.
 """
@@ -12,10 +12,10 @@ from enum import Enum
 from typing import Any, Literal, TypeAlias
 
 from delta_tracker.errors import LostEntryError, NeedsSnapshotError, RankFailedError, RankLostError
-from delta_tracker.publisher.cadence import Pace
+from delta_tracker.publisher.cadence import CadenceProgress
 from delta_tracker.publisher.coordinator import Coordinator, Draft
 from delta_tracker.publisher.delivery import Delivery, Outcome, PublisherHeartbeats
-from delta_tracker.publisher.exchange import Ballots, Phase, Vote
+from delta_tracker.publisher.exchange import Phase, Vote, VoteExchange
 from delta_tracker.publisher.reports import Reports
 from delta_tracker.publisher.tracker_reader import TrackerReader
 from delta_tracker.stream.format.manifest import Kind, Part
@@ -132,7 +132,7 @@ def next_publish_step(flight: Flight | None, votes: int, most: Vote) -> Step:
 
 
 @dataclass(slots=True, eq=False)
-class Versions:
+class VersionStateMachine:
     """State machine that advances this rank's version from the votes of all ranks to its result.
 
     Only the training thread may call the methods. All ranks begin a version and make its cut after the same votes, and
@@ -147,10 +147,10 @@ class Versions:
 
     _reader: TrackerReader
     _writer: Coordinator
-    _ballots: Ballots
+    _exchange: VoteExchange
     _delivery: Delivery
     _reports: Reports
-    _pace: Pace | None
+    _pace: CadenceProgress | None
     _beats: PublisherHeartbeats | None
     _flight: Flight | None = field(default=None, init=False)
     _call: Call | None = field(default=None, init=False)  # call that has not returned
@@ -162,10 +162,10 @@ class Versions:
         """True if :meth:`step` can begin a version."""
         return self._pace is not None
 
-    def call(self) -> None:
+    def count_call(self) -> None:
         """Count a call of ``Publisher.step()``, after which a vote may be due."""
         self._call = None
-        self._ballots.call()
+        self._exchange.count_call()
 
     def returned(self) -> None:
         """Record that a call of :meth:`publish` has returned, so that the next call publishes another version."""
@@ -173,54 +173,54 @@ class Versions:
 
     def step(self) -> None:
         """Send the votes that are due, and act on the votes that were sent before."""
-        ballots = self._ballots
-        while ballots.num_owed:  # several votes if the other ranks are ahead
-            if ballots.pending is not None:
+        exchange = self._exchange
+        while exchange.num_owed:  # several votes if the other ranks are ahead
+            if exchange.pending is not None:
                 self._count()
             if self._reports.is_over:
-                ballots.num_owed = 0  # this rank takes no part in versions any more
+                exchange.num_owed = 0  # this rank takes no part in versions any more
                 return
             self._end_read()
-            ballots.send(self._step_vote())
-            if ballots.is_alone:
+            exchange.send(self._step_vote())
+            if exchange.is_alone:
                 self._count()
 
     def finish(self) -> None:
         """Complete the version in progress, if there is one, and report the result."""
         self.step()
         self._complete()
-        self._ballots.send_owed_message()
+        self._exchange.send_owed_message()
 
     def publish(self, name: Publishes) -> None:
         """Publish what the call ``name`` requires, and report the result. First completes a version in progress."""
         batch = self._reader.tracker.num_batches
         if self._call is None or (self._call.name, self._call.batch) != (name, batch):
             self._call = Call(name, batch)
-        call, ballots = self._call, self._ballots
+        call, exchange = self._call, self._exchange
         if call.voted is None:
             self.step()
-            if ballots.pending is not None and self._begun[0] != ballots.number:
-                call.last = ballots.number
+            if exchange.pending is not None and self._begun[0] != exchange.number:
+                call.last = exchange.number
             self._complete()
-            ballots.send_owed_message()
+            exchange.send_owed_message()
             if self._reports.is_over:
                 return
             # What the votes of the last step have begun in this call, and so at this batch, on all ranks.
             if not (self._begun[0] == call.last and self._begun[1] in _ENOUGH[name]):
                 self._reports.error = None
-                call.voted = ballots.number
-        if call.voted == ballots.number:
+                call.voted = exchange.number
+        if call.voted == exchange.number:
             self._begin_by(name)
         else:  # perhaps it was interrupted: the other ranks wait for the same version
             self._complete()
         if isinstance(self._reports.error, LostEntryError):  # all ranks repeat it
             self._begin_by("snapshot")
-        self.beat()
+        self.write_heartbeat_if_due()
 
-    def beat(self) -> None:
+    def write_heartbeat_if_due(self) -> None:
         """Write a heartbeat if one is due, unless this publisher can no longer publish."""
         if self._beats is not None and not self._reports.is_over:
-            self._beats.beat(self._writer.head)
+            self._beats.write_if_due(self._writer.head)
 
     def _begin_by(self, name: Publishes) -> None:
         try:
@@ -229,13 +229,13 @@ class Versions:
             else:
                 own = self._vote(Phase.PUBLISHING, is_due=True, wants_snapshot=name == "snapshot")
         except Exception as error:  # noqa: BLE001  reported after the vote for which the other ranks wait
-            votes = self._ballots.send(Vote(Phase.FAILED))
+            votes = self._exchange.send(Vote(Phase.FAILED))
             with suppress(RankFailedError, RankLostError):
-                self._ballots.count(votes)
-            self._ballots.pending = None
+                self._exchange.count(votes)
+            self._exchange.pending = None
             self._failed(error)
         else:
-            self._ballots.send(own)
+            self._exchange.send(own)
             self._complete()
 
     # Votes
@@ -262,20 +262,20 @@ class Versions:
             return Vote(Phase.STEPPING)
 
     def _count(self) -> None:
-        ballots = self._ballots
-        assert ballots.pending is not None, "send() came first"
+        exchange = self._exchange
+        assert exchange.pending is not None, "send() came first"
         # While another rank writes, this publisher is alive. Before a version is begun, the other ranks may hang.
-        meanwhile = None if self._flight is None or self._beats is None else self.beat
+        meanwhile = None if self._flight is None or self._beats is None else self.write_heartbeat_if_due
         try:
-            most, is_alike = ballots.count(ballots.pending, meanwhile)
+            most, is_alike = exchange.count(exchange.pending, meanwhile)
         except (RankFailedError, RankLostError) as error:
-            ballots.pending = None
+            exchange.pending = None
             if isinstance(self._flight, Copying):
                 self._flight = None
                 self._close_read(Outcome(error=error))
             self._failed(error)
             return
-        step = next_publish_step(self._flight, ballots.number, most)
+        step = next_publish_step(self._flight, exchange.number, most)
         if step is not Step.WAIT and isinstance(self._flight, Ended):
             self._report(self._flight)
         if isinstance(self._flight, Copying) and step is Step.CUT:
@@ -288,18 +288,18 @@ class Versions:
                 self._failed(error)
             else:
                 self._begin(step, is_complete=most.is_complete)
-        ballots.pending = None
+        exchange.pending = None
 
     # States
 
     def _complete(self) -> None:
-        while self._flight is not None or self._ballots.pending is not None:
+        while self._flight is not None or self._exchange.pending is not None:
             flight = self._flight
-            if self._ballots.pending is not None:
+            if self._exchange.pending is not None:
                 self._count()
             elif isinstance(flight, Copying):
                 self._wait(self._copy(flight))
-                self._ballots.send(Vote(Phase.COPYING))
+                self._exchange.send(Vote(Phase.COPYING))
             elif isinstance(flight, Cut):
                 if not flight.is_started:
                     self._start(flight)
@@ -315,13 +315,13 @@ class Versions:
             self._beats.wait(job, self._writer.head)
 
     def _begin(self, step: Step, *, is_complete: bool) -> None:
-        self._begun = self._ballots.number, step
+        self._begun = self._exchange.number, step
         if step is Step.DELTA:
             # Not deferred: with top_k its read is a collective, which the other ranks have started.
             self._reader.expect_read(is_complete=is_complete)
             self._cut("delta", copied=None, is_complete=is_complete)
         else:
-            self._flight = copying = Copying(self._ballots.number)
+            self._flight = copying = Copying(self._exchange.number)
             self._copy(copying)
         if self._pace is not None:
             self._pace.restart()
@@ -340,7 +340,7 @@ class Versions:
         return job
 
     def _cut(self, kind: Kind, *, copied: Future[Part | None] | None, is_complete: bool) -> None:
-        number, batch = self._ballots.number, self._reader.tracker.num_batches
+        number, batch = self._exchange.number, self._reader.tracker.num_batches
         self._flight = cut = Cut(after=number, kind=kind, batch=batch, is_complete=is_complete, copied=copied)
         self._start(cut)
 
@@ -351,7 +351,7 @@ class Versions:
         """
         reader, batch = self._reader, self._reader.tracker.num_batches
         is_same = cut.batch == batch and reader.can_read(cut.kind, is_complete=cut.is_complete)
-        can_read = not cut.is_tried or is_same or self._ballots.is_alone
+        can_read = not cut.is_tried or is_same or self._exchange.is_alone
         cut.is_tried = True
         draft: Draft | Exception
         read: Delta | None = None

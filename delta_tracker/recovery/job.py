@@ -24,7 +24,7 @@ from delta_tracker.errors import (
 )
 from delta_tracker.predictor.model_fit import OnModelChange
 from delta_tracker.publisher.training import Recovery, Stateful, check_recovery
-from delta_tracker.recovery.optimizer_parameters import GROUPS, OUTSIDE, Match, Parameters, matched
+from delta_tracker.recovery.optimizer_parameters import GROUPS, OUTSIDE, ParameterMatch, Parameters, matched
 from delta_tracker.recovery.training_states import DATA, TrainingStates
 from delta_tracker.sharding.local_shard import LocalShard
 from delta_tracker.sharding.optimizer_rows import table_states
@@ -367,7 +367,7 @@ def _check_groups(
             check_same(f"{_CLASS_KEY} in {group}", saved[_CLASS_KEY], found[_CLASS_KEY])
 
 
-def _check_match(what: str, match: Match, remedy: str, *, is_ordered: bool) -> None:
+def _check_match(what: str, match: ParameterMatch, remedy: str, *, is_ordered: bool) -> None:
     remedy += ", or give the optimizer the parameters that it had, in the same groups"
     _check_keys(f"parameters that differ in {what}", match.saved, match.own, remedy)
     for name, (group, _) in match.saved.items():

@@ -1,4 +1,4 @@
-"""Differences between a version and a job whose model or optimizers were changed: :func:`change_of`."""
+"""Differences between a version and a job whose model or optimizers were changed: :func:`model_change_of`."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ from delta_tracker.types import TableSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
+class ModelChange:
     """Parts of the version and of the job that a restore leaves out.
 
     Args:
@@ -34,9 +34,9 @@ class Change:
     unloaded: Collection[str] = ()
 
 
-def change_of(
+def model_change_of(
     last: Manifest, saved: Saved, own: Job, job: LocalJob, states: TrainingStates, with_raw_ids: Collection[str]
-) -> Change:
+) -> ModelChange:
     """Return what a restore of ``last`` leaves out: ``job.ignore``, and all items that differ if the job continues.
 
     A job continues if its ``on_model_change`` is "continue". The shapes of fused tables are not compared here.
@@ -49,7 +49,7 @@ def change_of(
     is_moved = _is_moved(last, saved, own, job, names)
     if job.on_model_change == "stop":
         parameters = Parameters(names, _kept(saved, own, job.ignore), is_changed, is_moved)
-        return Change(tables=last.tables, ignore=job.ignore, parameters=parameters)
+        return ModelChange(tables=last.tables, ignore=job.ignore, parameters=parameters)
     ignore, rank = set(job.ignore), job.rank if states.world_size == job.world_size else None
     entry = replace(last, dense=saved.dense).narrowed(lambda name: name not in ignore)
     found = fit(entry, {fqn: shard.table for fqn, shard in own.shards.items()}, own.dense, with_raw_ids)
@@ -73,7 +73,7 @@ def change_of(
         differences[name] = f"the state {name!r} is missing in {where}: it is not restored"
     differences |= _unfit_objects(job, states, rank, ignore | differences.keys(), parameters)
     kept = {*found.tables, *found.dense}
-    return Change(
+    return ModelChange(
         tables={**last.tables, **found.tables},
         stateless=stateless,
         ignore=ignore | {name for name in differences if name not in kept and not name.endswith(" states")},

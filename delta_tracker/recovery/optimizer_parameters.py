@@ -32,7 +32,7 @@ class Parameters:
 
 
 @dataclass(frozen=True, slots=True)
-class Match:
+class ParameterMatch:
     """Match of parameters by name: ``saved`` and ``own`` map names to (group, number) in the respective state."""
 
     saved: Mapping[str, tuple[int, int]]
@@ -53,7 +53,7 @@ class Match:
 
 def matched(
     optimizer: Stateful, own: Mapping[str, Any], states: TrainingStates, path: tuple[Any, ...], parameters: Parameters
-) -> Match | None:
+) -> ParameterMatch | None:
     """Match the parameters of ``own``, the state of ``optimizer`` in the job, with those of the state at ``path``.
 
     Return None if either state has no names for the numbers of its parameters.
@@ -63,7 +63,7 @@ def matched(
         return None
     kept = () if isinstance(optimizer, optim.LBFGS) else parameters.kept  # it has one state for all parameters
     saved = _numbers(saved_names, states.load(*path, GROUPS), kept)
-    return Match(saved, _numbers(own_names, own[GROUPS], kept))
+    return ParameterMatch(saved, _numbers(own_names, own[GROUPS], kept))
 
 
 def _numbers(

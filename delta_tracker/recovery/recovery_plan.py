@@ -10,7 +10,7 @@ from torch import Tensor
 from delta_tracker.errors import NotRecoverableError, RestoreMismatchError
 from delta_tracker.predictor.served_model import check_targets, find_targets
 from delta_tracker.recovery.job import LocalJob, Saved, check_fit, check_objects, check_warm, spec_of
-from delta_tracker.recovery.model_change import Change, change_of
+from delta_tracker.recovery.model_change import ModelChange, model_change_of
 from delta_tracker.recovery.recovery_path import pending_rows
 from delta_tracker.recovery.targets import RowWriter, state_targets
 from delta_tracker.recovery.training_states import TrainingStates
@@ -65,7 +65,7 @@ class Plan:
     states: TrainingStates
     consumers: tuple[Mapping[str, Mapping[str, Tensor | None]], Mapping[str, object]]
     rerouted: Sequence[str]
-    change: Change
+    change: ModelChange
 
     @property
     def last(self) -> Manifest:
@@ -156,7 +156,7 @@ def prepare(log: StreamLog, path: Sequence[Manifest], job: LocalJob, applied: Ma
         rank=rank_names,
         world_size=states.world_size,
     )
-    change = change_of(last, saved, described, job, states, every_owner.keys())
+    change = model_change_of(last, saved, described, job, states, every_owner.keys())
     ignore, stateless = change.ignore, change.stateless
     check_fit(replace(saved, tables=change.tables), described, ignore, stateless)
     check_objects("training_state", job.recovery.training_state, states, 0, ignore, change.parameters)

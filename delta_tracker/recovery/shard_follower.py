@@ -14,7 +14,7 @@ from delta_tracker.errors import (
     StreamError,
     StreamReplacedError,
     kind_of,
-    unraised,
+    without_traceback,
 )
 from delta_tracker.predictor.polling import GAP_CHECK_SECONDS
 from delta_tracker.recovery.job import LocalJob
@@ -130,7 +130,7 @@ class ShardFollower:
         self._next_try = self._monotonic() + self._pause
         if self.error is None or kind_of(error) != kind_of(self.error):
             _logger.warning("standby failed and retries: %s", str(error))
-        self.error = unraised(error)
+        self.error = without_traceback(error)
 
     def _step(self) -> bool:
         if self._position is None and not self._ahead:

@@ -23,7 +23,7 @@ from delta_tracker.errors import (
     StreamError,
     StreamReplacedError,
     TakeoverFailedError,
-    unraised,
+    without_traceback,
 )
 from delta_tracker.live_objects import Uncopied
 from delta_tracker.monitor.monitor import Monitor
@@ -40,7 +40,7 @@ from delta_tracker.recovery.streams import GONE, RecoveryStream, ServingStreams
 from delta_tracker.sharding.interrupted import mark_complete, mark_incomplete
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.format.parse import parse_manifest
-from delta_tracker.stream.heartbeat import PublisherHeartbeatWriter, check_name
+from delta_tracker.stream.heartbeat import PublisherHeartbeatWriter, check_predictor_name
 from delta_tracker.stream.log import Claim, ClaimedStream, StreamLog
 from delta_tracker.stream.reading.runtime import REAL, Runtime
 from delta_tracker.stream.storage.storage import Location, Storage, open_storage
@@ -255,7 +255,7 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
     def _build(self, url: Location, name: str, serving: Sequence[Location]) -> dict[str, Any]:
         job = self._job
         job.check()
-        check_name(name)
+        check_predictor_name(name)
         if not (is_number(self._look_seconds) and 0 <= self._look_seconds < threading.TIMEOUT_MAX):
             raise InvalidArgumentError("look_seconds", self._look_seconds, "Pass seconds, 0 or more")
         check_model(job)
@@ -287,7 +287,7 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
         def act() -> dict[str, Any]:
             turn = self._advanced(call)
             if self.error is not None and (raises or isinstance(self.error, StorageError)):
-                raise unraised(self.error)
+                raise without_traceback(self.error)
             return turn
 
         self._follower.retry()

@@ -312,7 +312,7 @@ def untraced(hook: Callable[..., None], omitted: Callable[[], object]) -> Callab
     return call
 
 
-def forget_compiled_code() -> None:
+def discard_compiled_code() -> None:
     """Discard all compiled code of this process. Call this after adding hooks: existing code does not call them."""
     compiler = sys.modules.get("torch._dynamo")
     if compiler is not None:

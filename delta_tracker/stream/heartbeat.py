@@ -82,7 +82,7 @@ class Heartbeat:
     differences: Annotated[str, Meta(max_length=_MAX_TEXT)] = ""
 
 
-def check_name(name: object) -> None:
+def check_predictor_name(name: object) -> None:
     """Raise InvalidArgumentError unless ``name`` is a valid name of a predictor."""
     if not isinstance(name, str) or re.search(_NAME, name) is None:
         raise InvalidArgumentError("name", name, "Use up to 64 letters, digits, underscores and hyphens")
@@ -113,7 +113,7 @@ class HeartbeatWriter:
     """
 
     def __init__(self, storage: Storage, name: str) -> None:
-        check_name(name)
+        check_predictor_name(name)
         self._target = _Target(storage)
         self._name = name
         self._looks: deque[tuple[float, int | None, int | None]] = deque(maxlen=_WINDOW)  # with monotonic times
@@ -296,7 +296,7 @@ def _publisher_path(generation: int) -> str:
     return f"publishers/{generation:020d}.json"
 
 
-def evaluate(beat: Heartbeat, seconds_since: float, head: Manifest, *, order: Pin | None = None) -> State:
+def predictor_state(beat: Heartbeat, seconds_since: float, head: Manifest, *, order: Pin | None = None) -> State:
     """Return the state of a predictor. ``guide/fleet.md`` defines the states.
 
     ``beat`` is the predictor's last heartbeat, ``seconds_since`` the heartbeat's age in seconds, measured with the

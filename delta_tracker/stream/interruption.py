@@ -77,11 +77,11 @@ def _checked(items: Iterable[T], stop: threading.Event) -> Iterator[T]:
 
 
 def is_interruptible() -> bool:
-    """Return True if this thread has a stop flag, so that :func:`answer` can cancel the requests of this thread."""
+    """Return True if this thread has a stop flag, so that :func:`send_request` can cancel its requests."""
     return _thread.loop is not None
 
 
-def answer(blocking: Callable[[], T], request: Callable[[], Awaitable[T]], seconds: float = math.inf) -> T:
+def send_request(blocking: Callable[[], T], request: Callable[[], Awaitable[T]], seconds: float = math.inf) -> T:
     """Send a request and return the response. Raise Interrupted if the stop flag is set before the response arrives.
 
     ``blocking`` and ``request`` send the same request. A thread without a stop flag calls ``blocking``. Other threads

@@ -28,7 +28,7 @@ from delta_tracker.errors import (
     UnknownOutcomeError,
     WriteRefusedError,
     is_unknown,
-    unraised,
+    without_traceback,
 )
 from delta_tracker.stream.format.manifest import ENTRY_NAME, MAX_ENTRY_BYTES, Fork, Link, Manifest, Merged, entry_name
 from delta_tracker.stream.format.parse import parse_manifest
@@ -210,7 +210,7 @@ class StreamLog:
     def check_pointer(self) -> None:
         """If the last read of the pointer object failed, raise its UnreadablePointerError or StaleCacheError."""
         if not self.is_listed and (trouble := self.pointer.trouble) is not None:
-            raise unraised(trouble)
+            raise without_traceback(trouble)
 
     def _is_deleted(self, version: int) -> bool:
         seen = self.pointer.newest(is_due=False), self.pointer.confirmed
@@ -437,13 +437,13 @@ class StreamLog:
         parsed = self._parsed  # another thread may replace it
         if parsed is None or (parsed[0], parsed[1].xxh3) != (name, digest):
             if (refused := self._refused.get((name, digest))) is not None:
-                raise unraised(refused)
+                raise without_traceback(refused)
             try:
                 parsed = self._parsed = name, parse_manifest(name, data.tobytes())
             except MalformedError as error:
                 if len(self._refused) >= _MAX_REFUSED:
                     self._refused.clear()
-                self._refused[name, digest] = unraised(error)
+                self._refused[name, digest] = without_traceback(error)
                 raise
         if parsed[1].modified != response.modified:
             parsed = self._parsed = name, replace(parsed[1], modified=response.modified)
@@ -498,7 +498,7 @@ class Claim:
             StorageError: for other failures of the store. Nothing was committed.
         """
         if self._fenced is not None:
-            raise unraised(self._fenced)
+            raise without_traceback(self._fenced)
         created: str | None = None  # name of an entry with this version that was created, and may stay in the log
         while True:
             try:
@@ -632,7 +632,7 @@ class Claim:
 
     def _fence(self, owner: int, version: int) -> FencedError:
         self._fenced = FencedError(self.head.generation, owner, version)
-        return unraised(self._fenced)
+        return without_traceback(self._fenced)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

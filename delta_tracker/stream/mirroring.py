@@ -32,7 +32,7 @@ from delta_tracker.live_objects import Uncopied
 from delta_tracker.stream.format.manifest import Manifest, Merged, Part, Stored, entry_name
 from delta_tracker.stream.format.object_reader import check_size, checked_pieces, read_object
 from delta_tracker.stream.format.parse import parse_manifest
-from delta_tracker.stream.format.table_choice import TableChoice, check_has_all, check_mirrored, state_tables
+from delta_tracker.stream.format.table_choice import TableChoice, check_has_all, check_mirrored, write_mirrored_tables
 from delta_tracker.stream.log import StreamLog, check_merged, check_version, read_bytes
 from delta_tracker.stream.maintenance.retention import Retained, Retention, RetentionPasses
 from delta_tracker.stream.pin import MAX_PIN_BYTES, Pin, newest_pin, pin_name
@@ -310,7 +310,7 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
         log, choice = self._source, self._objects.choice
         if self.head is None:
             choice.narrowed(entry)  # raises MissingTableError
-            state_tables(self._to.storage, choice)
+            write_mirrored_tables(self._to.storage, choice)
         for stored in choice.copied(entry).objects:
             try:
                 self._objects.copy(stored)

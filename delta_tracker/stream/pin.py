@@ -189,7 +189,7 @@ class PinReader:
         self._confirmed: Pin | None = None  # the last one whose entry was read
         self._source: Storage | None = None  # store that had the newest pin
         self._recheck_at = 0.0  # monotonic time at which the newest pin is looked for again, unless it is confirmed
-        self._drop: tuple[Pin, int] | None = None  # until take_drop()
+        self._drop: tuple[Pin, int] | None = None  # until pop_dropped()
         self._next: float | None = None  # monotonic time of the next look; None before the first one succeeded
         self._failing_since: float | None = None  # monotonic time of the first failed look; None after a success
 
@@ -225,7 +225,7 @@ class PinReader:
         if pin == self._newest:
             self._recheck_at = 0.0
 
-    def take_drop(self) -> tuple[Pin, int] | None:
+    def pop_dropped(self) -> tuple[Pin, int] | None:
         """Return the pin dropped since the last call, and the highest valid counter; None if no pin was dropped."""
         drop, self._drop = self._drop, None
         return drop

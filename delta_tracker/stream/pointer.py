@@ -14,7 +14,7 @@ from typing import Annotated, Self
 import xxhash
 from msgspec import Meta, convert
 
-from delta_tracker.errors import MalformedError, StaleCacheError, UnreadablePointerError, unraised
+from delta_tracker.errors import MalformedError, StaleCacheError, UnreadablePointerError, without_traceback
 from delta_tracker.live_objects import Forkable, protect
 from delta_tracker.stream.format.field_types import Count, Hex, Time
 from delta_tracker.stream.format.manifest import MAX_ENTRY_BYTES, Manifest, entry_name
@@ -234,7 +234,7 @@ class PointerReader(Forkable):
             pointer = load_pointer(self._storage.uncached if past_cache else self._storage)
         except UnreadablePointerError as error:
             _report(error)
-            self._read_at, self.trouble = now, unraised(error)
+            self._read_at, self.trouble = now, without_traceback(error)
             return
         self._read_at = now
         self.trouble = trouble = None if pointer is None else self._refusal(pointer)

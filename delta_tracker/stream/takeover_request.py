@@ -14,7 +14,7 @@ from delta_tracker.stream.format.field_types import Count, Hex, Time
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.heartbeat import (
     Heartbeat,
-    check_name,
+    check_predictor_name,
     heartbeat_path,
     read_record,
     see_publisher,
@@ -46,7 +46,7 @@ class PublisherObserver:
     """
 
     def __init__(self, storage: Storage, name: str) -> None:
-        check_name(name)
+        check_predictor_name(name)
         self._storage = storage
         self._name = name
         self._log = StreamLog(storage)

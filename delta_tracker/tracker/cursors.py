@@ -145,7 +145,7 @@ class Cursors:
     def __init__(self, names: Sequence[str]) -> None:
         is_list = not isinstance(names, str) and isinstance(names, Collection)
         for name in names if is_list else ():
-            check_name(name)
+            check_consumer_name(name)
         if not is_list or not names or len(set(names)) != len(names):
             raise InvalidArgumentError("consumers", names, "Pass a list of one or more different names")
         self.consumers = {name: Consumer(name, 0, 0, time.monotonic()) for name in names}
@@ -208,7 +208,7 @@ class Cursors:
         self._times = times
 
 
-def check_name(name: object) -> None:
+def check_consumer_name(name: object) -> None:
     """Raise InvalidArgumentError if the name of a consumer is not a string."""
     if not isinstance(name, str):
         raise InvalidArgumentError("consumer", name, "Pass a name that is a string, such as 'serving'")

@@ -16,7 +16,7 @@ from delta_tracker.sharding.collection_hooks import watch_collections
 from delta_tracker.sharding.kernel_hooks import PostLookupHook
 from delta_tracker.sharding.replicas import watch_syncs
 from delta_tracker.sharding.step_hook import StepHook
-from delta_tracker.sharding.watcher import HookContext, HookListener, Watcher, forget_compiled_code
+from delta_tracker.sharding.watcher import HookContext, HookListener, Watcher, discard_compiled_code
 from delta_tracker.tracker.change_log import ChangeLog
 from delta_tracker.tracker.data_position import DataPosition
 from delta_tracker.tracker.tracked_model import TrackedModel
@@ -58,7 +58,7 @@ class TrackerHooks:
         model, found, context = self._model, self._model.found, self._context
         model.num_attached += 1
         MEMORY.join(self)
-        forget_compiled_code()
+        discard_compiled_code()
         # The model holds the hooks, and they hold the log: remove them if the tracker is deleted without detach().
         self.registered = hooks = list[Watcher]()
         self._deleted = weakref.finalize(self, _remove, hooks)

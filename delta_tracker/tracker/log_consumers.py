@@ -13,7 +13,7 @@ from delta_tracker.arguments import check_count
 from delta_tracker.errors import InvalidArgumentError, NeedsSnapshotError, ReservedConsumerError, StaleDeltaError
 from delta_tracker.rows import ChangedRows, merge_first
 from delta_tracker.sharding.watcher import is_capturing
-from delta_tracker.tracker.cursors import Consumer, Read, check_name
+from delta_tracker.tracker.cursors import Consumer, Read, check_consumer_name
 from delta_tracker.tracker.log_segments import LogSegments, maintain
 from delta_tracker.tracker.log_writes import LogWrites
 from delta_tracker.types import Delta
@@ -199,7 +199,7 @@ class LogConsumers:
 
         If ``holder`` is given, the consumer is transient: it is reserved for this owner and not saved in checkpoints.
         """
-        check_name(consumer)
+        check_consumer_name(consumer)
         with self.lock:
             if consumer in self.names:
                 raise InvalidArgumentError("consumer", consumer, f"Pass a name not in {list(self.names)}")

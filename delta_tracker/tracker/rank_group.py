@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from delta_tracker.errors import RankLostError, unraised
+from delta_tracker.errors import RankLostError, without_traceback
 
 _logger = logging.getLogger(__name__)
 DEFAULT_TIMEOUT = timedelta(minutes=5)
@@ -139,7 +139,7 @@ class RankGroup:
         None if it could not be started.
         """
         if self._lost is not None:
-            raise unraised(self._lost)
+            raise without_traceback(self._lost)
         assert work is not None, "no rank was lost when it was started"
         while not self._ends_soon(work):
             if meanwhile is not None:
@@ -171,14 +171,14 @@ class RankGroup:
     @property
     def lost(self) -> RankLostError | None:
         """Error that every later operation raises because a rank was lost; None if no rank was lost."""
-        return None if self._lost is None else unraised(self._lost)
+        return None if self._lost is None else without_traceback(self._lost)
 
     @property
     def _group(self) -> Any:  # noqa: ANN401  the type stubs lack the methods of ProcessGroupGloo
         if self._is_starting:  # the collective may or may not have been started
             self.leave("this rank was interrupted while it started a collective")
         if self._lost is not None:
-            raise unraised(self._lost)
+            raise without_traceback(self._lost)
         assert self._gloo is not None, "the group is closed"
         return self._gloo
 
@@ -188,11 +188,11 @@ class RankGroup:
         try:
             yield
         except RankLostError as error:
-            self._lost = unraised(error)
+            self._lost = without_traceback(error)
             raise
         except RuntimeError as error:  # base of DistError; gloo raises it directly
             self._lost = RankLostError(str(error).split("\n", maxsplit=1)[0])
-            raise unraised(self._lost) from error
+            raise without_traceback(self._lost) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +260,7 @@ class _Rendezvous:
             self._has_ended.wait(_LEAVING_SECONDS)
             raise
         if isinstance(self._result, Exception):
-            raise unraised(self._result)
+            raise without_traceback(self._result)
         return self._result
 
     def _wait(self) -> None:
@@ -284,7 +284,7 @@ class _Rendezvous:
             self._result = self._create()
         except Exception as error:  # noqa: BLE001  raised by group()
             is_of_torch = isinstance(error, RuntimeError) and not isinstance(error, RankLostError)
-            self._result = RuntimeError(f"{self._silent} failed: {error}") if is_of_torch else unraised(error)
+            self._result = RuntimeError(f"{self._silent} failed: {error}") if is_of_torch else without_traceback(error)
         finally:
             self._has_ended.set()
 

@@ -44,7 +44,7 @@ def _is_served(job: Job) -> bool:
         return job.is_served_by(model, predictor.version)
 
 
-@pytest.mark.advice("FencedError: Claim._fence opened ServingStreams._newest")
+@pytest.mark.advice("FencedError: Claim._fence decode_message ServingStreams._newest")
 def test_a_fenced_publisher_is_built_again(tmp_path: Path) -> None:
     job = Job(tmp_path)
     with Publisher(ModelDeltaTracker(small_model()), job.url):

@@ -69,7 +69,7 @@ def test_memory_that_is_no_longer_requested_is_freed() -> None:
     for _ in range(8):
         memory.allocate(_LARGE)
     assert 0 < memory.free_bytes < 2 * _LARGE
-    memory.give_back()
+    memory.release_free()
     assert memory.free_bytes == 0
 
 
@@ -109,7 +109,7 @@ def test_a_busy_pool_allocates_new_memory() -> None:
     memory = BufferPool()
     with memory._lock:  # as in a signal handler that interrupts a request, or in a process forked during one
         assert len(memory.allocate(_LARGE)) == _LARGE
-        memory.give_back()
+        memory.release_free()
     assert memory.free_bytes == 0
 
 
@@ -191,7 +191,7 @@ def test_new_rows_are_like_the_old(like: torch.Tensor, num_rows: int) -> None:
 
 
 def test_large_rows_use_pooled_memory() -> None:
-    MEMORY.give_back()
+    MEMORY.release_free()
     like = torch.empty(0, 64)
     places = {new_rows(1 << 15, like).data_ptr() for _ in range(5)}
     assert len(places) == 1

@@ -14,7 +14,7 @@ import torch
 import delta_tracker.cli
 from delta_tracker.cli.commands import commands
 from delta_tracker.cli.main import main
-from delta_tracker.cli.text import plain
+from delta_tracker.cli.text import escaped
 from delta_tracker.stream.heartbeat import Heartbeat, write_heartbeat
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import TableSpec
@@ -240,5 +240,5 @@ def test_what_a_call_lacks_is_named(cli: Cli, writer: Writer, tmp_path: Path, ar
 
 def test_the_tables_to_choose_from_are_named(cli: Cli, trainer: Trainer) -> None:
     cli("diff", trainer.writer.storage.url, 1, 2, code=2)
-    names = [f"--table {plain(each)}" for each in sorted(entry(trainer.writer, 1).tables)]
+    names = [f"--table {escaped(each)}" for each in sorted(entry(trainer.writer, 1).tables)]
     assert f"The stream has 2 tables. Pass {' or '.join(names)}." in cli.err

@@ -271,7 +271,7 @@ def test_an_error_that_ends_the_thread_is_recorded(
     eventually(lambda: predictor.version == last.version)
     predictor.stop()
     (beat,) = read_heartbeats(writer.storage)
-    assert heartbeat_module.evaluate(beat, 0.0, last) == "stopped"
+    assert heartbeat_module.predictor_state(beat, 0.0, last) == "stopped"
 
 
 class _UncopiableError(BaseException):

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from delta_tracker import Canary, Encoding, ModelDeltaTracker, Predictor, Publisher, RawIdIndex
-from delta_tracker.cli.attention import of_predictors
+from delta_tracker.cli.attention import predictor_notices
 from delta_tracker.cli.main import main
 from delta_tracker.cli.predictors import SeenPredictor, read_predictors
 from delta_tracker.errors import (
@@ -485,12 +485,12 @@ def test_heartbeats_metrics_and_commands_name_what_differs(tmp_path: Path, capsy
     figures = Figures(monitor)
     assert [figures.of("model_differences", predictor=f"p-{rule}") for rule in rules] == [1, 0]
     assert figures.of("follow_errors", predictor="p-stop", reason="ModelMismatchError") > 0
-    (notice,) = [each for each in of_predictors(_seen(trainer)) if what in each.what and "p-continue" in each.what]
+    (notice,) = [each for each in predictor_notices(_seen(trainer)) if what in each.what and "p-continue" in each.what]
     assert notice.level == "warning"
     predictors["continue"].stop()
     with pytest.raises(ModelMismatchError):
         stop.stop()
-    assert of_predictors(_seen(trainer)) == [], "both were stopped"
+    assert predictor_notices(_seen(trainer)) == [], "both were stopped"
 
 
 def _seen(trainer: _Trainer) -> list[SeenPredictor]:

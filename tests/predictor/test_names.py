@@ -12,7 +12,7 @@ from torch import nn
 
 from delta_tracker import ModelDeltaTracker, ModelTarget, Predictor, Publisher, Storage
 from delta_tracker.errors import InvalidArgumentError
-from delta_tracker.predictor.served_model import Names
+from delta_tracker.predictor.served_model import NameMap
 
 
 def _model(name: str, *, wraps: bool = False) -> nn.Module:
@@ -56,7 +56,7 @@ def test_what_matches_nothing_is_refused(names: object, message: str) -> None:
 
 def test_a_function_returns_names() -> None:
     with pytest.raises(InvalidArgumentError, match=r"names=None.*Return a name in the model for 'user'"):
-        Names(lambda _: None, ()).of(["user"])
+        NameMap(lambda _: None, ()).of(["user"])
 
 
 _PARTS = st.lists(st.sampled_from(["a", "b", "ab", "t"]), min_size=1, max_size=3).map(".".join)
@@ -73,7 +73,7 @@ def test_the_longest_rule_wins(whole: dict[str, str], prefixes: dict[str, str], 
     given_rules = list({**whole, **rules}.items())
     random.Random(0).shuffle(given_rules)
     known = {*whole.values(), *(f"{own}x" for own in rules.values())}
-    found = Names(dict(given_rules), known).of(names)
+    found = NameMap(dict(given_rules), known).of(names)
     for name in names:
         beginnings = [rule for rule in rules if name.startswith(rule)]
         longest = max(beginnings, key=len, default="")

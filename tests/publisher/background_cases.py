@@ -250,7 +250,7 @@ def seldom_votes(rank: int, world_size: int, url: str, fails: bool) -> dict[str,
     with trainer.tracker:
         cadence = Cadence(batches=3, vote_every=4)
         publisher = Publisher(trainer.tracker, url, dense=trainer.model.module.dense, cadence=cadence)
-        exchange = publisher._versions._ballots
+        exchange = publisher._versions._exchange
         start, sent, broken = exchange.start_votes, [], [4, 8] if fails and rank == 1 else []
 
         def start_votes(vote: Vote) -> Gathering:

@@ -149,7 +149,7 @@ def slower_than_the_timeout(rank: int, world_size: int, url: str) -> dict[str, A
 def committed_between_rounds(rank: int, world_size: int, url: str) -> int:
     """The commit ends while rank 0 answers that it has not ended."""
     model, commits, goes_on = shard(_SPEC), threading.Event(), threading.Event()
-    answer = MessageRounds.answer
+    answer = MessageRounds.send_answer
 
     def slow_answer(rounds: MessageRounds, *data: Any) -> None:
         if commits.is_set() and not goes_on.is_set():
@@ -165,7 +165,7 @@ def committed_between_rounds(rank: int, world_size: int, url: str) -> int:
         storage = WrappedStorage(Storage(url, create=True))
         with (
             Publisher(tracker, storage, timeout=timedelta(seconds=4), upkeep=Upkeep(pointer_seconds=None)) as publisher,
-            mock.patch.object(MessageRounds, "answer", slow_answer),
+            mock.patch.object(MessageRounds, "send_answer", slow_answer),
         ):
             publisher.publish()
             slow = calls(nth(1, on("create", name="log/")), before=wait)

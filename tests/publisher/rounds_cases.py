@@ -17,7 +17,7 @@ def lengths(rank: int, world_size: int) -> None:
             rounds = MessageRounds(group, number)
             if rank == 0:
                 assert rounds.collect() == {each: bytes([each]) * length for each in range(1, world_size)}
-                rounds.answer(b"a" * length)
+                rounds.send_answer(b"a" * length)
             else:
                 rounds.send(bytes([rank]) * length)
                 assert rounds.receive() == b"a" * length

@@ -110,7 +110,7 @@ def test_a_publisher_that_lost_a_rank_at_its_start_leaves_its_name(
 
     tracker, monitor, kept = _tracker(), Monitor(), list[RankLostError]()
     with monkeypatch.context() as patched:
-        patched.setattr(publisher_module, "Ballots", lost)
+        patched.setattr(publisher_module, "VoteExchange", lost)
         try:
             Publisher(tracker, tmp_path / "stream", monitor=monitor)
         except RankLostError as error:

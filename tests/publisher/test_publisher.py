@@ -37,7 +37,7 @@ def test_one_rank_publishes_too(one_rank: RankPool, url: str) -> None:
     one_rank.run(f"{_CASES}:equal", url=url, spec={})
 
 
-@pytest.mark.advice("RankFailedError: declared_states opened")
+@pytest.mark.advice("RankFailedError: declared_states decode_message")
 @pytest.mark.promise("lossless")
 @pytest.mark.parametrize(("broken_rank", "operation"), [(0, "put"), (1, "put"), (0, "create")])
 def test_a_failing_rank_loses_nothing(two_ranks: RankPool, url: str, broken_rank: int, operation: str) -> None:
@@ -72,7 +72,7 @@ def test_after_an_entry_that_the_store_altered_a_snapshot_follows(two_ranks: Ran
     assert other.startswith("RankFailedError: the version was not published: rank 0 failed with AlteredEntryError")
 
 
-@pytest.mark.advice("LostEntryError: opened")
+@pytest.mark.advice("LostEntryError: decode_message")
 @pytest.mark.parametrize("call", ["publish", "snapshot", "step"])
 def test_after_the_newest_entry_was_deleted_all_ranks_continue_with_a_snapshot(
     two_ranks: RankPool, url: str, call: str
@@ -217,7 +217,7 @@ def test_a_share_that_was_not_sent_is_sent_by_the_next_call(two_ranks: RankPool,
 
 
 @pytest.mark.promise("lossless")
-@pytest.mark.advice("RankFailedError: Versions._start")
+@pytest.mark.advice("RankFailedError: VersionStateMachine._start")
 def test_a_version_without_the_rows_of_a_rank_fails_on_all(two_ranks: RankPool, url: str) -> None:
     for message in two_ranks.run(f"{_CASES}:interrupted_message", url=url, then="close", is_later=True):
         assert "rank 1 failed with an interrupt" in message

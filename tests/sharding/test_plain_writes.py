@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from delta_tracker import Cadence, Encoding, ModelDeltaTracker, Predictor, Publisher, Recovery, Storage, restore
 from delta_tracker.errors import InvalidArgumentError, ModelMismatchError, UnsupportedModelError
-from delta_tracker.publisher.cadence import Pace
+from delta_tracker.publisher.cadence import CadenceProgress
 from delta_tracker.sharding import step_hook
 from delta_tracker.sharding.step_hook import StepHook
 from delta_tracker.stream.reading.runtime import REAL
@@ -342,7 +342,7 @@ def test_a_bound_on_rows_holds_after_a_table_has_left_the_model(tmp_path: Path, 
     model = nn.ModuleDict({name: nn.Embedding(_ROWS, 4, sparse=True) for name in ("u", "v")})
     tracker = ModelDeltaTracker(model)
     tracker.mark_changed("v")
-    pace = Pace(Cadence(**bounds), tracker, "default", num_batches=1, runtime=REAL)
+    pace = CadenceProgress(Cadence(**bounds), tracker, "default", num_batches=1, runtime=REAL)
     tracker.get_delta()
     pace.restart()
     del model["v"]

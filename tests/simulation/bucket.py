@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from delta_tracker.stream.storage.store import Span, Store, StoredObject, Transfer
+from delta_tracker.stream.storage.store import ByteRange, Store, StoredObject, Transfer
 from tests.simulation.disk import disk
 from tests.simulation.threads import SCHEDULER
 
@@ -71,7 +71,7 @@ class Pace:
         for _ in range(_num_pieces(name) if self.is_slow else 0):
             self.wait(began)
 
-    def received(self, data: bytes, span: Span, transfer: Transfer) -> NDArray[np.uint8]:
+    def received(self, data: bytes, span: ByteRange, transfer: Transfer) -> NDArray[np.uint8]:
         """Return the bytes of a response, piece by piece. A failed transfer is continued."""
         assert transfer.modified is not None, "the store has its time"
         source = len(data), str(zlib.crc32(data)), datetime.fromtimestamp(transfer.modified, UTC)
@@ -105,7 +105,7 @@ class Bucket(Store):
         self.url = f"s3://bucket/{path.name}"
         self._path, self._pace = path, pace
 
-    def read(self, span: Span, transfer: Transfer) -> NDArray[np.uint8] | None:
+    def read(self, span: ByteRange, transfer: Transfer) -> NDArray[np.uint8] | None:
         data = self._data(span.name)
         if data is None:
             return None

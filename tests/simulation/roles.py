@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from delta_tracker import Storage
-from delta_tracker.stream.storage.store import Span, Store, StoredObject, Transfer
+from delta_tracker.stream.storage.store import ByteRange, Store, StoredObject, Transfer
 from tests.permissions import Permissions, documented, folder_of
 from tests.simulation.values import LESSER
 
@@ -96,7 +96,7 @@ class LimitedStore(Store):
             self._roles.denials.append(Denial(self._names, verb, name))
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), f"{verb} {name}")
 
-    def read(self, span: Span, transfer: Transfer) -> NDArray[np.uint8] | None:
+    def read(self, span: ByteRange, transfer: Transfer) -> NDArray[np.uint8] | None:
         self._check("read", span.name)
         return self._store.read(span, transfer)
 

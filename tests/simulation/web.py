@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from delta_tracker import Storage
-from delta_tracker.stream.storage.store import Span, Store, StoredObject, Transfer
+from delta_tracker.stream.storage.store import ByteRange, Store, StoredObject, Transfer
 from tests.simulation import stores
 from tests.simulation.disk import disk
 from tests.simulation.threads import SCHEDULER
@@ -136,7 +136,7 @@ class _WebStore(Store):
         self.url = f"{_HOST}/{name}"
         self._web, self._name, self._is_uncached = web, name, is_uncached
 
-    def read(self, span: Span, transfer: Transfer) -> NDArray[np.uint8] | None:
+    def read(self, span: ByteRange, transfer: Transfer) -> NDArray[np.uint8] | None:
         data = self._fetch(span.name)
         transfer.modified = float(int(SCHEDULER.now))
         return None if data is None else span.of(data)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from delta_tracker.stream.heartbeat import Heartbeat, evaluate
+from delta_tracker.stream.heartbeat import Heartbeat, predictor_state
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.pin import Pin
 from delta_tracker.stream.reading.canary import Canary
@@ -37,22 +37,22 @@ def test_a_state_is_judged_by_the_window(
     versions: list[int], lags: list[int | None], error: str | None, seconds: float, state: str
 ) -> None:
     beat = beat_of(versions, lags, error)
-    assert evaluate(beat, seconds, HEAD) == state
-    assert evaluate(beat, seconds, HEAD, order=PIN) == ("silent" if state == "silent" else "pinned")
+    assert predictor_state(beat, seconds, HEAD) == state
+    assert predictor_state(beat, seconds, HEAD, order=PIN) == ("silent" if state == "silent" else "pinned")
     for order in (replace(PIN, counter=3), replace(PIN, kind="release"), replace(PIN, stream="1" * 32)):
-        assert evaluate(beat, seconds, HEAD, order=order) == state
+        assert predictor_state(beat, seconds, HEAD, order=order) == state
 
 
 def test_an_error_of_a_predictor_that_has_the_newest_version_is_no_failure() -> None:
-    assert evaluate(beat_of([9] * 10, [0] * 9 + [None], "one poll failed"), 1.0, HEAD) == "current"
-    assert evaluate(beat_of([8] * 10, [None] * 10, "no poll succeeds"), 1.0, HEAD) == "failing"
+    assert predictor_state(beat_of([9] * 10, [0] * 9 + [None], "one poll failed"), 1.0, HEAD) == "current"
+    assert predictor_state(beat_of([8] * 10, [None] * 10, "no poll succeeds"), 1.0, HEAD) == "failing"
 
 
 def test_a_canary_is_current_while_no_version_comes() -> None:
     beat = replace(beat_of([5] * 10, [4] * 10, None), canary_versions=4)
-    assert evaluate(beat, 1.0, HEAD) == "current"
+    assert predictor_state(beat, 1.0, HEAD) == "current"
     late = replace(beat_of([5] * 10, [4, 5, 5, 5, 5, 6, 6, 7, 8, 9], None), canary_versions=4)
-    assert evaluate(late, 1.0, HEAD) == "stuck"
+    assert predictor_state(late, 1.0, HEAD) == "stuck"
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_a_canary_is_current_while_no_version_comes() -> None:
 )
 def test_a_canary_that_keeps_its_distance_is_current(canary: Canary | None, lags: list[int | None], state: str) -> None:
     beat = keeping(canary, beat_of([3, 4, 5], lags, None))
-    assert evaluate(beat, 1.0, HEAD) == state
+    assert predictor_state(beat, 1.0, HEAD) == state
 
 
 @pytest.mark.parametrize(
@@ -90,9 +90,9 @@ def test_a_canary_that_may_not_apply_a_release_yet_waits(
     lags: list[int | None] = [4, 5, 6][: len(versions)]
     beat = keeping(canary, beat_of(versions, lags, error))
     order = replace(PIN, counter=3, kind="release", version=release, time=HEAD.created - age)
-    assert evaluate(beat, 1.0, HEAD, order=order) == state
-    assert evaluate(replace(beat, pin=3), 1.0, HEAD, order=order) != "waiting"
-    assert evaluate(beat, 60.0, HEAD, order=order) == "silent"
+    assert predictor_state(beat, 1.0, HEAD, order=order) == state
+    assert predictor_state(replace(beat, pin=3), 1.0, HEAD, order=order) != "waiting"
+    assert predictor_state(beat, 60.0, HEAD, order=order) == "silent"
 
 
 @pytest.mark.parametrize(
@@ -108,16 +108,16 @@ def test_a_canary_that_may_not_apply_a_release_yet_waits(
 def test_a_predictor_that_goes_on_after_a_pin_is_unpinned(versions: list[int], pin: int, state: str) -> None:
     lags: list[int | None] = [1, 2, 3][: len(versions)]
     beat = replace(beat_of(versions, lags, None), pin=pin)
-    assert evaluate(beat, 1.0, HEAD, order=replace(PIN, counter=3)) == state
-    assert evaluate(beat, 60.0, HEAD, order=replace(PIN, counter=3)) == "silent"
+    assert predictor_state(beat, 1.0, HEAD, order=replace(PIN, counter=3)) == state
+    assert predictor_state(beat, 60.0, HEAD, order=replace(PIN, counter=3)) == "silent"
 
 
 def test_a_predictor_of_another_stream_is_elsewhere() -> None:
     beat = replace(beat_of([9] * 10, [0] * 10, None), stream="1" * 32)
-    assert evaluate(beat, 1.0, HEAD) == "elsewhere"
-    assert evaluate(beat, 1.0, HEAD, order=PIN) == "elsewhere"
-    assert evaluate(beat, 46.0, HEAD) == "silent"
-    assert evaluate(replace(beat, stream=None, version=None), 1.0, HEAD) == "current", "it has no version yet"
+    assert predictor_state(beat, 1.0, HEAD) == "elsewhere"
+    assert predictor_state(beat, 1.0, HEAD, order=PIN) == "elsewhere"
+    assert predictor_state(beat, 46.0, HEAD) == "silent"
+    assert predictor_state(replace(beat, stream=None, version=None), 1.0, HEAD) == "current", "it has no version yet"
 
 
 def keeping(canary: Canary | None, beat: Heartbeat) -> Heartbeat:

@@ -238,7 +238,7 @@ def test_the_first_heartbeat_after_a_failover_is_not_late(clock: _Clock) -> None
     writer.storage.rules.append(fails(on("replace")))
     for _ in range(3600):
         clock.seconds += 1
-        predictor._follower._beat()
+        predictor._follower._write_heartbeat()
     writer.storage.rules.append(fails())
     with pytest.raises(StorageError):
         predictor.sync()
@@ -263,7 +263,7 @@ def test_a_predictor_that_starts_before_its_stream_warns_of_nothing(clock: _Cloc
     predictor = Predictor({FQN: torch.zeros(20, 4)}, url, name="p")
     with pytest.raises(NoSnapshotError):
         predictor.sync()
-    predictor._follower._beat()
+    predictor._follower._write_heartbeat()
     assert not caplog.text
     Writer(Storage(url, create=True)).snapshot()
     clock.seconds += 5.0
@@ -289,7 +289,7 @@ def test_a_heartbeat_never_creates_a_stream(clock: _Clock, tmp_path: Path, *, is
         clock.seconds += 5.1
         with pytest.raises(StreamError):
             each.sync()
-        each._follower._beat()
+        each._follower._write_heartbeat()
     assert list(tmp_path.rglob("*")) == [root] * is_mounted
 
 
@@ -303,7 +303,7 @@ def test_heartbeats_follow_the_directory_of_the_stream(clock: _Clock, tmp_path: 
     root.rename(volume)
     (root / "lost+found").mkdir(parents=True)
     clock.seconds += 5.1
-    predictor._follower._beat()
+    predictor._follower._write_heartbeat()
     assert [each.name for each in root.rglob("*")] == ["lost+found"]
     (root / "lost+found").rmdir()
     root.rmdir()
@@ -313,7 +313,7 @@ def test_heartbeats_follow_the_directory_of_the_stream(clock: _Clock, tmp_path: 
             Writer(Storage(root.as_uri(), create=True)).snapshot()
         clock.seconds += 5.1
         predictor.sync()
-        predictor._follower._beat()
+        predictor._follower._write_heartbeat()
         (beat,) = read_heartbeats(Storage(root.as_uri()))
         assert beat.stream == StreamLog(Storage(root.as_uri())).head().stream
 
@@ -321,7 +321,7 @@ def test_heartbeats_follow_the_directory_of_the_stream(clock: _Clock, tmp_path: 
 @pytest.mark.parametrize("canary", [None, Canary(versions=3), Canary(seconds=1234567.25)])
 def test_a_heartbeat_has_the_distance_of_a_canary(canary: Canary | None) -> None:
     storage = Writer(Storage("memory://")).storage
-    Predictor({FQN: torch.zeros(20, 4)}, storage, name="p", rollout=Rollout(canary=canary))._follower._beat()
+    Predictor({FQN: torch.zeros(20, 4)}, storage, name="p", rollout=Rollout(canary=canary))._follower._write_heartbeat()
     (beat,) = read_heartbeats(storage)
     found = beat.canary_versions, beat.canary_seconds
     assert found == (None, None) if canary is None else (canary.versions, canary.seconds)

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from delta_tracker.stream.interruption import Interrupted, answer, check, checked, interruptible
+from delta_tracker.stream.interruption import Interrupted, check, checked, interruptible, send_request
 
 
 async def _late(waits: asyncio.Event) -> str:
@@ -18,7 +18,7 @@ async def _late(waits: asyncio.Event) -> str:
 def test_a_thread_without_a_flag_is_never_interrupted() -> None:
     check()
     assert list(checked([1, 2])) == [1, 2]
-    assert answer(lambda: "blocking", lambda: _late(asyncio.Event())) == "blocking"
+    assert send_request(lambda: "blocking", lambda: _late(asyncio.Event())) == "blocking"
 
 
 def test_checks_raise_once_the_flag_is_set() -> None:
@@ -62,10 +62,10 @@ def test_a_request_is_abandoned_when_the_flag_is_set() -> None:
         return "answer"
 
     with interruptible(stop):
-        assert answer(lambda: "blocking", at_once) == "answer"
+        assert send_request(lambda: "blocking", at_once) == "answer"
         timer = threading.Timer(0.05, stop.set)
         timer.start()
         with pytest.raises(Interrupted):
-            answer(lambda: "blocking", request)
+            send_request(lambda: "blocking", request)
         timer.join(60)
     assert cancelled == [True]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from delta_tracker.errors import InvalidArgumentError, UnsupportedModelError
 from delta_tracker.raw_ids import NO_OWNER
-from delta_tracker.sharding.collisions import LocalOwners, MchOwners, Versions
+from delta_tracker.sharding.collisions import LocalOwners, MchOwners, TensorVersions
 from delta_tracker.tracker.change_log import ChangeLog
 from delta_tracker.tracker.store.owner_store import OwnerStore
 from delta_tracker.tracker.store.segments import SegmentStore
@@ -239,9 +239,9 @@ def test_owners_are_compared_only_after_a_write_of_the_module() -> None:
     assert marked == [[0], [1]]
     assert len(reads) == 2
     module._mch_sorted_raw_ids = module._mch_sorted_raw_ids.clone()  # another tensor with the same version
-    token = Versions(module._mch_sorted_raw_ids)
-    assert token == Versions(module._mch_sorted_raw_ids)
-    assert token != Versions(module._mch_sorted_raw_ids.clone())
+    token = TensorVersions(module._mch_sorted_raw_ids)
+    assert token == TensorVersions(module._mch_sorted_raw_ids)
+    assert token != TensorVersions(module._mch_sorted_raw_ids.clone())
     assert store.copy.nbytes == 8 * _NUM_SLOTS
 
 

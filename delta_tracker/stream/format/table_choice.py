@@ -126,7 +126,7 @@ def check_mirrored(storage: Storage, choice: TableChoice, *, is_empty: bool) -> 
         raise InvalidArgumentError("tables", list(choice.patterns) or None, remedy)
 
 
-def state_tables(storage: Storage, choice: TableChoice) -> None:
+def write_mirrored_tables(storage: Storage, choice: TableChoice) -> None:
     """State the tables of a new mirror. Raises InvalidArgumentError if the statement of another mirror exists."""
     if choice.patterns:
         storage.create(TABLES_NAME, encode(_Tables(list(choice.patterns))))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from delta_tracker.arguments import check_count, check_seconds, check_type, refuses_unknown
-from delta_tracker.errors import MalformedError, StorageError, kind_of, unraised
+from delta_tracker.errors import MalformedError, StorageError, kind_of, without_traceback
 from delta_tracker.stream.interruption import Interrupted, interruptible
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.maintenance.compaction import compact
@@ -203,6 +203,6 @@ class UpkeepThread:
         before = self._errors.get(step)
         if before is None or kind_of(error) != kind_of(before):
             _logger.warning("upkeep failed, the next pass retries: url=%s error=%s", self._log.storage.url, error)
-        self._errors = {**self._errors, step: unraised(error)}
+        self._errors = {**self._errors, step: without_traceback(error)}
         if self._on_failure is not None:
             self._on_failure(step)

@@ -113,7 +113,7 @@ class Orders:
             return None
         source = self._sources[number]
         pin = source.pins.order(source.storage, stream=self._stream, at_once=at_once)
-        if (drop := source.pins.take_drop()) is not None:
+        if (drop := source.pins.pop_dropped()) is not None:
             self._drop(*drop)
         self._shown[number] = None if pin is None else Order.of(pin)
         found = [each for each in (*self._shown.values(), self.followed) if each is not None]

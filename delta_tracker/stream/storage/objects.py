@@ -19,7 +19,7 @@ from obstore.exceptions import AlreadyExistsError, BaseError, NotSupportedError,
 from obstore.store import from_url
 
 from delta_tracker.errors import InvalidArgumentError, StorageError
-from delta_tracker.stream.interruption import answer, checked, is_interruptible
+from delta_tracker.stream.interruption import checked, is_interruptible, send_request
 from delta_tracker.stream.storage.store import ByteRange, Store, StoredObject, Transfer, pieces
 from delta_tracker.stream.storage.url import connection, seconds_of, suggestion
 
@@ -151,7 +151,7 @@ class BucketStore(Store):
         pages = obstore.list(self._client(), prefix, offset=after or None, chunk_size=PAGE_OBJECTS)
         found: list[StoredObject] = []
         # obstore repeats a request for that time.
-        while page := answer(lambda: next(pages, None), lambda: _next(pages), 2 * self._silence_seconds):
+        while page := send_request(lambda: next(pages, None), lambda: _next(pages), 2 * self._silence_seconds):
             found += (StoredObject(each["path"], each["size"], each["last_modified"].timestamp()) for each in page)
         return found
 
@@ -167,7 +167,7 @@ class BucketStore(Store):
     def _ask(
         self, blocking: Callable[P, T], request: Callable[P, Awaitable[T]], *args: P.args, **options: P.kwargs
     ) -> T:
-        return answer(partial(blocking, *args, **options), partial(request, *args, **options))
+        return send_request(partial(blocking, *args, **options), partial(request, *args, **options))
 
     def _request(self, name: str, begin: int, end: int | None) -> GetResult:
         options: GetOptions = {}
@@ -190,7 +190,7 @@ class BucketStore(Store):
             seconds = began + self._silence_seconds + due / _BYTES_PER_SECOND - time.monotonic()
             if seconds > 0:
                 with suppress(TimeoutError):
-                    chunk: bytes | None = answer(lambda: next(stream, None), lambda: _next(stream), seconds)
+                    chunk: bytes | None = send_request(lambda: next(stream, None), lambda: _next(stream), seconds)
                     return chunk
             reason = f"{span.name} arrives too slowly: {transfer.num_bytes - first} bytes"
             raise StorageError(self.url, f"{reason} in {time.monotonic() - began:.0f} s")

@@ -93,7 +93,7 @@ def local_directory(url: object) -> Path | None:
     return Path(unquote(parts.path)) if parts.scheme == "file" else None
 
 
-def shown_url(url: str) -> str:
+def redacted_url(url: str) -> str:
     """Return ``url`` without user and password, for use in metrics."""
     parts = urlsplit(url)  # of any kind of store
     return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl() if "@" in parts.netloc else url

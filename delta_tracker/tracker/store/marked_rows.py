@@ -154,7 +154,7 @@ class MarkedRows:
             if states is None:
                 kept.mark_new(rows, whole_numbers(ids), self._old_states)
             else:
-                kept.mark_with(rows, whole_numbers(ids), states)
+                kept.mark_and_save(rows, whole_numbers(ids), states)
             if self.pads:
                 self._spill_excess()
 

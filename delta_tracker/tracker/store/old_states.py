@@ -55,7 +55,7 @@ class OldStates:
         new = marked.mark_new(ids)
         self.pieces.append((new, read(new)))
 
-    def mark_with(self, marked: RowSet, ids: Tensor, states: Tensor) -> None:
+    def mark_and_save(self, marked: RowSet, ids: Tensor, states: Tensor) -> None:
         """Mark rows, and save the given states of newly marked rows.
 
         ``ids`` is ``[N]`` int64, unique local ids in any order. ``states`` is ``[N, S]``.
@@ -313,8 +313,8 @@ class DeviceStates(OldStates):
         if 2 * block.highest >= block.capacity:
             block.start_copy()
 
-    def mark_with(self, marked: RowSet, ids: Tensor, states: Tensor) -> None:
-        """Mark rows, and save the given states of newly marked rows, see :meth:`OldStates.mark_with`."""
+    def mark_and_save(self, marked: RowSet, ids: Tensor, states: Tensor) -> None:
+        """Mark rows, and save the given states of newly marked rows, see :meth:`OldStates.mark_and_save`."""
         is_new = ~marked.contains(ids)
         marked.mark(ids)
         order = is_new.logical_not().byte().sort(stable=True).indices  # new rows first
