@@ -15,6 +15,9 @@ it, and its advice leads to the permission. In others, the previous release read
 versions, in one process for all worlds of a program (``previous.py``). In some worlds of several ranks, mirrors copy
 the parts of some tables only: they are read as far as a predictor needs these tables, and never promoted.
 
+In some worlds, a program on each rank reads the changed rows by the methods of TorchRec's tracker: no row is missing
+that has changed since its last read, and the former rows are exact.
+
 ``history.py`` keeps what was committed and ordered, ``rules.py`` checks each call of a predictor against it, and
 ``targets.py`` finds by brute force where a predictor must end. ``stores.py`` has the stores, which ``bucket.py`` shows
 as object stores, and ``web.py`` through a caching web server. ``served.py`` has what predictors write to. ``disk.py``

@@ -65,6 +65,9 @@ class JobTrainer:
     def train(self, choice: int) -> None:
         self._job.call(lambda trainer: trainer.train(choice))
 
+    def read(self) -> str | None:
+        return next(filter(None, self._job.call(Trainer.read)), None)
+
     def spoil(self, choice: int, value: float, *, is_dense: bool) -> None:
         self._job.call(lambda trainer: trainer.spoil(choice, value, is_dense=is_dense))
 

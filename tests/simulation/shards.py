@@ -77,6 +77,11 @@ class TrainedShards:
         named = {f"{fqn} {name}": each for fqn, held in states.items() for name, each in held.items()}
         return pieces(dict(self.module.state_dict())), pieces(named)
 
+    def rows(self) -> dict[str, Tensor]:
+        """Return the rows of this rank, by the FQN of the table."""
+        tables, _ = self.pieces()
+        return {name.removesuffix(".weight"): shard for name, shards in tables.items() for _, shard in shards}
+
 
 Piece = tuple[tuple[int, ...], Tensor]
 """Offsets of a shard, and a copy of its values."""

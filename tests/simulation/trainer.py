@@ -13,7 +13,8 @@ from torch import distributed as dist
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
-from delta_tracker import Encoding, ModelDeltaTracker, Publisher, Recovery, Retention, Standby, Upkeep, restore
+from delta_tracker import Encoding, Publisher, Recovery, Retention, Standby, Upkeep, restore
+from delta_tracker.compat import ModelDeltaTracker
 from delta_tracker.errors import DeltaTrackerError
 from delta_tracker.integrations.dcp import SavedTracker
 from delta_tracker.monitor import Monitor
@@ -32,6 +33,7 @@ SHAPES: tuple[Mapping[str, tuple[int, int]], ...] = (
 SHARDED = ("tables.embedding_bags.bag.weight", "tables.embedding_bags.plain.weight")
 TABLES = ("bag.weight", "plain.weight", "extra.weight", "item", *SHARDED)
 _LARGE = 1e4
+_CONSUMER = "program"
 
 
 class Model(nn.Module):
@@ -91,6 +93,10 @@ class Trained(Protocol):
         """Return the states of the optimizer."""
         ...
 
+    def rows(self) -> dict[str, Tensor]:
+        """Return the rows of this rank, by the FQN of the table."""
+        ...
+
 
 class _TrainedModel:
     """The model in training."""
@@ -139,6 +145,9 @@ class _TrainedModel:
 
     def copy(self) -> dict[str, Tensor]:
         return self.module.copy()
+
+    def rows(self) -> dict[str, Tensor]:
+        return {name: tensor.detach().clone() for name, tensor in self.module.tables().items()}
 
     def states(self) -> dict[str, Tensor]:
         names = [name for name, _ in self.module.named_parameters()]
@@ -248,6 +257,11 @@ def num_common(name: str, trained: Mapping[str, Tensor], held: Mapping[str, Tens
     return None if one == other else min(one[0], other[0]) if is_resized else 0
 
 
+def _unequal(rows: Tensor, others: Tensor) -> Tensor:
+    """Return the numbers of the rows whose bits differ."""
+    return (rows.view(torch.int32) != others.view(torch.int32)).any(1).nonzero().flatten()
+
+
 def _is_equal(trained: Tensor, held: Tensor, encoding: str | None) -> Tensor:
     """Return a mask of the values that are equal bit for bit, or within the rounding of a quantised row."""
     if encoding == "INT8":
@@ -283,7 +297,9 @@ class Trainer:
         self.clock = SCHEDULER.clock
         self.trained = _trained(schedule, number)
         self.standby: Any = None
-        self._tracker = ModelDeltaTracker(self.trained.module, monitor=monitor)
+        names, mode = (["default", _CONSUMER], schedule.read_mode) if schedule.read_mode else (None, "ID_ONLY")
+        self._tracker = ModelDeltaTracker(self.trained.module, names, mode=mode, monitor=monitor)
+        self._rows = self.trained.rows() if schedule.read_mode else {}  # when the consumer read last
         self.publisher: Publisher | None = None
 
     def copy(self) -> Copy:
@@ -303,6 +319,27 @@ class Trainer:
             if optimizer is not None:
                 optimizer.step()
             self._tracker.step()
+
+    def read(self) -> str | None:
+        """Read the changed rows as a program of TorchRec does. Return what is wrong, None if nothing is.
+
+        The first read after rows were written from outside of training is not compared.
+        """
+        if not self._schedule.read_mode:
+            return None
+        before, self._rows = self._rows, self.trained.rows()
+        found = self._tracker.get_unique(_CONSUMER)
+        for fqn, rows in before.items():
+            ids, states = found[fqn].ids, found[fqn].states
+            changed = _unequal(rows, self._rows[fqn])
+            if not bool(torch.isin(changed, ids).all()):
+                return f"{fqn}: {ids.tolist()} lacks some of {changed.tolist()}"
+            wrong = torch.empty(0, dtype=torch.int64) if states is None else _unequal(states, rows[ids])
+            if states is not None and isinstance(self.trained, _TrainedModel):
+                wrong = wrong[~states[wrong].isnan().all(1)]  # unknown, because of a write besides the optimizer's
+            if len(wrong):
+                return f"{fqn}: the former rows of {ids[wrong].tolist()} are wrong"
+        return None
 
     def spoil(self, choice: int, value: float, *, is_dense: bool) -> None:
         """Train, and get rows or a dense tensor of a bad value. They keep it until :meth:`heal`."""
@@ -346,6 +383,7 @@ class Trainer:
             self.publisher = Publisher(
                 self._tracker,
                 url,
+                "default" if schedule.read_mode else None,
                 dense=None if schedule.has_raw_ids or schedule.ranks > 1 else self.trained.module,
                 monitor=self._monitor,
                 encoding=None if schedule.encoding is None else Encoding[schedule.encoding],
@@ -367,6 +405,7 @@ class Trainer:
         """Restore the newest version; return its stream and version."""
         module = self.trained.module
         restored = restore(module, url, tracker=self._tracker, recovery=self._recovery, on_model_change=self._rule)
+        self._rows.clear()
         return restored.stream, restored.version
 
     @property
@@ -382,6 +421,7 @@ class Trainer:
         states = {**self._checkpointed(), "tracker": SavedTracker(self._tracker, path)}
         dcp.load(states, checkpoint_id=path, no_dist=True)
         set_optimizer_state_dict(self.trained.module, self._optimizer, optim_state_dict=states["optimizer"])
+        self._rows.clear()
 
     @property
     def _optimizer(self) -> torch.optim.Optimizer:
@@ -394,6 +434,7 @@ class Trainer:
 
     def stand_by(self, url: Any) -> Standby:
         """Return a standby of the trainer at the url."""
+        self._rows.clear()
         self.standby = Standby(
             self.trained.module,
             url,

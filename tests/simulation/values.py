@@ -284,6 +284,7 @@ INSERTED = {
         "follow",
         "misuse_mirror",
         "read_previous",
+        "read_rows",
         "set_clock",
         "slow",
         "spoil_copy",
@@ -303,6 +304,7 @@ _CHANGES_SHARE = 0.1  # of the schedules
 _CHANGE_SHARE, _SERVED_SHARE = 0.08, 0.05
 _ROLES_SHARE, _LESSER_SHARE = 0.4, 0.4  # of the schedules with object stores, and of those with roles
 _PREVIOUS_SHARE, _READ_SHARE, _BEGIN_SHARE = 0.1, 0.15, 0.5  # of the schedules, and of the operations of these
+_READS_SHARE, _READ_ROWS_SHARE = 0.15, 0.2
 _MIRRORS_SHARE, _MIRROR_SHARE, _MISUSE_SHARE = 0.15, 0.06, 0.04
 _MIRRORED = (0, 1, 2, 2, 2, 3)  # choices of tables; that of 2 is only in parts of the last rank
 _MIRROR_FIRST = (2, 4, 5, 5, 7, 8)  # orders of the urls
@@ -311,7 +313,7 @@ _LEAST, _MOST = 12, 60
 
 
 # Settings that a schedule without them does not name, so that its text stays as it was before there were these.
-_OMITTED = {"has_roles", "lesser", "has_previous", "mirrored"}
+_OMITTED = {"has_roles", "lesser", "has_previous", "mirrored", "read_mode"}
 
 
 class Operation(NamedTuple):
@@ -347,6 +349,7 @@ class Schedule:
         has_previous: True if the previous release reads the stores, and perhaps publishes the first versions.
         mirrored: choice of the tables of each mirror, 0 for all: that of the second store, plus ``TABLE_CHOICES`` times
             that of the third one. Several ranks train, so that the tables are in several parts.
+        read_mode: mode of the tracker if a consumer of each rank reads changed rows as with TorchRec; empty if none.
     """
 
     seed: int
@@ -362,6 +365,7 @@ class Schedule:
     lesser: str | None = None
     has_previous: bool = False
     mirrored: int = 0
+    read_mode: str = ""
 
     def with_operations(self, operations: Sequence[Operation]) -> Schedule:
         return replace(self, operations=tuple(operations))
@@ -470,7 +474,7 @@ def _widened(schedule: Schedule, chance: random.Random) -> Schedule:
     if not schedule.has_raw_ids and changes.random() < _CHANGES_SHARE:
         steps, ranks = _with_changes(steps, changes), 1
     schedule = replace(schedule, operations=tuple(steps), has_buckets=has_buckets, ranks=ranks)
-    return _with_mirrors(_with_previous(_with_roles(schedule)))
+    return _with_reads(_with_mirrors(_with_previous(_with_roles(schedule))))
 
 
 def _with_roles(schedule: Schedule) -> Schedule:
@@ -505,6 +509,15 @@ def _with_mirrors(schedule: Schedule) -> Schedule:
     steps = [*_first(opening, chance), *steps]
     one, other = chance.choices(_MIRRORED, k=2)
     return replace(schedule, operations=tuple(steps), mirrored=one + TABLE_CHOICES * other)
+
+
+def _with_reads(schedule: Schedule) -> Schedule:
+    """Return a schedule with a consumer that reads the trainer's changed rows, in some schedules."""
+    chance = random.Random(f"{schedule.seed} reads")
+    if schedule.has_raw_ids or chance.random() >= _READS_SHARE:
+        return schedule
+    steps = _inserted(schedule.operations, "read_rows", _READ_ROWS_SHARE, chance)
+    return replace(schedule, operations=tuple(steps), read_mode=chance.choice(["ID_ONLY", "EMBEDDING"]))
 
 
 def _inserted(steps: Sequence[Operation], kind: str, share: float, chance: random.Random) -> list[Operation]:

@@ -339,6 +339,17 @@ class World:
     def _heal(self, who: int, choice: int) -> str:
         return "healed" if self.trainer.heal() else "nothing"
 
+    def _read_rows(self, who: int, choice: int) -> str | None:
+        """Let a program on the trainer read the rows that have changed since its last read."""
+        if not self._schedule.read_mode:
+            return None
+        wrong = None
+        with self._call("read rows", self._schedule.ranks) as errors:
+            wrong = self.trainer.read()
+        if wrong or errors:
+            raise RuleError("changed rows", f"{wrong or errors}")
+        return self._schedule.read_mode
+
     def _publish(self, who: int, choice: int) -> str:
         self._step(self.trainer, choice)
         return str(self._commit("publish"))
