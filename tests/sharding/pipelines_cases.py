@@ -35,8 +35,8 @@ from tests.sharding.upstream import module_of
 
 _CUDA = torch.device("cuda", 0)
 _AHEAD = "TrainPipelinePEC"
-_STASHED = "TrainPipelineSparseDistOptStash"
-_ITEMS = 1 << 18  # TorchRec moves states of 1 MiB and more
+STASHED = "TrainPipelineSparseDistOptStash"
+ITEMS = 1 << 18  # TorchRec moves states of 1 MiB and more
 _COMPILED = {"TrainPipelinePT2", "TrainPipelineSparseDistCompAutograd"}
 
 
@@ -84,7 +84,7 @@ class _Counting(torch.optim.SGD):
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, lr=0.1)
         parameter = self.param_groups[0]["params"][0]
-        self.count: Any = torch.zeros(_ITEMS, device=_CUDA)
+        self.count: Any = torch.zeros(ITEMS, device=_CUDA)
         self.state[parameter]["count"] = self.count
 
     def step(self, closure: Any = None) -> Any:
@@ -102,7 +102,7 @@ class _Count:
 
     def state_dict(self) -> dict[str, Tensor]:
         if self._optimizer is None:
-            return {"count": torch.zeros(_ITEMS)}
+            return {"count": torch.zeros(ITEMS)}
         count = self._optimizer.count
         self.num_moved += not count.is_cuda
         return {"count": count.cpu() if count.is_cuda else count.host}
@@ -119,10 +119,10 @@ def stashed(rank: int, world_size: int, url: str, seed: int) -> int:
     spec = Spec([Table("wide", 300, "table:0", 16)], bag=True)
     model, again = shard(spec), shard(spec)
     parts, generator = Parts(model), torch.Generator().manual_seed(rank)
-    with _streams(_STASHED, seed), ModelDeltaTracker(model) as tracker:
+    with _streams(STASHED, seed), ModelDeltaTracker(model) as tracker:
         optimizer = _Counting(parts.dense.parameters())
         saved = _Count(optimizer)
-        trainer = pipeline(_STASHED, parts, optimizer)
+        trainer = pipeline(STASHED, parts, optimizer)
         batches = iter([batch(spec, generator, size=12) for _ in range(9)])
         publisher = Publisher(tracker, url, recovery=Recovery(rank_state={"count": saved}))
         for _ in range(9):
@@ -135,7 +135,7 @@ def stashed(rank: int, world_size: int, url: str, seed: int) -> int:
     for version in range(1, 10):  # 0 is the claim
         loaded = _Count()
         restore(again, url, version, recovery=Recovery(rank_state={"count": loaded}))
-        assert torch.equal(loaded.found, torch.full((_ITEMS,), float(version))), f"version {version}"
+        assert torch.equal(loaded.found, torch.full((ITEMS,), float(version))), f"version {version}"
     return saved.num_moved
 
 

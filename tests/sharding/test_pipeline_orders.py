@@ -9,15 +9,17 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
 import fbgemm_gpu  # noqa: F401  it has the operators
 import pytest
 import torch
 from torch import Tensor, nn
+from torchrec.distributed.comm_ops import Request
 from torchrec.distributed.embedding_sharding import KJTListSplitsAwaitable
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionContext
-from torchrec.distributed.types import LazyNoWait, NoWait, ShardedModule
+from torchrec.distributed.types import LazyAwaitable, NoWait, ShardedModule
 from torchrec.sparse.jagged_tensor import KeyedTensor
 from torchrec.streamable import Pipelineable
 
@@ -30,7 +32,7 @@ from delta_tracker.tracker.change_log import ChangeLog
 from delta_tracker.tracker.store.segments import SegmentStore
 from tests.fake_streams.cached_kernel import CachedKernel, is_own_race
 from tests.fake_streams.simulation import fake_streams
-from tests.sharding.pipelines_cases import has_stages, pipeline
+from tests.sharding.pipelines_cases import ITEMS, STASHED, end_stashes, has_stages, pipeline
 from tests.sharding.upstream import installed
 from tests.sweeps import SWEEPS_ARE_WHOLE
 
@@ -46,7 +48,9 @@ _NAMES = [
     "TrainPipelineFusedSparseDist",
     "TrainPipelineSemiSync",
     "TrainPipelineSparseDist",
+    "TrainPipelineSparseDistBwdOpt",
     "TrainPipelineSparseDistLite",
+    "TrainPipelineSparseDistOptStash",
     "TrainPipelineSparseDistT",
 ]
 
@@ -115,6 +119,20 @@ class _Lookups(nn.Module):
         torch.cuda.set_stream(self._outside.pop())
 
 
+class _Output(LazyAwaitable[KeyedTensor]):
+    """Rows of a table-wise table, with the tensor at which a pipeline may call a function in the backward pass."""
+
+    def __init__(self, rows: Tensor) -> None:
+        super().__init__()
+        request: Any = Request(None, rows.device)  # type: ignore[arg-type]
+        self._rows = request.dummy_tensor = rows
+        self._awaitables = [SimpleNamespace(_tensor_awaitable=request)]
+        self._sharding_types = ["table_wise"]
+
+    def _wait_impl(self) -> KeyedTensor:
+        return KeyedTensor(["t"], [2], self._rows)
+
+
 class _Collection(ShardedModule):  # type: ignore[type-arg]
     def __init__(self, lookups: _Lookups) -> None:
         super().__init__()
@@ -139,7 +157,7 @@ class _Collection(ShardedModule):  # type: ignore[type-arg]
         return found
 
     def output_dist(self, ctx: Any, output: Any) -> Any:
-        return LazyNoWait(KeyedTensor(["t"], [2], output))
+        return _Output(output)
 
 
 class _Model(nn.Module):
@@ -156,6 +174,7 @@ class _Run:
     """Training with a pipeline, and reads between its calls. Host tensors have the rows as of the launched updates."""
 
     def __init__(self, name: str, seed: int) -> None:
+        self._name = name
         self._draw = random.Random(seed)
         self._rows = torch.arange(_ROWS * 2.0).view(_ROWS, 2)
         self._changed: set[int] = set()
@@ -169,6 +188,8 @@ class _Run:
         self._log = ChangeLog({"t": store}, ["a"], delete_on_read=True, max_bytes=None)
         context = HookContext(self._log.writes, Recorder("tracker", self._log, monitor=Monitor()))
         self._hook = PostLookupHook(self._memory, context, lookups=False)
+        self._num_steps = torch.zeros(ITEMS if name == STASHED else 1, device="cuda")
+        self.state = {"parameter": {"num_steps": self._num_steps}}
         torch.cuda.synchronize()
         self._pipeline = pipeline(name, _Model(lookups), self)
 
@@ -179,7 +200,10 @@ class _Run:
             self._maybe_read(0.5)
         self._hook.remove()
         self._read()
+        end_stashes()
         torch.cuda.synchronize()
+        assert self._num_steps.is_cuda == (self._name != STASHED)
+        assert set(self._num_steps.tolist()) == {_STEPS}
         self._kernel.flush()
         assert torch.equal(self._kernel.split_embedding_weights()[0].cpu(), self._rows)
         for ids, rows, changed, expected in self._reads:
@@ -194,6 +218,7 @@ class _Run:
         self._maybe_read(0.3)
 
     def step(self) -> None:
+        self._num_steps.add_(1)
         self._maybe_read(0.3)
 
     def _all_batches(self) -> Iterator[_Ids]:
