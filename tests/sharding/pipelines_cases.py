@@ -34,7 +34,7 @@ from tests.models import Model, Spec, Table, batch, kernels_of, shard
 from tests.sharding.upstream import module_of
 
 _CUDA = torch.device("cuda", 0)
-_AHEAD = "TrainPipelinePEC"
+AHEAD = "TrainPipelinePEC"
 STASHED = "TrainPipelineSparseDistOptStash"
 ITEMS = 1 << 18  # TorchRec moves states of 1 MiB and more
 _COMPILED = {"TrainPipelinePT2", "TrainPipelineSparseDistCompAutograd"}
@@ -53,12 +53,12 @@ def exact(rank: int, world_size: int, name: str) -> tuple[int, int] | None:
         Table("row", 310, "row", 16),
     ]
     spec = Spec(tables[:1] if name in _COMPILED else tables, bag=True)
-    if name == _AHEAD:
+    if name == AHEAD:
         spec = Spec([Table("first", 90, "row"), Table("second", 40, "row")])
     compiler, num_rows = CompileCounter(), 0
     with torch._dynamo.config.patch(optimize_ddp="python_reducer") if name in _COMPILED else nullcontext():
-        model = _sharded_ahead(spec) if name == _AHEAD else shard(spec)
-        parts, generator = model if name == _AHEAD else Parts(model), torch.Generator().manual_seed(rank)
+        model = _sharded_ahead(spec) if name == AHEAD else shard(spec)
+        parts, generator = model if name == AHEAD else Parts(model), torch.Generator().manual_seed(rank)
         optimizer = torch.optim.SGD(model.module.dense.parameters(), lr=0.1, momentum=0.9)
         with _streams(name), ModelDeltaTracker(model) as tracker:
             parts._compiled_autograd_options = {"backend": compiler, "dynamic": True, "fullgraph": False}  # type: ignore[assignment]
