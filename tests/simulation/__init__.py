@@ -3,7 +3,9 @@
 A schedule of plain operations is generated from a seed (``values.py``). ``world.py`` runs it. ``threads.py`` runs the
 threads of all processes one at a time, in an order that the seed decides, and simulates the clock, so that a seed gives
 one run. A trainer has one rank with a plain model (``trainer.py``), or up to four ranks with sharded tables or a table
-of raw ids (``job.py``, ``shards.py``, ``raw_ids.py``), which are threads in simulated process groups (``ranks.py``).
+of raw ids (``job.py``, ``shards.py``, ``raw_ids.py``), which are threads in simulated process groups (``ranks.py``). In
+some worlds, two pairs of ranks train replicas of the sharded tables in a ``DMPCollection``, which averages them now and
+then. Predictors must serve those of the first pair.
 
 In some worlds of one rank, a trainer restarts with other tables (``SHAPES`` in ``trainer.py``): with new weights,
 restored, or as a standby that takes over. Predictors have a model of these, and stop or apply what fits. The reference

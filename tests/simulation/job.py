@@ -74,6 +74,9 @@ class JobTrainer:
     def heal(self) -> bool:
         return self._job.call(Trainer.heal)[0]
 
+    def average(self, *, with_states: bool) -> None:
+        self._job.call(lambda trainer: trainer.average(with_states=with_states))
+
     @property
     def has_publisher(self) -> bool:
         return self._job.call(lambda trainer: trainer.has_publisher)[0]

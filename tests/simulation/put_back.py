@@ -112,7 +112,8 @@ def _run(revert: Revert, first: int, minutes: float) -> _Seen:
             return _Seen(0, failure="no end")
     if not done.stdout.endswith("}\n"):
         return _Seen(0, failure=f"no result: {done.stderr[-_NUM_SHOWN:]}")
-    *findings, counts = done.stdout.splitlines()
+    *said, counts = done.stdout.splitlines()
+    findings = [each for each in said if each.startswith("seed ")]
     seen = json.loads(counts)
     num_operations = sum(seen["calls"].values()) + sum(seen["faults"].values())
     return _Seen(num_operations, findings[0][:_NUM_SHOWN] if findings else "")

@@ -356,6 +356,11 @@ class Trainer:
         self._tracker.step()
         return is_healed
 
+    def average(self, *, with_states: bool) -> None:
+        """Average the replicas of the tables."""
+        trained: Any = self.trained
+        trained.average(with_states=with_states)
+
     @property
     def rank(self) -> int:
         return dist.get_rank() if dist.is_initialized() else 0
@@ -473,4 +478,4 @@ def _trained(schedule: Schedule, number: int) -> Trained:
         return _TrainedModel(number)
     from tests.simulation.shards import TrainedShards  # noqa: PLC0415  torchrec takes seconds
 
-    return TrainedShards()
+    return TrainedShards(2 if schedule.has_replicas else 1, are_adjacent=schedule.seed % 2 == 0)

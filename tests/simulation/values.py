@@ -276,6 +276,7 @@ _SEQUENCE_SHARE = 0.3
 INSERTED = {
     *(
         "advised",
+        "average",
         "begin_previous",
         "change_model",
         "change_served",
@@ -308,12 +309,13 @@ _READS_SHARE, _READ_ROWS_SHARE = 0.15, 0.2
 _MIRRORS_SHARE, _MIRROR_SHARE, _MISUSE_SHARE = 0.15, 0.06, 0.04
 _MIRRORED = (0, 1, 2, 2, 2, 3)  # choices of tables; that of 2 is only in parts of the last rank
 _MIRROR_FIRST = (2, 4, 5, 5, 7, 8)  # orders of the urls
+_REPLICAS_SHARE, _AVERAGE_SHARE = 0.5, 0.15  # of the schedules with four ranks and no states, and of their operations
 _EPISODE_SHARE = 0.4
 _LEAST, _MOST = 12, 60
 
 
 # Settings that a schedule without them does not name, so that its text stays as it was before there were these.
-_OMITTED = {"has_roles", "lesser", "has_previous", "mirrored", "read_mode"}
+_OMITTED = {"has_roles", "lesser", "has_previous", "has_replicas", "mirrored", "read_mode"}
 
 
 class Operation(NamedTuple):
@@ -347,6 +349,7 @@ class Schedule:
         has_roles: True if each actor has only the permissions of its role, in a world with object stores.
         lesser: name in ``LESSER`` of the actor with a lesser role, None for none.
         has_previous: True if the previous release reads the stores, and perhaps publishes the first versions.
+        has_replicas: True if the ranks train two replicas of their tables.
         mirrored: choice of the tables of each mirror, 0 for all: that of the second store, plus ``TABLE_CHOICES`` times
             that of the third one. Several ranks train, so that the tables are in several parts.
         read_mode: mode of the tracker if a consumer of each rank reads changed rows as with TorchRec; empty if none.
@@ -364,6 +367,7 @@ class Schedule:
     has_roles: bool = False
     lesser: str | None = None
     has_previous: bool = False
+    has_replicas: bool = False
     mirrored: int = 0
     read_mode: str = ""
 
@@ -474,7 +478,7 @@ def _widened(schedule: Schedule, chance: random.Random) -> Schedule:
     if not schedule.has_raw_ids and changes.random() < _CHANGES_SHARE:
         steps, ranks = _with_changes(steps, changes), 1
     schedule = replace(schedule, operations=tuple(steps), has_buckets=has_buckets, ranks=ranks)
-    return _with_reads(_with_mirrors(_with_previous(_with_roles(schedule))))
+    return _with_reads(_with_mirrors(_with_replicas(_with_previous(_with_roles(schedule)))))
 
 
 def _with_roles(schedule: Schedule) -> Schedule:
@@ -501,7 +505,7 @@ def _with_previous(schedule: Schedule) -> Schedule:
 def _with_mirrors(schedule: Schedule) -> Schedule:
     """Return a schedule with mirrors of some tables, in some schedules with several ranks."""
     chance = random.Random(f"{schedule.seed} mirrors")
-    if schedule.ranks == 1 or chance.random() >= _MIRRORS_SHARE:
+    if schedule.ranks == 1 or schedule.has_raw_ids or chance.random() >= _MIRRORS_SHARE:
         return schedule
     steps = _inserted(schedule.operations, "mirror", _MIRROR_SHARE, chance)
     steps = _inserted(steps, "misuse_mirror", _MISUSE_SHARE, chance)
@@ -518,6 +522,16 @@ def _with_reads(schedule: Schedule) -> Schedule:
         return schedule
     steps = _inserted(schedule.operations, "read_rows", _READ_ROWS_SHARE, chance)
     return replace(schedule, operations=tuple(steps), read_mode=chance.choice(["ID_ONLY", "EMBEDDING"]))
+
+
+def _with_replicas(schedule: Schedule) -> Schedule:
+    """Return a schedule whose ranks train replicas, which are averaged now and then, in some schedules."""
+    chance = random.Random(f"{schedule.seed} replicas")
+    can_have = schedule.ranks == 4 and not schedule.has_raw_ids and not schedule.states
+    if not can_have or chance.random() >= _REPLICAS_SHARE:
+        return schedule
+    steps = _inserted(schedule.operations, "average", _AVERAGE_SHARE, chance)
+    return replace(schedule, operations=tuple(steps), has_replicas=True)
 
 
 def _inserted(steps: Sequence[Operation], kind: str, share: float, chance: random.Random) -> list[Operation]:

@@ -330,6 +330,14 @@ class World:
         self._step(self.trainer, choice)
         return "trained"
 
+    def _average(self, who: int, choice: int) -> str | None:
+        """Average the replicas, with the states of the optimizer or without."""
+        if not self._schedule.has_replicas:
+            return None
+        self.trainer.average(with_states=choice % 3 > 0)
+        CALLS["average"] += self._schedule.ranks
+        return "averaged"
+
     def _spoil(self, who: int, choice: int) -> str:
         value = 1e8 if who % 3 == 0 else float("nan")
         self.trainer.spoil(choice, value, is_dense=choice % 4 == 0)

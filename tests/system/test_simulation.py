@@ -46,6 +46,7 @@ _PLAIN = replace(
     has_roles=False,
     lesser=None,
     has_previous=False,
+    has_replicas=False,
 )
 
 
@@ -428,6 +429,12 @@ def test_many_random_worlds_break_no_rule_but_the_known_ones(worlds: Interpreter
             "publish 0 1, stand_by 0 0, publish 0 2, take_over 0 1, publish 0 3, sync 0 0, sync 1 0, sync 2 0",
             {"states": True, "has_raw_ids": True, "ranks": 4},
             id="four ranks train a table of raw ids, are restored and replaced",
+        ),
+        pytest.param(
+            "publish 0 0, join 0 0, sync 0 0, average 0 1, publish 0 1, sync 0 0, train 0 0, average 0 0, publish 0 2, "
+            "sync 0 0, burst 0 3, restart_trainer 0 2, publish 0 4, average 0 2, publish 0 5, sync 0 0, snapshot 0 0",
+            {"ranks": 4, "has_replicas": True},
+            id="four ranks train replicas, which are averaged between versions",
         ),
     ],
 )
