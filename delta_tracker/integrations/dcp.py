@@ -87,8 +87,7 @@ class SavedTracker:
         parts = self._saved.parts()
         if not parts:
             return _Wanted()
-        plan = self._tracker.checkpoint.plan_load(parts)
-        return self._saved.wanted(parts, plan.needs())
+        return self._saved.wanted(parts, self._tracker.checkpoint.plan_load(parts).needs())
 
     def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
         """Load the tracker's state from the result of :meth:`state_dict`, filled by ``dcp.load``.

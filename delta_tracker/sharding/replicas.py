@@ -104,23 +104,21 @@ class SyncHook(Watcher):
     all of these ranks.
 
     Args:
-        wrapper: the ``DMPCollection``.
+        dmp: the ``DMPCollection``.
         groups: groups of tracked tables that ``sync`` averages.
         context: listener, recorder and keys of the tracker.
         keeps_states: True if the tracker keeps the old states of rows.
     """
 
-    def __init__(
-        self, wrapper: nn.Module, groups: list[ReplicaGroup], context: HookContext, *, keeps_states: bool
-    ) -> None:
+    def __init__(self, dmp: nn.Module, groups: list[ReplicaGroup], context: HookContext, *, keeps_states: bool) -> None:
         super().__init__([fqn for group in groups for fqn in group.shards], context)
-        self._wrapper = wrapper
+        self._dmp = dmp
         self._groups = groups
         self._keeps_states = keeps_states
         self._left_out_states = False  # the optimizer states of the replicas may differ
         self._unstable: dict[str, Tensor] = {}  # FQN to the rows that the next average changes even if they are equal
         self._listener.diverged(self._tables)
-        self._removals.append(WrappedMethod.add(self.before, wrapper, "sync"))
+        self._removals.append(WrappedMethod.add(self.before, dmp, "sync"))
 
     def before(self, include_optimizer_state: bool = True) -> Callable[[bool], object]:  # noqa: FBT001, FBT002
         """Report the rows that are about to be averaged, and return a function to call after the ``sync``.
@@ -153,7 +151,7 @@ class SyncHook(Watcher):
 
     def _rows_of_all_ranks(self, group: ReplicaGroup, *, includes_states: bool) -> dict[str, Tensor | None]:
         """Return the rows that ``sync`` may change on any rank, ``[N]`` by FQN; None for all. May run a collective."""
-        is_averaged = averages_itself(self._wrapper)
+        is_averaged = averages_itself(self._dmp)
         if not group.is_exchanged:
             is_unchanged = group.num_replicas == 1 and is_averaged
             return self._contained(group.no_row, otherwise=group.every_row()) if is_unchanged else group.every_row()

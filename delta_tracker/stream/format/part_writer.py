@@ -203,5 +203,4 @@ def _state_entries(index: int, rows: BlockRows) -> Iterator[_Entry]:
 
 def _bytes_of(tensor: Tensor, entry: _Entry) -> memoryview:
     assert tensor.dtype == entry.dtype, f"{entry.key} is {entry.dtype}, not {tensor.dtype}"
-    flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-    return flat.numpy().data
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data

@@ -212,11 +212,10 @@ def _decide_for_other_logs(view: View, decision: Decision) -> Decision:
     error = decision.error if isinstance(decision, Fail) else None
     is_unusable = isinstance(error, StorageError | OlderCopyError | LeftOutPartError)
     reread: Reread | None = None
+    other_view = replace(view, looks_for_gap=True, surveys=False)
     for other in others:
         try:
-            found = _decide_for_log(
-                replace(other, may_be_stale=False), replace(view, looks_for_gap=True, surveys=False)
-            )
+            found = _decide_for_log(replace(other, may_be_stale=False), other_view)
         except CACHE_FAULTS as fault:
             damaged = next((each.error for each in view.faults if each.number == other.number), None)
             if reread is None and other.may_be_stale and (damaged or error):
@@ -351,8 +350,7 @@ def _follow_order(log: SeenLog, view: View, position: Position, order: Order) ->
 
 
 def _not_yet(log: SeenLog, order: Order) -> Stay:
-    why = f"the canary does not allow version {order.version} of the {order.kind} yet"
-    return Stay(log, Rule.CANARY, why)
+    return Stay(log, Rule.CANARY, f"the canary does not allow version {order.version} of the {order.kind} yet")
 
 
 def _apply_order(log: SeenLog, view: View, order: Order) -> Apply | Stay:
@@ -367,7 +365,7 @@ def _apply_rollback(log: SeenLog, view: View, order: Order) -> Apply:
     head = log.head()
     if head is None or head.stream != order.stream or head.version < order.version:
         raise _missing(order)
-    return _apply_path(log, view, order, path_to(log, order.version, position=view.position))
+    return _apply_path(log, view, order, path_to(log, order.version, position=view.position), None)
 
 
 def _apply_pin(log: SeenLog, view: View, order: Order) -> Apply | Stay:
@@ -379,9 +377,7 @@ def _apply_pin(log: SeenLog, view: View, order: Order) -> Apply | Stay:
     return _apply_path(log, view, order, path_to_entry(log, target, order.newest, position=start), start)
 
 
-def _apply_path(
-    log: SeenLog, view: View, order: Order, path: Sequence[Manifest], start: Position | None = None
-) -> Apply:
+def _apply_path(log: SeenLog, view: View, order: Order, path: Sequence[Manifest], start: Position | None) -> Apply:
     """Apply ``path``. If one of its entries has a fault, apply another path to the same last entry."""
     if (fault := _first_fault(log, view, path)) is not None:
         may_pass = view.is_patient and isinstance(fault, StorageError)

@@ -14,9 +14,7 @@ from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.stream.storage.store import ByteRange, Store, StoredObject, Transfer
 
 _MAX_KEPT_BYTES = 64 << 20
-_AGAIN_SECONDS = (
-    300.0  # after which objects are reread if the fault lasts: a cache may have got a damaged copy meanwhile
-)
+_AGAIN_SECONDS = 300.0  # after which objects are reread if the fault lasts: a cache may have a damaged copy now
 
 
 class FaultDelay:
