@@ -17,6 +17,7 @@ from delta_tracker.cli.stream_command import Stream, stream_command
 from delta_tracker.cli.text import count, duration, escaped, format_time, plural, size
 from delta_tracker.errors import MalformedError, NoSnapshotError
 from delta_tracker.stream.format.manifest import DTYPE_NAMES, Manifest
+from delta_tracker.stream.format.table_choice import mirrored_tables
 from delta_tracker.stream.heartbeat import see_publisher
 from delta_tracker.stream.pin import newest_pin
 from delta_tracker.stream.reading.path import snapshots
@@ -103,6 +104,7 @@ def _survey(stream: Stream) -> tuple[dict[str, Any], list[Entry], list[SeenPredi
     beat_age = None if beat is None else max(0.0, now - beat)
     figures = {
         "url": storage.url,
+        "mirrored_tables": list(mirrored_tables(storage).patterns),  # empty for all
         "stream": head.stream,
         "head": to_builtins(Entry.of(head)) | {"age_seconds": age},
         "log": _counts(entries)
@@ -225,6 +227,8 @@ def _facts(found: dict[str, Any]) -> Table:
         "size": f"{size(log['part_bytes'])} in {plural(log['parts'], 'part')}, {size(log['entry_bytes'])} of entries",
         "new predictor": start,
     }
+    if found["mirrored_tables"]:
+        lines["mirror of"] = f"the tables {', '.join(map(escaped, found['mirrored_tables']))} only"
     if log["strays"]:
         lines["below a gap"] = (
             f"{plural(log['strays'], 'entry', 'entries')} below a missing one: retention leaves only claims and the "

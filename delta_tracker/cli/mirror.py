@@ -157,6 +157,8 @@ def _promote(out: Output, mirror: Storage) -> int:
 
 
 def _show(stream: Stream, choice: TableChoice, entry: Manifest) -> None:
-    entry = choice.copied(entry)
-    text = f"copied version {entry.version}, a {entry.kind} of {size(entry.total_bytes)}"
-    stream.out.result(Entry.of(entry), text)
+    copied = choice.copied(entry)
+    text = f"copied version {entry.version}, a {entry.kind} of {size(copied.total_bytes)}"
+    if entry.parts and not copied.parts:
+        text = f"copied version {entry.version}, a {entry.kind} without rows of the chosen tables"
+    stream.out.result(Entry.of(copied), text)

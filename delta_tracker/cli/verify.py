@@ -56,6 +56,9 @@ def command(stream: Stream, *, quick: bool) -> int:
     counts, skews, findings = check.counts, check.skews.problems(), check.findings
     names = ("entries", "merged", "parts", "bytes")
     found = {"url": stream.storage.url, "ok": not findings} | {name: counts[name] for name in names}
+    if tables := list(mirrored_tables(stream.storage).patterns):
+        found["mirrored_tables"] = tables
+        stream.out.line(f"a mirror of the tables {', '.join(map(escaped, tables))} only, without the other parts")
     stream.out.json(found | {"skews": skews, "findings": findings})
     done = ", ".join(
         (

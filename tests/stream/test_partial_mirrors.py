@@ -479,6 +479,13 @@ def test_verify_checks_what_is_there(tmp_path: Path, cli: Cli) -> None:
     for quick in ([], ["--quick"]):
         found = cli.json("verify", url, *quick)
         assert (found["findings"], found["entries"], found["merged"], found["parts"]) == ([], 3, 1, 6)
+        assert found["mirrored_tables"] == ["item", "top.*"]
+    assert cli.json("inspect", url)["mirrored_tables"] == ["item", "top.*"]
+    assert "mirror of" in cli("inspect", url)
+    assert cli.json("inspect", stream.storage.url)["mirrored_tables"] == []
+    stream.write("delta", [["user.id"]])
+    said = cli("mirror", stream.storage.url, url, "--once", "--table", "item", "--table", "top.*")
+    assert "a delta without rows of the chosen tables" in said
     cli("mirror", stream.storage.url, url, "--once", "--table", "item", code=2)
     assert "Pass tables=['item', 'top.*'], with which" in cli.err
     cli("mirror", stream.storage.url, url, "--promote", "--force", code=2)
@@ -527,7 +534,7 @@ def test_a_malformed_choice_is_reported_and_copied_back(stream: Stream, partial:
     for data in (b"", b"[]", b'{"tables":[]}', b'{"tables":[1]}', b'{"tables":""}'):
         partial.replace(_STATED, data)
         for call in (lambda: promote(partial), lambda: Mirror(stream.storage, partial, tables="item").step()):
-            with pytest.raises(MalformedError, match=_STATED):
+            with pytest.raises(MalformedError, match="Mirror to an empty destination"):
                 call()
     partial.replace(_STATED, stated)
     assert not Mirror(stream.storage, partial, tables="item").step()

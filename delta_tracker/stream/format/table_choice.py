@@ -110,7 +110,8 @@ def mirrored_tables(storage: Storage) -> TableChoice:
     try:
         return TableChoice(decode(data.tobytes(), type=_Tables).tables)
     except ValueError as error:
-        raise MalformedError(TABLES_NAME, str(error)) from error
+        remedy = f"Mirror to an empty destination: {storage.url} no longer says which parts it lacks"
+        raise MalformedError(TABLES_NAME, str(error)).with_remedy(remedy) from error
 
 
 def check_mirrored(storage: Storage, choice: TableChoice, *, is_empty: bool) -> None:
