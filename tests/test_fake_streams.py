@@ -210,3 +210,29 @@ def test_cuda_is_as_before_afterwards() -> None:
     with fake_streams(0):
         assert torch.cuda.is_available()
     assert (torch.cuda.Stream, torch.cuda.current_stream, threading.Thread.run) == before
+
+
+def test_streams_of_a_priority_are_returned_in_turn() -> None:
+    with fake_streams(0):
+        streams = [torch.cuda.Stream() for _ in range(33)]
+        assert streams[32] == streams[0]
+        assert torch.cuda.Stream(priority=-1) not in streams
+
+
+def test_a_tensor_that_moves_to_the_host_frees_its_memory() -> None:
+    with fake_streams(0):
+        tensor = torch.ones(2, 3, device="cuda")
+        storage, host = tensor.untyped_storage(), tensor.cpu()
+        size = storage.size()
+        storage.resize_(0)
+        assert (storage.size(), storage.data_ptr()) == (0, 0)
+        tensor.data = host
+        assert not tensor.is_cuda
+        assert torch.equal(tensor + 1, host + 1)
+        storage.resize_(size)
+        empty = torch.tensor([], device=0)
+        tensor.data = empty.set_(storage, 0, (2, 3), (3, 1))
+        assert tensor.is_cuda
+        assert not torch.equal(tensor.cpu(), host)
+        tensor.copy_(host)
+        assert torch.equal(tensor.cpu(), host)

@@ -76,4 +76,8 @@ class HostCopy:
 
 def side_stream(device: torch.device) -> Any:  # noqa: ANN401  torch's stubs have no common type
     """Return a stream other than the current one for :class:`HostCopy`; None if ``device`` is not a CUDA device."""
-    return torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+    if device.type != "cuda":
+        return None
+    # Torch returns 32 streams of each priority in turn. Training could wait for copies on those of TorchRec (0 and -1)
+    # and NCCL (-3). Copies have no priority.
+    return torch.cuda.Stream(device, priority=-2)  # type: ignore[no-untyped-call]

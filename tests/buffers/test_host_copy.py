@@ -46,3 +46,11 @@ def test_a_copy_has_the_values_of_the_queued_work(seed: int, aside: bool) -> Non
         assert copy.num_bytes == 32
         assert devices.num_pageable == 0
         assert later.tolist() == [9.0] * 8
+
+
+def test_a_side_stream_is_none_of_the_streams_of_training() -> None:
+    """Neither of those that TorchRec and NCCL ask for, also if torch's pool has returned all its streams before."""
+    with fake_streams(0, pool=(1, 4)):
+        others = [torch.cuda.current_stream(), *(torch.cuda.Stream(priority=each) for each in (0, -1, -3))]
+        assert side_stream(torch.device("cuda", 0)) not in others
+        assert torch.cuda.Stream() in others

@@ -119,7 +119,7 @@ def is_own_race(race: Race) -> bool:
     uses = race.previous_access, race.current_access
     if any(passes(use, "/cached_kernel.py", "prefetch") for use in uses):
         uses = tuple(use for use in uses if not passes(use, "/delta_tracker/rows.py", "take_rows"))
-    return not any(passes(use, "/delta_tracker/sharding/") for use in uses)
+    return not any(passes(use, f"/delta_tracker/{folder}/") for use in uses for folder in ("sharding", "buffers"))
 
 
 def _cache_lookup(numbers: Tensor, state: Tensor, invalid_index: int = -1, *_: Any) -> Tensor:

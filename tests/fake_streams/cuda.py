@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -27,6 +28,7 @@ class FakeStream(torch.Stream):
         stream.devices = devices
         stream.queue = devices.scheduler.queue()
         stream.cuda_stream = number
+        stream._entered = []
         return stream
 
     def wait_event(self, event: FakeEvent) -> None:
@@ -48,12 +50,12 @@ class FakeStream(torch.Stream):
         return not self.queue.pending and self.devices.scheduler.is_done(self.queue.last)
 
     def __enter__(self) -> Any:
-        self._entered = self.devices.entered(self)
-        self._entered.__enter__()
+        self._entered.append(self.devices.entered(self))
+        self._entered[-1].__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._entered.__exit__(*error)
+        self._entered.pop().__exit__(*error)
 
 
 class FakeEvent:
@@ -105,6 +107,8 @@ class FakeDevices:
     Args:
         scheduler: order of the operations.
         count: number of devices.
+        pool: number of streams of a device with the same priority, and number of priorities. As in torch
+            (``c10/cuda/CUDAStream.cpp``), streams with the same priority are returned in turn, and then again.
 
     Attributes:
         num_waits: number of times the host waited for a device.
@@ -112,8 +116,11 @@ class FakeDevices:
         num_pageable: number of copies between a device and host memory that is not pinned.
     """
 
-    def __init__(self, scheduler: Scheduler, count: int) -> None:
+    def __init__(self, scheduler: Scheduler, count: int, pool: tuple[int, int] = (32, 4)) -> None:
         self.scheduler = scheduler
+        self._pool = pool
+        self._pooled: dict[tuple[int, int], list[FakeStream]] = {}
+        self._num_returned: Counter[tuple[int, int]] = Counter()
         self.count = count
         self.num_waits = self.num_operations = self.num_pageable = 0
         self.pinned = PinnedMemory()
@@ -129,11 +136,16 @@ class FakeDevices:
     # Functions of ``torch.cuda``
 
     def stream(self, device: Any = None, priority: int = 0) -> FakeStream:
-        """Return a new stream."""
+        """Return a stream of the pool of a priority."""
+        num_streams, num_priorities = self._pool
         index = self.index(device)
-        stream = FakeStream.of(self, index, next(self._numbers))
-        self._all[index].append(stream)
-        return stream
+        key = index, min(-priority, num_priorities - 1)
+        pooled = self._pooled.setdefault(key, [])
+        if len(pooled) < num_streams:
+            pooled.append(FakeStream.of(self, index, next(self._numbers)))
+            self._all[index].append(pooled[-1])
+        self._num_returned[key] += 1
+        return pooled[(self._num_returned[key] - 1) % num_streams]
 
     def event(self, *_: Any, **__: Any) -> FakeEvent:
         """Return a new event."""

@@ -74,6 +74,7 @@ class Scheduler:
         self._is_running = False
         self._numbers = itertools.count()
         self._queues: list[Queue] = []
+        self._shared: Queue | None = None  # for memory that several streams used, which is freed later
         self._eagerness = self.random.choice([0.0, 0.0, 0.2, 0.5, 0.9])
         self._spread = self.random.choice([0, 0, 1, 3])
 
@@ -102,6 +103,9 @@ class Scheduler:
         with self.lock:
             after = [each.last for each in others if each.last is not None]
             self.order.freed(storage, [queue.number, *(each.queue.number for each in after)])
+            if after:  # later operations of the stream do not wait for the others: they use other memory
+                after += [] if queue.last is None else [queue.last]
+                self._shared = queue = self._shared or self.queue()
             operation = Operation(queue, next(self._numbers), spoil, after)
             self.order.launched(queue.number, operation.number, (), None)
             self._append(operation)

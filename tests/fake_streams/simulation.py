@@ -24,7 +24,11 @@ _FROM_HOST = {torch.tensor, torch.as_tensor, torch.asarray}
 
 @contextmanager
 def fake_streams(
-    seed: int, *, num_devices: int = 1, may_race: Callable[[Race], bool] = lambda _: False
+    seed: int,
+    *,
+    num_devices: int = 1,
+    may_race: Callable[[Race], bool] = lambda _: False,
+    pool: tuple[int, int] = (32, 4),
 ) -> Iterator[FakeDevices]:
     """Context manager in which ``torch.cuda`` is simulated. At its end all operations run.
 
@@ -35,11 +39,12 @@ def fake_streams(
         seed: chooses the order of operations, among the orders that a GPU allows.
         num_devices: number of devices.
         may_race: returns True for a race that is no fault.
+        pool: see :class:`FakeDevices`. ``(1, 1)``: all streams other than the default stream are the same.
 
     Yields:
         The devices, which count the waits of the host and the operations.
     """
-    devices = FakeDevices(Scheduler(seed), num_devices)
+    devices = FakeDevices(Scheduler(seed), num_devices, pool)
     cuda = {
         "_sleep": devices.sleep,
         "Stream": devices.stream,

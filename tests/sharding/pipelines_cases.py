@@ -212,14 +212,25 @@ def _streams(name: str, seed: int = 0) -> AbstractContextManager[Any]:
     return stack
 
 
+def order_stashes() -> None:
+    """Let later restores of optimizer states follow their copies to host memory. TorchRec before 1.9 does not."""
+    for manager in _stash_managers():
+        if manager.is_enabled():
+            manager.thread_submit(lambda: None).result()
+            torch.cuda.current_stream().wait_stream(manager.d2h_stream())
+
+
 def end_stashes() -> None:
     """Drop the thread and the streams of TorchRec's stashes, which belong to one simulation."""
-    name = "torchrec.distributed.memory_stashing"
-    if find_spec(name):
-        manager = import_module(name).MemoryStashingManager
+    for manager in _stash_managers():
         if manager._stash_executor is not None:
             manager._stash_executor.shutdown()
         manager.reset()
+
+
+def _stash_managers() -> list[Any]:
+    name = "torchrec.distributed.memory_stashing"
+    return [import_module(name).MemoryStashingManager] if find_spec(name) else []
 
 
 def pipeline(name: str, model: nn.Module, optimizer: Any, compiler: Any = "eager") -> Any:

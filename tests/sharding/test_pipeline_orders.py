@@ -7,7 +7,7 @@ rows in host memory and a cache on the device, of plain torch operations, becaus
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 import fbgemm_gpu  # noqa: F401  it has the operators
@@ -15,8 +15,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from delta_tracker.buffers.host_copy import HostCopy
 from delta_tracker.monitor.monitor import Monitor
 from delta_tracker.monitor.recorder import Recorder
+from delta_tracker.publisher.host_copies import HostCopier, SelectedRows
 from delta_tracker.sharding.kernel_hooks import PostLookupHook
 from delta_tracker.sharding.kernel_memory import Kernel
 from delta_tracker.sharding.watcher import HookContext
@@ -25,12 +27,13 @@ from delta_tracker.tracker.store.segments import SegmentStore
 from tests.fake_streams.cached_kernel import CachedKernel, is_own_race
 from tests.fake_streams.simulation import fake_streams
 from tests.sharding.fake_collections import Ids, Lookups, OneTable
-from tests.sharding.pipelines_cases import AHEAD, ITEMS, STASHED, end_stashes, has_stages, pipeline
+from tests.sharding.pipelines_cases import AHEAD, ITEMS, STASHED, end_stashes, has_stages, order_stashes, pipeline
 from tests.sharding.upstream import installed
 from tests.sweeps import SWEEPS_ARE_WHOLE
 
 _ORDERS = 300 if SWEEPS_ARE_WHOLE else 4
 _ROWS, _SLOTS, _BATCH, _STEPS = 24, 6, 3, 5
+_IN_BACKWARD = "TrainPipelineSparseDistBwdOpt"
 _NAMES = [
     "PrefetchTrainPipelineSparseDist",
     "StagedTrainPipeline input",
@@ -58,7 +61,8 @@ class _Run:
         self._rows = torch.arange(_ROWS * 2.0).view(_ROWS, 2)
         self._changed: set[int] = set()
         self._num_written = 0
-        self._reads: list[tuple[Tensor, Tensor, list[int], Tensor]] = []
+        self._reads: list[tuple[Tensor, SelectedRows, list[int], Tensor]] = []
+        self._copier, self.copies = HostCopier(), list[HostCopy]()
         self._kernel = CachedKernel(self._rows, _SLOTS)
         lookups = Lookups(self._kernel, self._write)
         self._memory = Kernel(lookups, (("t", 1),), is_fused=True)
@@ -71,10 +75,11 @@ class _Run:
         torch.cuda.synchronize()
         self._pipeline = pipeline(name, OneTable(lookups, is_ahead=name == AHEAD), self)
 
-    def go(self) -> None:
+    def go(self, after_step: Callable[[], None] = lambda: None) -> None:
         batches = self._all_batches()
         for _ in range(_STEPS):
             self._pipeline.progress(batches)
+            after_step()
             self._maybe_read(0.5)
         self._hook.remove()
         self._read()
@@ -87,18 +92,21 @@ class _Run:
         assert self._num_written == _STEPS * _BATCH
         for ids, rows, changed, expected in self._reads:
             assert ids.tolist() == changed
-            assert torch.equal(rows.cpu(), expected)
+            assert torch.equal(rows.copied, expected)
 
     # What a pipeline uses of an optimizer
 
     param_groups = ()
 
     def zero_grad(self) -> None:
+        if self._name == STASHED:
+            order_stashes()
         self._maybe_read(0.3)
 
     def step(self) -> None:
         self._num_steps.add_(1)
-        self._maybe_read(0.3)
+        if self._name != _IN_BACKWARD:  # no pinned memory is simulated there
+            self._maybe_read(0.3)
 
     def _all_batches(self) -> Iterator[Ids]:
         """Yield batches. FBGEMM evicts no row of the batch that is trained: rows in the same slot are the same."""
@@ -121,19 +129,45 @@ class _Run:
     def _read(self) -> None:
         found = self._log.consumers.read("a")
         ids, changed = found.rows["t"].ids, sorted(self._changed)
-        self._reads.append((ids, self._memory.rows(0, ids), changed, self._rows[changed]))
+        rows = SelectedRows(self._memory.rows(0, ids))
+        self.copies += self._copier.copy([rows])
+        self._reads.append((ids, rows, changed, self._rows[changed]))
         self._log.consumers.commit(found)
         self._changed = set()
+
+
+def _skip_unless_installed(name: str) -> None:
+    if name.partition(" ")[0] not in installed("pipelines") or (" " in name and not has_stages()):
+        pytest.skip(f"this torchrec has no {name}")
 
 
 @pytest.mark.sweep("long")
 @pytest.mark.parametrize("name", _NAMES)
 def test_reads_during_training_are_exact(name: str) -> None:
-    if name.partition(" ")[0] not in installed("pipelines") or (" " in name and not has_stages()):
-        pytest.skip(f"this torchrec has no {name}")
+    _skip_unless_installed(name)
     for seed in range(_ORDERS):
-        with fake_streams(seed, may_race=is_own_race):
+        # In every other run, all streams of TorchRec and the library are the same, as torch's pool may return it.
+        with fake_streams(seed, may_race=is_own_race, pool=(1, 1) if seed % 2 else (32, 4)):
             _Run(name, seed).go()
+
+
+@pytest.mark.parametrize("name", sorted({*_NAMES} - {"TrainPipelineSemiSync"}))  # it waits for the device itself
+def test_a_step_waits_for_no_copy_of_a_read(name: str) -> None:
+    """Also if all streams of a priority are the same, as after 32 streams of torch's pool."""
+    _skip_unless_installed(name)
+    num_running = 0
+    with fake_streams(0, may_race=is_own_race, pool=(1, 4)) as devices:
+        devices.scheduler._eagerness = 0.0  # no operation runs before another one needs it
+        run = _Run(name, 0)
+
+        def check() -> None:
+            nonlocal num_running
+            torch.cuda.current_stream().synchronize()
+            assert all(copy.is_running for copy in run.copies)
+            num_running += len(run.copies)
+
+        run.go(check)
+    assert num_running
 
 
 def test_one_run_of_torchrecs_pipeline_shows_lookups_that_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
