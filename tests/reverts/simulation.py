@@ -45,6 +45,7 @@ REVERTS = {
             "unknown raw ids of all ranks read the default row of the last one in a model",
             Returns("MchMap._is_own_default", "True"),
         ),
+        Revert("versions lack the rows that an average of replicas changed", DoesNothing("watch_syncs")),
         Revert(
             "retention deletes the merged snapshot of a pin",
             Replaces("retention._Plan.of", "each not in pinned", "True"),

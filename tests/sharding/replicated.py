@@ -54,7 +54,8 @@ class Replicated(DMPCollection):
         for tensors in next(each for each in args if isinstance(each, dict)).values():
             for tensor in tensors:
                 tensor.data.mul_(1 / group.size())
-                dist.all_reduce(tensor, group=group)
+                # As those of NCCL, writes do not count in _version; those of the groups of torch.testing would.
+                dist.all_reduce(tensor.data, group=group)
 
 
 def replicate(spec: Spec, num_replicas: int, *, seed: int | None = None, **kwargs: Any) -> Replicated:
