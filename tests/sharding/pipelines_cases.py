@@ -109,34 +109,44 @@ class _Count:
 
     def load_state_dict(self, state: Any) -> None:
         self.found = state["count"]
+        if self._optimizer is not None:
+            self._optimizer.count.copy_(self.found)
 
 
 def stashed(rank: int, world_size: int, url: str, seed: int) -> int:
-    """Publish the state of an optimizer that the pipeline moves to host memory, and restore it from each version.
+    """Publish the state of an optimizer that the pipeline moves to host memory, and restore it, also in the pipeline.
 
     Return the number of versions whose state was in host memory.
     """
     spec = Spec([Table("wide", 300, "table:0", 16)], bag=True)
     model, again = shard(spec), shard(spec)
     parts, generator = Parts(model), torch.Generator().manual_seed(rank)
+    for each in (model, again) * 2:  # before that, restore() refuses DistributedDataParallel
+        each(batch(spec, generator)).backward()
     with _streams(STASHED, seed), ModelDeltaTracker(model) as tracker:
         optimizer = _Counting(parts.dense.parameters())
         saved = _Count(optimizer)
         trainer = pipeline(STASHED, parts, optimizer)
-        batches = iter([batch(spec, generator, size=12) for _ in range(9)])
-        publisher = Publisher(tracker, url, recovery=Recovery(rank_state={"count": saved}))
+        batches = iter([batch(spec, generator, size=12) for _ in range(11)])
+        recovery = Recovery(rank_state={"count": saved})
+        publisher = Publisher(tracker, url, recovery=recovery)
         for _ in range(9):
             trainer.progress(batches)
             tracker.step()
             publisher.publish()
         publisher.close()
-    for _ in range(2):  # before that, restore() refuses DistributedDataParallel
-        again(batch(spec, generator)).backward()
+        num_moved = saved.num_moved
+        trainer.progress(batches)
+        restore(model, url, 5, tracker=tracker, recovery=recovery)
+        trainer.progress(batches)
+        end_stashes()
+        torch.cuda.synchronize()
+        assert torch.equal(optimizer.count.host, torch.full((ITEMS,), 6.0))
     for version in range(1, 10):  # 0 is the claim
         loaded = _Count()
         restore(again, url, version, recovery=Recovery(rank_state={"count": loaded}))
         assert torch.equal(loaded.found, torch.full((ITEMS,), float(version))), f"version {version}"
-    return saved.num_moved
+    return num_moved
 
 
 def freed(rank: int, world_size: int, url: str) -> str:
