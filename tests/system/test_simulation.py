@@ -28,6 +28,7 @@ _UNADVERTISED = {
     "delta_tracker.stream.format.part_writer",  # a size from which parts are written in another way
 }
 _PACKAGES = (
+    "delta_tracker.compat.",
     "delta_tracker.errors.",
     "delta_tracker.integrations.",
     "delta_tracker.monitor.",
