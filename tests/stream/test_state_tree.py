@@ -230,6 +230,13 @@ def test_quantized_and_nested_tensors_are_refused() -> None:
             flatten({"a": value}, "state")
 
 
+def test_tensors_whose_memory_was_freed_are_refused() -> None:
+    freed, empty = torch.ones(3), torch.ones(0)
+    freed.untyped_storage().resize_(0)
+    with pytest.raises(InvalidArgumentError, match=r"^training_state\['a'\]\['exp_avg'\]=.*torchrec 1.8"):
+        flatten({"training": {"a": {"empty": empty, "exp_avg": freed}}}, "state", paths={"training": "training_state"})
+
+
 def test_the_values_of_the_root_have_paths_of_their_own() -> None:
     with pytest.raises(InvalidArgumentError, match=r"^rank_state\['a'\]="):
         flatten({"rank": {"a": {1}}}, "state", paths={"rank": "rank_state"})

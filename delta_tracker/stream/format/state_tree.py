@@ -55,6 +55,7 @@ _NO_TENSOR = (
     "Pass plain dense tensors. Of the optimizers, pass those of the dense parameters and of the tables whose optimizer "
     "is not fused"
 )
+_FREED = "Keep it allocated between batches: TrainPipelineSparseDistOptStash frees states before torchrec 1.8"
 _PLAIN = "None, bool, int, float, str, bytes, list, tuple, dict, tensors and numpy arrays"
 
 
@@ -304,6 +305,8 @@ class _Flattener:
     def _tensor(self, value: Tensor) -> list[object]:
         if value.layout != torch.strided or value.is_nested or value.is_meta:
             self._refuse(value, _NO_TENSOR)
+        if value.numel() and not value.untyped_storage().nbytes():  # reading it would fail on the device
+            self._refuse(value, _FREED)
         if value.dtype not in _TENSOR_NAMES or not _fits(value.shape, value.itemsize):
             self._refuse(value, f"Convert it: tensors {list(value.shape)} of {value.dtype} are not encoded")
         # Conjugate and negative views have the memory of other values.
