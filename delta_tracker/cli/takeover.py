@@ -54,8 +54,8 @@ def command(stream: Stream, silence: float, wait: float, *, is_forced: bool, can
         stream.out.result({"url": stream.storage.url, "cancelled": is_cancelled}, text)
         return 0
     head, silent = stream.head(), None
-    if not is_forced and (signs := check_silence(stream.storage, silence)) is not None:
-        head, silent = signs.head, signs.silent_seconds
+    if not is_forced and (seen := check_silence(stream.storage, silence)) is not None:
+        head, silent = seen.head, seen.silent_seconds
     request_takeover(stream.storage, head, force=is_forced)
     sign = "" if silent is None else f", whose last sign of life was {duration(silent)} ago"
     stream.out.line(f"requested a takeover from generation {head.generation}{sign}")

@@ -75,7 +75,7 @@ class Cadence:
 
 
 class CadenceProgress:
-    """BatchProgress of one rank towards the bounds of a cadence, counted from the start of the last version.
+    """Progress of one rank towards the bounds of a cadence, counted from the start of the last version.
 
     Counting the pending rows exactly is slow. Therefore, they are counted only if the last exact count plus the number
     of rows recorded since then reaches a bound.

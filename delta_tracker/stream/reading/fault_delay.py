@@ -53,7 +53,7 @@ class FaultDelay:
         """Begin or continue the delay. Return the store to read from again; None if all objects have been read again.
 
         ``faults`` are the fault of a decision and the faults that the decision ignored, such as a malformed merged
-        entry. ``counts`` is called with 1 for each read that bypasses the caches.
+        entry. ``count`` is called with 1 for each read that bypasses the caches.
         """
         now = self._clock()
         is_new = self._store is None or self._position != position

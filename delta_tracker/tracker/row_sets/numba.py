@@ -60,7 +60,7 @@ class NumbaRows(RowSet):
         self._words = np.zeros(num_blocks * _WORDS_PER_BLOCK, dtype=np.int64)
         self._octets = self._words.view(np.uint8)
         self._summary = np.zeros(-(-num_blocks // 64), dtype=np.int64)
-        self._count = 0  # number of rows whose bits are set, or an upper bound if not settled
+        self._count = 0  # number of rows whose bits are set, or an upper bound if not summarized
         self._is_summarized = True  # summary and count match the words
 
     @classmethod
