@@ -98,15 +98,20 @@ class TrainedShards:
         Predictors serve those of the first replica. States of replicas cannot be published.
         """
         if isinstance(self.module, DMPCollection):
-            return {name: _held(each) for name, each in self.module.state_dict().items() if self._is_read}, {}
+            return self._tables() if self._is_read else {}, {}
         states = self.module.fused_optimizer.state_dict()["state"]
         named = {f"{fqn} {name}": each for fqn, held in states.items() for name, each in held.items()}
-        return pieces(dict(self.module.state_dict())), pieces(named)
+        return self._tables(), pieces(named)
 
     def rows(self) -> dict[str, Tensor]:
-        """Return the rows of this rank, by the FQN of the table."""
-        tables, _ = self.pieces()
-        return {name.removesuffix(".weight"): shard for name, shards in tables.items() for _, shard in shards}
+        """Return the rows of this rank, by the FQN of the table. Those of each replica change."""
+        return {name.removesuffix(".weight"): shard for name, shards in self._tables().items() for _, shard in shards}
+
+    def _tables(self) -> Pieces:
+        tables: Any = self.module.state_dict()
+        if isinstance(self.module, DMPCollection):
+            return {name: _held(each) for name, each in tables.items()}
+        return pieces(dict(tables))
 
 
 Piece = tuple[tuple[int, ...], Tensor]

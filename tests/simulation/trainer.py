@@ -331,6 +331,8 @@ class Trainer:
         found = self._tracker.get_unique(_CONSUMER)
         for fqn, rows in before.items():
             ids, states = found[fqn].ids, found[fqn].states
+            if (states is None) != (self._schedule.read_mode == "ID_ONLY"):
+                return f"{fqn}: states are {states} in the mode {self._schedule.read_mode}"
             changed = _unequal(rows, self._rows[fqn])
             if not bool(torch.isin(changed, ids).all()):
                 return f"{fqn}: {ids.tolist()} lacks some of {changed.tolist()}"

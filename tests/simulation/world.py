@@ -607,6 +607,9 @@ class World:
         code, text = self._command(*words, *(["--once"] if choice % 3 == 1 else []))
         if code == 0 or store.names() != before:
             raise RuleError("partial mirror", f"{words} is not refused: {text}")
+        is_why = "this is a mirror of" in text or ", with which" in text
+        if not is_why and self._roles is None and self._primary.is_healthy:
+            raise RuleError("partial mirror", f"{words} is refused for another reason: {text}")
         return text
 
     def _mirror_of(self, who: int) -> Store:
