@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import random
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from delta_tracker import Canary, Predictor, Rollout, Storage
 from delta_tracker.errors import InvalidArgumentError, NoSnapshotError, StreamError, StreamReplacedError
@@ -24,11 +20,10 @@ from delta_tracker.stream.pointer_writer import PointerWriter
 from delta_tracker.stream.reading.canary import CanaryBound
 from tests.heartbeats import read_heartbeats
 from tests.predictor.cache_server import cache_server
-from tests.predictor.serving import empty_model, eventually, same
+from tests.predictor.serving import eventually
 from tests.stores.wrapped import WrappedStorage
-from tests.stream.histories import Clock, History, clocked
+from tests.stream.histories import Clock, clocked
 from tests.stream.streams import FQN, Writer
-from tests.sweeps import SWEEPS_ARE_WHOLE
 
 
 @pytest.mark.parametrize(
@@ -277,77 +272,3 @@ def test_a_canary_refuses_a_rollback_above_the_bound(writer: Writer) -> None:
         predictor.rollback(4)
     predictor.rollback(2)
     assert predictor.version == 2
-
-
-def _bound(log: StreamLog, canary: Canary) -> int:
-    """Return the newest version that a canary may apply: the slow reference."""
-    entries = [log.read(version) for version in log.versions()]
-    created = [entry.created for entry in entries if entry is not None]
-    head = entries[-1].version
-    if canary.versions is not None:
-        return head - canary.versions
-    allowed = [each.version for each in entries if each.created + canary.seconds <= max(created)]
-    return max(allowed, default=-1)
-
-
-class _Run:
-    """A random history and its canary."""
-
-    def __init__(self, seed: int, clock: Clock) -> None:
-        self.chance, self.clock = random.Random(seed), clock
-        choose = self.chance
-        self.canary = choose.choice([Canary(versions=choose.randrange(1, 12)), Canary(seconds=choose.uniform(1, 300))])
-        self.history = History(clocked(clock), seed)
-        self.model = empty_model()
-        self.predictor = Predictor(self.model, self.history.storage, rollout=Rollout(canary=self.canary))
-
-    def sync(self) -> None:
-        bound, before = _bound(self.history.log, self.canary), self.predictor.version
-        try:
-            self.predictor.sync(limit=self.chance.choice([None, 1, 3]))
-        except StreamError:
-            return
-        version = self.predictor.version
-        assert version is not None
-        assert version <= max(bound, -1 if before is None else before)
-        assert same(self.model, self.history.states[version])
-
-    def restart(self) -> None:
-        if self.predictor.version is not None:
-            state = self.predictor.state_dict()
-            self.predictor = Predictor(self.model, self.history.storage, rollout=Rollout(canary=self.canary))
-            self.predictor.load_state_dict(state)
-
-    def damage(self) -> None:
-        for part in self.history.held.head.parts[:1]:
-            self.history.storage.replace(part.name, b"x")
-
-    def compact(self) -> None:
-        with contextlib.suppress(StreamError):  # a damaged part
-            compact(self.history.storage, fold=self.chance.choice([0.5, 1e9]), now=self.clock)
-
-    def retain(self) -> None:
-        retain(self.history.storage, Retention(versions=self.chance.randrange(3, 15), grace_seconds=0), self.clock)
-
-    def claim(self) -> None:
-        self.history.claim()
-        self.history.snapshot()  # it may have other tables
-
-    def delta(self) -> None:
-        self.history.delta()
-
-    def snapshot(self) -> None:
-        self.history.snapshot()
-
-
-@pytest.mark.sweep("short")
-@settings(max_examples=60 if SWEEPS_ARE_WHOLE else 6, deadline=None)
-@given(st.integers(0, 2**32))
-def test_random_histories_are_never_above_the_bound(seed: int) -> None:
-    clock = Clock()
-    with clock.of_the_log():
-        run = _Run(seed, clock)
-        names = ["delta"] * 8 + ["claim", "snapshot", "compact", "retain", "damage", "restart"] + ["sync"] * 4
-        for _ in range(run.chance.randrange(10, 60)):
-            clock.seconds += run.chance.uniform(0, 60)
-            getattr(run, run.chance.choice(names))()

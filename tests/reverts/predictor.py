@@ -44,10 +44,6 @@ REVERTS = {
     "tests/predictor/test_fault_delay.py::test_random_faults_of_a_cache_cause_no_resync_and_no_storm": [
         Revert("a fault of a cache is believed at once"),
     ],
-    "tests/predictor/test_canary.py::test_random_histories_are_never_above_the_bound": [
-        Revert("a canary starts from the newest snapshot"),
-        Revert("a canary catches up beyond its bound"),
-    ],
     "tests/predictor/test_resync_random.py::test_faults_of_readers_are_overcome": [
         Revert("follow() ends at an error that no store or stream has raised"),
         Revert("a version with an unknown table holds a predictor up for ever"),
