@@ -238,7 +238,7 @@ _RULES = {
     ],
     "A reader MUST NOT apply a version if a part": [
         f"{_SOME_TABLES}::test_a_reader_at_a_version_keeps_its_rows",
-        f"{_SOME_TABLES}::test_a_random_schedule_of_copies",
+        f"{_SOME_TABLES}::test_a_reader_of_other_tables_is_refused",
     ],
     "It MUST check the entry's hash": ["predictor/test_pins.py::test_a_pin_of_another_entry_is_refused"],
     "It MUST NOT be remembered once the store": [

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import random
 import threading
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +20,6 @@ from delta_tracker.errors import (
     LeftOutPartError,
     MalformedError,
     MissingTableError,
-    StorageError,
 )
 from delta_tracker.raw_ids import NO_OWNER
 from delta_tracker.stream.format.block_rows import BlockRows
@@ -41,7 +37,7 @@ from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import Bucket, Identity, StateSpec, TableSpec, TableStates
 from tests.cli.commands import Cli
 from tests.predictor.cache_server import cache_server
-from tests.stores.rules import Killed, calls, fails, nth, on
+from tests.stores.rules import calls, on
 from tests.stores.wrapped import Operation, WrappedStorage
 from tests.stream.test_mirroring import copy, entries, everything
 
@@ -560,89 +556,3 @@ def test_retention_deletes_what_no_reader_needs(stream: Stream) -> None:
     assert entries(destination) == entries(stream.storage)[-2:], "readers start at the merged snapshot"
     assert len(destination.names("parts")) == 1
     assert is_as_published(read(destination, ["item"], ["item"]), stream)
-
-
-class _Schedule:
-    """Random writes, compactions, interrupted copies, retention and other choices."""
-
-    def __init__(self, seed: int, root: Path) -> None:
-        torch.manual_seed(seed)
-        self.draw = random.Random(seed)
-        self.source = Storage((root / "source").as_uri(), create=True)
-        self.stream = Stream(self.source, has_states=self.draw.random() < 0.5)
-        self.choice = self.draw.choice([["item"], ["user.*"], ["top.*", "user.id"], ["item", "user.country"], ["*"]])
-        self.names = [name for name in _ALL if any(fnmatchcase(name, each) for each in self.choice)]
-        self.inner = Storage((root / "copy").as_uri(), create=True)
-        self.destination = WrappedStorage(self.inner)
-        self.write_snapshot()
-        self.mirror = self.restarted()
-
-    def restarted(self) -> Mirror:
-        return Mirror(self.source, self.destination, tables=self.choice, pointer_seconds=None)
-
-    def groups(self, names: list[str]) -> list[list[str]]:
-        found: list[list[str]] = [[] for _ in range(3)]
-        for name in names:
-            self.draw.choice(found).append(name)
-        return [each for each in found if each]
-
-    def write_delta(self) -> None:
-        self.stream.write("delta", self.groups(self.draw.sample(_ALL, 2)), sorted(self.draw.sample(range(_ROWS), 3)))
-
-    def write_snapshot(self) -> None:
-        self.stream.write("snapshot", self.groups([*_ALL, "top.weight"]))
-
-    def claim(self) -> None:
-        self.stream.claim = StreamLog(self.source).claim()
-
-    def compact(self) -> None:
-        compact(self.source, fold=self.draw.choice([0.1, 10.0]))
-
-    def interrupt(self) -> None:
-        fault = fails(nth(self.draw.randrange(1, 30)), self.draw.choice(["503 service unavailable", Killed]))
-        self.destination.rules.append(fault)
-        with suppress(StorageError, Killed):
-            copy(self.mirror)
-        self.destination.rules.remove(fault)
-        self.mirror = self.restarted()
-
-    def retain(self) -> None:
-        copy(self.mirror)
-        retain(self.inner, Retention(versions=self.draw.randrange(1, 5), grace_seconds=0.0))
-
-    def choose_again(self) -> None:
-        other = self.draw.choice([None, ["item"], ["user.*"]])
-        if entries(self.inner) and other != self.choice:
-            with pytest.raises(InvalidArgumentError, match="tables="):
-                Mirror(self.source, self.destination, tables=other).step()
-
-    def check(self) -> None:
-        """Check what new readers of the mirror read."""
-        if StreamLog(self.inner).newest_snapshot() is None:
-            return
-        if self.names:
-            assert is_as_published(read(self.inner, self.choice, self.names), self.stream)
-        if self.choice == ["*"]:
-            assert is_as_published(read(self.inner, None, _ALL), self.stream)
-        with suppress(LeftOutPartError):
-            assert is_as_published(read(self.inner, None, _ALL), self.stream)
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_a_random_schedule_of_copies(seed: int, tmp_path: Path, cli: Cli) -> None:
-    schedule, target = _Schedule(seed, tmp_path), served()
-    reader = predictor_of(target, [schedule.inner, schedule.source])
-    steps = [schedule.write_delta, schedule.write_delta, schedule.write_snapshot, schedule.claim, schedule.compact]
-    steps += [schedule.interrupt, schedule.retain, schedule.choose_again]
-    for _ in range(40):
-        schedule.draw.choice(steps)()
-        schedule.check()
-        reader.sync()
-        assert is_as_published((reader.version, target), schedule.stream)
-    copy(schedule.mirror)
-    reader.sync()
-    assert reader.version == schedule.stream.claim.head.version
-    assert cli.json("verify", schedule.inner.url)["findings"] == []
-    copied = everything(schedule.inner)
-    del copied[_STATED]
-    assert copied.items() <= everything(schedule.source).items()
