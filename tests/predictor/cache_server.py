@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from urllib.parse import unquote, urlsplit
 
-from delta_tracker.stream.pointer import POINTER_NAME
 from delta_tracker.stream.storage.storage import Storage
 
 _HOST = "127.0.0.1"
@@ -24,9 +23,9 @@ _Copy = tuple[bytes | None, float]  # bytes, None for a 404, and the time until 
 class CacheServer:
     """The objects of ``origin``, served over HTTP with a cache in between.
 
-    A copy of an object is served for ever, one below ``control/`` for ``control_seconds``, and a 404 for
-    ``missing_seconds``. A request with ``Cache-Control: no-cache`` gets the object of the origin, and replaces the
-    copy if ``refreshes`` is True. With ``passes_heads``, all HEAD requests go to the origin.
+    A copy of an object is served for ever; those below ``control/``, and 404 responses, are not kept. A request with
+    ``Cache-Control: no-cache`` gets the object of the origin, and replaces the copy if ``refreshes`` is True. With
+    ``passes_heads``, all HEAD requests go to the origin.
 
     Attributes:
         plain: number of requests answered from the cache or through it, by name.
@@ -36,8 +35,6 @@ class CacheServer:
     """
 
     origin: Storage
-    control_seconds: float = 0.0
-    missing_seconds: float = 0.0
     refreshes: bool = True
     passes_heads: bool = False
     port: int = 0
@@ -73,12 +70,6 @@ class CacheServer:
         with self._lock:
             self._copies[name] = data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :], float("inf")
 
-    def freeze_pointer(self) -> None:
-        """Serve the pointer object as it is now."""
-        data = self.fetch(POINTER_NAME)
-        with self._lock:
-            self._copies[POINTER_NAME] = data, float("inf")
-
     def forget(self, name: str) -> None:
         """Remove the copy of an object."""
         with self._lock:
@@ -94,9 +85,8 @@ class CacheServer:
             data = self.fetch(name)
             self.sent_by_origin[name] += len(data or b"")
             if not is_uncached or self.refreshes:
-                seconds = self.missing_seconds if data is None else float("inf")
-                seconds = min(seconds, self.control_seconds) if name.startswith("control/") else seconds
-                self._copies[name] = data, time.monotonic() + seconds
+                is_kept = data is not None and not name.startswith("control/")
+                self._copies[name] = data, float("inf") if is_kept else 0.0
             return data
 
     def fetch(self, name: str) -> bytes | None:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import gzip
 import itertools
-import random
 import re
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -28,7 +26,6 @@ from delta_tracker.monitor import Monitor
 from delta_tracker.predictor import follower
 from delta_tracker.predictor import reader as reader_module
 from delta_tracker.stream.format.manifest import Link, Manifest, entry_name
-from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.pin import PinReader
 from delta_tracker.stream.pinning import pin_version, release_pin
 from delta_tracker.stream.pointer import POINTER_NAME
@@ -40,7 +37,6 @@ from tests.predictor.pointed import point_at_the_head
 from tests.predictor.serving import eventually
 from tests.predictor.waits import shorten_waits
 from tests.stream.streams import FQN, Writer
-from tests.sweeps import SWEEPS_ARE_WHOLE
 
 
 @pytest.fixture(autouse=True)
@@ -324,41 +320,6 @@ def test_directories_and_buckets_resync_at_once(tmp_path: Path) -> None:
         predictor.sync()
     writer.snapshot()
     assert predictor.sync() == writer.claim.head.version
-
-
-@pytest.mark.sweep("short")
-@pytest.mark.parametrize("seed", range(20 if SWEEPS_ARE_WHOLE else 2))
-def test_random_faults_of_a_cache_cause_no_resync_and_no_storm(served: Served, seed: int) -> None:
-    chance = random.Random(seed)
-    cache, num_readers = served.cache, 3
-    cache.refreshes = chance.random() < 0.7
-    cache.control_seconds = cache.missing_seconds = 0.05
-    readers = [_predictor(served) for _ in range(num_readers)]
-    for predictor, _ in readers:
-        predictor.follow(0.01)
-    num_damaged = 0
-    for _ in range(25 if SWEEPS_ARE_WHOLE else 12):
-        manifest = served.delta(sorted(chance.sample(range(20), 3)))
-        if chance.random() < 0.1:
-            manifest = served.snapshot()
-        if chance.random() < 0.1:
-            compact(served.storage, fold=1e9)
-        for _ in range(chance.choice([0, 0, 1, 2])):
-            chance.choice(_FAULTS)(cache, manifest)
-            num_damaged += 1
-        if chance.random() < 0.1:
-            cache.freeze_pointer()
-        if chance.random() < 0.3:
-            cache.forget(POINTER_NAME)
-        time.sleep(chance.choice([0.0, 0.01, 0.03]))
-    cache.forget(POINTER_NAME)
-    for predictor, model in readers:
-        eventually(lambda predictor=predictor: predictor.version == served.claim.head.version)
-        predictor.stop()
-        assert torch.equal(model[FQN], served.table)
-        assert predictor.status().resyncs == 0
-    for name, count in cache.uncached.items():
-        assert name == POINTER_NAME or count <= num_readers, f"{name} was read {count} times past the cache"
 
 
 def test_a_doubt_lasts_for_its_time_and_belongs_to_one_position() -> None:

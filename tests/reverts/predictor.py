@@ -41,9 +41,6 @@ REVERTS = {
     "tests/predictor/test_served_age.py::test_the_age_is_that_of_the_stores_clock_whatever_the_readers": [
         Revert("the age of the served rows follows this host's clock although entries contradict it"),
     ],
-    "tests/predictor/test_fault_delay.py::test_random_faults_of_a_cache_cause_no_resync_and_no_storm": [
-        Revert("a fault of a cache is believed at once"),
-    ],
     "tests/predictor/test_resync_random.py::test_faults_of_readers_are_overcome": [
         Revert("follow() ends at an error that no store or stream has raised"),
         Revert("a version with an unknown table holds a predictor up for ever"),
