@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import random
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -40,12 +39,11 @@ from delta_tracker.stream.storage.url import REMOTE_POLL_SECONDS
 from tests.heartbeats import read_heartbeats
 from tests.predictor.cache_server import cache_server
 from tests.predictor.pointed import point_at_the_head
-from tests.predictor.serving import assert_holds, empty_model, eventually
+from tests.predictor.serving import eventually
 from tests.stores.rules import after, fails, reads
 from tests.stores.wrapped import WrappedStorage
-from tests.stream.histories import Clock, History
+from tests.stream.histories import Clock
 from tests.stream.streams import FQN, Writer
-from tests.sweeps import SWEEPS_ARE_WHOLE, num_examples
 
 
 def flaky() -> WrappedStorage:
@@ -562,85 +560,3 @@ def test_a_merged_version_of_a_mirror_does_not_skip_a_held_one(monkeypatch: pyte
     with pytest.raises(HeldVersionError):
         predictor.sync()
     assert predictor.version == 1
-
-
-class Mirrored:
-    """A predictor of a store, of a mirror that lags, and of a copy to which another program appended.
-
-    The copy has other entries from a version on that the predictor has passed.
-    """
-
-    def __init__(self, clock: Clock, seed: int) -> None:
-        self.clock, self.random = clock, random.Random(seed)
-        self.first, self.second, self.wrong = flaky(), flaky(), flaky()
-        self.history = History(self.first, seed)
-        self.mirror = Mirror(self.first, self.second)
-        self.model = empty_model()
-        others = self.random.sample([self.second, self.wrong], 2)
-        self.predictor = Predictor(self.model, [self.first, *others])
-        self.version = self.predictor.sync()
-        self.has_wrong = False
-
-    def turn(self) -> None:
-        self._cut(0.0)
-        for _ in range(self.random.randrange(3)):
-            kind = self.random.choice(["delta"] * 5 + ["snapshot", "claim"])
-            getattr(self.history, kind)()
-            if kind == "claim":  # which may change the tables
-                self.history.snapshot()
-        for _ in range(self.random.randrange(4)):
-            self.mirror.step()
-        if not self.has_wrong:
-            self._append_others()
-        self._cut(0.5)
-        for _ in range(self.random.randrange(1, 4)):
-            with contextlib.suppress(StorageError):
-                self._sync(self.random.choice([1, 2, None]))
-            assert self.predictor.version >= self.version
-            self.version = self.predictor.version
-            assert_holds(self.model, self.history, self.version)
-
-    def finish(self) -> None:
-        self._cut(0.0)
-        while self.mirror.step():
-            pass
-        self._sync(None)
-        assert self.predictor.version == self.history.version
-        assert_holds(self.model, self.history, self.history.version)
-
-    def _sync(self, limit: int | None) -> None:
-        """Apply versions; a resync is only right if the mirror begins above the version that follows."""
-        num_resyncs = self.predictor.status().resyncs
-        oldest = min(StreamLog(self.second.inner).versions(), default=0)
-        begins_above = oldest > self.predictor.version + 1
-        try:
-            self.predictor.sync(limit=limit)
-        finally:
-            assert self.predictor.status().resyncs - num_resyncs <= begins_above
-
-    def _cut(self, chance: float) -> None:
-        cut(self.first, is_down=self.random.random() < chance)
-        cut(self.second, is_down=self.random.random() < chance / 2)
-
-    def _append_others(self) -> None:
-        copy = Storage("memory://")
-        copied = Mirror(self.first, copy)
-        while (copied.head is None or copied.head.version < self.version - 1) and copied.step():
-            pass
-        if copied.head is not None and copied.head.version < self.version:
-            other = History(copy, self.random.randrange(1000))
-            for _ in range(20):
-                other.delta()
-            self.wrong.inner = copy
-            self.has_wrong = True
-
-
-@pytest.mark.sweep("short")
-@pytest.mark.promise("equal")
-@pytest.mark.usefixtures("no_pause")
-@pytest.mark.parametrize("seed", range(num_examples(200 if SWEEPS_ARE_WHOLE else 8)))
-def test_random_cuts_lead_to_no_wrong_row_and_no_way_back(clock: Clock, seed: int) -> None:
-    mirrored = Mirrored(clock, seed)
-    for _ in range(30):
-        mirrored.turn()
-    mirrored.finish()

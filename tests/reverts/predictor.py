@@ -35,9 +35,6 @@ REVERTS = {
         Revert("the owners of whole blocks are mapped although listed rows have newer ones"),
         Revert("unknown raw ids read rows of former owners after the buckets have changed"),
     ],
-    "tests/predictor/test_sources.py::test_random_cuts_lead_to_no_wrong_row_and_no_way_back": [
-        Revert("random cuts lead a predictor to a store with other entries"),
-    ],
     "tests/predictor/test_served_age.py::test_the_age_is_that_of_the_stores_clock_whatever_the_readers": [
         Revert("the age of the served rows follows this host's clock although entries contradict it"),
     ],

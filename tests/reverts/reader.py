@@ -100,6 +100,7 @@ _RESYNC = {
             "an entry of another copy is newer at any time",
             Replaces("path._is_restored", "position.is_long_before(entry)", "True"),
         ),
+        Revert("a copy with another entry of the version is newer", Returns("path.has_other_entry", "False")),
         Revert("no entry is long after another", Returns("Position.is_long_before", "False")),
         Revert(
             "the difference of two clocks is a long time",

@@ -78,6 +78,7 @@ def counts_of(worlds: Interpreter, *arguments: str) -> dict[str, Any]:
 
 
 @pytest.mark.sweep("short")
+@pytest.mark.promise("equal")
 @pytest.mark.timeout(600)
 def test_random_worlds_break_no_rule_but_the_known_ones(worlds: Interpreter) -> None:
     count = 60 if SWEEPS_ARE_WHOLE else 30  # which find the faults of tests/reverts/simulation.py
