@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 import time
 from collections.abc import Callable
@@ -19,8 +18,7 @@ from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.maintenance.retention import Retention, retain
 from tests.predictor.serving import Follower, a_history, read
 from tests.predictor.waits import shorten_waits
-from tests.stores.rules import Killed
-from tests.stream.histories import Clock, History, dies
+from tests.stream.histories import Clock, History
 from tests.sweeps import SWEEPS_ARE_WHOLE, num_examples
 
 
@@ -265,67 +263,3 @@ def test_faults_of_readers_are_overcome(seed: int) -> None:
     chance = random.Random(seed)
     for _ in range(2):
         _run(chance.choices(_READER_STEPS, k=25), chance.randrange(1 << 30))
-
-
-class Sleepers(Schedule):
-    """Publishers that sleep, are fenced, wake up after retention, and die right after they created an entry."""
-
-    STEPS = (
-        "delta",
-        "delta",
-        "claim",
-        "claim",
-        "tidy",
-        "tidy",
-        "sleep",
-        "sleep",
-        "wake",
-        "wake",
-        "sync",
-        "newcomer",
-    )
-
-    def __init__(self, seed: int, clock: Clock) -> None:
-        super().__init__(seed, clock)
-        self.asleep: list[History] = []
-
-    def tidy(self) -> None:
-        retain(self.storage, Retention(versions=1, grace_seconds=0), self.clock)
-
-    def sleep(self) -> None:
-        """Let a follower reach the sleeper's newest known version; the next publisher fences the sleeper."""
-        self.newcomer()
-        self.followers[-1].sync()
-        sleeper = self.history.fork()
-        if self.random.random() < 0.5:
-            self.history.delta()  # its newest version, of which it got no answer
-        self.asleep.append(sleeper)
-        self.history.claim()
-        self.history.snapshot()
-
-    def wake(self) -> None:
-        for sleeper in self.asleep:
-            with self.storage.under(dies), contextlib.suppress(FencedError, Killed):
-                sleeper.delta()
-
-    def sync(self) -> None:
-        self.one.sync(1)
-
-
-@given(steps=st.lists(st.sampled_from(Sleepers.STEPS), min_size=10, max_size=20), seed=st.integers(0, 1 << 30))
-@pytest.mark.sweep("short")
-@settings(
-    max_examples=num_examples(15 if SWEEPS_ARE_WHOLE else 6), deadline=None, phases=[Phase.generate]
-)  # shrinking takes minutes
-def test_no_reader_applies_the_entries_of_a_sleeper(steps: list[str], seed: int) -> None:
-    clock = Clock()
-    with clock.of_the_log():
-        schedule = Sleepers(seed, clock)
-        for name in (*steps, "wake"):
-            schedule.step(name)
-            schedule.check()
-        for follower in schedule.followers:
-            for _ in range(4):  # version by version
-                assert follower.sync(1) is None
-            assert follower.sync() is None
-            assert follower.predictor.version == schedule.history.version

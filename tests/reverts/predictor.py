@@ -65,9 +65,6 @@ REVERTS = {
     "tests/predictor/test_sink_writer.py::test_a_crash_after_any_operation_is_repaired_by_the_next_version[stream]": [
         Revert("the keys of a former stream stay in a row store after a crash"),
     ],
-    "tests/predictor/test_resync_random.py::test_no_reader_applies_the_entries_of_a_sleeper": [
-        Revert("retention frees claims, and random readers take what a sleeper leaves"),
-    ],
     "tests/predictor/test_table_fence.py::test_lookups_on_streams_see_no_torn_rows": [
         Revert("a lookup does not wait on its stream for the last write of rows"),
         Revert("a lookup leaves no event for the next write"),
