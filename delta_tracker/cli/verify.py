@@ -56,10 +56,10 @@ def command(stream: Stream, *, quick: bool) -> int:
     counts, skews, findings = check.counts, check.skews.problems(), check.findings
     names = ("entries", "merged", "parts", "bytes")
     found = {"url": stream.storage.url, "ok": not findings} | {name: counts[name] for name in names}
-    if tables := list(mirrored_tables(stream.storage).patterns):
-        found["mirrored_tables"] = tables
+    tables = list(check.choice.patterns)  # empty for all
+    if tables:
         stream.out.line(f"a mirror of the tables {', '.join(map(escaped, tables))} only, without the other parts")
-    stream.out.json(found | {"skews": skews, "findings": findings})
+    stream.out.json(found | {"mirrored_tables": tables, "skews": skews, "findings": findings})
     done = ", ".join(
         (
             plural(counts["entries"], "entry", "entries"),
@@ -178,7 +178,7 @@ class _Check:
     def run(self) -> None:
         """Check the entries of the log, the merged entries, and their objects."""
         storage = self.stream.storage
-        self._choice = mirrored_tables(storage)
+        self.choice = mirrored_tables(storage)
         head, newest = self._newest()
         self._stream = "" if head is None else head.stream
         self._start, is_missing = self._newest_snapshot(head)
@@ -233,7 +233,7 @@ class _Check:
         if manifest.forked_from is not None:
             self._streams.add(manifest.forked_from.stream)
         is_whole = self._check_parts(manifest, partial(self.stream.log.read, version))
-        chosen = manifest.narrowed(self._choice.takes)
+        chosen = manifest.narrowed(self.choice.takes)
         for problem in self._owners.problems(chosen, is_whole=is_whole and not self.is_quick):
             self._find(entry_name(version), problem, version)
 
@@ -294,7 +294,7 @@ class _Check:
 
     def _checks(self, manifest: Manifest) -> Iterator[tuple[Part | Stored, Callable[[], object]]]:
         """Yield each object of an entry with a function that checks the object and raises CorruptPartError."""
-        manifest = self._choice.copied(manifest)
+        manifest = self.choice.copied(manifest)
         if self.is_quick:
             for each in manifest.objects:
                 yield each, partial(self._check_size, each)

@@ -1127,6 +1127,7 @@ class World:
                 reader.predictor.sync(limit)
         if self._dies():
             reader.pinned = None  # it may have left the pin for a newer one, which it has not stored yet
+            reader.kill()
             return f"died; {self._restarted(reader, saved, turns=False)}"
         self._check_copies(reader, errors)
         is_interrupted = any(isinstance(each, SinkError | InterruptionError) for each in errors)
@@ -1177,6 +1178,7 @@ class World:
         with self._call("roll back") as errors, SCHEDULER.by(reader.clock), self._bounded():
             reader.predictor.rollback(version)
         if self._dies():
+            reader.kill()
             return f"died; {self._restarted(reader, None, turns=False)}"  # no position was saved before the call
         if not errors:
             reader.own, reader.own_time, reader.known = (

@@ -36,7 +36,7 @@ from delta_tracker.stream.pinning import pin_version
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import Bucket, Identity, StateSpec, TableSpec, TableStates
 from tests.cli.commands import Cli
-from tests.predictor.cache_server import cache_server
+from tests.predictor.cache_server import CacheServer, cache_server
 from tests.stores.rules import calls, on
 from tests.stores.wrapped import Operation, WrappedStorage
 from tests.stream.test_mirroring import copy, entries, everything
@@ -323,6 +323,17 @@ def test_readers_over_http_and_through_a_host_cache_are_refused_at_once(stream: 
             with pytest.raises(LeftOutPartError):
                 predictor_of(served(), Storage(cache.url), **options).sync()
         assert is_as_published(read(Storage(cache.url), ["item"], ["item"]), stream)
+
+
+@pytest.mark.parametrize("copy_in_cache", [CacheServer.truncate, CacheServer.hold])
+def test_a_cache_with_a_wrong_copy_of_the_choice_is_bypassed(
+    stream: Stream, partial: Storage, copy_in_cache: Callable[[CacheServer, str], None]
+) -> None:
+    with cache_server(partial) as cache:
+        copy_in_cache(cache, _STATED)
+        with pytest.raises(LeftOutPartError):
+            predictor_of(served(), cache.url).sync()
+        copy(Mirror(Storage(cache.url), Storage("memory://"), tables="item"))
 
 
 class _Job:

@@ -104,7 +104,7 @@ def mirrored_tables(storage: Storage) -> TableChoice:
 
     Raises MalformedError if the statement does not follow the format.
     """
-    data = storage.read(TABLES_NAME, max_bytes=_MAX_BYTES)
+    data = storage.uncached.read(TABLES_NAME, max_bytes=_MAX_BYTES)  # a cache may have an old 404
     if data is None:
         return TableChoice(None)
     try:
