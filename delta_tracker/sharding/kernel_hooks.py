@@ -160,7 +160,7 @@ class PostLookupHook(Watcher):
         self.in_flight.discard(update)
         self.num_updates += 1
         self.others.clear()
-        if not update.is_proven:
+        if not update.is_proven and not is_capturing():
             self._contained(lambda: self._listener.notice_writes(self._tables), otherwise=None)
         token = _BackwardToken(key, self._listener)  # first, so that a write that began always ends
         if not self._contained(lambda: _end_with_backward(token), otherwise=False):

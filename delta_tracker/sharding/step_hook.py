@@ -32,7 +32,7 @@ from torch.utils.hooks import RemovableHandle
 from delta_tracker.sharding.local_shard import LocalShard
 from delta_tracker.sharding.named_writers import num_named_writes
 from delta_tracker.sharding.plain_tables import PlainModule
-from delta_tracker.sharding.watcher import HookContext, OtherUpdates, Watcher, untraced
+from delta_tracker.sharding.watcher import HookContext, OtherUpdates, Watcher, is_capturing, untraced
 
 _logger = logging.getLogger(__name__)
 
@@ -114,7 +114,8 @@ class StepHook(Watcher):
         # An earlier step that is open raised. If it wrote a part of its rows, the version counter reports the write.
         self.end_step(number)
         # Before the step adds its own writes to the version counters.
-        self._listener.notice_writes(self._tables)
+        if not is_capturing():
+            self._listener.notice_writes(self._tables)
         step = _Step(
             next(self._keys),
             ref(optimizer, partial(_deleted, ref(self), number)),
@@ -134,6 +135,11 @@ class StepHook(Watcher):
         step = self._steps.get(id(optimizer))
         if step is None:  # its begin was not reported
             self._listener.mark_all_later(self._tables)
+            return True
+        if is_capturing():
+            if step.rows or self._rows(optimizer, step):
+                self._captured()
+            self.end_step(id(optimizer))
             return True
         if step.is_computed_inside:
             late = self._rows(optimizer, step)

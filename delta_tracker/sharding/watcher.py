@@ -158,7 +158,8 @@ class Watcher:
 
         has_ended = False
         try:
-            has_ended = self._contained(end, otherwise=False)
+            # A captured stream must not wait for another stream, as end_write() may require.
+            has_ended = not is_capturing() and self._contained(end, otherwise=False)
         finally:  # also after an interrupt
             if not has_ended:
                 self._listener.end_write_later(key)  # otherwise, it would be in progress for ever

@@ -16,7 +16,7 @@ from tests.models import Spec, Table, batch, kernels_of, shard
 _SPEC = Spec([Table("a", 20, "table:0"), Table("b", 30, "table:0")], bag=True)
 
 
-class _Ops(TorchDispatchMode):
+class Ops(TorchDispatchMode):
     """Counts the operations, each of which a capture would put into the graph."""
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class _Ops(TorchDispatchMode):
 
 
 @contextmanager
-def _capture() -> Iterator[None]:
+def capture() -> Iterator[None]:
     with patch.multiple(torch.cuda, is_initialized=lambda: True, is_current_stream_capturing=lambda: True):
         yield
 
@@ -46,7 +46,7 @@ def captured_step(rank: int, world_size: int, mode: str) -> None:
     model = shard(_SPEC)
     features = batch(_SPEC, torch.Generator().manual_seed(0))
     model(features).backward()
-    with _Ops() as alone:
+    with Ops() as alone:
         model(features).backward()
     with ModelDeltaTracker(model, engine="torch", mode=TrackingMode[mode], auto_compact=True) as tracker:
         model(features).backward()
@@ -55,7 +55,7 @@ def captured_step(rank: int, world_size: int, mode: str) -> None:
         assert all(0 < len(rows) < tracker.tables[fqn].num_rows for fqn, rows in delta.items())
         model(features).backward()
         tracker.abort(delta)  # now the next output distribution compacts the log
-        with _capture(), _Ops() as tracked:
+        with capture(), Ops() as tracked:
             model(features).backward()
             tracker.step()
         assert tracked.num_ops == alone.num_ops, "the graph would repeat the tracker's operations"
@@ -76,7 +76,7 @@ def captured_lookup(rank: int, world_size: int) -> None:
     features = batch(_SPEC, torch.Generator().manual_seed(0))
     for record in ("updates", "lookups"):
         with ModelDeltaTracker(model, record=record) as tracker:
-            with _capture(), torch.no_grad():
+            with capture(), torch.no_grad():
                 model(features)
             for _ in range(2):
                 delta = tracker.get_delta()
