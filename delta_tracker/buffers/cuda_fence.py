@@ -45,7 +45,8 @@ class StreamFence:
         """
         for device in self._devices:
             stream, used = torch.cuda.current_stream(device), self._used.get(device, [])
-            if used != [stream]:
+            # A captured stream must not wait for work that is not captured: CUDA would invalidate the capture.
+            if used != [stream] and not torch.cuda.is_current_stream_capturing():
                 others = [each for each in used if each != stream]
                 for other in others:
                     stream.wait_stream(other)

@@ -136,11 +136,6 @@ class StepHook(Watcher):
         if step is None:  # its begin was not reported
             self._listener.mark_all_later(self._tables)
             return True
-        if is_capturing():
-            if step.rows or self._rows(optimizer, step):
-                self._captured()
-            self.end_step(id(optimizer))
-            return True
         if step.is_computed_inside:
             late = self._rows(optimizer, step)
             if _has_others(optimizer, "post"):  # they may have changed the gradients since
@@ -173,6 +168,13 @@ class StepHook(Watcher):
                 self._listener.mark(fqn, None, is_written=True)
         del self._steps[id(optimizer)]
         return True
+
+    def after_captured(self, optimizer: torch.optim.Optimizer) -> bool:
+        """End a step that was captured in a CUDA graph, like :meth:`after`."""
+        step = self._steps.get(id(optimizer))
+        if step is None or step.rows or self._rows(optimizer, step):
+            self._captured()
+        return False  # ends the step
 
     def _versions(self) -> dict[str, int]:
         """Map the FQN of each reported table to a counter that every write to the table's weight increments."""
@@ -296,7 +298,8 @@ class _Steps:
     def _after(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         with ExitStack() as ends:  # all are called, even if one is interrupted
             for hook in tuple(self._hooks.values()):
-                ends.callback(hook.run, optimizer, partial(hook.after, optimizer))
+                after = hook.after_captured if is_capturing() else hook.after
+                ends.callback(hook.run, optimizer, partial(after, optimizer))
 
     def _omitted(self) -> None:
         for hook in tuple(self._hooks.values()):

@@ -80,3 +80,18 @@ def test_each_device_has_its_own_order(seed: int) -> None:
                     memory.add_(1)
         fence.enter()
         assert [memory.tolist() for memory in memories] == [[3] * 8] * 2
+
+
+def test_a_captured_stream_waits_for_no_other_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA invalidates a capture if the captured stream waits for work that is not captured."""
+    with fake_streams(0):
+        memory = torch.zeros(8, device="cuda")
+        fence = StreamFence(lambda: [memory])
+        fence.guard([memory.device])
+        fence.enter()
+        captured = torch.cuda.Stream()
+        with monkeypatch.context() as patched, torch.cuda.stream(captured):
+            patched.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+            fence.enter()
+        assert not captured.queue.pending
+        assert fence.last_stream(memory.device) == torch.cuda.default_stream()

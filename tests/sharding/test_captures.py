@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from delta_tracker import ModelDeltaTracker
 from delta_tracker.monitor.monitor import Monitor
@@ -31,7 +31,7 @@ def test_a_captured_stream_waits_for_no_other_stream(monkeypatch: pytest.MonkeyP
         waits.append((stream, other))
         wait(stream, other)
 
-    with fake_streams(0):
+    with fake_streams(0) as devices:
         log = ChangeLog({"t": SegmentStore(8, "cuda", engine="torch")}, ["a"], delete_on_read=True, max_bytes=None)
         module = Lookups(CachedKernel(torch.zeros(8, 2), 4), lambda _: None)
         context = HookContext(log.writes, Recorder("tracker", log, monitor=Monitor()))
@@ -43,7 +43,7 @@ def test_a_captured_stream_waits_for_no_other_stream(monkeypatch: pytest.MonkeyP
             found.sum().backward()
 
         train([1, 2])
-        side = torch.cuda.Stream()
+        side: Any = devices.stream()
         side.wait_stream(torch.cuda.current_stream())
         monkeypatch.setattr(FakeStream, "wait_stream", wait_stream)
         with torch.cuda.stream(side), capture():
@@ -67,7 +67,7 @@ def _step_with_closure(optimizer: torch.optim.Optimizer) -> None:
 @pytest.mark.parametrize("step", [_step, _step_with_closure])
 def test_a_captured_step_of_an_optimizer_has_no_operation_of_a_tracker(step: Callable[..., None]) -> None:
     model = nn.Sequential(nn.Embedding(8, 2, sparse=True))
-    weight: Tensor = model[0].weight
+    (weight,) = model.parameters()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     weight.grad = torch.ones_like(weight)
     with Ops() as alone:
