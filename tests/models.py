@@ -170,7 +170,10 @@ def shard(spec: Spec, learning_rate: float = 0.1, dense: nn.Module | None = None
             apply_optimizer_in_backward(fused_optimizer, [weight], {"lr": learning_rate})
     world_size = dist.get_world_size()
     # FBGEMM's module on a GPU accepts no bf16 cache, also where it has none, and its default is that of the rows.
-    fused = {"cache_precision": DataType.FP32} if any(table.dtype == "BF16" for table in spec.tables) else {}
+    fused: dict[str, Any] = {}
+    if any(table.dtype == "BF16" for table in spec.tables):
+        # A cache of another dtype would round a row again, at random, each time that it is evicted or flushed.
+        fused = {"cache_precision": DataType.FP32, "stochastic_rounding": spec.kernel != "fused_uvm_caching"}
     sharder = (EmbeddingBagCollectionSharder if spec.bag else EmbeddingCollectionSharder)(fused_params=fused)
     plan = construct_module_sharding_plan(
         model.ec,

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from delta_tracker.errors import UnsupportedModelError
 from delta_tracker.rows import take_rows
-from delta_tracker.sharding.row_cache import CachedTable, between_prefetches, cached_table, same_random_numbers
+from delta_tracker.sharding.row_cache import CachedTable, between_prefetches, cached_table, rounding_to_nearest
 from delta_tracker.sharding.torchrec_api import tbe_of, tensor_slots, weight_slots
 
 _Views = list[list[Tensor]]
@@ -69,7 +69,7 @@ class Kernel:
         cut = _THREAD.cut()
         if cut is None or self not in cut.flushed:
             tbe = tbe_of(self.module)
-            with between_prefetches(tbe), same_random_numbers(tbe):
+            with between_prefetches(tbe), rounding_to_nearest(tbe):
                 self.module.flush()
         if cut is not None:
             cut.flushed.add(self)

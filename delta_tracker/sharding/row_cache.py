@@ -47,8 +47,7 @@ class CachedTable:
 
         ``ids`` are ``[N]`` int64 local ids, and ``rows`` are the ``[N, columns]`` values of these rows in the table.
 
-        If the dtypes of cache and table differ, cached values are rounded to nearest. FBGEMM's flush may round them
-        stochastically.
+        If the dtypes of cache and table differ, cached values are rounded to nearest.
         """
         if not len(ids):
             return rows
@@ -104,18 +103,16 @@ def between_prefetches(tbe: Any) -> AbstractContextManager[None]:  # noqa: ANN40
 
 
 @contextmanager
-def same_random_numbers(tbe: Any) -> Iterator[None]:  # noqa: ANN401  one of several classes of FBGEMM
-    """Return a context manager that resets the CUDA random generator at exit: stochastic rounding advances it."""
-    weights = getattr(tbe, "lxu_cache_weights", None)
-    if weights is None or not weights.is_cuda or not getattr(tbe, "stochastic_rounding", False):
-        yield
-        return
-    generator = torch.cuda.default_generators[weights.device.index]
-    offset = generator.get_offset()
+def rounding_to_nearest(tbe: Any) -> Iterator[None]:  # noqa: ANN401  one of several classes of FBGEMM
+    """Return a context manager in which a flush draws no random number, and two flushes of a row write the same."""
+    is_random = getattr(tbe, "stochastic_rounding", None)
     try:
+        if is_random:
+            tbe.stochastic_rounding = False
         yield
     finally:
-        generator.set_offset(offset)
+        if is_random:
+            tbe.stochastic_rounding = is_random
 
 
 @contextmanager
