@@ -134,7 +134,7 @@ class Region:
         elif len(indices):
             put_pieces(memory, indices, [values])
         if self.copies is not None and len(values):
-            held = torch.arange(indices.start, indices.stop) if isinstance(indices, slice) else indices
+            held = torch.arange(indices.start, indices.stop, device="cpu") if isinstance(indices, slice) else indices
             device = memory.device
             self.copies.write(to_device(held, device), to_device(values, device), columns or (0, memory.shape[1]))
 
@@ -211,7 +211,7 @@ def _within(rows: tuple[int, int], ids: Tensor | slice, values: Tensor) -> tuple
         end = max(first, min(ids.stop, rows[1]))
         return slice(first - rows[0], end - rows[0]), values[max(0, first - ids.start) : max(0, end - ids.start)]
     if len(ids) and (int(ids[0]) < rows[0] or int(ids[-1]) >= rows[1]):
-        first, end = torch.searchsorted(ids, torch.tensor(rows)).tolist()
+        first, end = torch.searchsorted(ids, torch.tensor(rows, device="cpu")).tolist()
         ids, values = ids[first:end], values[first:end]
     return ids - rows[0] if rows[0] else ids, values
 

@@ -67,7 +67,7 @@ class HostCopy:
             if self._host is None:
                 # A tensor created in inference mode cannot be written in place outside it.
                 with torch.inference_mode(mode=False):
-                    self._host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+                    self._host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True, device="cpu")
             self._host.copy_(source, non_blocking=True)
             # A thread that waits for this event does not run a busy loop.
             self.copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]

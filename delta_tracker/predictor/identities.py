@@ -39,10 +39,10 @@ def version_owners(contents: Contents) -> VersionOwners:
     manifest = contents.manifest
     pieces: defaultdict[str, list[tuple[Tensor, Tensor]]] = defaultdict(list)
     for fqn, ids, owners in contents.owners():
-        pieces[fqn].append((torch.arange(ids.start, ids.stop) if isinstance(ids, slice) else ids, owners))
+        pieces[fqn].append((torch.arange(ids.start, ids.stop, device="cpu") if isinstance(ids, slice) else ids, owners))
     found: dict[str, tuple[Tensor, Tensor]] = {}
     for fqn, identity in manifest.identities.items():
-        of_table = pieces[fqn] or [(torch.empty(0, dtype=torch.int64),) * 2]
+        of_table = pieces[fqn] or [(torch.empty(0, dtype=torch.int64, device="cpu"),) * 2]
         slots, owners = (torch.cat(each) for each in zip(*of_table, strict=True))
         try:
             check_owners(identity, slots, owners)
@@ -106,7 +106,7 @@ def _change(fqn: str, raw_ids: RawIdMap, identity: Identity, slots: Tensor, owne
         slots, owners = slots[is_here], owners[is_here]
     live = raw_ids.owners()
     if not len(slots) or torch.equal(live[slots - first], owners):
-        none = torch.empty(0, dtype=torch.int64)
+        none = torch.empty(0, dtype=torch.int64, device="cpu")
         return OwnerChange(fqn, raw_ids, identity, none, none, live)
     final = live.clone()
     final[slots - first] = owners
@@ -154,7 +154,7 @@ def set_saved_identities(identities: Mapping[str, Identity], maps: Mapping[str, 
         first, end = raw_ids.rows
         owners = raw_ids.owners()
         try:
-            check_owners(identity, torch.arange(first, end), owners)
+            check_owners(identity, torch.arange(first, end, device="cpu"), owners)
         except ValueError as error:
             text = f"Load the mapping of raw ids that was saved with the position: {error}"
             raise InvalidArgumentError("state", fqn, text) from error

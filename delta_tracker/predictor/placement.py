@@ -106,7 +106,7 @@ def _aligned(rows: Sequence[BlockRows]) -> list[tuple[BlockRows, ...]]:
     """Group the rows of one row range by their column ranges. The blocks of a group have the same ids."""
     if len(rows) == 1 or all(each.ids is None for each in rows):
         return [tuple(rows)]
-    every = [torch.arange(*each.block.rows) if each.ids is None else each.ids for each in rows]
+    every = [torch.arange(*each.block.rows, device="cpu") if each.ids is None else each.ids for each in rows]
     if all(torch.equal(ids, every[0]) for ids in every[1:]):
         return [tuple(rows)]
     union: Tensor = torch.cat(every).unique()  # type: ignore[no-untyped-call]

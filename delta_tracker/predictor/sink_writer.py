@@ -183,7 +183,9 @@ class SinkWriter(Forkable):
         for placement in placements:
             fqn = placement.rows[0].block.table
             for chunk in checked(placement.chunks(CHUNK_ROWS)):
-                ids = torch.arange(chunk.ids.start, chunk.ids.stop) if isinstance(chunk.ids, slice) else chunk.ids
+                ids = chunk.ids
+                if isinstance(ids, slice):
+                    ids = torch.arange(ids.start, ids.stop, device="cpu")
                 ((_, values),) = chunk.values
                 if fqn in ordered:
                     self._write_owned(manifest, fqn, ids, values, *ordered[fqn])
@@ -216,7 +218,7 @@ class SinkWriter(Forkable):
 
         Returns the int64 raw ids that lose a row (and may get another row), and the number of rows that get a raw id.
         """
-        left: list[Tensor] = [torch.empty(0, dtype=torch.int64)]
+        left: list[Tensor] = [torch.empty(0, dtype=torch.int64, device="cpu")]
         num_admitted = 0
         for some, new in checked(zip(_pieces(slots), _pieces(owners), strict=True)):
             old = self._sink.owners(stream, fqn, some)
@@ -248,7 +250,8 @@ class SinkWriter(Forkable):
             return
         owned, num_rows = [], state.tables[fqn].num_rows
         for begin in checked(range(0, num_rows, _SLOTS)):
-            owners = self._sink.owners(state.stream, fqn, torch.arange(begin, min(begin + _SLOTS, num_rows)))
+            slots = torch.arange(begin, min(begin + _SLOTS, num_rows), device="cpu")
+            owners = self._sink.owners(state.stream, fqn, slots)
             owned.append(owners[_is_in(owners, raw_ids)])
         for some in _pieces(raw_ids[~torch.isin(raw_ids, torch.cat(owned))]):
             self._sink.delete(state.stream, fqn, some)
@@ -262,7 +265,7 @@ class SinkWriter(Forkable):
         for fqn, held in state.default_slots.items():
             former = sorted(set(held) - set(defaults.get(fqn, ())))
             if former:
-                self._sink.delete_defaults(state.stream, fqn, torch.tensor(former))
+                self._sink.delete_defaults(state.stream, fqn, torch.tensor(former, device="cpu"))
         settled = replace(state, is_settling=False, default_slots=defaults)
         self._sink.clear_owner_log(settled)
         return settled

@@ -221,7 +221,7 @@ class MessageRounds:
 
     def _header(self, data: bytes = b"") -> Tensor:
         """Return the header of a message: the number of the vote and the length of ``data``, ``[2]`` int64."""
-        return torch.tensor([self._number, len(data)])
+        return torch.tensor([self._number, len(data)], device="cpu")
 
     def _opened(self, header: Tensor, rank: int) -> bytes:
         """Receive the data of the message from ``rank`` whose header is ``header``, and return it."""
@@ -231,7 +231,7 @@ class MessageRounds:
             reason = f"rank {rank} is at cut {number} of this publisher, and {own}"
             self._group.leave(reason)
             raise RankLostError(reason)
-        data = torch.empty(length, dtype=torch.uint8)
+        data = torch.empty(length, dtype=torch.uint8, device="cpu")
         if length:
             self._group.receive(data, rank)
         return data.numpy().tobytes()

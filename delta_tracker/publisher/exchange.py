@@ -205,7 +205,7 @@ class Exchange:
             self._num_owed_bytes = 0
         self._exchanged = None
         if self._num_owed_bytes:
-            blank = torch.full((self._num_owed_bytes,), ord(" "), dtype=torch.uint8)
+            blank = torch.full((self._num_owed_bytes,), ord(" "), dtype=torch.uint8, device="cpu")
             self.group.start_all_gather(blank)
             self._num_owed_bytes = 0
 

@@ -105,7 +105,7 @@ class HostCopier:
         for device, group in groups.items():
             layout = _Layout(group)
             if device.type == "cuda" or not layout.num_bytes:  # the strides of an empty array do not suit all dtypes
-                host = torch.empty(layout.num_bytes, dtype=torch.uint8, pin_memory=layout.num_bytes > 0)
+                host = torch.empty(layout.num_bytes, dtype=torch.uint8, pin_memory=layout.num_bytes > 0, device="cpu")
             else:
                 host = torch.from_numpy(self._pool.allocate(layout.num_bytes))
             layout.assign(host)

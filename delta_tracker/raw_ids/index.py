@@ -51,7 +51,7 @@ class SortedMap(RawIdMap):
         if len(slots) and not first <= int(slots.min()) <= int(slots.max()) < end:
             is_inside = (slots >= first) & (slots < end)
             raw_ids, slots = raw_ids[is_inside], slots[is_inside]
-        found = torch.full((end - first,), NO_OWNER)
+        found = torch.full((end - first,), NO_OWNER, device="cpu")
         found[slots - first] = raw_ids
         for default in self._defaults():
             if first <= default < end:
@@ -86,7 +86,7 @@ class SortedMap(RawIdMap):
         """
         first, end = self.rows
         raw_ids, slots = self.tensors()
-        is_former = torch.zeros(end - first + 1, dtype=torch.bool)  # the last one is for ids without a row
+        is_former = torch.zeros(end - first + 1, dtype=torch.bool, device="cpu")  # the last: ids without a row
         is_former[[-1, *(slot - first for slot in self._defaults() if first <= slot < end)]] = True
         at = torch.where(slots < first, end - first, slots - first)
         indices = (to_device(is_former, at.device)[at] & (raw_ids != NO_OWNER)).nonzero().flatten()
@@ -139,7 +139,8 @@ class RawIdIndex(SortedMap):
     def __init__(self, num_rows: int) -> None:
         check_count("num_rows", num_rows)
         self.rows = (0, num_rows)
-        self._raw_ids, self._slots = torch.full((num_rows,), NO_OWNER), torch.arange(num_rows)
+        self._slots = torch.arange(num_rows, device="cpu")
+        self._raw_ids = torch.full_like(self._slots, NO_OWNER)
         self._identity: Identity | None
         self._route_by(None)
 
@@ -187,8 +188,8 @@ class RawIdIndex(SortedMap):
         records = [(*each.rows, _NO_ROW if each.default is None else each.default) for each in buckets]
         return {
             "owners": self.owners(),
-            "hash_size": torch.tensor([] if identity is None else [identity.hash_size], dtype=torch.int64),
-            "buckets": torch.tensor(records, dtype=torch.int64).view(-1, 3),
+            "hash_size": self._slots.new_tensor([] if identity is None else [identity.hash_size]),
+            "buckets": self._slots.new_tensor(records).view(-1, 3),
         }
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -218,7 +219,7 @@ class RawIdIndex(SortedMap):
 
     def _route_by(self, identity: Identity | None) -> None:
         self._identity = identity
-        self._default_rows = torch.empty(0, dtype=torch.int64) if identity is None else default_rows(identity)
+        self._default_rows = self._slots[:0] if identity is None else default_rows(identity)
 
     def tensors(self) -> tuple[Tensor, Tensor]:
         """Return the sorted raw ids and their rows, see :meth:`SortedMap.tensors`."""
@@ -254,5 +255,5 @@ def _loaded(state: Mapping[str, Tensor], num_rows: int) -> tuple[Identity | None
     identity = Identity(int(hash_size.item()), tuple(buckets))
     if identity.num_rows != num_rows:
         raise ValueError(f"buckets of {identity.num_rows} rows")
-    check_owners(identity, torch.arange(num_rows), owners)
+    check_owners(identity, torch.arange(num_rows, device="cpu"), owners)
     return identity, owners

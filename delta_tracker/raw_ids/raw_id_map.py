@@ -59,7 +59,7 @@ def bucket_of(identity: Identity, raw_ids: Tensor) -> Tensor:
 
 def default_rows(identity: Identity) -> Tensor:
     """Return the global id of the default row of each bucket, ``[B]`` int64 on the CPU; -1 if there is none."""
-    return torch.tensor([-1 if bucket.default is None else bucket.default for bucket in identity.buckets])
+    return torch.tensor([-1 if bucket.default is None else bucket.default for bucket in identity.buckets], device="cpu")
 
 
 def defaults_of(identity: Identity, raw_ids: Tensor, rows: Tensor | None = None) -> Tensor:

@@ -127,7 +127,7 @@ def pending_rows(
             continue
         for fqn, shard in shards.items():
             left_out = [local_rows(each.left_out[fqn], shard) for each in held if fqn in each.left_out]
-            ids = torch.cat([rows.get(fqn, torch.empty(0, dtype=torch.int64)), *left_out])
+            ids = torch.cat([rows.get(fqn, torch.empty(0, dtype=torch.int64, device="cpu")), *left_out])
             pending[name][fqn] = ids.unique()  # type: ignore[no-untyped-call]
         place = held[0].place
         if place is not None and all(each.place == place for each in held):

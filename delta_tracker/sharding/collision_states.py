@@ -196,7 +196,7 @@ def _history_names(module: Any) -> list[str]:  # noqa: ANN401  a class of torchr
 
 def _check_routes(what: str, parts: Sequence[Mapping[str, Any]], identity: Identity) -> None:
     """Raise RestoreMismatchError if the buckets of ``identity`` route an id to a rank that did not save this id."""
-    ends = torch.tensor([bucket.rows[1] for bucket in identity.buckets])
+    ends = torch.tensor([bucket.rows[1] for bucket in identity.buckets], device="cpu")
     for state in parts:
         is_owned = state["sorted"] != NO_OWNER
         known = torch.cat([state["sorted"][is_owned], state["history"]])
@@ -235,7 +235,7 @@ def _tensor_faults(state: Mapping[str, Any]) -> Iterator[str]:
     if length > max(0, state["buffer_size"]):
         yield "history"
     first, end = _slots(state)
-    if not torch.equal(state["mapping"].sort().values, torch.arange(first, end)):
+    if not torch.equal(state["mapping"].sort().values, torch.arange(first, end, device="cpu")):
         yield "mapping"
     ids = state["sorted"]
     if bool(((ids[1:] <= ids[:-1]) & (ids[1:] != NO_OWNER)).any()):

@@ -221,7 +221,7 @@ class QuantizedTarget(TensorTarget):
             values = values.float()
         values = values.contiguous()  # the quantizer ignores strides
         is_copied = any(device.type == "cuda" for device in self.devices)
-        rows = torch.zeros(len(values), self._row_bytes, dtype=torch.uint8, pin_memory=is_copied)
+        rows = torch.zeros(len(values), self._row_bytes, dtype=torch.uint8, pin_memory=is_copied, device="cpu")
         quantized: dict[str, Tensor] = {}
         for each, at in self._layouts.values():
             if each.kind not in quantized:

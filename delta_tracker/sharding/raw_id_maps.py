@@ -240,7 +240,7 @@ class HashMap(_ModuleMap):
         if len(wanted):
             # Sorting the owners takes much longer. Few of them have the low bits of an id.
             owners, low = self.owners(), (1 << (8 * len(wanted)).bit_length()) - 1
-            may_be = torch.zeros(low + 1, dtype=torch.bool)
+            may_be = torch.zeros(low + 1, dtype=torch.bool, device="cpu")
             may_be[wanted & low] = True
             rows = (may_be[owners & low] & (owners != NO_OWNER)).nonzero().flatten()
             at = torch.searchsorted(wanted[:-1], owners[rows])

@@ -74,7 +74,7 @@ class ReplicaGroup:
         ``changed`` maps each FQN to ``[N]`` local ids (duplicates are allowed), or to None for all rows.
         """
         is_whole, *marks = torch.split(self._marks.zero_(), self._sizes)
-        is_whole.copy_(torch.tensor([ids is None for ids in changed.values()]))
+        is_whole.copy_(torch.tensor([ids is None for ids in changed.values()], device="cpu"))
         for own, ids in zip(marks, changed.values(), strict=True):
             if ids is not None:
                 own.index_fill_(0, ids, 1)

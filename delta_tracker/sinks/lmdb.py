@@ -120,7 +120,7 @@ class LmdbSink(RowSink):
 
     def owners(self, stream: str, table: str, slots: Tensor) -> Tensor:
         if not len(slots):
-            return torch.empty(0, dtype=torch.int64)
+            return torch.empty(0, dtype=torch.int64, device="cpu")
         parts, of_part = (slots // _SLOTS_PER_KEY).unique_consecutive(return_inverse=True)  # type: ignore[no-untyped-call]
         stored = self._read(keys_of(stream, b"o", table, parts))
         held = torch.stack([decode_owners(data or b"", _SLOTS_PER_KEY) for data in stored])
@@ -281,4 +281,4 @@ class _WriterLock(Forkable):
 
 
 def _log_key(stream: str, table: str, number: int) -> bytes:
-    return keys_of(stream, b"l", table, torch.tensor([number]))[0]
+    return keys_of(stream, b"l", table, torch.tensor([number], device="cpu"))[0]

@@ -77,7 +77,7 @@ class LmdbRows:
             state = self._state(transaction)
             lookup = Lookup(state, table, ids)
             stored = [transaction.get(key) for key in keys_of(state.stream, b"r", table, ids)]
-            slots = torch.tensor(lookup.defaults, dtype=torch.int64)
+            slots = torch.tensor(lookup.defaults, dtype=torch.int64, device="cpu")
             return lookup.decode(stored, [transaction.get(key) for key in keys_of(state.stream, b"d", table, slots)])
 
     def close(self) -> None:

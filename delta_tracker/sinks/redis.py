@@ -331,7 +331,7 @@ class RedisSink(RowSink):
         """Yield lists of at most 65,536 ids, which together contain the ids of all stored rows of a table."""
         num_rows = state.tables[table].num_rows
         for begin in range(0, num_rows, _SLOTS_PER_KEY):
-            slots = torch.arange(begin, min(begin + _SLOTS_PER_KEY, num_rows))
+            slots = torch.arange(begin, min(begin + _SLOTS_PER_KEY, num_rows), device="cpu")
             if table not in state.identities:
                 yield slots.tolist()
                 continue

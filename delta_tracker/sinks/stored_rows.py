@@ -56,7 +56,8 @@ def decode_rows(table: TableSpec, data: Sequence[bytes]) -> tuple[Tensor, Tensor
     """
     width = num_value_bytes(table)
     if not data:
-        return torch.empty(0, table.dim, dtype=table.dtype), torch.empty(0, dtype=torch.int64)
+        none = torch.empty(0, dtype=torch.int64, device="cpu")
+        return none.new_empty(0, table.dim, dtype=table.dtype), none
     if any(len(each) != width for each in data):
         found = sorted({len(each) for each in data} - {width})
         raise MalformedSinkError(f"a row of table {table.fqn!r}", f"it has {found[0]} bytes instead of {width}")
@@ -80,7 +81,7 @@ def decode_owners(data: bytes, num_owners: int) -> Tensor:
     """
     if len(data) % OWNER_BYTES or len(data) > num_owners * OWNER_BYTES:
         raise MalformedSinkError("its map of raw ids", f"{len(data)} bytes are stored for {num_owners} rows")
-    held = torch.zeros(num_owners, dtype=torch.int64)
+    held = torch.zeros(num_owners, dtype=torch.int64, device="cpu")
     held[: len(data) // OWNER_BYTES] = torch.from_numpy(np.frombuffer(data, "<i8").astype(np.int64))
     return held ^ NO_OWNER
 
@@ -187,13 +188,13 @@ class Lookup:
 
         ``rows`` and ``defaults`` contain the stored bytes for ``ids`` and :attr:`defaults`; None for a missing row.
         """
-        is_own = torch.tensor([row is not None for row in rows], dtype=torch.bool)
+        is_own = torch.tensor([row is not None for row in rows], dtype=torch.bool, device="cpu")
         found = [row for row in rows if row is not None]
         if self._identity is None and len(found) < len(rows):
             missing = int(self._ids[~is_own][0])
             raise MalformedSinkError(f"row {missing} of table {self._spec.fqn!r}", "it is missing")
-        values = torch.zeros(len(rows), self._spec.dim, dtype=self._spec.dtype)
-        versions = torch.full((len(rows),), -1, dtype=torch.int64)
+        values = torch.zeros(len(rows), self._spec.dim, dtype=self._spec.dtype, device="cpu")
+        versions = torch.full((len(rows),), -1, dtype=torch.int64, device="cpu")
         values[is_own], versions[is_own] = decode_rows(self._spec, found)
         needed = set(self._default_of[~is_own].tolist())
         for slot, data in zip(self.defaults, defaults, strict=True):

@@ -193,12 +193,12 @@ class _Rounds:
     """
 
     def __init__(self, ranks: AllRanks, num_groups: int) -> None:
-        first = torch.zeros(num_groups, _HEADER + _NUM_BINS, dtype=torch.int64)
+        first = torch.zeros(num_groups, _HEADER + _NUM_BINS, dtype=torch.int64, device="cpu")
         first[:, _FAILED] = 1
         self._left = [
             (ranks.total, first),
-            *[(ranks.total, torch.zeros(num_groups, _NUM_BINS, dtype=torch.int64)) for _ in _DIGITS[1:]],
-            (ranks.before, torch.zeros(num_groups, dtype=torch.int64)),
+            *[(ranks.total, torch.zeros(num_groups, _NUM_BINS, dtype=torch.int64, device="cpu")) for _ in _DIGITS[1:]],
+            (ranks.before, torch.zeros(num_groups, dtype=torch.int64, device="cpu")),
         ]
 
     def next(self, counts: Tensor) -> Tensor:
@@ -310,7 +310,7 @@ class _Search:
         ]
         self._num_ties: list[list[int]] = []
         self._prefix = [0] * len(groups)
-        self._remaining = torch.zeros(len(groups), dtype=torch.int64)
+        self._remaining = torch.zeros(len(groups), dtype=torch.int64, device="cpu")
         self._takes_all = [False] * len(groups)
 
     def header(self) -> Tensor:
@@ -326,11 +326,12 @@ class _Search:
                 for due, group in zip(num_due, self._groups, strict=True)
             ],
             dtype=torch.int64,
+            device="cpu",
         ).reshape(-1, 3)
 
     def histograms(self, shift: int) -> Tensor:
         """Return the cost of this rank's rows that match the prefix and are not due, by digit, ``[G, _NUM_BINS]``."""
-        costs = torch.zeros(len(self._groups), _NUM_BINS, dtype=torch.int64)
+        costs = torch.zeros(len(self._groups), _NUM_BINS, dtype=torch.int64, device="cpu")
         counted = self._counted(lambda index, table: table.histogram(self._prefix[index], shift))
         for index, (histograms, group) in enumerate(zip(counted, self._groups, strict=True)):
             for histogram, table in zip(histograms, group, strict=True):
@@ -372,7 +373,7 @@ class _Search:
             0 if takes_all else sum(n * self._cost(table) for n, table in zip(counts, group, strict=True))
             for takes_all, counts, group in zip(self._takes_all, self._num_ties, self._groups, strict=True)
         ]
-        return torch.tensor(costs, dtype=torch.int64)
+        return torch.tensor(costs, dtype=torch.int64, device="cpu")
 
     def masks(self, spent_before: Tensor) -> list[Tensor]:
         """Return a mask of the selected rows, ``[N]`` bool, for each table, in the order of the groups.

@@ -80,7 +80,7 @@ class _DeviceStat(DeviceState):
             weighted = float(value) * float(weight)
             is_good = math.isfinite(weighted) and (self.is_signed or weighted >= 0)
             sums = (weighted, float(weight), 1.0, 1.0) if is_good else (0.0, 0.0, 0.0, 1.0)
-            self._add(_HOST, torch.tensor(sums, dtype=torch.float64))
+            self._add(_HOST, torch.tensor(sums, dtype=torch.float64, device="cpu"))
 
     def _record_tensor(self, value: Tensor, weight: Tensor | float) -> None:
         _check(value, weight)

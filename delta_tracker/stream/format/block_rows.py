@@ -152,7 +152,7 @@ def held_rows(rows: Tensor) -> RowReader:
 
 def range_within(ids: Tensor, rows: tuple[int, int]) -> tuple[int, int]:
     """Return the half-open range of indices at which ``ids``, ``[N]`` ascending int64, are in the range ``rows``."""
-    start, stop = torch.searchsorted(ids, torch.tensor(rows)).tolist()
+    start, stop = torch.searchsorted(ids, torch.tensor(rows, device="cpu")).tolist()
     return start, stop
 
 

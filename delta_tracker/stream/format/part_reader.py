@@ -86,7 +86,7 @@ class _File:
 
     def _items(self, span: _Span, begin: int, end: int) -> Tensor:
         if begin == end:
-            return torch.empty(0, dtype=span.dtype)
+            return torch.empty(0, dtype=span.dtype, device="cpu")
         return torch.from_numpy(self._read(begin, end)).view(span.dtype)
 
     def _layout(self, stored: Part | Stored, expected: _Expected) -> dict[str, _Span]:
@@ -176,7 +176,7 @@ class PartReader:
                     self._dense(index, name)
             for rows in self.rows if names is not None and manifest.identities else ():
                 for ids, owners in rows.owned():
-                    slots = torch.arange(ids.start, ids.stop) if isinstance(ids, slice) else ids
+                    slots = torch.arange(ids.start, ids.stop, device="cpu") if isinstance(ids, slice) else ids
                     # A raw id may be mapped to another row while a whole block is copied: then both rows have it.
                     is_unique = rows.ids is not None
                     check_owners(manifest.identities[rows.block.table], slots, owners, is_unique=is_unique)

@@ -40,7 +40,7 @@ def rows_of(storage: Storage, entry: Manifest, shards: Mapping[str, ShardSpec]) 
         if blocks := wanted(part, shards):
             source = Ranged(storage, part) if part.body else None  # a part of format 1 can only be checked as a whole
             for rows in PartReader(storage, part, entry, source=source, blocks=blocks).rows:
-                ids = torch.arange(*rows.block.rows) if rows.ids is None else rows.ids
+                ids = torch.arange(*rows.block.rows, device="cpu") if rows.ids is None else rows.ids
                 ids = local_rows(ids, shards[rows.block.table])
                 if len(ids):
                     found.append((rows.block.table, ids))

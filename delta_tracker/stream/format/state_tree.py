@@ -224,7 +224,7 @@ class StateReader:
 
     def _data(self, begin: int, end: int) -> Tensor:
         """Return a copy of the bytes ``[begin, end)`` of the data. Unlike the result of ``read``, it is aligned."""
-        data = torch.empty(end - begin, dtype=torch.uint8)
+        data = torch.empty(end - begin, dtype=torch.uint8, device="cpu")
         for first in range(begin, end, _CHUNK_BYTES):
             last = min(first + _CHUNK_BYTES, end)
             data.numpy()[first - begin : last - begin] = self._read(self._start + first, self._start + last)

@@ -47,7 +47,7 @@ def run_on_all_ranks(action: Callable[[], Mapping[str, object] | None], group: R
 
 def _exchange(message: Mapping[str, object], group: RankGroup) -> list[dict[str, dict[str, object]]]:
     data = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=_BYTE)
-    lengths = [int(each) for each in group.all_gather(torch.tensor([len(data)]))]
+    lengths = [int(each) for each in group.all_gather(torch.tensor([len(data)], device="cpu"))]
     padded = torch.nn.functional.pad(data, (0, max(lengths) - len(data)))
     gathered = zip(group.all_gather(padded), lengths, strict=True)
     return [json.loads(bytes(each[:length].numpy())) for each, length in gathered]
@@ -60,7 +60,7 @@ def gather_parts(state: Mapping[str, Tensor], group: RankGroup, strategy: str) -
     ``gather_or_local``, otherwise an empty dict. Raises CheckpointError if a rank sends an invalid header.
     """
     header = next(iter(state.values()))
-    lengths = group.all_gather(torch.tensor([len(header)]))
+    lengths = group.all_gather(torch.tensor([len(header)], device="cpu"))
     if group.rank:
         for tensor in state.values():
             if tensor.numel():
@@ -68,12 +68,12 @@ def gather_parts(state: Mapping[str, Tensor], group: RankGroup, strategy: str) -
         return dict(state) if strategy == "gather_or_local" else {}
     gathered = dict(state)
     for source in range(1, len(lengths)):
-        received = torch.empty(int(lengths[source]), dtype=_BYTE)
+        received = torch.empty(int(lengths[source]), dtype=_BYTE, device="cpu")
         group.receive(received, source)
         part = parse(f"rank{source}of{len(lengths)}/header", received)
         gathered[f"{part.prefix}header"] = received
         for name, (dtype, shape) in part.all_layouts().items():
-            tensor = torch.empty(shape, dtype=dtype)
+            tensor = torch.empty(shape, dtype=dtype, device="cpu")
             if tensor.numel():
                 group.receive(tensor.reshape(-1).view(_BYTE), source)
             gathered[part.prefix + name] = tensor

@@ -194,7 +194,7 @@ class RankHeader(Struct, kw_only=True, frozen=True, eq=False):
             raise CheckpointError(self.prefix, f"ids of {fqn!r} are not rows of its shard in ascending order")
         known, states = read.get("known"), None
         if "states" in read:
-            known = torch.ones(size, dtype=torch.bool) if known is None else known
+            known = torch.ones(size, dtype=torch.bool, device="cpu") if known is None else known
             if known.shape != (size,) or len(read["states"]) != int(known.sum()):
                 raise CheckpointError(self.prefix, f"numbers of old states and known rows differ for {fqn!r}")
             states = read["states"].new_full((size, read["states"].shape[1]), torch.nan)

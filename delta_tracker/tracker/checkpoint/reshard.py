@@ -129,7 +129,7 @@ class Resharding:
             ):
                 what = f"old states of table {spec.table.fqn!r} for the column ranges"
                 raise StateMismatchError(what, saved.columns, spec.columns)
-        found = torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2)
+        found = torch.tensor(pairs, dtype=torch.int64, device="cpu").reshape(-1, 2)
         return found[:, 0], found[:, 1]
 
     def _rows(self, row_set: str, tensors: Mapping[str, Tensor]) -> dict[str, ChangedRows]:
@@ -147,14 +147,14 @@ class Resharding:
             return None
         ids = torch.unique(torch.cat([rows.ids for _, rows in pieces]))
         held = self._capture.old_states(shard, ids.to(shard.device)).cpu().clone() if self._capture.keeps_old else None
-        known, ages = torch.ones(len(ids), dtype=torch.bool), torch.zeros(len(ids), dtype=torch.int32)
+        known, ages = torch.ones_like(ids, dtype=torch.bool), torch.zeros_like(ids, dtype=torch.int32)
         former: Tensor | None = None
         for saved, rows in pieces:
             at = torch.searchsorted(ids, rows.ids)
             if rows.ages is not None:
                 ages[at] = torch.maximum(ages[at], rows.ages)
             if rows.former is not None:
-                former = torch.full((len(ids),), NO_OWNER) if former is None else former
+                former = torch.full((len(ids),), NO_OWNER, device="cpu") if former is None else former
                 former[at] = rows.former
             if held is not None:
                 states, was_known = _checked_states(saved.part, fqn, rows, held, saved.saved_indices)

@@ -111,7 +111,7 @@ class TrackerCheckpoint:
         if averaged:
             changed = self._log.writes.changed_since_sync(fqn for fqn, shard in averaged.items() if shard.spec.num_rows)
             tables = [fqn for fqn, ids in changed.items() if ids is None or len(ids)]
-            counts = torch.tensor([len(tables)])
+            counts = torch.tensor([len(tables)], device="cpu")
             if any(map(int, [counts] if group is None else group.all_gather(counts))):
                 listed = ", ".join(map(repr, tables)) or "none on this rank"
                 why = f"replicas of a DMPCollection may differ, because rows changed since its last sync(): {listed}"

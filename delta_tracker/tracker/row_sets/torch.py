@@ -37,7 +37,7 @@ class JointIds:
     def __init__(self, ids: Sequence[Tensor], begins: Sequence[int], sizes: Sequence[int]) -> None:
         device = ids[0].device
         self.lengths = [len(each) for each in ids]
-        numbers = torch.tensor([self.lengths, begins, sizes])
+        numbers = torch.tensor([self.lengths, begins, sizes], device="cpu")
         # Pinned memory is reused only after the copy. On other devices than the CPU and CUDA, FBGEMM has no lookups.
         numbers = (numbers.pin_memory() if device.type == "cuda" else numbers).to(device, non_blocking=True)
         lengths, self._begins, self._sizes = numbers

@@ -172,7 +172,7 @@ class TritonRows(RowSet):
             for each, own, begin in zip(sets, ids, begins, strict=False)
         ]
         grid = (-(-max(map(len, ids)) // _IDS_PER_PROGRAM), len(sets))
-        arguments = (to_device(torch.tensor(indices), joined.device), joined, fresh, num_fresh)
+        arguments = (to_device(torch.tensor(indices, device="cpu"), joined.device), joined, fresh, num_fresh)
         sets[0]._launch(  # noqa: SLF001  needs the programs and the device, which are the same for all sets
             "mark", grid, *arguments, size=_IDS_PER_PROGRAM, wants_fresh=fresh is not None
         )

@@ -108,7 +108,7 @@ class MarkedRows:
         self.engine.warm_up(self.device)  # the first set is created in a backward pass
         self.pads = self.device.type != "cpu"
         self.keeps_states = old_states is not None
-        self.copy = torch.empty(0)
+        self.copy = torch.empty(0, device="cpu")
         self._old_states = old_states
         self._segments = [Segment(start=0)]
         self._spare: RowSet | None = None
