@@ -7,6 +7,8 @@ import torch
 
 from benchmarks.plain_torchrec import Features, PlainModel
 from delta_tracker import ModelDeltaTracker
+from delta_tracker.monitor.device.metrics import DeviceSum
+from delta_tracker.monitor.monitor import Monitor
 from tests.gpu.devices import OF_MODULES, needs
 
 pytestmark = [needs("graphs"), pytest.mark.usefixtures("plain_torchrec")]
@@ -35,3 +37,16 @@ def test_replays_of_a_captured_step_lose_no_update() -> None:
             assert changed.tolist() == list(range(begin, begin + 100))
             assert len(tracker.get_delta()["ec.embeddings.t"]) == 1000
         assert tracker.num_hook_errors == 0
+
+
+def test_replays_of_a_captured_update_of_a_metric_are_counted() -> None:
+    monitor = Monitor()
+    stat, value = DeviceSum("s", monitor=monitor), torch.ones(4, device=OF_MODULES)
+    stat.update(value)  # allocates the sums
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        stat.update(value)
+    for _ in range(3):
+        graph.replay()
+    torch.cuda.synchronize()
+    assert [window.values["sum"] for window in monitor.collect().windows] == [16.0]
