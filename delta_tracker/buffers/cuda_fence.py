@@ -4,7 +4,8 @@ Work on one stream runs in the order in which it was queued. Work on different s
 stream waits for the other.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -46,7 +47,7 @@ class StreamFence:
         for device in self._devices:
             stream, used = torch.cuda.current_stream(device), self._used.get(device, [])
             # A captured stream must not wait for work that is not captured: CUDA would invalidate the capture.
-            if used != [stream] and not torch.cuda.is_current_stream_capturing():
+            if used != [stream] and not _is_capturing(device):
                 others = [each for each in used if each != stream]
                 for other in others:
                     stream.wait_stream(other)
@@ -68,3 +69,16 @@ class StreamFence:
     def leave(self, key: int) -> bool:
         """End the use with ``key``. Return False if there is no such use, or if no device is a CUDA device."""
         return self._open.pop(key, None) is not None
+
+
+@contextmanager
+def on_stream(stream: Any) -> Iterator[None]:  # noqa: ANN401  torch's stubs have no common type
+    """Context manager ``torch.cuda.stream``, with the device of ``stream`` as the current device."""
+    # Otherwise, torch sets the former device at exit, which creates a CUDA context there, of hundreds of MB.
+    with torch.cuda.device(stream.device), torch.cuda.stream(stream):
+        yield
+
+
+def _is_capturing(device: torch.device) -> bool:
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()

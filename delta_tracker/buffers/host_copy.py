@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from delta_tracker.buffers.cuda_fence import on_stream
+
 
 class HostCopy:
     """Asynchronous copy of a device tensor to host memory.
@@ -63,7 +65,7 @@ class HostCopy:
             stream.wait_stream(current)
             source.record_stream(stream)  # frees the memory after the copy, even if nothing waits for it
             self._source = None
-        with torch.cuda.stream(current if stream is None else stream):
+        with on_stream(current if stream is None else stream):
             if self._host is None:
                 # A tensor created in inference mode cannot be written in place outside it.
                 with torch.inference_mode(mode=False):

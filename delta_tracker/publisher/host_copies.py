@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from delta_tracker.buffers import BufferPool
+from delta_tracker.buffers.cuda_fence import on_stream
 from delta_tracker.buffers.host_copy import HostCopy, side_stream
 from delta_tracker.stream.format.block_rows import CHUNK_BYTES
 
@@ -127,7 +128,7 @@ class HostCopier:
         stream, ready = self._stream(device), torch.cuda.current_stream(device).record_event()
 
         def read(tensor: Tensor) -> Tensor:
-            with torch.cuda.stream(stream):
+            with on_stream(stream):
                 stream.wait_event(ready)
                 return HostCopy(tensor).result()
 

@@ -46,8 +46,7 @@ class CachedTable:
         """Return ``rows``, with cached rows replaced by their newer values from the cache.
 
         ``ids`` are ``[N]`` int64 local ids, and ``rows`` are the ``[N, columns]`` values of these rows in the table.
-
-        If the dtypes of cache and table differ, cached values are rounded to nearest.
+        Cached values are rounded to nearest if the dtypes of cache and table differ.
         """
         if not len(ids):
             return rows

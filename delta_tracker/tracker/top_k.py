@@ -320,13 +320,11 @@ class _Search:
         0 here. Costs are in the budget's unit: bytes for ``TopK.num_bytes``, otherwise rows.
         """
         num_due = self._counted(lambda _, table: table.num_due)
-        return torch.tensor(
+        return self._remaining.new_tensor(
             [
                 [sum(map(len, group)), sum(int(n) * self._cost(each) for n, each in zip(due, group, strict=True)), 0]
                 for due, group in zip(num_due, self._groups, strict=True)
-            ],
-            dtype=torch.int64,
-            device="cpu",
+            ]
         ).reshape(-1, 3)
 
     def histograms(self, shift: int) -> Tensor:

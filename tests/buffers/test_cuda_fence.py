@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import threading
+from typing import Any
+
 import pytest
 import torch
 
 from delta_tracker.buffers.cuda_fence import StreamFence
+from delta_tracker.buffers.host_copy import HostCopy, side_stream
+from delta_tracker.monitor.device.metrics import DeviceSum, reader_of
+from delta_tracker.monitor.monitor import Monitor
+from delta_tracker.publisher.host_copies import HostCopier
 from tests.fake_streams.simulation import fake_streams
 
 _SEEDS = range(10)
+_OTHER = torch.device("cuda", 1)
 
 
 def test_devices_without_streams_are_ignored() -> None:
@@ -95,3 +103,34 @@ def test_a_captured_stream_waits_for_no_other_stream(monkeypatch: pytest.MonkeyP
             fence.enter()
         assert not captured.queue.pending
         assert fence.last_stream(memory.device) == torch.cuda.default_stream()
+
+
+@pytest.mark.parametrize("what", ["reader", "copy", "sums"])
+def test_no_thread_changes_to_the_device_of_another_rank(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.cuda.stream() sets the former device at exit. CUDA creates a context of hundreds of MB there."""
+    entered = []
+
+    def enter(stream: Any) -> Any:
+        entered.append((torch.cuda.current_device(), stream.device.index))
+        return devices.entered(stream)
+
+    def work() -> None:  # the current device of a new thread is the first one
+        if what == "reader":
+            assert HostCopier().reader(_OTHER)(memory).tolist() == [1] * 8
+        elif what == "copy":
+            assert HostCopy(memory, stream=side_stream(_OTHER)).result().tolist() == [1] * 8
+        else:
+            stat.update(memory)
+            reader_of(monitor).begin()
+            assert reader_of(monitor).finish(wait=True)
+
+    monitor = Monitor()
+    stat = DeviceSum("s", monitor=monitor)
+    with fake_streams(0, num_devices=2) as devices:
+        memory = torch.ones(8, device=_OTHER)
+        monkeypatch.setattr(torch.cuda, "stream", enter)
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    assert entered
+    assert all(current == own for current, own in entered)

@@ -13,13 +13,14 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from delta_tracker.buffers.cuda_fence import StreamFence
+from delta_tracker.buffers.cuda_fence import StreamFence, on_stream
 from delta_tracker.buffers.host_copy import HostCopy
 from delta_tracker.monitor.clock import Progress
 from delta_tracker.monitor.polled_stats import MetricSource
@@ -208,5 +209,5 @@ def _start_copy(vectors: Sequence[Tensor], stream: Any) -> HostCopy:  # noqa: AN
 
     For devices other than CUDA, ``stream`` is None. The copy may block, and is made when its result is read.
     """
-    with torch.cuda.stream(stream):
+    with nullcontext() if stream is None else on_stream(stream):
         return HostCopy(torch.cat([*vectors, vectors[0][:0]]))  # never one of the vectors themselves

@@ -137,8 +137,8 @@ class MetricCounter:
         empty on some ranks only.
         """
         lists = [field for field, each in self._fields.items() if each == "dim_zero_cat" and field in layouts]
-        sizes = {field: (0, *layouts[field][1][1:]) for field in lists}
-        empty = {field: torch.empty(size, dtype=layouts[field][0], device="cpu") for field, size in sizes.items()}
+        kinds = [(field, *layouts[field]) for field in lists]
+        empty = {field: torch.empty((0, *shape[1:]), dtype=dtype, device="cpu") for field, dtype, shape in kinds}
         return {
             **self.merge([]),
             **{field: each for field, each in empty.items() if self._default_shape(field) is None},
