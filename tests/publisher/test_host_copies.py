@@ -148,7 +148,7 @@ def test_smaller_buffers_are_used_if_device_memory_runs_out(largest: int, monkey
     allocate = torch.empty
 
     def limited(size: Any, *arguments: Any, **kwargs: Any) -> Tensor:
-        if kwargs.get("device") is not None and isinstance(size, int):
+        if kwargs.get("device") not in (None, "cpu") and isinstance(size, int):
             sizes.append(size)
             if size > largest:
                 raise torch.OutOfMemoryError("no memory")
