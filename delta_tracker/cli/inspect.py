@@ -227,8 +227,8 @@ def _facts(found: dict[str, Any]) -> Table:
         "size": f"{size(log['part_bytes'])} in {plural(log['parts'], 'part')}, {size(log['entry_bytes'])} of entries",
         "new predictor": start,
     }
-    if found["mirrored_tables"]:
-        lines["mirror of"] = f"the tables {', '.join(map(escaped, found['mirrored_tables']))} only"
+    if tables := found["mirrored_tables"]:
+        lines["mirror of"] = f"the tables {', '.join(map(escaped, tables))} only"
     if log["strays"]:
         lines["below a gap"] = (
             f"{plural(log['strays'], 'entry', 'entries')} below a missing one: retention leaves only claims and the "

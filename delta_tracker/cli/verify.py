@@ -56,8 +56,7 @@ def command(stream: Stream, *, quick: bool) -> int:
     counts, skews, findings = check.counts, check.skews.problems(), check.findings
     names = ("entries", "merged", "parts", "bytes")
     found = {"url": stream.storage.url, "ok": not findings} | {name: counts[name] for name in names}
-    tables = list(check.choice.patterns)  # empty for all
-    if tables:
+    if tables := list(check.choice.patterns):
         stream.out.line(f"a mirror of the tables {', '.join(map(escaped, tables))} only, without the other parts")
     stream.out.json(found | {"mirrored_tables": tables, "skews": skews, "findings": findings})
     done = ", ".join(
@@ -155,9 +154,10 @@ class _Check:
 
     Attributes:
         findings: damage that was found.
+        choice: tables of which the store has a mirror.
         skews: differences between the clocks of the publishers and the clock of the store.
-        counts: numbers of well-formed log entries (``entries``), well-formed merged entries (``merged``), checked
-            objects, including damaged ones (``parts``), and bytes of these objects (``bytes``).
+        counts: numbers of well-formed entries of the log (``entries``) and merged ones (``merged``), checked objects,
+            including damaged ones (``parts``), and bytes of these objects (``bytes``).
     """
 
     stream: Stream
@@ -172,7 +172,7 @@ class _Check:
     _so_far: str = ""  # stream of the entries that were checked so far
     _streams: set[str] = field(default_factory=set)  # this one and the former ones
     _owners: _Owners = field(default_factory=_Owners)
-    _choice: TableChoice = field(default_factory=lambda: TableChoice(None))  # tables that the store has
+    choice: TableChoice = field(default_factory=lambda: TableChoice(None))
     _advance: Callable[[int], None] = field(init=False)  # of the progress bar
 
     def run(self) -> None:

@@ -184,8 +184,7 @@ class SinkWriter(Forkable):
             fqn = placement.rows[0].block.table
             for chunk in checked(placement.chunks(CHUNK_ROWS)):
                 ids = chunk.ids
-                if isinstance(ids, slice):
-                    ids = torch.arange(ids.start, ids.stop, device="cpu")
+                ids = torch.arange(ids.start, ids.stop, device="cpu") if isinstance(ids, slice) else ids
                 ((_, values),) = chunk.values
                 if fqn in ordered:
                     self._write_owned(manifest, fqn, ids, values, *ordered[fqn])

@@ -100,10 +100,7 @@ class _Tables(Struct):
 
 
 def mirrored_tables(storage: Storage) -> TableChoice:
-    """Return the tables that the store has, as its mirror has stated; all if there is no statement.
-
-    Raises MalformedError if the statement does not follow the format.
-    """
+    """Return the tables that a mirror has stated; all if it has not. Raises MalformedError for an invalid statement."""
     data = storage.uncached.read(TABLES_NAME, max_bytes=_MAX_BYTES)  # a cache may have an old 404
     if data is None:
         return TableChoice(None)
