@@ -1337,6 +1337,7 @@ class World:
             with self._call("sync") as errors:
                 reader.predictor.sync()
             can_say = reader.settings.stores == (self._primary,) and not reader.settings.is_bounded
+            can_say = can_say and not self._primary.is_lost
             # If retention deleted the next version, its error is raised instead of that of the newest snapshot.
             named = ModelMismatchError | MissingTableError | MissingVersionError
             is_named = any(isinstance(each, named) for each in errors)
