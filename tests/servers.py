@@ -28,15 +28,22 @@ from delta_tracker.stream.storage.storage import Storage
 
 _START_SECONDS = 240
 _HOST = "127.0.0.1"
+_PORTS = 10_000, 32_768  # below the ports that Linux gives to clients
+_CHANCE = random.SystemRandom()  # other processes choose other ports
 _CONF = Path(delta_tracker.__file__).parent / "stream" / "nginx.conf"
 REQUIRED = "DELTA_TRACKER_REQUIRE_SERVERS"
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports that are free at the moment."""
+    """Return ports that are free at the moment, and that the system gives to no connection of a client."""
+    found: list[int] = []
     with ExitStack() as stack:
-        taken = [stack.enter_context(socket.create_server((_HOST, 0))) for _ in range(count)]
-        return [server.getsockname()[1] for server in taken]
+        while len(found) < count:
+            port = _CHANCE.randrange(*_PORTS)
+            with suppress(OSError):  # another server has it
+                stack.enter_context(socket.create_server((_HOST, port)))
+                found.append(port)
+    return found
 
 
 @contextmanager
