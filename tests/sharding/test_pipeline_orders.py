@@ -27,7 +27,17 @@ from delta_tracker.tracker.store.segments import SegmentStore
 from tests.fake_streams.cached_kernel import CachedKernel, is_own_race
 from tests.fake_streams.simulation import fake_streams
 from tests.sharding.fake_collections import Ids, Lookups, OneTable
-from tests.sharding.pipelines_cases import AHEAD, ITEMS, STASHED, end_stashes, has_stages, order_stashes, pipeline
+from tests.sharding.pipelines_cases import (
+    AHEAD,
+    ITEMS,
+    LOSES_STASHES,
+    STASHED,
+    end_stashes,
+    has_stages,
+    loses_stashes,
+    order_stashes,
+    pipeline,
+)
 from tests.sharding.upstream import installed
 from tests.sweeps import SWEEPS_ARE_WHOLE
 
@@ -139,6 +149,8 @@ class _Run:
 def _skip_unless_installed(name: str) -> None:
     if name.partition(" ")[0] not in installed("pipelines") or (" " in name and not has_stages()):
         pytest.skip(f"this torchrec has no {name}")
+    if name == STASHED and loses_stashes():
+        pytest.skip(LOSES_STASHES)
 
 
 @pytest.mark.sweep("long")
