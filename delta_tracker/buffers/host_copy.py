@@ -81,5 +81,5 @@ def side_stream(device: torch.device) -> Any:  # noqa: ANN401  torch's stubs hav
     if device.type != "cuda":
         return None
     # Torch returns 32 streams of each priority in turn. Training could wait for copies on those of TorchRec (0 and -1)
-    # and NCCL (-3). Copies have no priority.
+    # and NCCL (-3). A device with two priorities takes -1 instead.
     return torch.cuda.Stream(device, priority=-2)  # type: ignore[no-untyped-call]

@@ -128,7 +128,7 @@ def copied_while_training(rank: int, world_size: int, root: str) -> list[str]:
 
 
 def _lacks_versions(kinds: list[str]) -> bool:
-    """Whether a rank has seen fewer than two snapshots or three deltas."""
+    """Return True if a rank has seen fewer than two snapshots or three deltas."""
     lacks = torch.tensor(int(kinds.count("snapshot") < 2 or kinds.count("delta") < 3))
     dist.all_reduce(lacks, dist.ReduceOp.MAX)
     return bool(lacks)
