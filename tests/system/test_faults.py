@@ -21,9 +21,9 @@ _ROOT = Path(__file__).parent.parent.parent
 _NUM_THEIRS_AT_LEAST = 15
 
 # Other versions have another interface or lack modules of some cases; the comparison is with the pinned version.
-_IS_PINNED = importlib.util.find_spec("torchrec") is not None and version("torchrec").startswith("1.8.")
+_IS_PINNED = importlib.util.find_spec("torchrec") is not None and version("torchrec").startswith("1.9.")
 pytestmark = [
-    pytest.mark.skipif(not _IS_PINNED, reason="compares with torchrec 1.8"),
+    pytest.mark.skipif(not _IS_PINNED, reason="compares with torchrec 1.9"),
     pytest.mark.timeout(900),  # on a busy machine
 ]
 
