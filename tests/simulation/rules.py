@@ -29,6 +29,7 @@ def check(reader: Reader, history: History, encoding: str | None, *, is_complete
         encoding: encoding of the versions.
         is_complete: True if the call applied whatever it found.
     """
+    reader.seen = max((counter for _, counter in history.ordered), default=0)
     version, stream = reader.predictor.version, reader.predictor.status().stream
     if version is None or stream is None:
         if reader.floor is not None:
@@ -75,7 +76,6 @@ def check(reader: Reader, history: History, encoding: str | None, *, is_complete
     if newest is not None and is_complete and reader.own is None and key == (newest.stream, newest.version):
         # It may be there by chance, before it has looked for the pin.
         reader.pinned = newest if reader.predictor.status().pinned == newest.version else reader.pinned
-    reader.seen = max((counter for _, counter in history.ordered), default=0)
 
 
 def _check_floor(reader: Reader, place: Place, *, is_ordered: bool) -> None:

@@ -601,6 +601,7 @@ class World:
         if not store.is_partial or not store.has_log() or not store.is_healthy or self._primary.is_lost:
             return None
         before, tables = store.names(), [] if choice % 6 == 1 else ["--table", "*a*"]
+        is_undisturbed = self._roles is None and self._primary.is_healthy and self._disk.fault is None
         words: tuple[str, ...] = ("compact", store.url)
         if choice % 3:
             words = ("mirror", self._primary.url, store.url, *(tables if choice % 3 == 1 else ["--promote", "--force"]))
@@ -608,7 +609,7 @@ class World:
         if code == 0 or store.names() != before:
             raise RuleError("partial mirror", f"{words} is not refused: {text}")
         is_why = "this is a mirror of" in text or ", with which" in text
-        if not is_why and self._roles is None and self._primary.is_healthy:
+        if not is_why and is_undisturbed:
             raise RuleError("partial mirror", f"{words} is refused for another reason: {text}")
         return text
 
@@ -1200,6 +1201,8 @@ class World:
         reader = self._reader(who)
         if reader is None:
             return None
+        if reader.is_following:
+            self._check(reader, is_complete=False)
         reader.released()
         return reader.name
 
