@@ -1,4 +1,4 @@
-"""Background thread of a predictor: polls for versions, applies them, retries, and writes heartbeats."""
+"""Background thread of a predictor, which polls for versions, applies them, and writes heartbeats."""
 
 import logging
 import threading
@@ -74,14 +74,14 @@ class _Run:
 
 
 class Follower(Forkable):
-    """Background thread of a predictor that applies new versions by calling :meth:`Reader.advance` repeatedly.
+    """Background thread of a predictor, which calls :meth:`Reader.advance` in a loop to apply new versions.
 
-    The thread retries after any ``Exception`` or panic of Rust code. It ends only if :meth:`stop` is called or another
-    exception, such as ``SystemExit``, is raised.
+    After an ``Exception`` or a panic in Rust code, the thread retries. The thread ends after a call of :meth:`stop`, or
+    after any other exception, such as ``SystemExit``.
 
     Attributes:
-        error: error of the last attempt, or the error that ended the thread, without traceback; None without an error.
-        lock: lock that any thread must hold while it applies a version.
+        error: error of the last attempt, or error that ended the thread, without traceback; None if there is no error.
+        lock: lock to acquire before applying a version, in any thread.
     """
 
     def __init__(self, reader: Reader, heartbeats: "PredictorHeartbeats | None") -> None:
@@ -105,7 +105,7 @@ class Follower(Forkable):
 
     @property
     def current_error(self) -> Exception | None:
-        """Value of :attr:`error`, or if it is None, the error about the held version; None if no version is held."""
+        """:attr:`error` or, if it is None, the error of the held version; None if there is neither."""
         gate = self._reader.writer.gate
         return self.error or (None if gate is None else gate.held)
 
@@ -116,10 +116,10 @@ class Follower(Forkable):
         return None if run is None or run.over.is_set() else run.schedule.seconds
 
     def start(self, poll_seconds: float | None, notifier: Notifier | None) -> None:
-        """Start the thread, which first checks that the newest version fits the model, and then polls.
+        """Start the thread. The thread first checks that the newest version fits the model, and then polls.
 
-        This call waits at most two seconds for the check. If the check fails in that time, this call raises the error.
-        The arguments are the same as for :meth:`Predictor.follow`.
+        Wait at most two seconds for the result of the check. Raise the error if the check fails within this time. See
+        :meth:`Predictor.follow` for the arguments.
         """
         check_seconds("poll_seconds", poll_seconds)
         with self._control:
@@ -144,9 +144,9 @@ class Follower(Forkable):
                 raise
 
     def stop(self, *, raises: bool = True) -> None:
-        """Stop the thread before its next chunk of rows or its next request, and wait until the thread has ended.
+        """Set the stop flag of the thread, which checks it at requests and waits. Wait until the thread has ended.
 
-        If :attr:`error` is not None, raise a copy of it, or log it if ``raises`` is False.
+        If :attr:`error` is not None, raise a copy of the error. If ``raises`` is False, log the error instead.
         """
         if self._is_own_thread:
             raise InvalidArgumentError("stop()", "called in the thread of follow()", "Call it in another thread")
@@ -161,7 +161,7 @@ class Follower(Forkable):
             _logger.warning("predictor stopped with an error: %s", self.error)
 
     def wait(self, is_there: Callable[[], bool], seconds: float | None) -> bool:
-        """Wait until ``is_there()`` returns True, for at most ``seconds``. Return the last result of ``is_there()``."""
+        """Wait up to ``seconds`` (None for no limit) until ``is_there()`` returns True. Return False on timeout."""
         if self._is_own_thread:
             raise InvalidArgumentError("wait()", "called in the thread of follow()", "Call it in another thread")
         waiter, end = SimpleQueue[None](), None if seconds is None else self._runtime.monotonic() + seconds
@@ -184,18 +184,18 @@ class Follower(Forkable):
         return False
 
     def wake_waiters(self) -> None:
-        """Wake the threads in :meth:`wait`. Call this after versions were applied."""
+        """Wake all threads that are blocked in :meth:`wait`. Call this after applying versions."""
         for waiter in tuple(self._waiters):
             waiter.put(None)
 
     def after_sync(self) -> None:
-        """Clear the error of a thread that has ended. Write a heartbeat if one is due. Call this after a ``sync()``."""
+        """Write a heartbeat if one is due. Clear :attr:`error` if no thread is running. Call this after ``sync()``."""
         if self.error is not None and not self.is_running:
             self.error = None
         self._write_heartbeat()
 
     def after_fork_in_child(self) -> None:
-        """Drop the thread, which exists only in the parent process, and replace locks that the thread may have held."""
+        """Mark the thread as ended, because it does not exist in the child process. Replace all locks with new ones."""
         if self._is_own_thread:
             return  # this thread forked, in a method of a RowTarget, and continues in the child
         self.lock, self._control, self._waiters = threading.Lock(), threading.RLock(), []
@@ -395,7 +395,7 @@ def _described(error: BaseException) -> str:
 
 
 class PredictorHeartbeats:
-    """Writer of a predictor's heartbeats to ``given`` or, if it is None, to the first writable store of ``reader``."""
+    """Writer of a predictor's heartbeats. ``given`` is the store; None for the first writable store of ``reader``."""
 
     def __init__(self, reader: Reader, name: str, given: Location | None) -> None:
         stores = [each.storage for each in reader.sources.all] if given is None else [open_storage(given)]
@@ -408,9 +408,10 @@ class PredictorHeartbeats:
         self._source = reader.source if given is None else None  # None if heartbeats do not move
 
     def write(self, error: Exception | None, poll_seconds: float | None, *, seconds: float | None = None) -> None:
-        """Write a heartbeat if one is due, or if ``seconds``, the time until the next one, is given.
+        """Write a heartbeat if one is due, or if ``seconds`` is not None.
 
-        See :func:`lag` for ``poll_seconds``. With ``seconds=0``, the predictor counts as stopped.
+        ``seconds`` is the time until the next heartbeat; 0 reports that the predictor was stopped. ``poll_seconds`` is
+        passed to :func:`lag`.
         """
         reader, source = self._reader, self._reader.source
         if self._source not in (None, source):
@@ -443,7 +444,7 @@ def lag(reader: Reader, poll_seconds: float | None = None) -> tuple[int, float] 
     """Return the number of committed versions that are not applied, and the age in seconds of the oldest of them.
 
     Returns None if the store cannot be read, or if its log ends before the last applied version. ``poll_seconds`` is
-    the interval of a polling thread: if one of its last two polls found no version, this function sends no request.
+    the poll interval of a running thread. If the thread has just polled and found no version, no request is sent.
     """
     version, source = reader.version, reader.source
     empty_poll = source.lag.empty_poll

@@ -1,4 +1,4 @@
-"""Checks that a predictor makes before it applies a version."""
+"""Checks of the values of a version before a predictor applies the version: :class:`Gate`."""
 
 import logging
 import math
@@ -25,11 +25,11 @@ class Gate:
 
     Args:
         non_finite: True to reject NaN and infinite values.
-        max_drift: maximum relative difference between the RMS row norm of a table and the norm in the last applied
-            version of the same kind (snapshot or delta), as a fraction of the smaller of the two: 0.5 allows growth by
-            half or shrinkage by a third. None disables the check. The first version of a kind is the baseline.
-        min_rows: minimum number of rows of a table in a version. If there are fewer, ``max_drift`` is not checked for
-            the table, because the norm of few rows varies too much.
+        max_drift: maximum difference between the RMS row norm of a table and the norm in the last applied version of
+            the same kind (snapshot or delta), as a fraction of the smaller norm. For example, 0.5 allows an increase by
+            one half or a decrease by one third. None disables the check. The first version of a kind is not checked.
+        min_rows: minimum number of rows. ``max_drift`` is not checked for a table with fewer rows in the version,
+            because the norm of few rows varies too much.
 
     Example:
         >>> gate = Gate(max_drift=0.5)  # for Rollout(gate=gate)
@@ -49,10 +49,10 @@ class Gate:
 
 
 class GateKeeper:
-    """Checker of versions against the bounds of a gate. Rejected versions are held.
+    """Checker of versions against the bounds of a :class:`Gate`. It also records the rejected versions.
 
     Attributes:
-        held: last :class:`HeldVersionError` of :meth:`Reader.advance`; None if a version was applied since.
+        held: last error for a rejected version; None if no version was rejected since the last applied version.
     """
 
     def __init__(self, gate: Gate) -> None:
@@ -68,7 +68,7 @@ class GateKeeper:
         self._accepted.add(version)
 
     def check_not_held(self, manifest: Manifest) -> None:
-        """Raise HeldVersionError if the version or a version merged into it is held. Does not read rows."""
+        """Raise HeldVersionError if this version, or a version merged into it, was rejected before. Reads no rows."""
         if manifest.version in self._accepted:
             return
         reason = self._refused.get((manifest.stream, manifest.link))
@@ -83,7 +83,7 @@ class GateKeeper:
                 self._hold(manifest, f"it has the rows of version {link.version}: {why}")
 
     def check(self, manifest: Manifest, contents: Contents) -> Measure:
-        """Return RMS row norms to pass to :meth:`passed`. Raise HeldVersionError if the version violates a bound."""
+        """Raise HeldVersionError if a version violates a bound. Return its RMS row norms, to pass to :meth:`passed`."""
         measure, reason = self.measure(manifest, contents)
         reason = reason or self._drift(measure)
         if reason and manifest.version not in self._accepted:
@@ -108,7 +108,7 @@ class GateKeeper:
         raise HeldVersionError(manifest.version, reason)
 
     def measure(self, manifest: Manifest, contents: Contents) -> tuple[Measure, str]:
-        """Return the RMS norms of tables with ``min_rows`` rows or more, and an error text about non-finite values."""
+        """Return the RMS norms of tables with ``min_rows`` rows or more, and an error text if values are not finite."""
         sums: dict[str, tuple[float, float]] = {}
         reason = ""
         for fqn, values in contents.chunks():

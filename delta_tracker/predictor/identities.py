@@ -2,13 +2,13 @@
 
 The owner of a row is the raw id that a managed-collision module maps to it. The steps for each version are:
 
-1. Find the rows whose owner changes: compare the owners in the version with the owners in the live mapping, some of
-   which an interrupted attempt may have removed. This step changes nothing.
+1. Compare the owners in the version with the owners in the live mapping, to find the rows whose owner changes. An
+   interrupted attempt may have removed some owners from the live mapping.
 2. Unmap the owners of these rows. Lookups of these owners then read the default rows of their buckets.
 3. Write the rows in chunks.
 4. Replace the mapping.
 
-After each step, a lookup of a raw id reads its own row, as of the previous or the new version, or its default row.
+After each step, a lookup of a raw id reads its row from the previous or the new version, or the default row.
 """
 
 import logging
@@ -53,7 +53,7 @@ def version_owners(contents: Contents) -> VersionOwners:
 
 
 def identities_after(manifest: Manifest, held: Mapping[str, Identity]) -> Mapping[str, Identity]:
-    """Return the buckets of raw ids after a version, by table FQN. ``held`` are the buckets before the version."""
+    """Return the buckets of each table's raw ids after a version is applied. ``held`` are the buckets before it."""
     if manifest.kind == "snapshot":  # a table that it lacks keeps its rows and its mapping
         kept = {fqn: identity for fqn, identity in held.items() if fqn not in manifest.tables}
         return {**kept, **manifest.identities}
@@ -77,7 +77,7 @@ class OwnerChange:
 
     @property
     def default_rows(self) -> tuple[int, ...]:
-        """Global ids of the default rows to write before :meth:`RawIdMap.set_identity`; empty if buckets stay."""
+        """Global ids of the default rows to write before the buckets change; empty if the buckets do not change."""
         return () if self.raw_ids.routes_by(self.identity) else self.identity.defaults
 
     def num_admitted(self) -> int:
@@ -85,7 +85,7 @@ class OwnerChange:
         return int((self.final[self.slots - self.raw_ids.rows[0]] != NO_OWNER).sum())
 
     def unmap(self) -> int:
-        """Unmap the owners of the changed rows. Return the number of these owners. Requires the lock for writing."""
+        """Unmap the current owners of the changed rows, and count them. The caller must hold the lock for writing."""
         is_owned = self.former != NO_OWNER
         if bool(is_owned.any()):
             self.raw_ids.unmap(self.slots[is_owned], self.former[is_owned])
@@ -95,7 +95,7 @@ class OwnerChange:
 def owner_changes(
     version: VersionOwners, identities: Mapping[str, Identity], maps: Mapping[str, tuple[RawIdMap, ...]]
 ) -> list[OwnerChange]:
-    """Return the changes that a version with the buckets ``identities`` will make to the live mappings ``maps``."""
+    """Compare the owners in ``version`` with the live mappings ``maps``. Return the changes, without applying them."""
     return [_change(fqn, each, identity, *version[fqn]) for fqn, identity in identities.items() for each in maps[fqn]]
 
 
@@ -142,7 +142,7 @@ def default_chunks(contents: Contents, changes: Iterable[OwnerChange], targets: 
 
 
 def set_saved_identities(identities: Mapping[str, Identity], maps: Mapping[str, tuple[RawIdMap, ...]]) -> None:
-    """Route unknown raw ids by the saved buckets ``identities``. The caller must hold the lock for writing."""
+    """Use the saved buckets ``identities`` for unknown raw ids. The caller must hold the lock for writing."""
     found = [(fqn, raw_ids, identity) for fqn, identity in identities.items() for raw_ids in maps.get(fqn, ())]
     for fqn, raw_ids, identity in found:
         refusal = raw_ids.refusal(identity)
@@ -165,7 +165,7 @@ def set_saved_identities(identities: Mapping[str, Identity], maps: Mapping[str, 
 
 
 def find_maps(model: object, names: Mapping[str, str]) -> dict[str, tuple[RawIdMap, ...]]:
-    """Return a model's raw id mappings, by the FQN of each table in the stream. ``names`` maps FQNs to the model's."""
+    """Return the raw id mappings of a model, by FQN in the stream. ``names`` maps these FQNs to FQNs in the model."""
     if not isinstance(model, nn.Module) or not has_collisions(model):
         return {}
     from delta_tracker.sharding.raw_id_maps import raw_id_maps  # noqa: PLC0415  it needs torchrec
@@ -178,7 +178,7 @@ def find_maps(model: object, names: Mapping[str, str]) -> dict[str, tuple[RawIdM
 def check_hidden(manifest: Manifest, hidden: Collection[str], names: Mapping[str, str]) -> None:
     """Raise ModelMismatchError if a version has raw ids and a scripted or traced module of the model maps raw ids.
 
-    ``hidden`` is the result of :func:`traced_collisions`. Dense tensors of the version are ignored.
+    ``hidden`` is the result of :func:`traced_collisions`. Mappings that are dense tensors of the version are allowed.
     """
     left = sorted(set(hidden) - {names.get(name, name) for name in manifest.dense})
     if left and manifest.identities:
@@ -189,7 +189,7 @@ def check_hidden(manifest: Manifest, hidden: Collection[str], names: Mapping[str
 
 
 def check_indexes(indexes: Mapping[str, RawIdIndex], tables: Mapping[str, RowTarget]) -> dict[str, RawIdIndex]:
-    """Return ``indexes`` with ``.weight`` removed from the keys. Raise InvalidArgumentError for unknown tables."""
+    """Remove the suffix ``.weight`` from the keys of ``indexes``. Raise InvalidArgumentError for an unknown table."""
     found = {str(name).removesuffix(".weight"): index for name, index in indexes.items()}
     for fqn in found:
         if fqn not in tables:
@@ -198,10 +198,10 @@ def check_indexes(indexes: Mapping[str, RawIdIndex], tables: Mapping[str, RowTar
 
 
 def check_maps(manifest: Manifest, maps: Mapping[str, tuple[RawIdMap, ...]]) -> None:
-    """Raise ModelMismatchError if the live mappings ``maps`` cannot map the raw ids of a version as the trainer does.
+    """Raise ModelMismatchError if the live mappings ``maps`` do not fit the tables of a version.
 
-    A table with raw ids needs mappings that accept its buckets and that no other table uses. A table without raw ids
-    must have no mapping.
+    A table with raw ids needs one or more mappings. These must support the buckets of the table, and must not be shared
+    with another table. A table without raw ids must have no mapping.
     """
     owners: dict[int, str] = {}  # address of a mapping to the first table
     for fqn, table in manifest.tables.items():

@@ -27,13 +27,13 @@ class TableLock(Forkable):
     """Phase-fair reader-writer lock: readers and writers alternate, so that neither starves.
 
     A waiting writer precedes readers that arrive later. Readers that are waiting when a write ends precede the next
-    writer. A reader therefore waits for the current readers and at most one write. See B. Brandenburg, J. Anderson,
-    "Spin-Based Reader-Writer Synchronization for Multiprocessor Real-Time Systems", 2010.
+    writer. A reader therefore waits for at most one write. See B. Brandenburg, J. Anderson, "Spin-Based Reader-Writer
+    Synchronization for Multiprocessor Real-Time Systems", 2010.
 
     :meth:`reading` is reentrant. A thread that enters :meth:`writing` inside :meth:`reading` deadlocks.
 
     Attributes:
-        is_torn: True if a fork interrupted a write in another thread. Rows of this process may then be torn.
+        is_torn: True if this process was forked during a write in another thread. Rows may then be partly written.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class TableLock(Forkable):
 
     @property
     def is_reading(self) -> bool:
-        """True if this thread is inside :meth:`reading`."""
+        """True if the calling thread is inside :meth:`reading`."""
         return threading.get_ident() in self._readers
 
     @contextmanager
@@ -77,7 +77,7 @@ class TableLock(Forkable):
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Context manager that acquires the lock for writing. The stop flag of the thread interrupts the wait."""
+        """Context manager that acquires the lock for writing. Setting the thread's stop flag interrupts the wait."""
         with self._mutex:
             self._num_waiting += 1
             is_in = False
@@ -123,7 +123,7 @@ class TableLock(Forkable):
                 self._may_write.notify()
 
     def after_fork_in_child(self) -> None:
-        """Release locks of threads that exist only in the parent. Set :attr:`is_torn` if such a thread was writing."""
+        """Release locks of threads that do not exist in the child. Set :attr:`is_torn` if one of them was writing."""
         thread = threading.get_ident()
         if self._writer not in (None, thread):
             self._writer, self.is_torn = None, True
@@ -149,10 +149,10 @@ class TableLock(Forkable):
 
 
 class TableFence:
-    """Fence that orders lookups and writes on CUDA devices, like :class:`TableLock` on the host.
+    """Fence that orders lookups and writes on CUDA devices, as :class:`TableLock` does on the host.
 
-    Each lookup waits for the last write. Each write waits for the last write and for all lookups since then. The
-    devices wait; threads do not.
+    Each lookup waits for the last write. Each write waits for the previous write and for all lookups after it. Only the
+    devices wait; the threads do not.
 
     Attributes:
         devices: CUDA devices of the tables; empty if all tables are on the CPU. Changes only while no thread reads.
@@ -180,7 +180,7 @@ class TableFence:
     def enter_reading(self, streams: Sequence[Any] = ()) -> list[Any]:
         """Make the current streams and ``streams`` wait for the last write. Return all of these streams.
 
-        Pass the result to :meth:`leave_reading`. Raises InvalidArgumentError for a stream of an uncovered device.
+        Pass the result to :meth:`leave_reading`. Raises InvalidArgumentError for a stream of another device.
         """
         for stream in streams:
             if getattr(stream, "device", None) not in self.devices:
@@ -218,7 +218,7 @@ class TableFence:
             self._queued.append(list(self._written.values()))
 
     def throttle(self) -> None:
-        """Wait until at most four writes are queued on the devices, to bound the memory that queued writes occupy."""
+        """Wait until at most four writes are queued on the devices. This limits the memory of queued writes."""
         while len(self._queued) > _NUM_QUEUED:
             for event in self._queued.popleft():
                 event.synchronize()

@@ -1,8 +1,7 @@
 """Compare the tables of a version with the tables of a model, which may differ from the trainer's: :func:`fit`.
 
-If the tables of a stream change, the next version is a snapshot. A table that fits again has therefore been written
-completely, unless the model's table was replaced; see
-:meth:`~delta_tracker.predictor.model_writer.ModelWriter.keeps_rows`.
+If the tables of a trainer change, the next version is a snapshot, which writes all rows of each table that fits. See
+:meth:`~delta_tracker.predictor.model_writer.ModelWriter.keeps_rows` for changes of the model's tables.
 """
 
 from collections.abc import Collection, Mapping
@@ -18,7 +17,7 @@ MISSING = "missing"
 
 
 def served_specs(tables: Mapping[str, TableSpec], targets: Mapping[str, RowTarget]) -> dict[str, TableSpec]:
-    """Return the model's size and dtype of each table in ``tables`` and ``targets``, by name in the stream."""
+    """Return the spec in the model of each table that is in ``tables`` and in ``targets``, by name in the stream."""
     return {
         fqn: TableSpec(fqn, target.num_rows, target.dim, target.dtype or table.dtype)
         for fqn, table in tables.items()
@@ -41,9 +40,9 @@ class Fit:
     """Part of a version that fits a model and is applied.
 
     Args:
-        tables: specs of the applied tables, by name, with the model's number of rows.
+        tables: spec of each applied table, by name. The number of rows is that of the table in the model.
         dense: names of the applied dense tensors.
-        differences: sentence about each table and dense tensor that is not applied completely, by name.
+        differences: sentence about each table or dense tensor that is left out or partly applied, by name.
     """
 
     tables: Mapping[str, TableSpec]
@@ -63,12 +62,12 @@ def fit(
 ) -> Fit:
     """Return the part of the version ``entry`` that fits a model.
 
-    ``tables`` maps names in the stream to the size and dtype of the model's tables. ``dense`` maps names to the dtype
-    and shape of the model's dense tensors; None to apply none. ``mapped`` are the model's tables with a raw id mapping.
+    ``tables`` and ``dense`` are the specs of the model's tables and dense tensors, by name in the stream. ``dense`` is
+    None to leave out all dense tensors. ``mapped`` contains the names of the model's tables that have a raw id mapping.
 
-    If only the number of rows of a table differs, the rows that exist in both are applied. A table of another width or
-    dtype is left out. A table with raw ids is left out if it differs in any way, because the number of rows determines
-    how unknown raw ids are routed.
+    If only the number of rows of a table differs, the rows that exist in both are applied. A table with another number
+    of columns or dtype is left out. A table with raw ids is left out even if only the number of rows differs, because
+    the rows of unknown raw ids depend on this number.
     """
     taken: dict[str, TableSpec] = {}
     differences: dict[str, str] = {}

@@ -52,12 +52,12 @@ class ModelWriter:
 
     Attributes:
         manifest: manifest of the last applied snapshot or delta; None before the first version.
-        identities: table FQN to the buckets that currently route unknown raw ids.
-        written: versions that were written. While the predictor changes to another stream, these are the versions of
-            the former stream, and ``is_mixed`` is True.
+        identities: buckets that determine the default rows of unknown raw ids, by table FQN.
+        written: versions that were written. While the predictor changes to another stream, this attribute describes the
+            previous stream, with ``is_mixed=True``.
         position: stream position of the tables; None before the first version.
-        spec_texts: spec in the model of each table and dense tensor of the applied versions, as text, by name in the
-            stream; None if unknown.
+        spec_texts: spec in the model, as text, of each table and dense tensor that was applied, by name in the stream;
+            None if unknown.
         differences: sentences about differences between the model and the last version; see :class:`Status`.
         resolve, notice_move: methods of the :class:`ServedModel`.
     """
@@ -78,12 +78,12 @@ class ModelWriter:
 
     @property
     def is_reading(self) -> bool:
-        """True if this thread is inside :meth:`reading`."""
+        """True if the calling thread is inside :meth:`reading`."""
         return self.lock.is_reading
 
     @contextmanager
     def reading(self, *streams: torch.cuda.Stream) -> Iterator[Served]:
-        """Context manager that blocks writes during lookups, and yields the versions that the tables hold."""
+        """Context manager that blocks writes during lookups, and yields the versions that the tables contain."""
         with self.lock.reading():
             if self.lock.is_torn:
                 raise FollowEndedError("rows were being written and may be torn", "Call sync() in this process first")
@@ -100,17 +100,17 @@ class ModelWriter:
                 self.fence.leave_reading(used)
 
     def save_order(self, followed: Order) -> None:
-        """Record the pin or release that was followed last. :meth:`state_dict` includes it."""
+        """Record ``followed``, the last pin or release that the predictor has followed, for :meth:`state_dict`."""
         self._hold(self.written.with_order(followed.kind, followed.counter))
 
     def restore(self) -> None:
-        """Do nothing: the position in memory is always valid, even after an interrupted write."""
+        """No-op: the position in memory is always valid, even after an interrupted write."""
 
     def keeps_rows(self, manifest: Manifest, receiver: Receiver | None = None) -> bool:
-        """Return False if a tensor of the model was replaced by a tensor of another size, or if this is unknown.
+        """Return True if the tensors of the model still have the sizes that they had when rows were applied.
 
-        Rows of applied versions are then missing, and only a snapshot can be applied next. ``manifest`` is the delta
-        after the position or the entry at the position. ``receiver`` is the result of ``resolve(manifest)``, if known.
+        Return False if a size differs or the previous sizes are unknown: only a snapshot can then be applied next.
+        ``manifest`` is the entry at the position or the next delta, and ``receiver`` its :class:`Receiver`, if known.
         """
         own, held = self.model.spec_texts(manifest) if receiver is None else receiver.spec_texts, self.spec_texts
         if held is None and not self.model.continues:  # saved without sizes: all that the stream has fitted
@@ -129,10 +129,10 @@ class ModelWriter:
         return False
 
     def write(self, receiver: Receiver, contents: Contents, *, is_elsewhere: bool) -> None:
-        """Check a version, write it to ``receiver``, and advance the position once the version is complete.
+        """Write a version to ``receiver``. Set the position to this version when all rows are written.
 
-        Pass ``is_elsewhere=True`` unless the version is known to descend from the version that the tables hold. If a
-        write with ``is_elsewhere=True`` is interrupted, only the same version or a snapshot can be applied next.
+        Pass ``is_elsewhere=True`` if the version may not descend from the version in the tables. If such a write is
+        interrupted, only the same version or a snapshot can be applied next.
         """
         manifest = contents.manifest
         has_raw_ids = bool(manifest.identities or self.identities)

@@ -1,7 +1,7 @@
 """Map the rows of a version to targets (the tables of the model).
 
-Each row is written once, with all columns that the version contains. A trainer writes a table with column-wise sharding
-as several blocks. This module joins the blocks, since quantizing a row requires all of its columns.
+Each row is written once, with all columns in the version. If a table is sharded column-wise in the trainer, the version
+contains its rows as several blocks. This module joins the blocks, because quantization of a row needs all columns.
 """
 
 from bisect import bisect_left
@@ -21,14 +21,14 @@ from delta_tracker.stream.format.block_rows import BlockRows
 class Placement:
     """Rows of a version that are written to one target.
 
-    The blocks in ``rows`` have the same row ids. Their column ranges are ascending and disjoint.
+    The blocks in ``rows`` contain the same row ids, and different column ranges in ascending order.
     """
 
     target: RowTarget
     rows: tuple[BlockRows, ...]
 
     def chunks(self, num_rows: int) -> "Iterator[Chunk]":
-        """Yield the rows in chunks of at most ``num_rows``, prepared for writing. Lookups may run meanwhile."""
+        """Read the rows in chunks of at most ``num_rows`` rows, and prepare them for writing. Requires no lock."""
         first, count = self.rows[0], self.rows[0].block.num_rows
         ids = slice(*first.block.rows) if first.ids is None else first.ids
         for begin in range(0, count, num_rows):
@@ -61,7 +61,7 @@ class Chunk:
 
 
 def placements(rows: Iterable[BlockRows], targets: Mapping[str, RowTarget]) -> list[Placement]:
-    """Assign ``rows``, disjoint blocks of a version, to ``targets``. Reads and writes no values."""
+    """Assign the disjoint blocks ``rows`` of a version to ``targets``, without reading or writing values."""
     by_table: defaultdict[str, list[BlockRows]] = defaultdict(list)
     for each in rows:
         by_table[each.block.table].append(each)
@@ -79,7 +79,7 @@ def placements(rows: Iterable[BlockRows], targets: Mapping[str, RowTarget]) -> l
 
 
 def _held(rows: BlockRows, target: RowTarget) -> list[BlockRows]:
-    """Split a block at the column ranges of a target. Leave out rows and columns that the target does not hold."""
+    """Split a block at the column ranges of a target. Leave out rows and columns that are not in the target."""
     block, found = rows.block, []
     first, end = max(block.rows[0], target.rows[0]), min(block.rows[1], target.rows[1])
     for held in target.columns if first < end else ():

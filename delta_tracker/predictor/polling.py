@@ -22,9 +22,9 @@ class PollSchedule:
     """Schedule of polls. The wait before the next poll depends on the results of the last polls and hints.
 
     If ``is_fixed`` is True, the wait is always ``seconds``. Otherwise, the wait doubles up to ``longest`` while polls
-    find no version, and a version resets the wait. After three consecutive hints that were each followed by a version,
-    the wait is ``longest_hinted`` until a version arrives without a hint or the notifier fails. ``is_delayed`` is True
-    if a cache in front of the store may delay a version by some seconds after its hint. Not thread-safe.
+    find no version, and a version resets the wait. If each of the last three hints was followed by a version, the wait
+    is ``longest_hinted`` until a version arrives without a hint, a hint is wrong, or the notifier fails. ``is_delayed``
+    is True if a cache in front of the store may hide a version for some seconds after its hint. Not thread-safe.
 
     Attributes:
         retry_seconds: seconds to wait after a failed poll, without jitter.
@@ -89,7 +89,7 @@ class PollSchedule:
         self._hinted = self._runtime.monotonic()
 
     def hints_failed(self) -> None:
-        """Record that the notifier failed and that hints may be missing."""
+        """Record that the notifier failed, so that hints may be missing."""
         self._num_right, self._hinted = 0, None
 
     def pause(self) -> float:
@@ -112,12 +112,12 @@ class PollSchedule:
         self.retry_seconds = doubled if seconds is None else seconds
 
     def found_no_stream(self) -> None:
-        """Record that there is no stream yet. Sets :attr:`retry_seconds` to at most 1 s, because there are no hints."""
+        """Record that the stream does not exist yet. Sets :attr:`retry_seconds` to at most 1 s."""
         self.retry_seconds = min(self._longest, _NO_STREAM_SECONDS if self._is_fixed else _MAX_NO_STREAM_SECONDS)
 
 
 class GapChecks:
-    """Schedule of gap checks, which determine whether the missing next version was deleted."""
+    """Schedule of gap checks. A gap check determines whether a missing version was deleted or is not committed yet."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
@@ -130,12 +130,12 @@ class GapChecks:
         return self._runtime.monotonic() >= self._due
 
     def done(self, *, found_none: bool) -> None:
-        """Schedule the next check, after a longer interval if ``found_none`` (the last check found no gap) is True."""
+        """Schedule the next check. If ``found_none`` is True (the last check found no gap), double the interval."""
         longer = min(2 * self._seconds, _MAX_GAP_CHECKS * GAP_CHECK_SECONDS)
         self._seconds = longer if found_none else GAP_CHECK_SECONDS
         self._due = self._runtime.monotonic() + jittered(self._seconds, self._runtime)
 
 
 def jittered(seconds: float, runtime: Runtime) -> float:
-    """Return ``seconds`` with 25 % random jitter, to spread the requests of many readers. No jitter below 0.1 s."""
+    """Return ``seconds`` plus or minus up to 25 % at random, to spread requests of readers. No jitter below 0.1 s."""
     return seconds * runtime.uniform(0.75, 1.25) if seconds >= _LEAST_JITTERED_SECONDS else seconds

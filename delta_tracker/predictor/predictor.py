@@ -43,8 +43,8 @@ class Rollout:
     """Rules that determine which versions a predictor applies, and when.
 
     Args:
-        gate: bounds on the values of a version; a version that violates them is held. None disables the check.
-        canary: distance to keep from the newest version; None to apply each version as soon as it is found.
+        gate: bounds on the values of a version. A version that violates a bound is held. None disables the check.
+        canary: distance to keep from the newest version; None to apply each version as soon as possible.
         follows_pins: True to follow the pins and releases that ``delta-tracker rollback`` and ``release`` write.
 
     Raises:
@@ -72,33 +72,34 @@ class Predictor(Uncopied, remedy="Save or copy its state_dict()"):
     A predictor starts from the newest snapshot and applies every later version. It validates a version completely
     before it writes the first row. ``guide/fleet.md`` describes all rules, failover and limits.
 
-    Lookups in other threads must run inside ``with predictor.reading()``, where no row changes. While a version is
-    applied, lookups may see some of its rows, but no torn (partly written) row, and no raw id reads the row of another
-    raw id. All dense tensors change together after the last row. Managed-collision modules of the model must be in
-    evaluation mode.
+    Lookups in other threads must run inside ``with predictor.reading()``, which blocks writes. While a version is being
+    applied, lookups may read some of its rows, but never a torn (partly written) row or the row of a different raw id.
+    All dense tensors change together after the last row. Managed-collision modules of the model must be in evaluation
+    mode.
 
     Args:
         model: module with the same table names as the stream (``<fqn>.weight``), or a mapping of FQN to tensor or
             :class:`~delta_tracker.row_target.RowTarget`. A module may contain ``nn.Embedding``, ``nn.EmbeddingBag`` and
             TorchRec collections (unsharded, sharded or quantized). The predictor looks up the tables for each version,
-            so ``model.to(device)`` may be called between versions. The model must have all dense tensors of the stream,
-            which are applied too. Pass a :class:`~delta_tracker.predictor.served_model.ModelTarget` to map names, skip
-            dense tensors, or add mappings of raw ids. Pass a :class:`~delta_tracker.sinks.row_sink.RowSink` to write
-            all tables, without dense tensors, to a row store for lookups in other processes.
+            so ``model.to(device)`` may be called between versions. The predictor also applies the dense tensors of the
+            stream, and the model must have all of them. Pass a
+            :class:`~delta_tracker.predictor.served_model.ModelTarget` to map names, skip dense tensors, or add mappings
+            of raw ids. Pass a :class:`~delta_tracker.sinks.row_sink.RowSink` to write the tables, but no dense tensors,
+            to a row store for lookups in other processes.
         url: url of the stream, such as ``file:///directory``, ``s3://bucket/prefix`` or ``https://cache/prefix``, or an
             opened :class:`~delta_tracker.stream.storage.storage.Storage`; or a sequence of copies of one stream in
-            order of preference. Objects that one copy lacks are read from another.
+            order of preference. An object that is missing in one copy is read from another copy.
         rollout: rules that determine which versions are applied, and when; None to apply all versions.
         tables: names or patterns, such as ``"user.*"``, of the tables and dense tensors of the stream to read and
             apply; None for all. See ``guide/serve.md``.
-        name: name of the heartbeat that is written to the stream every few seconds, which requires write permission;
-            None to disable heartbeats. The name is also the value of the metric label ``predictor``, by default
-            ``"predictor"``, with a suffix ``-2``, ``-3``, ... if another predictor of this process has the same name.
+        name: name of the heartbeat; None to disable heartbeats. A heartbeat is written to the stream every few seconds
+            and requires write permission. The name is also the value of the metric label ``predictor``, which is
+            ``"predictor"`` by default. A suffix ``-2``, ``-3``, ... makes the label unique in the process.
         monitor: monitor for the metrics; None for ``delta_tracker.monitor.MONITOR``.
         cache: directory, or :class:`~delta_tracker.stream.host_cache.HostCache`, that the predictors of a host share to
             fetch each part only once; None to disable the cache.
-        heartbeats: url or store to write heartbeats to; None for the first writable ``url``, or after a failover, for
-            the new ``url`` if it is writable.
+        heartbeats: url or store to write heartbeats to. None for the first writable ``url`` and, after a failover to a
+            writable ``url``, for this ``url``.
         runtime: provider of the clock, waits, random numbers and threads that the predictor uses.
 
     Raises:
@@ -160,7 +161,7 @@ class Predictor(Uncopied, remedy="Save or copy its state_dict()"):
 
     @property
     def manifest(self) -> Manifest | None:
-        """Manifest of the last applied snapshot or delta; None if there is none, and after :meth:`load_state_dict`.
+        """Manifest of the last applied snapshot or delta; None before it, and after :meth:`load_state_dict`.
 
         The manifest lists only the tables and dense tensors that were applied.
         """
@@ -173,19 +174,19 @@ class Predictor(Uncopied, remedy="Save or copy its state_dict()"):
 
     @property
     def error(self) -> Exception | None:
-        """Current error of :meth:`follow`, or error of the held version; None if there is neither."""
+        """Current error of :meth:`follow` or error of the held version; None if there is neither."""
         return self._follower.current_error
 
     def reading(self, *streams: torch.cuda.Stream) -> AbstractContextManager[Served]:
-        """Context manager that blocks writes during lookups, and yields the versions that the tables hold.
+        """Context manager that blocks writes during lookups, and yields the versions that the tables contain.
 
-        Keep the body of the ``with`` statement short and without ``await``: :meth:`follow` and :meth:`sync` cannot
-        write rows until the body ends.
+        Keep the body of the ``with`` statement short, and do not use ``await`` in it: :meth:`follow` and :meth:`sync`
+        cannot write rows until the body ends.
 
         If tables are on CUDA devices, launch the lookups on the streams that are current at entry, or pass other
         ``streams``: ``with predictor.reading(stream), torch.cuda.stream(stream):``. These streams wait for the last
-        write of rows, and the next write waits for the work launched on them before exit. Neither entry nor exit waits
-        for the device. This has not been tested on a GPU.
+        write of rows. The next write waits for the work that was launched on these streams before exit. The host does
+        not wait for the devices. This has not been tested on a GPU.
 
         Raises InvalidArgumentError for a stream of a device without tables, and FollowEndedError if a fork has left
         torn rows; see ``guide/serve.md`` for the rules for forks.
@@ -233,16 +234,16 @@ class Predictor(Uncopied, remedy="Save or copy its state_dict()"):
             limit: maximum number of versions to apply; None for all. A merged version counts as one.
 
         Returns:
-            Number of the version that the tables hold.
+            Number of the last applied version.
 
         Raises:
             NoSnapshotError: if the stream has no snapshot to start from.
             HeldVersionError: if the gate rejects the next version.
             StorageError: if the store cannot be read.
-            StaleCacheError: if an object behind an http cache is missing, short or altered, even for a request that
+            StaleCacheError: if an object is missing, truncated or altered in an HTTP cache, even for a request that
                 bypasses the cache.
-            StreamError: if the next version is missing, is damaged, belongs to another stream or an older copy, or does
-                not fit the model, and no resync is possible. ``guide/errors.md`` lists the types and remedies.
+            StreamError: if no resync is possible and the next version is missing or damaged, belongs to another stream
+                or an older copy, or does not fit the model. ``guide/errors.md`` lists the types and remedies.
         """
         if limit is not None:
             check_count("limit", limit)
@@ -265,8 +266,8 @@ class Predictor(Uncopied, remedy="Save or copy its state_dict()"):
         The thread waits until the stream has a snapshot. If an attempt fails, the thread reports the error in
         :attr:`error`, the heartbeat and the metric ``follow_errors``, and retries after a pause of up to 5 seconds.
 
-        An exception in the thread such as ``SystemExit`` or ``KeyboardInterrupt`` ends the thread. :attr:`error` is
-        then a :class:`FollowEndedError`, which :meth:`stop` raises.
+        ``SystemExit``, ``KeyboardInterrupt`` or a similar exception ends the thread. :attr:`error` is then a
+        :class:`FollowEndedError`, and :meth:`stop` raises this error.
 
         Args:
             poll_seconds: seconds between two polls, more than 0; None for the intervals in ``guide/fleet.md``.
@@ -275,7 +276,7 @@ class Predictor(Uncopied, remedy="Save or copy its state_dict()"):
         Raises:
             InvalidArgumentError: if an argument is invalid, or if the thread is already running.
             ModelMismatchError: if no version was applied yet, and the thread finds within two seconds that the newest
-                version does not fit the model. A predictor with rows continues to serve them and reports the error.
+                version does not fit the model. After the first version, the error is only reported.
         """
         self._follower.start(poll_seconds, notifier)
 
@@ -287,14 +288,14 @@ class Predictor(Uncopied, remedy="Save or copy its state_dict()"):
             timeout: maximum number of seconds to wait; None for no limit.
 
         Returns:
-            Number of the version that the tables hold.
+            Number of the last applied version.
 
         Raises:
             WaitTimeoutError: if the version was not applied in time. The message includes the error of :meth:`follow`,
                 if there is one.
             FollowEndedError: if the thread ended with an error, or exists only in the parent process.
-            InvalidArgumentError: if the thread is not running and the version is not applied, or if called by the
-                thread itself.
+            InvalidArgumentError: if the version was not applied and the thread is not running, or if the thread itself
+                calls this method.
         """
         if version is not None and (type(version) is not int or version < 0):
             raise InvalidArgumentError("version", version, "Pass the number of a version, 0 or more, or None")
@@ -310,9 +311,9 @@ class Predictor(Uncopied, remedy="Save or copy its state_dict()"):
     def stop(self) -> None:
         """Stop the thread of :meth:`follow` within about a second, and raise its current error if there is one.
 
-        The thread completes a version that it is writing, unless the parts of the version exceed 256 MiB in total and
-        must be read again, or another thread does not leave :meth:`reading`. A signal handler may call this method; the
-        thread itself must not.
+        If the thread is writing a version to a model, it usually completes the version. It stops earlier if another
+        thread does not leave :meth:`reading`, or if the parts exceed 256 MiB in total and must be read again. A signal
+        handler may call this method, but the thread itself must not.
         """
         self._refuse_inside_reading("stop()")
         self._follower.stop()
@@ -329,7 +330,7 @@ class Predictor(Uncopied, remedy="Save or copy its state_dict()"):
     # Gate and rollback
 
     def accept(self, version: int) -> None:
-        """Let the gate accept ``version`` once. The version may already be held, or may not be committed yet."""
+        """Make the gate accept ``version`` once. The version may be held already, or may not be committed yet."""
         if self._gate is None:
             text = "Build the Predictor with a gate: without one, no version is held"
             raise InvalidArgumentError("accept()", version, text)
@@ -355,8 +356,8 @@ class Predictor(Uncopied, remedy="Save or copy its state_dict()"):
     def release(self) -> None:
         """End a :meth:`rollback`: the next :meth:`sync`, or a running :meth:`follow`, applies newer versions again.
 
-        With ``follows_pins``, the pin or release of the stream then applies again. Without a rollback, this predictor
-        ignores the current pin of the stream until the next pin is written.
+        With ``follows_pins``, the newest pin or release of the stream then applies again. If there is no rollback to
+        end, this predictor ignores the current pin of the stream until the next pin is written.
         """
         self._reader.release()
 
@@ -375,8 +376,8 @@ class Predictor(Uncopied, remedy="Save or copy its state_dict()"):
 
         Returns:
             Dict of plain values, such as ``stream`` and ``version``. It contains no position before the first version,
-            or if an interrupted call left rows of unrelated versions in the tables. After a dict without a position was
-            loaded, only a snapshot can be applied.
+            or if an interrupted call left rows of unrelated versions in the tables. After loading a dict without a
+            position, only a snapshot can be applied.
         """
         return self._destination.state_dict() | self._choice.saved()
 
@@ -385,7 +386,7 @@ class Predictor(Uncopied, remedy="Save or copy its state_dict()"):
 
         The next :meth:`sync` or :meth:`follow` continues with the version after this position, or resyncs. A
         :meth:`rollback` is not part of the state. Load the mapping of raw ids first: the state of the model, or of each
-        ``RawIdIndex``. Raises InvalidArgumentError if ``state`` is invalid or does not fit this mapping.
+        ``RawIdIndex``. Raises InvalidArgumentError if ``state`` is invalid or does not fit the loaded mapping.
         """
         self._refuse_inside_reading("load_state_dict()")
         with self._follower.lock:

@@ -23,8 +23,8 @@ _PATIENCE_SECONDS = 10.0
 class PredictorGauges:
     """Metrics of one predictor.
 
-    The attributes ``num_*`` are the counts in :class:`Status`. Writers increment ``num_rows`` for each chunk, including
-    chunks of interrupted versions.
+    The attributes ``num_*`` are the counts that :class:`Status` reports. ``num_rows`` includes rows of interrupted
+    versions.
     """
 
     def __init__(self, recorder: Recorder, runtime: Runtime) -> None:
@@ -41,7 +41,7 @@ class PredictorGauges:
         self._counted: Counter[str] = Counter()  # operations of stores and results of the host cache in the counters
 
     def begin(self, url: str, faults: Iterable[type[Exception]], gate: GateKeeper | None = None) -> None:
-        """Initialize the counters, such as resyncs by type of fault, to 0, and register the gauges of age and lag."""
+        """Initialize the counters to 0, including a resync counter for each type in ``faults``. Register the gauges."""
         self.reads("", url)
 
         def of_served(seconds: Callable[[Manifest], float | None]) -> Callable[[], float | None]:
@@ -94,13 +94,13 @@ class PredictorGauges:
         self.recorder.evicted_ids.cell(table=fqn).add(num_ids)
 
     def resynced(self, fault: Exception) -> None:
-        """Count a resync, by the type of the fault that caused it."""
+        """Count a resync that ``fault`` caused, in the counter for the type of the fault."""
         self.recorder.resyncs.cell(reason=type(fault).__name__).add(1)
         if isinstance(fault, CorruptPartError):
             self.recorder.refused_parts.cell(reason="corrupt").add(1)
 
     def read_loaded(self, log: StreamLog, position: Position | None) -> None:
-        """Read the manifest of a loaded position, to report the age of the rows. Ignores stream errors."""
+        """Read the manifest of a loaded position, from which the age of the rows is computed. Ignores StreamError."""
         if position is None:
             return
         with suppress(StreamError):
@@ -148,12 +148,12 @@ class PredictorGauges:
 class ServedAge:
     """Estimate of the age of a served version, based on an estimate of the store's clock.
 
-    A poll that finds no entry shows that the next entry is committed after the poll; see
-    :class:`~delta_tracker.stream.store_clock.StoreClock`.
+    :class:`~delta_tracker.stream.store_clock.StoreClock` estimates the clock from modification times and polls: an
+    entry that a poll did not find is committed after the poll.
 
     Attributes:
-        empty_poll: if the last poll found no entry, the version before the missing entry and the monotonic time at
-            which the poll began; otherwise None.
+        empty_poll: last applied version and monotonic start time of the last poll, if this poll found no entry; None if
+            it found an entry.
     """
 
     def __init__(self, runtime: Runtime = REAL) -> None:
@@ -175,7 +175,7 @@ class ServedAge:
         self._clock.compare(modified, looked_at=looked_at)
 
     def seconds(self, manifest: Manifest) -> float:
-        """Return the seconds since a version was committed to this store, or since the cut of a merged version."""
+        """Return the seconds since a version was committed, or since the trainer read the rows of a merged version."""
         since = manifest.committed if manifest.merges is None else min(manifest.cut, manifest.committed)
         return max(0.0, self._clock.now() - since)
 

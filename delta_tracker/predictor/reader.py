@@ -43,7 +43,7 @@ _SURVEY_SECONDS = 60.0  # between two looks at the other sources while the curre
 
 @dataclass(slots=True, eq=False)
 class _Round:
-    """State of one round of a reader. A round that bypasses a cache always looks for a gap.
+    """State of one round of a reader. A round that bypasses a cache always checks for a gap.
 
     Args:
         view: input of the next decision.
@@ -148,7 +148,7 @@ class Reader:
         return has_moved
 
     def rollback(self, version: int) -> None:
-        """Return to a version, and stay at it until :meth:`release` is called. See :meth:`Predictor.rollback`."""
+        """Return to ``version``, and apply no other version until :meth:`release`. See :meth:`Predictor.rollback`."""
         self.writer.destination.restore()
         source, path = self._path_back(version)
         if source.canary is not None and not source.allows(path[-1]):
@@ -164,7 +164,7 @@ class Reader:
         _logger.warning("rolled back to version %d of %s", version, self.storage.url)
 
     def release(self) -> None:
-        """In the next round, end the rollback, or if there is no rollback, ignore the current pin. Thread-safe."""
+        """End the rollback; without a rollback, ignore the current pin. Takes effect in the next round. Thread-safe."""
         self.orders.release()
         self.pinned, self.why = None, ""
 
@@ -176,9 +176,9 @@ class Reader:
         self.source.fault_delay.clear()
 
     def newest(self) -> list[Manifest]:
-        """Return the entries that the reader may apply next: the pinned entry, or the newest snapshot and newest entry.
+        """Return entries that should fit the model: the pinned entry, or else the newest snapshot and the newest entry.
 
-        Without a pin, returns only entries after the position. After a rollback, the list is empty.
+        Without a pin, entries up to the current position are left out. During a rollback, the list is empty.
         """
         if self.orders.begin().own is not None:
             return []
@@ -453,7 +453,7 @@ class Resyncs:
         _logger.warning("resync of %s from version %s to %s: %s", url, before, after, str(fault))
 
     def log_once(self, level: int, text: str, error: StreamError, *what: object) -> None:
-        """Log ``text``, formatted with ``what`` and ``error``, unless it was logged since a version was applied."""
+        """Log ``text``, formatted with ``what`` and ``error``, unless it was logged since the last applied version."""
         key = text, *what, *kind_of(error)
         if key not in self.logged:
             self.logged.add(key)
@@ -461,7 +461,7 @@ class Resyncs:
 
 
 class IgnoredPins:
-    """Detector of pins that the reader ignores. ``notice`` is a message about the newest pin; empty without a pin."""
+    """Detector of pins that the reader does not follow. ``notice`` is a message about the newest pin, or empty."""
 
     def __init__(self, monotonic: Callable[[], float]) -> None:
         self.notice = ""
@@ -469,7 +469,7 @@ class IgnoredPins:
         self._looked_at = float("-inf")
 
     def check(self, storage: Storage, position: Position | None) -> None:
-        """Read the newest pin, and log once that it is not followed. No-op within a minute of the last read."""
+        """Read the newest pin, at most once a minute. Log once for each pin that the reader does not follow it."""
         if position is None or self._monotonic() - self._looked_at < _IGNORED_SECONDS:
             return
         self._looked_at = self._monotonic()

@@ -39,15 +39,15 @@ NameChoice = Mapping[str, str] | Callable[[str], str]
 @refuses_unknown()
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelTarget:
-    """Model that a predictor writes to, and how it differs from the trainer's model.
+    """Model that a predictor writes to, and options for a model that differs from the trainer's model.
 
     Args:
         model: module, or mapping of FQN to tensor or :class:`~delta_tracker.row_target.RowTarget`.
         names: mapping of name in the stream to name in the model, for tables and dense tensors whose names differ. A
             key that ends with a dot or is empty is a prefix: ``{"module.": ""}``. A function is also accepted.
-        dense: True to apply the dense parameters and buffers of the stream too; the model must have all of them.
+        dense: True to also apply the dense parameters and buffers of the stream; the model must have all of them.
         raw_ids: mapping of table name in the stream to :class:`~delta_tracker.raw_ids.index.RawIdIndex`, for tables
-            with raw ids that no collision module of the model maps. The predictor updates the indexes.
+            with raw ids that have no collision module in the model. The predictor updates the indexes.
         on_model_change: "stop" to keep the last version that fits the model; "continue" to apply the part of a version
             that fits and to report the differences in the status. ``guide/serve.md`` describes the rules.
         chunk_rows: maximum number of rows in one write. Lookups wait during a write.
@@ -93,9 +93,9 @@ class ModelTarget:
 class NameMap:
     """Mapping from names in the stream to names in the model, built from the ``names`` of a :class:`ModelTarget`.
 
-    A whole name takes precedence over a prefix, and a longer prefix over a shorter one. All other names are unchanged.
-    ``known`` lists the tables and dense tensors of the model. ``depends_on_stream`` is False if :meth:`of` returns the
-    same result for every stream.
+    A whole name takes precedence over a prefix, and a longer prefix over a shorter prefix. Names without a match are
+    the same in the model. ``known`` lists the tables and dense tensors of the model. ``depends_on_stream`` is False if
+    the result of :meth:`of` does not depend on its argument.
     """
 
     def __init__(self, choice: NameChoice, known: Collection[str]) -> None:
@@ -108,7 +108,7 @@ class NameMap:
         self.depends_on_stream = not isinstance(choice, Mapping) or len(self._whole) < len(given)
 
     def of(self, names: Iterable[str]) -> dict[str, str]:
-        """Map stream names to model names: all whole names, and each of ``names`` with another name in the model."""
+        """Return a dict of stream name to model name, for the whole names and for each of ``names`` that differs."""
         if not self.depends_on_stream:
             return self._whole
         return {name: own for name in names if (own := self._own(name)) != name} | self._whole
@@ -132,8 +132,8 @@ class ServedModel:
     """Access to the tables, dense tensors and mappings of raw ids of the model in a :class:`ModelTarget`.
 
     If ``continues`` is True, a version that does not fit is applied in part. ``first_devices`` are the devices of the
-    model when this object was created. This object references the tensors of the last version until the next version,
-    even if the model replaces them.
+    model when this object was created. This object references the tensors that the last version was written to, even if
+    the model has replaced them.
     """
 
     def __init__(self, target: ModelTarget, choice: TableChoice) -> None:
@@ -195,7 +195,7 @@ class ServedModel:
         return {name: DenseSpec(each.dtype, tuple(each.shape)) for name, each in found.items()}
 
     def spec_texts(self, manifest: Manifest, targets: Mapping[str, RowTarget] | None = None) -> dict[str, str]:
-        """Return the model's spec of each table and dense tensor of a version as text; ``missing`` if it has none."""
+        """Return the model's spec of each table and dense tensor of a version, as text; ``missing`` if absent."""
         tables = served_specs(manifest.tables, self._targets(manifest) if targets is None else targets)
         maps = self.raw_ids() if self._has_raw_ids else {}
         found = dict.fromkeys(manifest.tables, MISSING) | spec_texts(tables, {fqn for fqn in maps if maps[fqn]})
@@ -205,7 +205,7 @@ class ServedModel:
         return found
 
     def kind_of(self, name: str, receiver: "Receiver") -> str:
-        """Return "table" or "dense tensor" for a name in the stream, or an empty string if the model lacks it."""
+        """Return "table" or "dense tensor" for a name in the stream; empty if the model has no tensor of this name."""
         held = _tensors(self._model)
         return "table" if name in receiver.targets else _DENSE if self._names.get(name, name) in held else ""
 
@@ -268,7 +268,7 @@ class Receiver:
 
     ``fit`` is the part of the version to apply; None for the whole version. ``spec_texts`` is the result of
     :meth:`ServedModel.spec_texts`. ``devices`` are the devices of the tables, dense tensors and mappings. A custom
-    :class:`RowTarget` names its devices in the attribute ``devices``, if it has one.
+    :class:`RowTarget` may specify its devices in an attribute ``devices``.
     """
 
     targets: Mapping[str, RowTarget]
@@ -325,9 +325,9 @@ def find_targets(model: Model) -> dict[str, RowTarget]:
     """Return the tables of a model by FQN, as targets that write to the memory that lookups read.
 
     The tables of a module are its two-dimensional parameters and buffers, for example ``<fqn>.weight`` of
-    ``nn.Embedding`` and of TorchRec collections, which may be sharded (each rank then holds its own rows and columns),
-    quantized or compiled. The keys of a mapping are FQNs, optionally followed by ``.weight``; its values are
-    ``[rows, columns]`` tensors or targets.
+    ``nn.Embedding`` and of TorchRec collections. The module may be quantized, compiled or sharded; if sharded, each
+    target covers the rows and columns of this rank. The keys of a mapping are FQNs, optionally followed by ``.weight``.
+    The values are ``[rows, columns]`` tensors or targets.
     """
     given: object = model
     if not isinstance(given, nn.Module | Mapping):
@@ -366,7 +366,7 @@ def _table_names(model: Model) -> set[str]:
 
 
 def renamed(targets: dict[str, RowTarget], names: Mapping[str, str]) -> dict[str, RowTarget]:
-    """Return ``targets`` by name in the stream. ``names`` maps names in the stream to different names in the model."""
+    """Return ``targets`` by name in the stream. ``names`` maps stream names to model names, where they differ."""
     if not names:
         return targets
     own = {fqn: name for fqn, name in names.items() if name in targets}

@@ -50,7 +50,7 @@ class SinkWriter(Forkable):
 
     Attributes:
         manifest: manifest of the last applied snapshot or delta; None before the first version.
-        identities: table FQN to the buckets that currently route unknown raw ids.
+        identities: buckets that determine the default rows of unknown raw ids, by table FQN.
         written: stored state of the current stream, which readers of the row store read.
         position: stream position of the stored rows; None before the first version.
     """
@@ -70,7 +70,7 @@ class SinkWriter(Forkable):
         protect(self)
 
     def save_order(self, followed: Order) -> None:
-        """Store the pin or release that was followed last, together with the position."""
+        """Store ``followed``, the last pin or release that the predictor has followed, together with the position."""
         held, state = self.written, self.written.with_order(followed.kind, followed.counter)
         if held.version is None or held.applying is not None or held.is_settling or state == held:
             return  # the log of owners of an interrupted version must not be cleared
@@ -88,7 +88,7 @@ class SinkWriter(Forkable):
         return False
 
     def reading(self, *_streams: object) -> AbstractContextManager[Served]:
-        """Raise InvalidArgumentError. For lookups, use a reader of the row store instead."""
+        """Raise InvalidArgumentError, since lookups use a reader of the row store."""
         raise InvalidArgumentError("reading()", "with a row store", "Use a reader of the row store, such as LmdbRows")
 
     def state_dict(self) -> dict[str, str | int]:
@@ -101,11 +101,11 @@ class SinkWriter(Forkable):
         raise InvalidArgumentError("state", state, "Omit it: the row store keeps the position with its rows")
 
     def after_fork_in_child(self) -> None:
-        """Make the next :meth:`restore` raise an error: it opens the sink again, which fails in a forked process."""
+        """Make the next :meth:`restore` open the sink again, which raises an error in a forked process."""
         self._is_known = False
 
     def restore(self) -> None:
-        """Read the position from the row store if it is unknown, and complete or undo an interrupted write."""
+        """If the state is unknown, read it from the row store, and complete or undo an interrupted write."""
         if self._is_known:
             return
         self._sink.open()

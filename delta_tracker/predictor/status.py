@@ -9,12 +9,12 @@ class Served(NamedTuple):
     """Versions that the tables contain, as yielded by :meth:`Predictor.reading`."""
 
     version: int | None
-    """Last version that was applied completely; None before the first version, and after a change of the model."""
+    """Last completely applied version; None before the first version, and while a changed model needs a snapshot."""
     applying: int | None
-    """Version that is written only in part; None if there is no such version.
+    """Version that is partly written; None if there is no such version.
 
-    If several versions were interrupted, such as a version and then a rollback, this is the last one. The tables may
-    then also contain rows of the others.
+    If the writes of several versions were interrupted, this is the version of the last write. The tables may then also
+    contain rows of the other versions.
     """
 
 
@@ -29,8 +29,8 @@ class Counts:
             several mappings is counted once for each mapping.
         evicted: number of raw ids removed from their rows, counted in the same way.
         requests: number of requests by operation, including requests of other users of the same ``Storage`` objects.
-        cache: number of parts read from the host cache (``hits``), fetched into it (``misses``) or read without it
-            (``bypasses``), including parts for other users of the same ``HostCache`` object; empty without a cache.
+        cache: number of parts read from the host cache (``hits``), fetched into the cache (``misses``) or read without
+            the cache (``bypasses``), including reads by other users of the same ``HostCache``; empty without a cache.
     """
 
     rows: int
@@ -61,8 +61,8 @@ class Status:
         left_out: names of the tables and dense tensors of the stream that are not applied, because the argument
             ``tables`` of the predictor leaves them out, or because they do not fit the model. Empty before the
             first :meth:`Predictor.sync`, and in a row store until a version is applied.
-        differences: sentences about tables and dense tensors that are not applied or applied in part, and about tables
-            that were removed from the stream after the predictor started; empty before the first version with rows.
+        differences: sentences about tables and dense tensors that are not applied or only partly applied, and about
+            tables that were removed from the stream while the predictor ran; empty before the first version with rows.
         counts: numbers of rows, bytes, raw ids and requests.
     """
 

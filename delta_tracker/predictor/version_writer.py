@@ -21,8 +21,8 @@ Destination = ModelWriter | SinkWriter
 class VersionWriter:
     """Writer that reads and validates a whole version, checks it with ``gate``, and then writes it to ``destination``.
 
-    It reads and writes only the tables and dense tensors that are in ``choice`` and fit the model. If ``cache`` is not
-    None, it reads them through the cache. ``left_out`` lists the other tables and dense tensors of the last version.
+    Only the tables and dense tensors that are in ``choice`` and fit the model are read and written. ``left_out`` lists
+    the other tables and dense tensors of the last version. If ``cache`` is not None, parts are read through the cache.
     """
 
     def __init__(
@@ -40,14 +40,14 @@ class VersionWriter:
         self._buffer = PartBuffer()
 
     def keeps_rows(self, entry: Manifest) -> bool:
-        """Return False if the model has lost rows of applied versions; see :meth:`ModelWriter.keeps_rows`."""
+        """Return False if a snapshot must be applied because the model changed; see :meth:`ModelWriter.keeps_rows`."""
         narrowed = self._choice.narrowed(entry)
         if not self.left_out:
             self._note(entry, narrowed)
         return self.destination.keeps_rows(narrowed)
 
     def apply(self, entry: Manifest, storage: Storage, *, is_elsewhere: bool) -> bool:
-        """Read, validate and write a version. Return False, without writing, if a snapshot must be applied first."""
+        """Read, validate and write a version. If a snapshot must be applied first, write nothing and return False."""
         if self.destination.written.leaves_rows(entry):
             raise StreamReplacedError(storage.url, entry.version)
         gate = self.gate if entry.kind != "claim" else None
@@ -83,7 +83,7 @@ class VersionWriter:
             version_owners(contents)
 
     def write_path(self, entries: Sequence[Manifest], storage: Storage) -> None:
-        """Write a path that :meth:`check_path` has checked. Bypasses the gate and replaces its baseline."""
+        """Write versions that :meth:`check_path` has validated. Bypasses the gate and replaces its baseline."""
         resolved = [self.resolve(entry) for entry in entries]
         if self.gate is not None:
             self.gate.restart()
