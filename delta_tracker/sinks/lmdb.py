@@ -37,16 +37,16 @@ _OVERHEAD: Final = 192  # bytes of a key, and of the objects of a row, about
 class LmdbSink(RowSink):
     """Sink that writes a stream to LMDB in a local directory. Pass it to :class:`~delta_tracker.Predictor`.
 
-    The rows of a version are buffered in memory and written in one transaction at the end of the version. Readers in
-    other processes then see the whole version at once. A version that exceeds ``max_bytes`` is written in several
-    transactions, and readers may see a part of the version. Each transaction is durable when it ends, and uses up to
-    512 MiB of additional memory for modified pages.
+    The rows of a version are buffered in memory and written in one transaction at the end of the version, so that
+    readers in other processes see the whole version at once. If a version exceeds ``max_bytes``, it is written in
+    several transactions, and readers may see a part of the version. Each transaction is durable when it ends, and uses
+    up to 512 MiB of additional memory for modified pages.
 
     The database file grows as needed and never shrinks. A lock on the file ``writer.lock`` ensures that the row store
     has only one writer. The directory must not be on a network file system.
 
     Args:
-        directory: directory of the row store; created if it is missing.
+        directory: directory of the row store. It is created if it does not exist.
         max_bytes: maximum size of the buffered rows, including 192 bytes of overhead per row.
 
     Raises:

@@ -125,7 +125,7 @@ class LmdbStore:
         self.name = f"lmdb://{self.path}"
 
     def environment(self, **options: Any) -> Any:  # noqa: ANN401  the package is optional
-        """Return ``lmdb.open()`` of the directory with additional ``options``. Raise SinkError on failure."""
+        """Open the directory with ``lmdb.open()`` and additional ``options``. Raise SinkError on failure."""
         with self.errors():
             try:
                 return self.package.open(str(self.path), max_readers=MAX_READERS, readahead=False, **options)
@@ -170,7 +170,7 @@ def keys_of(stream: str, kind: bytes, table: str, ids: Tensor) -> list[bytes]:
         stream: id of the stream.
         kind: ``r`` for rows, ``d`` for default rows, ``o`` for the map of owners, ``l`` for the log of owners.
         table: FQN of the table.
-        ids: ``[N]`` int64: raw ids, global row ids, numbers of parts of the map, or numbers of entries of the log.
+        ids: ``[N]`` int64: raw ids, global row ids, indices of parts of the map, or indices of log entries.
 
     Example:
         >>> import torch

@@ -82,9 +82,9 @@ class RedisSink(RowSink):
     writer only after the connection of this sink has ended. After that, each write of this sink raises SinkError and
     changes nothing.
 
-    Depending on ``appendfsync``, Redis acknowledges a batch before the batch is durable. If the server crashes or fails
-    over to a replica, the newest batches may be lost. The store is then in an earlier consistent state, from which the
-    predictor continues. If the whole store is lost, the predictor writes a snapshot.
+    Depending on ``appendfsync``, Redis may acknowledge a batch before the batch is durable. If the server crashes or
+    fails over to a replica, the newest batches may be lost. The predictor then continues from the earlier consistent
+    state of the store. If the whole store is lost, the predictor writes a snapshot.
 
     Args:
         url: ``redis://host:port/db``, ``rediss://...`` or ``unix://...``.
@@ -112,8 +112,8 @@ class RedisSink(RowSink):
         """Connect and become the only writer; see :meth:`RowSink.open`.
 
         Raises:
-            SinkError: if another connected client is the writer, or the server cannot be used, is a cluster, is older
-                than 6.2, or may evict keys that have no expiration time.
+            SinkError: if another connected client is the writer; or if the server cannot be used, is a cluster, is
+                older than 6.2, or may evict keys that have no expiration time.
         """
         self._check_process()
         if self._redis is not None and self._is_writer():

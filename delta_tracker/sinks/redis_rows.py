@@ -1,4 +1,4 @@
-"""Reader of a row store in Redis, and connections and keys that the sink also uses; requires the extra ``redis``.
+"""Reader of a row store in Redis, and code shared with the sink; requires the extra ``redis``.
 
 Notation: ``N`` is the number of ids in a call.
 """
@@ -24,8 +24,8 @@ _MAX_ATTEMPTS = 20
 class RedisRows:
     """Reader of the rows that a :class:`~delta_tracker.sinks.redis.RedisSink` wrote. Thread-safe.
 
-    Rows are read in batches of at most 1,000. One ``MGET`` reads a batch with its default rows and the state, so each
-    batch is consistent.
+    Rows are read in batches of at most 1,000. One ``MGET`` command reads the rows of a batch, their default rows and
+    the state, so each batch is consistent.
 
     Args:
         url: ``redis://host:port/db``, ``rediss://...`` or ``unix://...``.
@@ -169,7 +169,7 @@ class RedisServer:
             raise InvalidArgumentError("url", "...", "Write it as redis://host:port/db") from error
 
     def key(self, *parts: str | int) -> str:
-        """Return the prefix and ``parts``, joined by colons."""
+        """Return a key: the prefix and ``parts``, joined by colons."""
         return ":".join([self._prefix, *map(str, parts)])
 
     def keys(self, stream: str, kind: str, table: str, ids: Iterable[int]) -> list[str]:

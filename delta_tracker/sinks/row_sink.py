@@ -24,19 +24,19 @@ _DTYPES = {dtype_name(dtype) for dtype in TENSOR_DTYPES.values() if dtype.is_flo
 class SinkState(Written):
     """State of one stream in a row store. The predictor stores it with the rows, and readers need it to look up rows.
 
-    Inherited fields are described in :class:`~delta_tracker.stream.reading.position.Written`.
+    See :class:`~delta_tracker.stream.reading.position.Written` for the inherited fields.
 
     Args:
-        is_settling: True if ``version`` is complete, but :meth:`RowSink.clear_owner_log` still has to be called. Owners
-            may then be in the log but not in the stored map, and default rows of previous buckets may still be stored.
+        is_settling: True if ``version`` is complete, but :meth:`RowSink.clear_owner_log` still has to be called. Some
+            owners may then be only in the log, and default rows of previous buckets may still be stored.
         tables: size and dtype of each table by FQN.
         identities: buckets of raw ids as of ``version``, by FQN of each table with raw ids.
         default_slots: global ids of the default rows that may be stored, by FQN of each table with default rows.
         choice: names and patterns of the tables that the predictor applies; empty for all tables.
 
     Raises:
-        InvalidArgumentError: if only one of a version and its hash is None, the dtype of a table is not a floating
-            point type, or ``identities`` or ``default_slots`` contradict ``tables``.
+        InvalidArgumentError: if a version is given without its hash or a hash without its version, if the dtype of a
+            table is not a floating point type, or if ``identities`` or ``default_slots`` do not match ``tables``.
 
     Example:
         >>> import torch
@@ -100,9 +100,9 @@ class SinkState(Written):
 class RowSink(Protocol):
     """Interface for writing rows to a store such as Redis, LMDB, a feature store or an embedding cache.
 
-    Only one process writes to a store at a time, and its calls do not overlap. Processes may read rows at any time.
-    Each row is written atomically, together with the number of the version that contains it. A stored row may be newer
-    than the version in the stored state, but not older. A lookup never returns the row of a different id.
+    Only one process writes to a store at a time, and its calls do not overlap. Other processes may read rows at any
+    time. Each row is stored atomically, together with the number of the version that contains it. A stored row may be
+    newer than the version in the stored state, but not older. A lookup never returns the row of a different id.
 
     The library calls the methods in this order:
 
@@ -112,18 +112,18 @@ class RowSink(Protocol):
     3. After :meth:`finish`, if owners or default rows changed: :meth:`set_owners`, :meth:`delete_defaults` and
        :meth:`clear_owner_log`.
 
-    Calls must become durable in the order in which they are made: after a crash of the writer or of the store, the
-    store contains the effects of all calls up to some point. The effects of the last call may be partial, except that
-    :meth:`begin` and :meth:`finish` store the state atomically. All calls may be repeated. A store with transactions
-    may commit all calls from :meth:`begin` to :meth:`finish` together.
+    Calls must become durable in the order in which they are made: after a crash of the writer or the store, the store
+    must contain the effects of all calls before some point, and of none after it. Only the last call may be partly
+    effective, except that :meth:`begin` and :meth:`finish` store the state atomically. All calls may be repeated. A
+    store with transactions may commit all calls from :meth:`begin` to :meth:`finish` together.
 
     The key of a row contains its global row id or, for a table with raw ids, its raw id. A lookup of an unknown raw id
     returns a default row. Default rows are stored under separate keys, which contain global row ids. All keys contain
     the stream id.
 
     Every method raises :class:`~delta_tracker.errors.SinkError` if the store cannot be used, and
-    :class:`~delta_tracker.errors.MalformedSinkError` if stored data is invalid. ``SinkError.writer`` is not
-    None if another process became the writer. In a forked process, every method raises an error; create a new sink.
+    :class:`~delta_tracker.errors.MalformedSinkError` if stored data is invalid. ``SinkError.writer`` is not None if
+    another process became the writer. In a forked process, all methods except :meth:`close` raise an error.
 
     Example:
         >>> from delta_tracker.sinks.lmdb import LmdbSink
@@ -131,19 +131,19 @@ class RowSink(Protocol):
     """
 
     def open(self) -> None:
-        """Connect and become the only writer. No-op if this object is already the writer and its connection works.
+        """Connect and become the only writer. No-op if this object is the writer and its connection works.
 
-        May be called again after :meth:`close` or an error. Discards any uncommitted transaction.
+        Discards any uncommitted transaction. May be called again after :meth:`close` or an error.
 
         Raises:
             SinkError: if another process is the writer.
         """
 
     def states(self) -> list[SinkState]:
-        """Return the state of each stored stream. During a change of stream, several streams are stored."""
+        """Return the state of each stored stream. While the predictor changes to another stream, several are stored."""
 
     def current(self) -> str | None:
-        """Return the id of the current stream, which readers read; None before the first :meth:`finish`."""
+        """Return the id of the current stream, from which readers read rows; None before the first :meth:`finish`."""
 
     def begin(self, state: SinkState) -> None:
         """Store the state. Called before version ``state.applying`` is written. Does not change the current stream."""
@@ -197,9 +197,9 @@ class RowSink(Protocol):
         """Yield the ``slots`` and ``owners`` of each entry in the table's log of owners, oldest entry first."""
 
     def finish(self, state: SinkState) -> None:
-        """Atomically store ``state`` and make ``state.stream`` current. Called once a version's rows are written.
+        """Atomically store ``state`` and make ``state.stream`` current. Called after all rows of a version are written.
 
-        When the call returns, the version is as durable as the settings of the store permit.
+        When the call returns, the version must be as durable as the settings of the store permit.
         """
 
     def clear_owner_log(self, state: SinkState) -> None:
@@ -208,13 +208,12 @@ class RowSink(Protocol):
     def remove(self, stream: str) -> None:
         """Delete all keys of a stream that is not current, in batches of limited size. Delete the state's key last.
 
-        Implementations must not scan the keys of other streams. They derive the keys from the size of each table and
-        the ids of default rows in the state, and from the raw ids in the stored maps and logs. No-op for an unknown
-        stream. Lookups that started earlier may still read the stream.
+        Implementations must not scan the keys of other streams: the state, the stored maps and the logs determine the
+        keys to delete. Lookups that started earlier may still read the stream. No-op for an unknown stream.
 
         Raises:
             InvalidArgumentError: if the stream is the current stream.
         """
 
     def close(self) -> None:
-        """Discard any uncommitted transaction, give up the role of writer, and disconnect. No-op if already closed."""
+        """Discard any uncommitted transaction, release the writer role, and disconnect. No-op if already closed."""

@@ -108,15 +108,15 @@ class LookedUp:
     """Result of a lookup.
 
     Each row has its value as of :attr:`version` or a later version. If :attr:`is_mixed` is True, a rollback or a change
-    to another history is in progress or was interrupted, and rows may have the value of any earlier applied version.
+    to another history is in progress or was interrupted, and a row may have its value as of any applied version.
 
     Args:
         values: ``[N, D]`` in the table's dtype. A raw id that owns no row gets the values of its default row, or zeros
             in a table without default rows.
-        versions: ``[N]`` int64, version that wrote each row; -1 for an id with neither its own row nor a default row.
+        versions: ``[N]`` int64, version that wrote each row; -1 for an id that has neither a row nor a default row.
         is_own: ``[N]`` bool, False for raw ids that own no row.
         stream: id of the stream.
-        version: newest complete version at the time of the lookup; the lowest such version if it changed meanwhile.
+        version: last complete version at the time of the lookup; the lowest one if it changed during the lookup.
         is_mixed: True if rows may have values of unrelated versions.
     """
 
@@ -130,7 +130,7 @@ class LookedUp:
 
 @lru_cache(maxsize=4)
 def current_state(data: bytes | None) -> SinkState:
-    """Return the state of the current stream, parsed from ``data``. The results for the last few values are cached.
+    """Parse the state of the current stream from ``data``. The results for the four most recent values are cached.
 
     Raises MalformedSinkError if ``data`` is None or invalid.
     """
@@ -142,8 +142,8 @@ def current_state(data: bytes | None) -> SinkState:
 class Lookup:
     """One lookup of ids in a table, for use by readers of row stores.
 
-    The reader gets the stored bytes of the rows ``ids`` and of the default rows :attr:`defaults`, and passes them to
-    :meth:`decode`.
+    The reader reads the stored bytes of the rows ``ids`` and of the default rows :attr:`defaults`, and passes the bytes
+    to :meth:`decode`.
 
     Args:
         state: state of the current stream.
@@ -156,7 +156,7 @@ class Lookup:
         MalformedSinkError: if the state does not contain a complete version.
 
     Attributes:
-        defaults: global row ids of the default rows that are required if some ``ids`` own no row.
+        defaults: global row ids of the default rows that the result contains if some of ``ids`` own no row.
     """
 
     def __init__(self, state: SinkState, table: str, ids: Tensor) -> None:
@@ -186,7 +186,7 @@ class Lookup:
     def decode(self, rows: Sequence[bytes | None], defaults: Sequence[bytes | None]) -> LookedUp:
         """Return the result of the lookup. Raise MalformedSinkError if a required row is missing or invalid.
 
-        ``rows`` and ``defaults`` contain the stored bytes for ``ids`` and :attr:`defaults`; None for a missing row.
+        ``rows`` and ``defaults`` are the stored bytes of the rows ``ids`` and :attr:`defaults`; None for a missing row.
         """
         is_own = torch.tensor([row is not None for row in rows], dtype=torch.bool, device="cpu")
         found = [row for row in rows if row is not None]
