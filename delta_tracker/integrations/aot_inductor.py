@@ -1,9 +1,9 @@
 """Compiled models: packages of ``torch.export`` and AOTInductor whose parameters a predictor updates in place.
 
-AOTInductor compiles an exported model to native code. :func:`compile_package` makes sure that each parameter and
-persistent buffer can be replaced. :class:`CompiledModel` loads the package and replaces these constants with its own
-tensors ("user-managed" in torch). A predictor writes rows and dense tensors to these tensors; the next call of the
-compiled model reads them. This was tested on CPUs only.
+AOTInductor compiles an exported model to native code. :func:`compile_package` ensures that each parameter and
+persistent buffer can be replaced. :class:`CompiledModel` loads the package and replaces these constants with new
+tensors ("user-managed" in torch). A predictor writes rows and dense tensors to the new tensors, and the next call of
+the compiled model reads them. This was tested on CPUs only.
 
 Other models need no package: pass the module of an exported program, ``exported.module()``, or the model that
 ``torch.compile`` returns, to :class:`~delta_tracker.predictor.predictor.Predictor`.
@@ -59,16 +59,17 @@ def compile_package(
 ) -> str:
     """Compile an exported model to a package that :class:`CompiledModel` loads.
 
-    The compiler may fold constants into the code. To detect this, each parameter and floating point buffer is changed
-    in turn, and the package and the exported program run on the example inputs of the export. Either both results must
-    change or neither. The check needs memory for a copy of the largest tensor, and two runs for each tensor. A tensor
-    that does not affect the results is reported in the log.
+    The compiler may fold constants into the code. To detect this, the function changes one floating point tensor of the
+    model at a time, and runs the package and the exported program on the example inputs of the export. If only one of
+    the two results changes, the tensor was folded. The check needs memory for a copy of the largest tensor, and two
+    runs for each tensor. A warning names the tensors that do not affect the results.
 
     The package contains the tables only if the model has constants that are not in its ``state_dict``.
 
     Args:
-        exported: result of ``torch.export.export`` for a model in evaluation mode. Its tensors must have the names in
-            the stream, or names that ``ModelTarget(names=...)`` maps. The call changes the tensors temporarily.
+        exported: result of ``torch.export.export`` for a model in evaluation mode. The function changes its tensors
+            temporarily. If their names differ from the names in the stream, pass ``ModelTarget(names=...)`` when you
+            build the predictor.
         path: file to write, with the suffix ``.pt2``. An existing file is replaced.
         options: settings of ``torch._inductor.config``; None for the defaults.
 
@@ -124,8 +125,8 @@ class CompiledModel:
         num_runners: maximum number of concurrent calls of the model from several threads.
 
     Attributes:
-        tensors: name to the tensor that the compiled model reads. Pass this dict to a predictor as the model. Write to
-            the tensors only in place.
+        tensors: dict of the tensors that the compiled model reads, by name. Pass this dict to a predictor as the model.
+            Modify the tensors only in place.
 
     Raises:
         InvalidArgumentError: if the package is missing, was not written by :func:`compile_package` or has invalid
@@ -149,7 +150,7 @@ class CompiledModel:
         _manage(self._compiled, self.tensors)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  those of the exported model
-        """Run the compiled model. It takes the same inputs as the exported model."""
+        """Run the compiled model. The arguments are the same as for the exported model."""
         return self._compiled(*args, **kwargs)
 
 

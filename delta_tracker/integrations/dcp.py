@@ -3,8 +3,8 @@
 To save, pass the tracker or the :class:`~delta_tracker.RankCounters` itself: ``dcp.save({"model": model, "tracker":
 tracker}, checkpoint_id=path)``, or ``dcp.async_save``. The states can be loaded at any world size. To load tensors, DCP
 needs their keys and sizes, which depend on the changed rows and the world size of the save. :class:`SavedTracker` and
-:class:`SavedCounters` therefore read the keys and sizes from the checkpoint first. Afterwards they check that DCP has
-loaded each tensor, since some planners, such as ``DefaultLoadPlanner(allow_partial_load=True)``, skip tensors.
+:class:`SavedCounters` therefore read the keys and sizes from the checkpoint first. Some planners, such as
+``DefaultLoadPlanner(allow_partial_load=True)``, skip tensors. Both classes detect this after the load.
 """
 
 import os
@@ -47,11 +47,13 @@ class _Wanted(dict[str, Tensor]):
 class SavedTracker:
     """``Stateful`` object for ``dcp.load`` that loads a tracker's state from a checkpoint.
 
-    A saved state has one part per rank of the saving job. To load it, each rank reads the headers of all parts, and the
-    parts that contain rows of its shards. ``dcp.load`` calls :meth:`state_dict`, fills the tensors, and calls
-    :meth:`load_state_dict`. The model must be restored first. DCP restores in alphabetical order of the keys, so use a
-    key after the model's, such as ``"tracker"`` after ``"model"``. The other order is rejected. If a header is
-    incompatible or a tensor is missing, every rank raises an error before any state, including the model's, is loaded.
+    A saved state has one part per rank of the saving job. To load the state, each rank reads the headers of all parts,
+    and the parts that contain rows of its shards. ``dcp.load`` calls :meth:`state_dict`, fills the tensors, and calls
+    :meth:`load_state_dict`. If a header is incompatible or a tensor is missing, every rank raises an error before any
+    state, including the state of the model, is loaded.
+
+    The model must be restored first. DCP restores in alphabetical order of the keys, so the tracker needs a key after
+    the key of the model, such as ``"tracker"`` after ``"model"``. Any other order raises an error.
 
     Args:
         tracker: tracker to load the state into.
@@ -78,8 +80,8 @@ class SavedTracker:
         The result is empty if the checkpoint has no tracker state.
 
         Raises:
-            InvalidArgumentError: if the checkpoint contains trackers but none under ``key``, if it contains several
-                trackers and ``key`` is None, or if ``dcp.load`` would load the model after the tracker.
+            InvalidArgumentError: if the checkpoint contains trackers, but none under ``key``; if it contains several
+                trackers and ``key`` is None; or if ``dcp.load`` would load the model after the tracker.
             StateMismatchError: if the saved state cannot be loaded into this tracker.
             CheckpointError: if parts are missing, a header is invalid, or a tensor is missing or has another shape.
         """
@@ -92,8 +94,8 @@ class SavedTracker:
     def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
         """Load the tracker's state from the result of :meth:`state_dict`, filled by ``dcp.load``.
 
-        Raises CheckpointError if ``dcp.load`` did not load the tensors or loaded another checkpoint, and the errors of
-        the tracker's ``load_state_dict``. After an error, the tracker is unchanged.
+        Raises CheckpointError if ``dcp.load`` did not load the tensors or loaded another checkpoint. Also raises the
+        errors of :meth:`ModelDeltaTracker.load_state_dict`. After an error, the tracker is unchanged.
         """
         self._tracker.load_state_dict(self._saved.loaded(state_dict))
 
@@ -136,13 +138,13 @@ def _loads_any(state: object, modules: set[int]) -> bool:
 class SavedCounters:
     """``Stateful`` object for ``dcp.load`` that loads a :class:`~delta_tracker.RankCounters` from a checkpoint.
 
-    Each rank reads the headers of all parts, then the parts with the counters that it loads. If a header is
-    incompatible or the checkpoint has no counters, every rank raises an error before any state is loaded.
+    Each rank reads the headers of all parts, and then the parts that contain its counters. If a header is incompatible
+    or the checkpoint contains no counters, every rank raises an error before any state is loaded.
 
     Args:
         counters: counters to load the states into.
         source: path of the checkpoint, or a storage reader for the checkpoint.
-        key: key under which the counters were saved; None if the checkpoint has only one such state.
+        key: key under which the counters were saved; None if the checkpoint contains only one RankCounters.
 
     Raises InvalidArgumentError if ``counters`` is not a RankCounters.
 
@@ -163,7 +165,7 @@ class SavedCounters:
     def state_dict(self) -> dict[str, Tensor]:
         """Return uninitialized tensors by name. ``dcp.load`` fills them with the parts that this rank needs.
 
-        Raises the errors of :meth:`SavedTracker.state_dict`, and CheckpointError if the checkpoint has no counters.
+        Raises the same errors as :meth:`SavedTracker.state_dict`, and CheckpointError if there are no counters.
         """
         parts = self._saved.parts()
         # Each rank loads other parts: if only one rank raised, the others would wait for it.
@@ -175,7 +177,7 @@ class SavedCounters:
     def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
         """Replace the states of the counters with the result of :meth:`state_dict`, filled by ``dcp.load``.
 
-        Raises the errors of :meth:`SavedTracker.load_state_dict`. After an error, the counters are unchanged.
+        Raises the same errors as :meth:`SavedTracker.load_state_dict`. After an error, the counters are unchanged.
         """
         self._counters.load_state_dict(self._saved.loaded(state_dict))
 

@@ -94,32 +94,32 @@ _UNKNOWN = _Saved({}, None)
 class TrackerCallback(Callback):
     """Callback that builds a tracker when ``fit`` starts, calls its ``step()`` after each batch, and saves its state.
 
-    The checkpoint of rank 0 contains the tracker states of all ranks. The checkpoint of any other rank contains the
-    state of that rank. After the model is restored, each rank loads the rows of its own shards, at any world size. If
-    the checkpoint has no tracker state, every row is marked as changed. If the world size is unchanged, each rank also
-    loads its own state of each registered counter.
+    The checkpoint of rank 0 contains the tracker states of all ranks. The checkpoint of any other rank contains only
+    the state of that rank. After Lightning has restored the model, each rank loads the state of the rows in its shards,
+    at any world size. If the checkpoint has no tracker state, every row is marked as changed. If the world size is
+    unchanged, each rank also loads its states of the registered counters.
 
-    When ``fit`` starts, all ranks compare their trackers and the states that they load. If these differ, or if a rank
-    fails, all ranks raise an error. This comparison is a collective.
+    When ``fit`` starts, all ranks compare their trackers and the loaded states. If they differ, or if a rank fails, all
+    ranks raise an error. This comparison is a collective.
 
     A later ``fit`` without a checkpoint builds a new tracker, in which every row counts as changed. If a checkpoint is
     restored during ``fit``, for example by a batch size finder, every row counts as changed, and the publisher is built
-    again after the next batch. The callback moves itself to the front of ``trainer.callbacks``, ahead of callbacks that
+    again after the next batch. The callback moves itself to the front of ``trainer.callbacks``, before callbacks that
     save and restore checkpoints in the same hooks.
 
-    At the end of a ``fit`` without an error, the callback publishes the rows of the last batches. It keeps the state of
-    the tracker for ``trainer.save_checkpoint(...)`` after ``fit``. Both steps are collectives.
+    If ``fit`` ends without an error, the callback publishes the rows of the last batches, and keeps the state of the
+    tracker for later calls of ``trainer.save_checkpoint(...)``. Both steps are collectives.
 
     If the model is sharded, the training code must prevent Lightning from wrapping the model in
-    ``DistributedDataParallel``, and must save and restore sharded tensors. The callback does neither.
+    ``DistributedDataParallel``, and must save and restore the sharded tensors.
 
     Args:
         build: function that builds the tracker for the ``LightningModule``. A TorchRec model must be sharded before
             ``fit``. Plain modules on several ranks must be wrapped in ``DistributedDataParallel``, as in the example;
             on one rank, pass :class:`~delta_tracker.ModelDeltaTracker` itself.
-        publish: function that builds the publisher for a tracker; None to disable publishing. The publisher needs a
-            cadence: its :meth:`~delta_tracker.publisher.publisher.Publisher.step` is called after each batch. It is
-            built when training starts, so that a search by Lightning's ``Tuner`` claims no stream.
+        publish: function that builds the publisher for a tracker; None to disable publishing. The publisher must have a
+            cadence, because :meth:`~delta_tracker.publisher.publisher.Publisher.step` is called after each batch. The
+            function is called when training starts.
 
     Attributes:
         publisher: publisher of the current ``fit``; None if publishing is disabled or training has not started.
@@ -153,10 +153,10 @@ class TrackerCallback(Callback):
     def load_into(tracker: ModelDeltaTracker, checkpoint: Mapping[str, Any]) -> None:
         """Load the tracker state of a Lightning checkpoint without a ``Trainer``.
 
-        Use this after ``load_from_checkpoint``, which calls no callbacks: build the tracker for the module that it
-        returns, register the counters, and call this method on each rank. Every row counts as changed if the checkpoint
-        has no tracker state, or if its weights are not the weights that this state belongs to, as with
-        ``WeightAveraging``. Raises the errors of :meth:`~delta_tracker.ModelDeltaTracker.load_state_dict`.
+        Use this method after ``load_from_checkpoint``, which calls no callbacks. Build the tracker for the loaded
+        module, register the counters, and call this method on each rank. Every row counts as changed if the checkpoint
+        has no tracker state, or if its weights do not match the state, for example with ``WeightAveraging``. Raises the
+        same errors as :meth:`~delta_tracker.ModelDeltaTracker.load_state_dict`.
         """
         tracker.load_state_dict(checkpoint.get(_KEY, {}))
         if _has_other_weights(checkpoint):
@@ -170,7 +170,7 @@ class TrackerCallback(Callback):
         return self._tracker
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Move this callback to the front of ``trainer.callbacks``, and clean up after an earlier ``fit`` that raised.
+        """Move this callback to the front of ``trainer.callbacks``, and clean up after an earlier ``fit`` that failed.
 
         Raises InvalidArgumentError if ``trainer`` has another callback of this class.
         """
@@ -183,8 +183,8 @@ class TrackerCallback(Callback):
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Load the tracker state of ``checkpoint``. If no tracker exists yet, keep the state for :meth:`on_fit_start`.
 
-        If a tracker exists, all ranks must call this method. It closes the publisher and marks every row as changed.
-        Raises RankFailedError if the loaded states of the ranks differ, or if another rank failed.
+        If a tracker exists, all ranks must call this method, which closes the publisher and marks every row as changed.
+        Raises RankFailedError if only some ranks load a state, or if another rank failed.
         """
         kinds = {kind.__name__ for each in trainer.callbacks for kind in type(each).__mro__}
         is_averaged = "WeightAveraging" in kinds and trainer.state.fn == "fit"  # the callback restores the weights
@@ -200,10 +200,10 @@ class TrackerCallback(Callback):
         _mark_everything(self.tracker)  # a consumer may have read rows that the restore has replaced
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Build the tracker and load the state of the checkpoint, if there is one. All ranks must call this method.
+        """Build the tracker, and load the state that :meth:`on_load_checkpoint` kept. All ranks must call this method.
 
-        Raises RankFailedError and detaches the tracker if the trackers or loaded states of the ranks differ, or if a
-        rank failed.
+        Raises RankFailedError and detaches the tracker if the trackers of the ranks differ, if only some ranks load a
+        state, or if a rank failed.
         """
         saved = self._saved
         try:
@@ -227,18 +227,17 @@ class TrackerCallback(Callback):
         batch: Any,  # noqa: ANN401
         batch_idx: int,
     ) -> None:
-        """Call ``step()`` of the tracker, and then of the publisher if publishing is enabled."""
+        """Call ``step()`` of the tracker and, if publishing is enabled, of the publisher."""
         self.tracker.step()
         if (publisher := self._open_publisher()) is not None:
             publisher.step()
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Add the tracker state to ``checkpoint``: on rank 0 the parts of all ranks, on other ranks this rank's part.
+        """Add the tracker state to ``checkpoint``: on rank 0 the states of all ranks, on other ranks only their own.
 
-        Lightning calls this on every rank. After ``fit``, this method saves the state at the end of ``fit``, or the
-        state of a checkpoint that was loaded later, and records whether weights were written afterwards. Before the
-        first ``fit``, and in calls of ``trainer`` that follow a failed ``fit``, it saves an empty state. Loading an
-        empty state marks every row as changed.
+        Lightning calls this method on every rank. After ``fit``, the method saves the state from the end of ``fit``, or
+        from a checkpoint that was loaded later, and records whether weights were written afterwards. Before the first
+        ``fit`` and after a failed ``fit``, it saves an empty state. Loading an empty state marks every row as changed.
         """
         if self._tracker is not None:
             checkpoint[_KEY] = self._state()
@@ -251,8 +250,8 @@ class TrackerCallback(Callback):
         """Publish pending rows, and keep the tracker's state for later checkpoints. All ranks must call this method.
 
         Raises:
-            DeltaTrackerError: the errors of :meth:`~delta_tracker.publisher.publisher.Publisher.publish`. The rows then
-                stay pending in the checkpoints that were saved before.
+            DeltaTrackerError: if :meth:`~delta_tracker.publisher.publisher.Publisher.publish` raises it. Checkpoints
+                that were saved earlier still contain the rows as pending rows.
         """
         if (publisher := self._open_publisher()) is not None:
             publisher.publish()
@@ -261,8 +260,8 @@ class TrackerCallback(Callback):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Close the publisher and detach the tracker.
 
-        Lightning does not call this method if ``fit`` raised an error. Callbacks can then still save a checkpoint, and
-        :meth:`setup` cleans up in the next call of ``trainer``.
+        Lightning does not call this method after ``fit`` raised an error, so that callbacks can still save a
+        checkpoint. :meth:`setup` then cleans up in the next call of ``trainer``.
         """
         self._release()
 
@@ -309,15 +308,15 @@ class CountersCallback(Callback):
 
     The checkpoint of rank 0 contains the states of all ranks. The checkpoint of any other rank contains only the states
     of that rank. The strategy may therefore save on rank 0 or on every rank. A checkpoint of rank 0 can be restored at
-    any world size. The sum over all ranks stays the same, even if the metrics are persistent states of the module:
-    Lightning restores these first, and the callback then replaces them.
+    any world size. The sum over all ranks stays the same, even if the module saves the metrics too: the callback
+    replaces the values that Lightning restored.
 
     The counters are restored whenever the trainer loads a checkpoint: in ``fit``, ``validate``, ``test`` and
-    ``predict``. This is a collective. If a rank fails, all ranks raise an error, and no counter is changed.
+    ``predict``. The restore is a collective. If a rank fails, all ranks raise an error, and no counter is changed.
 
     Args:
         counters: counters to save and restore. They must exist before the trainer starts, for example in the module.
-        is_required: False to log a warning and keep the current states if a checkpoint has no counters.
+        is_required: True to raise CheckpointError if a checkpoint has no counters; False to only log a warning.
 
     Raises:
         InvalidArgumentError: if ``counters`` is not a :class:`~delta_tracker.RankCounters`.
@@ -343,12 +342,12 @@ class CountersCallback(Callback):
     def load_into(counters: RankCounters, checkpoint: Mapping[str, Any]) -> None:
         """Load the counters of a Lightning checkpoint without a ``Trainer``. Call this method on each rank.
 
-        Raises the errors of :meth:`delta_tracker.RankCounters.load_state_dict`.
+        Raises the same errors as :meth:`delta_tracker.RankCounters.load_state_dict`.
         """
         counters.load_state_dict(checkpoint.get(_COUNTERS_KEY, {}))
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Add the states to ``checkpoint``: on rank 0 the states of all ranks, on other ranks this rank's states."""
+        """Add the counters to ``checkpoint``: on rank 0 the states of all ranks, on other ranks only their own."""
         checkpoint[_COUNTERS_KEY] = self._counters.state_dict(strategy="gather_or_local")
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -356,7 +355,7 @@ class CountersCallback(Callback):
 
         Raises:
             CheckpointError: if the checkpoint has no counters and ``is_required`` is True.
-            RankFailedError: if the ranks have different counters or checkpoints, or another rank failed.
+            RankFailedError: if the counters differ between ranks, some checkpoints have none, or another rank failed.
         """
         saved: Mapping[str, Tensor] = checkpoint.get(_COUNTERS_KEY, {})
         with closing(RankGroup("counters of a checkpoint", "Trainer.fit(...)", DEFAULT_TIMEOUT)) as group:
