@@ -45,11 +45,11 @@ class Requests:
     bill deletions.
 
     Args:
-        puts: number of requests that write objects, including all requests of multipart uploads.
-        lists: number of requests that list objects, one for each page.
-        gets: number of requests that read an object, including requests for objects that do not exist yet.
-        heads: number of requests for the size of an object.
-        deletes: number of requests that delete an object.
+        puts: requests that write an object, including all requests of a multipart upload.
+        lists: requests that list objects, one for each page.
+        gets: requests that read an object, including requests for objects that do not exist yet.
+        heads: requests for the size of an object.
+        deletes: requests that delete an object.
     """
 
     puts: float = 0.0
@@ -83,7 +83,7 @@ class VersionSize:
 
     Args:
         entry_bytes: size of the entry in the log.
-        part_bytes: size of each part, in the order of the ranks that write parts.
+        part_bytes: size of each part. Ranks without data in the version write no part.
     """
 
     entry_bytes: int
@@ -101,14 +101,14 @@ class VersionSize:
 
     @property
     def read_bytes(self) -> int:
-        """Number of bytes that one predictor receives when it reads the entry and the parts."""
+        """Number of bytes that one predictor receives to read the entry and the parts."""
         return self.entry_bytes + self.reads().num_bytes
 
     def reads(self, memory_bytes: int = MEMORY_BYTES) -> "Reads":
         """Return the requests that one predictor sends to read the parts.
 
-        As many parts as fit in ``memory_bytes`` are read whole. The others are read twice, in pieces: once to check the
-        hash, and once to apply the rows.
+        Parts that fit in ``memory_bytes`` together are read once, as a whole. Each other part is read twice, in pieces:
+        once to check the hash, and once to apply the rows.
         """
         left, num_gets, num_heads, num_bytes = memory_bytes, 0, 0, 0
         for each in self.part_bytes:
@@ -126,7 +126,7 @@ class Reads:
 
     Args:
         num_bytes: number of bytes received.
-        memory_bytes: memory in bytes for the parts that are read whole.
+        memory_bytes: memory in bytes for the parts that are read as a whole.
     """
 
     num_gets: int
@@ -150,8 +150,8 @@ class Forecast:
     def tracker_bytes(self) -> int:
         """Maximum size in bytes of the sets of changed rows in the tracker of rank 0 (the rank with the most rows).
 
-        There is at most one set for each consumer, one for newly changed rows, and one for an uncommitted read.
-        In a mode with old states, a set also contains an id and an old state for each changed row.
+        The tracker has at most one set for each consumer, one for newly changed rows, and one for an uncommitted read.
+        If the mode includes old states, a set also contains an id and an old state for each changed row.
         """
         load = self.workload
         num_sets, capture = 2 + load.consumers, CAPTURES[load.mode]
@@ -191,7 +191,7 @@ class Forecast:
 
     @property
     def publisher(self) -> Requests:
-        """Hourly requests of the publisher, without retention: writes of versions and the pointer, and entry checks."""
+        """Requests of the publisher per hour to write versions, check entries and update the pointer; no retention."""
         versions, scans = self._versions, _HOUR / SCAN_SECONDS
         return Requests(
             puts=self._deltas * self.delta.num_writes
@@ -219,7 +219,7 @@ class Forecast:
 
     @property
     def predictor(self) -> Requests:
-        """Hourly requests of one predictor: entries, parts, polls that find no version, gap checks, and heartbeats."""
+        """Requests of one predictor per hour for entries, parts, polls without a new version, and heartbeats."""
         poll_seconds = self.workload.poll_seconds
         polls, checks = _HOUR / poll_seconds, _HOUR / (GAP_CHECK_SECONDS + poll_seconds / 2)
         delta, snapshot = self.delta.reads(), self.snapshot.reads()
@@ -231,15 +231,12 @@ class Forecast:
 
     @property
     def requests(self) -> Requests:
-        """Hourly requests of the publisher, of retention and of all predictors together."""
+        """Requests of the publisher, of retention and of all predictors per hour."""
         return self.publisher + self.retention + self.predictor.times(self.workload.predictors)
 
     @property
     def entries(self) -> int | None:
-        """Maximum number of entries in the log; None if no entries are deleted.
-
-        Retention runs in passes, and deletes only versions before a snapshot.
-        """
+        """Maximum number of entries in the log; None if no entries are deleted."""
         load = self.workload
         if load.retained_versions is None or load.snapshot_every is None:
             return None
@@ -256,9 +253,9 @@ class Forecast:
 
     @property
     def start_bytes(self) -> float | None:
-        """Mean number of bytes that a new predictor reads: a snapshot, and half of the deltas until the next snapshot.
+        """Mean number of bytes that a new predictor reads: a snapshot, and half of the deltas between two snapshots.
 
-        None if only one snapshot is written: the number of deltas is then unbounded.
+        None if only one snapshot is written, because the number of deltas is then unbounded.
         """
         longest = self.longest_start_bytes
         return None if longest is None else (self.snapshot.read_bytes + longest) / 2
@@ -277,8 +274,8 @@ class Forecast:
 def forecast(workload: Workload) -> Forecast:
     """Return the forecast for a workload.
 
-    It includes the requests to a bucket in steady operation. It excludes HTTP caches, compaction, hints, pins,
-    ``status()``, metrics, training states, raw ids, retries, and requests at the start of processes.
+    The forecast is for a bucket in steady operation. It does not include HTTP caches, compaction, hints, pins,
+    ``status()``, metrics, training states, raw ids, retries, and requests at the start of a process.
 
     Example:
         >>> import torch
@@ -292,7 +289,7 @@ def forecast(workload: Workload) -> Forecast:
 
 
 def version_size(workload: Workload, kind: Kind) -> VersionSize:
-    """Return the sizes of a delta or snapshot of a workload. Rows that change during a snapshot are not counted.
+    """Return the sizes of the objects of one delta or snapshot. Rows that change during a snapshot are not counted.
 
     Example:
         >>> table = TableSpec("user", 1_000_000, 64, torch.float32)

@@ -25,21 +25,21 @@ _NUM_ENTRIES = 100  # the newest ones, which show the workload of a stream
 class Workload:
     """Tables, rates and readers of a stream, as input of :func:`~delta_tracker.planning.forecast.forecast`.
 
-    Rows are assumed to be split evenly over the ranks, as in row-wise sharding, and changed rows to be spread evenly
-    over a table. A row that changes again in a later version counts again.
+    The forecast assumes that rows are split evenly over the ranks (row-wise sharding), and that changed rows are spread
+    evenly over a table. A row that changes again in a later version counts again.
 
     Args:
         tables: tables of the model, such as ``tuple(tracker.tables.values())``.
-        changed: fraction of rows that change per minute, 0 or more; one number for all tables, or a mapping by FQN. A
-            version contains the fraction ``changed * seconds / 60`` of the rows, at most 1.
+        changed: fraction of rows that change per minute, 0 or more: one number for all tables, or a mapping by FQN. A
+            delta contains the fraction ``min(1, changed * seconds / 60)`` of the rows.
         seconds: seconds between two versions.
         encoding: encoding of the rows; None for each table's own dtype.
         ranks: number of ranks of the trainer.
         predictors: number of predictors that read the bucket.
-        poll_seconds: seconds between two polls of a predictor. ``follow()`` polls a bucket every second.
-        has_heartbeats: True if the predictors have names and therefore write heartbeats.
-        snapshot_every: ``Cadence.snapshot_every``; None for a single snapshot at the start.
-        retained_versions: ``Retention.versions``; None without retention.
+        poll_seconds: seconds between two polls of a predictor. The default is the interval of ``follow()``.
+        has_heartbeats: True if the predictors write heartbeats, which they do if they have a name.
+        snapshot_every: value of ``Cadence.snapshot_every``; None if the only snapshot is at the start.
+        retained_versions: value of ``Retention.versions``; None if no versions are deleted.
         dense_bytes: size in bytes of the dense tensors, which are part of each version.
         mode: tracking mode.
         consumers: number of consumers of the tracker.
@@ -124,7 +124,7 @@ class Workload:
         return self.changed[table.fqn]
 
     def rows_of_rank(self, table: TableSpec, rank: int) -> tuple[int, int]:
-        """Return the half-open range of a table's rows on a rank, as in TorchRec's row-wise sharding."""
+        """Return the half-open range of a table's rows on a rank, for row-wise sharding as in TorchRec."""
         block = math.ceil(table.num_rows / self.ranks)
         return min(rank * block, table.num_rows), min((rank + 1) * block, table.num_rows)
 
@@ -132,11 +132,11 @@ class Workload:
 def observe(log: StreamLog) -> Workload:
     """Estimate the workload of an existing stream from its last 100 entries. Reads no rows.
 
-    ``seconds`` is the median interval between versions, ``ranks`` the largest number of parts in a delta.
+    ``seconds`` is the median interval between versions, and ``ranks`` is the largest number of parts in a delta.
 
     Raises:
-        InvalidArgumentError: if there is no stream, if these entries contain fewer than two deltas, or if the stream
-            has training states, raw ids, or several encodings of which at least one is not its table's dtype.
+        InvalidArgumentError: if there is no stream; if the entries contain fewer than two deltas; if the stream has
+            training states or raw ids; or if its tables have different encodings that are not all the tables' dtypes.
     """
     url = log.storage.url
     entries = [entry for entry in map(log.read, log.versions()[-_NUM_ENTRIES:]) if entry is not None]
