@@ -1,7 +1,7 @@
-"""Mappings from raw ids to the rows of tables with managed collisions, without torchrec.
+"""Mappings from raw ids to the rows of tables with managed collisions. This package does not require torchrec.
 
 Open ``raw_id_map.py`` first: it assigns raw ids to buckets, checks the owners of rows, and defines :class:`RawIdMap`,
-the interface of a live mapping. ``index.py`` contains the mapping for serving code. In other packages,
+the interface of a live mapping. ``index.py`` contains a mapping for serving code. In other packages,
 ``sharding/raw_id_maps.py`` and ``sharding/collisions.py`` change and read the mappings of TorchRec's modules,
 ``sharding/collision_states.py`` saves and restores their training states, ``tracker/store/owner_store.py`` finds the
 rows whose owner changed, and ``predictor/identities.py`` applies the owners of a version.

@@ -1,4 +1,4 @@
-"""Index from raw ids to rows, for serving code without torchrec, and the sorted mapping that it is based on.
+"""Index from raw ids to rows, for serving code without torchrec: :class:`RawIdIndex` and its base class.
 
 Notation: ``R`` is the number of rows of a mapping, ``N`` the number of ids of a call.
 """
@@ -23,8 +23,8 @@ _NUM_DIMS = {"owners": 1, "hash_size": 1, "buckets": 2}  # number of dimensions 
 class SortedMap(RawIdMap):
     """Base class of mappings with two tensors: the raw ids in ascending order, and the row of each raw id.
 
-    Rows without an owner come last, with the id :data:`~delta_tracker.raw_ids.raw_id_map.NO_OWNER`. :meth:`unmap` does
-    not remove a raw id, but maps it to the default row of its bucket. The tensors are modified in place.
+    Rows without an owner come last, with the raw id :data:`~delta_tracker.raw_ids.raw_id_map.NO_OWNER`. :meth:`unmap`
+    maps a raw id to the default row of its bucket instead of removing it. The tensors are modified in place.
     """
 
     @property
@@ -34,9 +34,9 @@ class SortedMap(RawIdMap):
 
     @abstractmethod
     def tensors(self) -> tuple[Tensor, Tensor]:
-        """Return the raw ids, ``[R]`` int64, in ascending order, and the global row id of each of them, ``[R]`` int64.
+        """Return the raw ids in ascending order, ``[R]`` int64, and the global row id of each raw id, ``[R]`` int64.
 
-        The row of an unmapped id is the default row of its bucket, or -1 if the bucket has no default row.
+        The row of an unmapped raw id is the default row of its bucket, or -1 if the bucket has no default row.
         """
 
     @property
@@ -59,7 +59,7 @@ class SortedMap(RawIdMap):
         return found
 
     def slots_of(self, raw_ids: Tensor) -> Tensor:
-        """Return the row of each raw id on the CPU, see :meth:`RawIdMap.slots_of`."""
+        """Return the global id of each raw id's row, on the CPU. See :meth:`RawIdMap.slots_of`."""
         return self.find(to_device(raw_ids, self.memory.device)).cpu()
 
     def find(self, raw_ids: Tensor) -> Tensor:
@@ -73,14 +73,14 @@ class SortedMap(RawIdMap):
         return torch.where(is_known, slots[indices], _NO_ROW)
 
     def unmap(self, slots: Tensor, owners: Tensor) -> None:  # noqa: ARG002
-        """Map the raw ids of some rows to the default rows of their buckets, see :meth:`RawIdMap.unmap`."""
+        """Map the raw ids ``owners`` to the default rows of their buckets. See :meth:`RawIdMap.unmap`."""
         if self.identity is not None:  # otherwise the mapping is empty
             known_ids, held = self.tensors()
             owners = to_device(owners, held.device)
             held[torch.searchsorted(known_ids[:-1], owners)] = self._local_defaults(self.identity, owners)
 
     def reroute(self, identity: Identity) -> None:
-        """Map all unmapped raw ids to the default rows of their buckets in a new ``identity``.
+        """Change the default rows of all raw ids that :meth:`unmap` has unmapped to those of ``identity``.
 
         Takes O(``R``) time.
         """
@@ -119,10 +119,10 @@ class SortedMap(RawIdMap):
 class RawIdIndex(SortedMap):
     """Index from the raw ids of a table to its rows, on the CPU, for serving code without torchrec.
 
-    Pass it as ``raw_ids`` to a :class:`~delta_tracker.predictor.predictor.Predictor`, which updates the index. Look
-    up ids and rows in one ``with predictor.reading()`` block. The index takes 16 bytes per row, and up to 60 more bytes
-    per row while a version that changes the owners of all rows is applied. Serving code calls :meth:`rows_of`,
-    :meth:`state_dict` and :meth:`load_state_dict`. The predictor calls the other methods.
+    Pass it in ``raw_ids`` of a :class:`~delta_tracker.predictor.served_model.ModelTarget`. The predictor updates the
+    index. Look up ids and rows in one ``with predictor.reading()`` block. Serving code calls :meth:`rows_of`,
+    :meth:`state_dict` and :meth:`load_state_dict`; the predictor calls the other methods. The index takes 16 bytes per
+    row, and up to 60 more bytes per row while a version that changes the owners of all rows is applied.
 
     Args:
         num_rows: number of rows of the table.
@@ -157,9 +157,9 @@ class RawIdIndex(SortedMap):
                 ``input_hash_func``, apply it first.
 
         Returns:
-            int64 rows in the shape of ``raw_ids``. The row of an unknown id is the default row of its bucket, or -1 if
-            the trainer's collision module has no default rows. Before the first version, all rows are -1. Filter out
-            -1 before you index a tensor, where -1 would select the last row.
+            int64 row ids in the shape of ``raw_ids``. The row of an unknown id is the default row of its bucket, or -1
+            if the trainer's collision module has no default rows. Before the first version, all row ids are -1. Filter
+            out -1 before you index a tensor, where -1 would select the last row.
 
         Raises:
             InvalidArgumentError: if ``raw_ids`` is not an int64 tensor on the CPU.
@@ -199,7 +199,7 @@ class RawIdIndex(SortedMap):
             state: result of :meth:`state_dict`.
 
         Raises:
-            InvalidArgumentError: if ``state`` is not the state of an index with this number of rows. Changes nothing.
+            InvalidArgumentError: if ``state`` is not valid for this number of rows. The index is then unchanged.
         """
         remedy = f"Pass what state_dict() of an index with {self.rows[1]} rows returned"
         if not isinstance(state, Mapping):
@@ -222,21 +222,21 @@ class RawIdIndex(SortedMap):
         self._default_rows = self._slots[:0] if identity is None else default_rows(identity)
 
     def tensors(self) -> tuple[Tensor, Tensor]:
-        """Return the sorted raw ids and their rows, see :meth:`SortedMap.tensors`."""
+        """Return the sorted raw ids and their rows. See :meth:`SortedMap.tensors`."""
         return self._raw_ids, self._slots
 
     def refusal(self, identity: Identity) -> str:
-        """Return an empty string if the index can use a stream's ``identity``, otherwise the reason why it cannot."""
+        """Return the reason why the index cannot use a stream's ``identity``; empty if it can use ``identity``."""
         if identity.num_rows != self.rows[1]:
             return f"with a RawIdIndex of {self.rows[1]} rows"
         return ""
 
     def routes_by(self, identity: Identity) -> bool:
-        """Return True if the index sends unknown raw ids to the default rows of the buckets in ``identity``."""
+        """Return True if the index already maps unknown raw ids to the default rows of ``identity``."""
         return identity == self._identity
 
     def set_identity(self, identity: Identity) -> None:
-        """Use ``identity`` for unknown raw ids: map them to the default rows of its buckets."""
+        """Map unknown raw ids to the default rows of ``identity`` from now on."""
         if identity != self._identity:
             self.reroute(identity)
             self._route_by(identity)

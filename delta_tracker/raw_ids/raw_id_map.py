@@ -1,4 +1,4 @@
-"""Raw ids of tables with managed collisions: the bucket of an id, and the interface of a live mapping.
+"""Raw ids of tables with managed collisions: the bucket of a raw id, and the interface of a live mapping.
 
 A managed-collision module maps raw 64-bit ids to the rows of a table, admits new ids and evicts old ones. The *owner*
 of a row is the raw id that is mapped to it. Raw ids are the ids that the collision module receives, after its
@@ -22,7 +22,7 @@ _LOW = (1 << 63) - 1  # bits of an int64 without the sign
 
 
 def bucket_of(identity: Identity, raw_ids: Tensor) -> Tensor:
-    """Return the index of each raw id's bucket. TorchRec routes ids to ranks by the same rule.
+    """Return the index of the bucket of each raw id. TorchRec uses the same rule to assign ids to ranks.
 
     With ``B`` buckets, bucket ``b`` contains the ids from ``b * size`` to ``(b + 1) * size - 1``, where ``size`` is
     ``hash_size / B``, rounded up. An id outside these ranges belongs to the bucket ``id % B``. Negative ids are
@@ -82,12 +82,12 @@ def check_owners(identity: Identity, slots: Tensor, owners: Tensor, *, is_unique
         identity: buckets and default rows of the table.
         slots: ``[N]`` int64 global row ids, inside the table.
         owners: ``[N]`` int64 raw ids of these rows, :data:`NO_OWNER` for a row without a raw id.
-        is_unique: also check that no raw id owns two rows. Pass False for rows that were copied at different times,
-            because a raw id may have moved to another row in between.
+        is_unique: True to also check that no raw id owns two rows. Pass False for rows that were copied at different
+            times, because a raw id may have moved to another row in the meantime.
 
     Raises:
-        ValueError: if a default row has an owner, if a raw id owns a row of another bucket, or if ``is_unique`` is True
-            and a raw id owns two rows.
+        ValueError: if a default row has an owner; if a raw id owns a row outside its bucket; or if ``is_unique`` is
+            True and a raw id owns two rows.
     """
     is_owned = owners != NO_OWNER
     slots, owners = slots[is_owned], owners[is_owned]
@@ -142,15 +142,15 @@ class RawIdMap(ABC):
 
     @abstractmethod
     def refusal(self, identity: Identity) -> str:
-        """Return an empty string if the mapping can use a stream's ``identity``, otherwise the reason why it cannot."""
+        """Return the reason why the mapping cannot use a stream's ``identity``; empty if it can use ``identity``."""
 
     @abstractmethod
     def routes_by(self, identity: Identity) -> bool:
-        """Return True if the mapping sends unknown raw ids to the default rows of the buckets in ``identity``."""
+        """Return True if the mapping already maps unknown raw ids to the default rows of ``identity``."""
 
     @abstractmethod
     def set_identity(self, identity: Identity) -> None:
-        """Use ``identity`` for unknown raw ids: map them to the default rows of its buckets. Requires the lock."""
+        """Map unknown raw ids to the default rows of ``identity`` from now on. The caller must hold the lock."""
 
     @abstractmethod
     def owners(self) -> Tensor:
@@ -173,7 +173,7 @@ class RawIdMap(ABC):
 
     @abstractmethod
     def unmap(self, slots: Tensor, owners: Tensor) -> None:
-        """Remove raw ids from the mapping. Later lookups of these ids read default rows. Requires the lock.
+        """Remove raw ids from the mapping, so that their lookups read default rows. The caller must hold the lock.
 
         The arguments are ``[N]`` int64: global row ids inside :attr:`rows`, and their raw ids, never :data:`NO_OWNER`.
         """
@@ -188,7 +188,7 @@ class RawIdMap(ABC):
 
     @abstractmethod
     def map(self, ready: object) -> None:
-        """Replace the mapping with the result of :meth:`prepare`. Requires the lock.
+        """Replace the mapping with ``ready``, the result of :meth:`prepare`. The caller must hold the lock.
 
         An interrupted call never leaves a raw id mapped to the row of another raw id.
         """
