@@ -144,7 +144,7 @@ class Follower(Forkable):
                 raise
 
     def stop(self, *, raises: bool = True) -> None:
-        """Set the stop flag of the thread, which checks it at requests and waits. Wait until the thread has ended.
+        """Set the stop flag, which the thread checks at requests and waits, and wait until the thread has ended.
 
         If :attr:`error` is not None, raise a copy of the error. If ``raises`` is False, log the error instead.
         """

@@ -18,7 +18,7 @@ Measure = dict[tuple[str, str], float]
 @refuses_unknown()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gate:
-    """Bounds on the values of a version. A predictor holds a version that violates them; see :class:`Rollout`.
+    """Bounds on the values of a version, for :class:`Rollout`. A predictor holds a version that violates a bound.
 
     The RMS row norm of a table is the root mean square of the L2 norms of its rows in the version. Error messages call
     this norm the size of the rows.
@@ -28,8 +28,8 @@ class Gate:
         max_drift: maximum difference between the RMS row norm of a table and the norm in the last applied version of
             the same kind (snapshot or delta), as a fraction of the smaller norm. For example, 0.5 allows an increase by
             one half or a decrease by one third. None disables the check. The first version of a kind is not checked.
-        min_rows: minimum number of rows. ``max_drift`` is not checked for a table with fewer rows in the version,
-            because the norm of few rows varies too much.
+        min_rows: minimum number of rows of a table in a version. If there are fewer rows, ``max_drift`` is not checked
+            for the table, because the norm of few rows varies too much.
 
     Example:
         >>> gate = Gate(max_drift=0.5)  # for Rollout(gate=gate)

@@ -53,7 +53,7 @@ def version_owners(contents: Contents) -> VersionOwners:
 
 
 def identities_after(manifest: Manifest, held: Mapping[str, Identity]) -> Mapping[str, Identity]:
-    """Return the buckets of each table's raw ids after a version is applied. ``held`` are the buckets before it."""
+    """Return the buckets of each table's raw ids after a version is applied. ``held`` contains the current buckets."""
     if manifest.kind == "snapshot":  # a table that it lacks keeps its rows and its mapping
         kept = {fqn: identity for fqn, identity in held.items() if fqn not in manifest.tables}
         return {**kept, **manifest.identities}
@@ -81,11 +81,11 @@ class OwnerChange:
         return () if self.raw_ids.routes_by(self.identity) else self.identity.defaults
 
     def num_admitted(self) -> int:
-        """Return the number of changed rows that have an owner after the version."""
+        """Return the number of changed rows that have an owner after the change."""
         return int((self.final[self.slots - self.raw_ids.rows[0]] != NO_OWNER).sum())
 
     def unmap(self) -> int:
-        """Unmap the current owners of the changed rows, and count them. The caller must hold the lock for writing."""
+        """Unmap the owners of the changed rows and return their number. The caller must hold the lock for writing."""
         is_owned = self.former != NO_OWNER
         if bool(is_owned.any()):
             self.raw_ids.unmap(self.slots[is_owned], self.former[is_owned])
@@ -127,7 +127,7 @@ def _change(fqn: str, raw_ids: RawIdMap, identity: Identity, slots: Tensor, owne
 
 
 def default_chunks(contents: Contents, changes: Iterable[OwnerChange], targets: Mapping[str, RowTarget]) -> list[Chunk]:
-    """Return chunks that write the :attr:`OwnerChange.default_rows` of ``changes``, with the values in ``contents``."""
+    """Return chunks that write the :attr:`OwnerChange.default_rows` of ``changes``, with values from ``contents``."""
     chunks: list[Chunk] = []
     for change in changes:
         for slot in change.default_rows:
@@ -189,7 +189,7 @@ def check_hidden(manifest: Manifest, hidden: Collection[str], names: Mapping[str
 
 
 def check_indexes(indexes: Mapping[str, RawIdIndex], tables: Mapping[str, RowTarget]) -> dict[str, RawIdIndex]:
-    """Remove the suffix ``.weight`` from the keys of ``indexes``. Raise InvalidArgumentError for an unknown table."""
+    """Return ``indexes`` by FQN without ``.weight``. Raise InvalidArgumentError if a table is unknown."""
     found = {str(name).removesuffix(".weight"): index for name, index in indexes.items()}
     for fqn in found:
         if fqn not in tables:

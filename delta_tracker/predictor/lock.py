@@ -180,7 +180,7 @@ class TableFence:
     def enter_reading(self, streams: Sequence[Any] = ()) -> list[Any]:
         """Make the current streams and ``streams`` wait for the last write. Return all of these streams.
 
-        Pass the result to :meth:`leave_reading`. Raises InvalidArgumentError for a stream of another device.
+        Pass the result to :meth:`leave_reading`. Raises InvalidArgumentError if a stream is not on one of the devices.
         """
         for stream in streams:
             if getattr(stream, "device", None) not in self.devices:

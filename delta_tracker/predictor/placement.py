@@ -28,7 +28,7 @@ class Placement:
     rows: tuple[BlockRows, ...]
 
     def chunks(self, num_rows: int) -> "Iterator[Chunk]":
-        """Read the rows in chunks of at most ``num_rows`` rows, and prepare them for writing. Requires no lock."""
+        """Yield chunks of at most ``num_rows`` rows, prepared for writing. The caller does not need the lock."""
         first, count = self.rows[0], self.rows[0].block.num_rows
         ids = slice(*first.block.rows) if first.ids is None else first.ids
         for begin in range(0, count, num_rows):

@@ -137,5 +137,5 @@ class GapChecks:
 
 
 def jittered(seconds: float, runtime: Runtime) -> float:
-    """Return ``seconds`` plus or minus up to 25 % at random, to spread requests of readers. No jitter below 0.1 s."""
+    """Return ``seconds``, changed at random by up to 25 % to spread the requests of readers. No change below 0.1 s."""
     return seconds * runtime.uniform(0.75, 1.25) if seconds >= _LEAST_JITTERED_SECONDS else seconds

@@ -161,7 +161,7 @@ class Predictor(Uncopied, remedy="Save or copy its state_dict()"):
 
     @property
     def manifest(self) -> Manifest | None:
-        """Manifest of the last applied snapshot or delta; None before it, and after :meth:`load_state_dict`.
+        """Manifest of the last applied snapshot or delta; None if there is none, and after :meth:`load_state_dict`.
 
         The manifest lists only the tables and dense tensors that were applied.
         """
@@ -240,8 +240,8 @@ class Predictor(Uncopied, remedy="Save or copy its state_dict()"):
             NoSnapshotError: if the stream has no snapshot to start from.
             HeldVersionError: if the gate rejects the next version.
             StorageError: if the store cannot be read.
-            StaleCacheError: if an object is missing, truncated or altered in an HTTP cache, even for a request that
-                bypasses the cache.
+            StaleCacheError: if an object is missing, truncated or altered in an HTTP cache, even after it was read
+                again with a request that bypasses the cache.
             StreamError: if no resync is possible and the next version is missing or damaged, belongs to another stream
                 or an older copy, or does not fit the model. ``guide/errors.md`` lists the types and remedies.
         """

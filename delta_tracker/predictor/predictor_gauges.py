@@ -175,7 +175,7 @@ class ServedAge:
         self._clock.compare(modified, looked_at=looked_at)
 
     def seconds(self, manifest: Manifest) -> float:
-        """Return the seconds since a version was committed, or since the trainer read the rows of a merged version."""
+        """Return the seconds since a version was committed; for a merged version, since the trainer read its rows."""
         since = manifest.committed if manifest.merges is None else min(manifest.cut, manifest.committed)
         return max(0.0, self._clock.now() - since)
 

@@ -176,7 +176,7 @@ class Reader:
         self.source.fault_delay.clear()
 
     def newest(self) -> list[Manifest]:
-        """Return entries that should fit the model: the pinned entry, or else the newest snapshot and the newest entry.
+        """Return the entries that ``start()`` checks: the pinned entry, or the newest snapshot and the newest entry.
 
         Without a pin, entries up to the current position are left out. During a rollback, the list is empty.
         """
@@ -469,7 +469,7 @@ class IgnoredPins:
         self._looked_at = float("-inf")
 
     def check(self, storage: Storage, position: Position | None) -> None:
-        """Read the newest pin, at most once a minute. Log once for each pin that the reader does not follow it."""
+        """Read the newest pin, at most once a minute, and log each new pin once as not followed."""
         if position is None or self._monotonic() - self._looked_at < _IGNORED_SECONDS:
             return
         self._looked_at = self._monotonic()

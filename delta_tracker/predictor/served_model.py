@@ -108,7 +108,7 @@ class NameMap:
         self.depends_on_stream = not isinstance(choice, Mapping) or len(self._whole) < len(given)
 
     def of(self, names: Iterable[str]) -> dict[str, str]:
-        """Return a dict of stream name to model name, for the whole names and for each of ``names`` that differs."""
+        """Return a dict of stream name to model name, without those of ``names`` that are the same in the model."""
         if not self.depends_on_stream:
             return self._whole
         return {name: own for name in names if (own := self._own(name)) != name} | self._whole
@@ -205,7 +205,7 @@ class ServedModel:
         return found
 
     def kind_of(self, name: str, receiver: "Receiver") -> str:
-        """Return "table" or "dense tensor" for a name in the stream; empty if the model has no tensor of this name."""
+        """Return "table" or "dense tensor" for a name in the stream, or an empty string if the model has neither."""
         held = _tensors(self._model)
         return "table" if name in receiver.targets else _DENSE if self._names.get(name, name) in held else ""
 

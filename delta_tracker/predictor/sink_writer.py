@@ -45,8 +45,8 @@ _SLOTS = 1 << 16  # owners that are read or written at once
 class SinkWriter(Forkable):
     """Writer of versions and of the stream position to a row store.
 
-    A version with raw ids takes up to 64 bytes of memory per row of its tables with raw ids. After each error, the
-    position is read from the row store again, since a request may have succeeded although its response was lost.
+    Writing a version with raw ids takes up to 64 bytes of memory per row of its tables with raw ids. After each error,
+    the position is read from the row store again: a request may have succeeded although its response was lost.
 
     Attributes:
         manifest: manifest of the last applied snapshot or delta; None before the first version.

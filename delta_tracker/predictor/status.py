@@ -62,7 +62,7 @@ class Status:
             ``tables`` of the predictor leaves them out, or because they do not fit the model. Empty before the
             first :meth:`Predictor.sync`, and in a row store until a version is applied.
         differences: sentences about tables and dense tensors that are not applied or only partly applied, and about
-            tables that were removed from the stream while the predictor ran; empty before the first version with rows.
+            applied tables that are no longer in the stream; empty before the first version with rows.
         counts: numbers of rows, bytes, raw ids and requests.
     """
 
