@@ -125,7 +125,7 @@ class LmdbStore:
         self.name = f"lmdb://{self.path}"
 
     def environment(self, **options: Any) -> Any:  # noqa: ANN401  the package is optional
-        """Open the directory with ``lmdb.open()`` and additional ``options``. Raise SinkError on failure."""
+        """Return an LMDB environment for the directory, opened with ``options``. Raise SinkError on failure."""
         with self.errors():
             try:
                 return self.package.open(str(self.path), max_readers=MAX_READERS, readahead=False, **options)

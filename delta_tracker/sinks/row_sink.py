@@ -140,7 +140,7 @@ class RowSink(Protocol):
         """
 
     def states(self) -> list[SinkState]:
-        """Return the state of each stored stream. While the predictor changes to another stream, several are stored."""
+        """Return the state of each stored stream. During a change to another stream, several streams are stored."""
 
     def current(self) -> str | None:
         """Return the id of the current stream, from which readers read rows; None before the first :meth:`finish`."""

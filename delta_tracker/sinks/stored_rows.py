@@ -116,7 +116,7 @@ class LookedUp:
         versions: ``[N]`` int64, version that wrote each row; -1 for an id that has neither a row nor a default row.
         is_own: ``[N]`` bool, False for raw ids that own no row.
         stream: id of the stream.
-        version: last complete version at the time of the lookup; the lowest one if it changed during the lookup.
+        version: last complete version at the time of the lookup. If it changed during the lookup, the lowest value.
         is_mixed: True if rows may have values of unrelated versions.
     """
 
@@ -156,7 +156,7 @@ class Lookup:
         MalformedSinkError: if the state does not contain a complete version.
 
     Attributes:
-        defaults: global row ids of the default rows that the result contains if some of ``ids`` own no row.
+        defaults: global row ids of the default rows to read, for those of ``ids`` that may own no row.
     """
 
     def __init__(self, state: SinkState, table: str, ids: Tensor) -> None:
