@@ -53,7 +53,7 @@ class SavedTracker:
     state, including the state of the model, is loaded.
 
     The model must be restored first. DCP restores in alphabetical order of the keys, so the tracker needs a key after
-    the key of the model, such as ``"tracker"`` after ``"model"``. Any other order raises an error.
+    the key of the model, such as ``"tracker"`` after ``"model"``. Otherwise, :meth:`state_dict` raises an error.
 
     Args:
         tracker: tracker to load the state into.

@@ -233,7 +233,7 @@ class TrackerCallback(Callback):
             publisher.step()
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Add the tracker state to ``checkpoint``: on rank 0 the states of all ranks, on other ranks only their own.
+        """Add the tracker state to ``checkpoint``: on rank 0 the states of all ranks, on other ranks this rank's state.
 
         Lightning calls this method on every rank. After ``fit``, the method saves the state from the end of ``fit``, or
         from a checkpoint that was loaded later, and records whether weights were written afterwards. Before the first
@@ -250,8 +250,8 @@ class TrackerCallback(Callback):
         """Publish pending rows, and keep the tracker's state for later checkpoints. All ranks must call this method.
 
         Raises:
-            DeltaTrackerError: if :meth:`~delta_tracker.publisher.publisher.Publisher.publish` raises it. Checkpoints
-                that were saved earlier still contain the rows as pending rows.
+            DeltaTrackerError: if :meth:`~delta_tracker.publisher.publisher.Publisher.publish` raises an error. The rows
+                are then still pending in checkpoints that were saved earlier.
         """
         if (publisher := self._open_publisher()) is not None:
             publisher.publish()
@@ -347,7 +347,7 @@ class CountersCallback(Callback):
         counters.load_state_dict(checkpoint.get(_COUNTERS_KEY, {}))
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Add the counters to ``checkpoint``: on rank 0 the states of all ranks, on other ranks only their own."""
+        """Add the counters to ``checkpoint``: on rank 0 the states of all ranks, on other ranks this rank's states."""
         checkpoint[_COUNTERS_KEY] = self._counters.state_dict(strategy="gather_or_local")
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
