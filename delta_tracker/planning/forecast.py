@@ -101,7 +101,7 @@ class VersionSize:
 
     @property
     def read_bytes(self) -> int:
-        """Number of bytes that one predictor receives to read the entry and the parts."""
+        """Number of bytes that one predictor receives while it reads the entry and the parts."""
         return self.entry_bytes + self.reads().num_bytes
 
     def reads(self, memory_bytes: int = MEMORY_BYTES) -> "Reads":
@@ -191,7 +191,7 @@ class Forecast:
 
     @property
     def publisher(self) -> Requests:
-        """Requests of the publisher per hour to write versions, check entries and update the pointer; no retention."""
+        """Requests of the publisher per hour: writes of versions and the pointer, and reads that check entries."""
         versions, scans = self._versions, _HOUR / SCAN_SECONDS
         return Requests(
             puts=self._deltas * self.delta.num_writes
@@ -231,7 +231,7 @@ class Forecast:
 
     @property
     def requests(self) -> Requests:
-        """Requests of the publisher, of retention and of all predictors per hour."""
+        """Total requests of the publisher, retention and all predictors per hour."""
         return self.publisher + self.retention + self.predictor.times(self.workload.predictors)
 
     @property

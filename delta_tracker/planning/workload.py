@@ -36,7 +36,7 @@ class Workload:
         encoding: encoding of the rows; None for each table's own dtype.
         ranks: number of ranks of the trainer.
         predictors: number of predictors that read the bucket.
-        poll_seconds: seconds between two polls of a predictor. The default is the interval of ``follow()``.
+        poll_seconds: seconds between two polls of a predictor. The default is that of ``follow()`` for a bucket.
         has_heartbeats: True if the predictors write heartbeats, which they do if they have a name.
         snapshot_every: value of ``Cadence.snapshot_every``; None if the only snapshot is at the start.
         retained_versions: value of ``Retention.versions``; None if no versions are deleted.
@@ -136,7 +136,7 @@ def observe(log: StreamLog) -> Workload:
 
     Raises:
         InvalidArgumentError: if there is no stream; if the entries contain fewer than two deltas; if the stream has
-            training states or raw ids; or if its tables have different encodings that are not all the tables' dtypes.
+            training states or raw ids; or if it has several encodings, unless each is the dtype of its table.
     """
     url = log.storage.url
     entries = [entry for entry in map(log.read, log.versions()[-_NUM_ENTRIES:]) if entry is not None]
