@@ -30,7 +30,7 @@ class SortedMap(RawIdMap):
     @property
     @abstractmethod
     def identity(self) -> Identity | None:
-        """Rule that assigns unknown raw ids to buckets; None before the first version."""
+        """Rule that assigns raw ids to buckets; None before the first version."""
 
     @abstractmethod
     def tensors(self) -> tuple[Tensor, Tensor]:
@@ -80,7 +80,7 @@ class SortedMap(RawIdMap):
             held[torch.searchsorted(known_ids[:-1], owners)] = self._local_defaults(self.identity, owners)
 
     def reroute(self, identity: Identity) -> None:
-        """Change the default rows of all raw ids that :meth:`unmap` has unmapped to those of ``identity``.
+        """Map the raw ids that :meth:`unmap` has unmapped to the default rows of their buckets in ``identity``.
 
         Takes O(``R``) time.
         """
@@ -120,9 +120,9 @@ class RawIdIndex(SortedMap):
     """Index from the raw ids of a table to its rows, on the CPU, for serving code without torchrec.
 
     Pass it in ``raw_ids`` of a :class:`~delta_tracker.predictor.served_model.ModelTarget`. The predictor updates the
-    index. Look up ids and rows in one ``with predictor.reading()`` block. Serving code calls :meth:`rows_of`,
-    :meth:`state_dict` and :meth:`load_state_dict`; the predictor calls the other methods. The index takes 16 bytes per
-    row, and up to 60 more bytes per row while a version that changes the owners of all rows is applied.
+    index. Look up row ids and read the rows in one ``with predictor.reading()`` block. Serving code may call
+    :meth:`rows_of`, :meth:`state_dict` and :meth:`load_state_dict`; the predictor calls the other methods. The index
+    takes 16 bytes per row, and up to 60 more while a version that changes the owners of all rows is applied.
 
     Args:
         num_rows: number of rows of the table.
@@ -146,7 +146,7 @@ class RawIdIndex(SortedMap):
 
     @property
     def identity(self) -> Identity | None:
-        """Rule that assigns unknown raw ids to buckets; None before the first version."""
+        """Rule that assigns raw ids to buckets; None before the first version."""
         return self._identity
 
     def rows_of(self, raw_ids: Tensor) -> Tensor:
@@ -176,7 +176,7 @@ class RawIdIndex(SortedMap):
     def state_dict(self) -> dict[str, Tensor]:
         """Return the state of the index as int64 tensors.
 
-        Save it together with the table and the predictor's position, in one ``with predictor.reading()`` block.
+        Save the state together with the table and the predictor's position, in one ``with predictor.reading()`` block.
 
         Returns:
             ``owners``, ``[num_rows]``: raw id of each row, 2**63 - 1 for a row without a raw id. ``hash_size``,
@@ -226,7 +226,7 @@ class RawIdIndex(SortedMap):
         return self._raw_ids, self._slots
 
     def refusal(self, identity: Identity) -> str:
-        """Return the reason why the index cannot use a stream's ``identity``; empty if it can use ``identity``."""
+        """Return the reason why the index cannot use a stream's ``identity``, or an empty string if it can."""
         if identity.num_rows != self.rows[1]:
             return f"with a RawIdIndex of {self.rows[1]} rows"
         return ""

@@ -58,7 +58,7 @@ def bucket_of(identity: Identity, raw_ids: Tensor) -> Tensor:
 
 
 def default_rows(identity: Identity) -> Tensor:
-    """Return the global id of the default row of each bucket, ``[B]`` int64 on the CPU; -1 if there is none."""
+    """Return the global id of each bucket's default row, ``[B]`` int64 on the CPU; -1 if the bucket has none."""
     return torch.tensor([-1 if bucket.default is None else bucket.default for bucket in identity.buckets], device="cpu")
 
 
@@ -76,7 +76,7 @@ def defaults_of(identity: Identity, raw_ids: Tensor, rows: Tensor | None = None)
 
 
 def check_owners(identity: Identity, slots: Tensor, owners: Tensor, *, is_unique: bool = True) -> None:
-    """Check that each raw id may own its row. Waits for the device of ``owners``.
+    """Check that each raw id may own its row. Synchronizes with the device of ``owners``.
 
     Args:
         identity: buckets and default rows of the table.
@@ -107,7 +107,7 @@ def check_owners(identity: Identity, slots: Tensor, owners: Tensor, *, is_unique
 
 
 def check_unique(owners: Tensor) -> None:
-    """Raise ValueError if a raw id owns two rows. Waits for the device of ``owners``.
+    """Raise ValueError if a raw id owns two rows. Synchronizes with the device of ``owners``.
 
     ``owners`` is ``[N]`` int64, :data:`NO_OWNER` for a row that no raw id owns.
     """
@@ -142,7 +142,7 @@ class RawIdMap(ABC):
 
     @abstractmethod
     def refusal(self, identity: Identity) -> str:
-        """Return the reason why the mapping cannot use a stream's ``identity``; empty if it can use ``identity``."""
+        """Return the reason why the mapping cannot use a stream's ``identity``, or an empty string if it can."""
 
     @abstractmethod
     def routes_by(self, identity: Identity) -> bool:
@@ -166,8 +166,8 @@ class RawIdMap(ABC):
     def conflict(self, slots: Tensor, owners: Tensor) -> str:  # noqa: ARG002  a default
         """Check whether lookups would find the rows of newly assigned raw ids.
 
-        Returns the reason if they would not, or an empty string if they would. The arguments are ``[N]`` int64: global
-        row ids inside :attr:`rows`, and their raw ids.
+        Returns the reason if they would not, or an empty string if they would. ``slots`` are ``[N]`` int64 global row
+        ids inside :attr:`rows`, and ``owners`` are the ``[N]`` int64 raw ids of these rows.
         """
         return ""
 
@@ -175,12 +175,12 @@ class RawIdMap(ABC):
     def unmap(self, slots: Tensor, owners: Tensor) -> None:
         """Remove raw ids from the mapping, so that their lookups read default rows. The caller must hold the lock.
 
-        The arguments are ``[N]`` int64: global row ids inside :attr:`rows`, and their raw ids, never :data:`NO_OWNER`.
+        ``slots`` are ``[N]`` int64 global row ids inside :attr:`rows`, and ``owners`` are their raw ids, not NO_OWNER.
         """
 
     @abstractmethod
     def prepare(self, owners: Tensor) -> object:
-        """Return the argument of :meth:`map` for new owners. Does not change the mapping.
+        """Prepare new owners for :meth:`map`, and return its argument. Does not change the mapping.
 
         Args:
             owners: ``[R]`` int64 raw id of each row (or :data:`NO_OWNER`), already checked with :func:`check_owners`.
