@@ -105,7 +105,7 @@ class Follower(Forkable):
 
     @property
     def current_error(self) -> Exception | None:
-        """:attr:`error` or, if it is None, the error of the held version; None if there is neither."""
+        """Current error: :attr:`error`, or else the error of the held version; None if there is neither."""
         gate = self._reader.writer.gate
         return self.error or (None if gate is None else gate.held)
 

@@ -67,7 +67,7 @@ class Rollout:
 
 @refuses_unknown(rollout=Rollout)
 class Predictor(Uncopied, remedy="Save or copy its state_dict()"):
-    """Reader of a stream that applies each version once, in order, to the tables of a model.
+    """Stream reader that applies each version once, in order, to the tables of a model.
 
     A predictor starts from the newest snapshot and applies every later version. It validates a version completely
     before it writes the first row. ``guide/fleet.md`` describes all rules, failover and limits.

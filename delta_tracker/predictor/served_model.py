@@ -94,8 +94,8 @@ class NameMap:
     """Mapping from names in the stream to names in the model, built from the ``names`` of a :class:`ModelTarget`.
 
     A whole name takes precedence over a prefix, and a longer prefix over a shorter prefix. Names without a match are
-    the same in the model. ``known`` lists the tables and dense tensors of the model. ``depends_on_stream`` is False if
-    the result of :meth:`of` does not depend on its argument.
+    not changed. ``known`` lists the tables and dense tensors of the model. ``depends_on_stream`` is False if the result
+    of :meth:`of` does not depend on the argument of :meth:`of`.
     """
 
     def __init__(self, choice: NameChoice, known: Collection[str]) -> None:
