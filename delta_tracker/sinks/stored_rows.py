@@ -116,7 +116,7 @@ class LookedUp:
         versions: ``[N]`` int64, version that wrote each row; -1 for an id that has neither a row nor a default row.
         is_own: ``[N]`` bool, False for raw ids that own no row.
         stream: id of the stream.
-        version: last complete version at the time of the lookup. If it changed during the lookup, the lowest value.
+        version: last complete version during the lookup; the lowest one if the lookup found several.
         is_mixed: True if rows may have values of unrelated versions.
     """
 
