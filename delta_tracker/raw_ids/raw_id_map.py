@@ -29,7 +29,7 @@ def bucket_of(identity: Identity, raw_ids: Tensor) -> Tensor:
     interpreted as unsigned 64-bit integers.
 
     Args:
-        identity: the table's number of buckets ``B`` and ``hash_size``.
+        identity: buckets and ``hash_size`` of the table.
         raw_ids: int64 ids of any shape.
 
     Returns:
