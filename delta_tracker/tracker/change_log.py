@@ -1,7 +1,7 @@
 """Change log of one rank: one row store per table, and the consumers that read the stores.
 
-A cut is a boundary in the log, at the same position in all stores. The rows that changed between two cuts are a segment
-of a store. This log is kept in memory. ``stream/log.py`` implements the log of a stream in an object store.
+A cut is a boundary in the log, at the same position in all stores. A segment of a store contains the rows that changed
+between two cuts. This log is in memory. ``stream/log.py`` implements the log of a stream in an object store.
 """
 
 import threading
@@ -20,10 +20,10 @@ from delta_tracker.types import Delta
 
 
 class ChangeLog:
-    """Change log of a tracker on one rank. Hooks mark rows with :attr:`writes`; :attr:`consumers` reads the rows.
+    """Change log of a tracker on one rank. Hooks mark rows through :attr:`writes`. :attr:`consumers` reads the rows.
 
-    All methods may be called from any thread. They acquire the reentrant :attr:`lock`. If several calls must see the
-    same state, hold the lock around them.
+    All methods may be called from any thread. They acquire :attr:`lock`, which is reentrant. To make several calls see
+    the same state, acquire the lock before the first call and release it after the last.
 
     The old state of a row is the data that the tracking mode saved before the row changed, such as the row's values.
 
@@ -32,15 +32,15 @@ class ChangeLog:
         consumers: names of the consumers.
         delete_on_read: True to drop rows that every consumer has committed.
         auto_compact: True to compact the log when an output distribution is launched, False to compact it after reads.
-        max_bytes: maximum size of the log in bytes, see :class:`LogConsumers`; None for no limit.
-        received: function that is called with each committed delta, see :class:`LogConsumers`.
+        max_bytes: maximum size of the log in bytes; None for no limit. See :class:`LogConsumers`.
+        received: function that is called with each committed delta. See :class:`LogConsumers`.
         owners: store of the owners (raw ids) of the rows, for each table with managed collisions, by FQN.
 
     Attributes:
         lock: lock of the log.
         cursors: records of the consumers.
         segments: row stores of all tables.
-        writes: listener of the hooks. It also records the writes in progress.
+        writes: object that the hooks call to mark rows and to record writes in progress.
         consumers: operations on the consumers, such as reads.
     """
 
@@ -62,7 +62,7 @@ class ChangeLog:
         self.consumers = LogConsumers(self.writes, self.segments, max_bytes=max_bytes, received=received)
 
     def compact(self) -> None:
-        """Merge segments, and drop rows that are no longer needed, see :meth:`LogSegments.compact`."""
+        """Merge segments and drop rows that no consumer needs. See :meth:`LogSegments.compact`."""
         with self.lock:
             self.segments.compact()
 
@@ -73,14 +73,15 @@ class ChangeLog:
         *,
         gone: Collection[str] = (),
     ) -> None:
-        """Replace the stores of some tables, and mark all rows of these tables, with unknown old states and owners.
+        """Replace the stores of some tables, and mark all rows of these tables as changed.
 
-        Aborts all reads. Does nothing if ``stores`` and ``gone`` are empty.
+        The old states and owners of these rows become unknown. Aborts all reads. Does nothing if ``stores`` and
+        ``gone`` are empty.
 
         Args:
-            stores: new store of each table, by FQN.
-            owners: new store of the rows' owners, by FQN, for those tables in ``stores`` that have managed collisions.
-            gone: FQNs of tables to remove from the log, with their pending rows. Unknown FQNs are ignored.
+            stores: new row stores, by table FQN.
+            owners: new owner store of each table in ``stores`` that has managed collisions, by FQN.
+            gone: FQNs of tables to remove from the log. Their pending rows are dropped. Unknown FQNs are ignored.
         """
         if not (stores or gone):
             return
@@ -99,10 +100,11 @@ class ChangeLog:
             self.segments.replace(stores, owners, gone)
 
     def state(self) -> LogState:
-        """Return the state for a checkpoint: the pending rows of every consumer, and the log's history if it is kept.
+        """Return the state to save in a checkpoint. It contains the pending rows of every consumer.
 
-        The pending rows include the rows of uncommitted reads and of writes in progress. Consumers that a publisher
-        adds while it copies a snapshot are omitted. Waits for the device. Moves no cursor.
+        The pending rows include the rows of uncommitted reads and of writes in progress. The state also contains all
+        rows that ever changed, unless ``delete_on_read`` is True. Consumers that a publisher adds while it copies a
+        snapshot are omitted. Waits for the device. Does not move any cursor.
         """
         segments, cursors = self.segments, self.cursors
         with self.lock, one_cut():
@@ -126,13 +128,13 @@ class ChangeLog:
             return LogState(cursors.num_batches, consumers, history)
 
     def restore(self, state: LogState) -> None:
-        """Replace all pending rows with ``state``. Rows of writes in progress stay pending. Aborts all reads.
+        """Replace all pending rows with those in ``state``. Rows of writes in progress stay pending. Aborts all reads.
 
         If memory runs out or the call is interrupted, all rows may become pending for every consumer.
 
         Args:
-            state: state of exactly the consumers of this log. If its ``history`` is None, a later rewind makes all
-                rows pending. If :attr:`ChangedRows.former` is None, the former owners of the rows are unknown.
+            state: result of :meth:`state` for a log that has the same consumers. If ``state.history`` is None, a later
+                rewind makes all rows pending. Where :attr:`ChangedRows.former` is None, former owners become unknown.
         """
         segments, cursors = self.segments, self.cursors
         with self.lock, one_cut():
@@ -159,7 +161,7 @@ class ChangeLog:
                 raise
 
     def mark_everything(self) -> None:
-        """Make all rows pending for every consumer at the next cut, with unknown old states. Aborts all reads."""
+        """Make all rows pending for every consumer at the next cut. Old states become unknown. Aborts all reads."""
         with self.lock:
             num_batches = self.cursors.num_batches
             nothing = {name: PendingState(num_batches, {}) for name in self.consumers.names}

@@ -34,19 +34,19 @@ class ConsumerHandle(Uncopied, remedy="Save or copy the tracker's state_dict(), 
     """Handle with exclusive access to one consumer of a tracker.
 
     Returned by :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.reserve`. Use it from the training thread. Until
-    :meth:`release`, the tracker's methods that read, clear, rewind or remove the consumer raise
+    the handle is released, the tracker's methods that read, clear, rewind or remove the consumer raise
     :class:`~delta_tracker.errors.ReservedConsumerError`.
 
     Call :meth:`release` at the end, or use the handle in a ``with`` statement. After the release, all other methods
     raise :class:`~delta_tracker.errors.InvalidArgumentError`. If the handle is deleted without a release, the next
-    operation of the tracker ends the reservation, and discards the consumer's uncommitted read and note. A consumer
-    that :meth:`begin_copy` added is then removed.
+    operation of the tracker ends the reservation and discards the consumer's uncommitted read and note. If
+    :meth:`begin_copy` added the consumer, this operation also removes the consumer.
 
     Args:
         name: name of the consumer. The caller must have reserved the consumer in the log.
         holder: description of the owner, for error messages.
-        parts: parts of the tracker.
-        is_transient: True if :meth:`release` removes the consumer.
+        parts: parts of the consumer's tracker.
+        is_transient: True to remove the consumer from the tracker when the handle is released.
 
     Attributes:
         name: the consumer's name.
@@ -74,7 +74,7 @@ class ConsumerHandle(Uncopied, remedy="Save or copy the tracker's state_dict(), 
     def read(self, *, ranks: AllRanks | None = None, **options: Unpack[ReadOptions]) -> Delta:
         """Return the rows that changed since the consumer's last committed read.
 
-        ``ranks`` are the ranks that share the budget of ``top_k``. If ``ranks`` is None, all ranks share the budget,
+        ``ranks`` is the group of ranks that share the budget of ``top_k``. If it is None, all ranks share the budget,
         and the first read with ``top_k`` creates a process group for them. For the other arguments, the result and the
         errors, see :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.get_delta`.
         """
@@ -83,9 +83,10 @@ class ConsumerHandle(Uncopied, remedy="Save or copy the tracker's state_dict(), 
         return self._reader.read(held, lambda delta: delta, ranks=ranks, **options)
 
     def commit(self, delta: Delta) -> None:
-        """Commit the uncommitted read that returned ``delta``: move the consumer's cursor to the end of the read.
+        """Commit the read that returned ``delta``. This moves the consumer's cursor to the end of the read.
 
-        Raises InvalidArgumentError for a delta of another consumer, and StaleDeltaError for a read that has ended.
+        Raises InvalidArgumentError if ``delta`` was read by another consumer. Raises StaleDeltaError if the read was
+        already committed or discarded.
         """
         self._check_own(delta)
         self._log.consumers.commit(self._log.consumers.uncommitted(delta))
@@ -96,15 +97,15 @@ class ConsumerHandle(Uncopied, remedy="Save or copy the tracker's state_dict(), 
         self._log.consumers.abort(self._log.consumers.uncommitted(delta))
 
     def clear(self) -> None:
-        """Discard the consumer's pending rows and treat the consumer as up to date, even if it was dropped."""
+        """Discard the consumer's pending rows. A dropped consumer then no longer needs a snapshot."""
         self._log.consumers.clear(self._held())
 
     def make_pending(self, fqn: str, ids: Tensor) -> None:
-        """Make rows pending for the consumer, with unknown old states, and abort its uncommitted read.
+        """Make rows of the table ``fqn`` pending for the consumer again. Aborts the consumer's uncommitted read.
 
-        Call this method if the consumer's copy of these rows differs from the rows it last read. For a table with
-        managed collisions, the raw ids in the copy must be those of that read. ``ids`` are ``[N]`` integer local ids,
-        in any order, duplicates allowed. Raises InvalidArgumentError if the table or an id is unknown.
+        Call this method if the consumer lost or changed its copy of these rows. In a table with managed collisions,
+        the copy must still contain the raw ids of the last read. The old states of the rows become unknown. ``ids``
+        are ``[N]`` integer local ids, in any order. Raises InvalidArgumentError if the table or an id is unknown.
         """
         name = self._held()
         self._model.shard(fqn).spec.check_ids(ids)
@@ -112,14 +113,14 @@ class ConsumerHandle(Uncopied, remedy="Save or copy the tracker's state_dict(), 
 
     @property
     def needs_snapshot(self) -> bool:
-        """True if the consumer was dropped because the log exceeded ``max_bytes``, and therefore needs all rows."""
+        """True if the consumer needs all rows because it was dropped when the log exceeded ``max_bytes``."""
         return self._record.was_dropped
 
     def others(self) -> dict[str, tuple[int, dict[str, Tensor]]]:
-        """Return the cursor position and the carried rows of each other consumer, by name. Does not read the log.
+        """Return the cursor position and the carried rows of every other consumer, by consumer name.
 
-        Carried rows, ``[N]`` int64 local ids by table FQN, are pending rows that are not in the log after the cursor.
-        All other pending rows changed after the cursor. Omits dropped consumers and consumers of :meth:`begin_copy`.
+        Carried rows are pending rows that the log does not contain after the cursor. They are returned as ``[N]`` int64
+        local ids, by table FQN. Dropped consumers, and consumers that :meth:`begin_copy` added, are omitted.
         """
         own = self._held()
         with self._log.lock:
@@ -131,15 +132,15 @@ class ConsumerHandle(Uncopied, remedy="Save or copy the tracker's state_dict(), 
         }
 
     def note_of(self, name: str) -> object:
-        """Return the note of the consumer ``name``; None if it has none, or its cursor moved after the note was set."""
+        """Return the note of the consumer ``name``, or None if no note was set since that consumer's cursor moved."""
         self._held()
         found = self._log.consumers.find(name)
         return found.note if found.noted_at == found.position else None
 
     def wait_for_updates(self, seconds: float) -> None:
-        """Wait until no update of rows and optimizer states is in progress, but at most ``seconds``.
+        """Wait up to ``seconds`` until no update of rows or optimizer states is in progress.
 
-        An update is in progress from the lookup until the backward pass has written the rows. Raises
+        An update begins with the lookup and ends when the backward pass has written the rows. Raises
         UnfinishedStepError if an update is still in progress after ``seconds``.
         """
         self._held()
@@ -167,18 +168,18 @@ class ConsumerHandle(Uncopied, remedy="Save or copy the tracker's state_dict(), 
     # Copies of all rows
 
     def begin_copy(self) -> "ConsumerHandle":
-        """Add a second consumer at the current position, to track changes while all rows are copied.
+        """Add a second consumer that tracks changes while all rows are copied. Return its handle.
 
-        Training can continue during the copy. At the end, overwrite the copied rows with the second consumer's delta.
-        The result equals a copy made at the time of the read that returned the delta.
+        Training can continue during the copy. After the copy, read the second consumer, and overwrite the copied rows
+        with its delta. The result equals a copy of all rows at the time of this read.
 
-        The second consumer is reserved for the same owner and not saved in checkpoints. Its name is this consumer's
-        name followed by ``" (snapshot)"``. Its :meth:`release` also removes it from the tracker.
+        The second consumer is reserved for the same owner and is not saved in checkpoints. Its name is this consumer's
+        name followed by ``" (snapshot)"``. Releasing its handle removes it from the tracker.
 
         Raises:
-            InvalidArgumentError: if a consumer with the second consumer's name exists.
+            InvalidArgumentError: if a consumer already has the name of the second consumer.
             DetachedError: if the tracker is detached.
-            UnsupportedModelError: if a plain module was replaced or cast.
+            UnsupportedModelError: if a table can no longer be tracked, for example because its module was replaced.
         """
         self._model.check_attached()
         name = f"{self._held()} (snapshot)"
@@ -198,24 +199,24 @@ class ConsumerHandle(Uncopied, remedy="Save or copy the tracker's state_dict(), 
 
     @property
     def note(self) -> object:
-        """Note of the consumer, a JSON value set by :meth:`annotate` or loaded with a state; None if not set."""
+        """Note of the consumer: a JSON value that was set by :meth:`annotate` or loaded with a state. None if unset."""
         return self._record.note
 
     def annotate(self, note: object) -> None:
-        """Set the note of the consumer, a JSON value. It is saved with the tracker's state.
+        """Set the note of the consumer. The note is saved in the tracker's state.
 
-        If the notes differ between ranks, loading the state restores the note of the lowest rank. Raises
+        If the ranks set different notes, loading the state restores the note of the lowest rank. Raises
         InvalidArgumentError if ``note`` is not a JSON value.
         """
         self._log.consumers.annotate(self._held(), note)
 
     @property
     def is_as_restored(self) -> bool:
-        """True if the consumer's cursor has not moved since a state was loaded; False if no state was loaded."""
+        """True if a state was loaded and the consumer's cursor has not moved since then."""
         return self._record.restored_at == self._record.position
 
     def release(self) -> None:
-        """End the reservation, and remove the consumer if :meth:`begin_copy` added it. Later calls do nothing."""
+        """End the reservation. Removes the consumer if :meth:`begin_copy` added it. Further calls do nothing."""
         if self.is_released:
             return
         if self._is_transient:

@@ -16,7 +16,7 @@ _NO_ROWS: Mapping[str, ChangedRows] = MappingProxyType({})
 
 @dataclass(slots=True, eq=False)
 class Read:
-    """Read of a consumer that has not been committed or aborted. Created by :meth:`LogConsumers.read`.
+    """Uncommitted read of a consumer. Created by :meth:`LogConsumers.read`.
 
     Compaction does not merge rows marked before the end of the read with later rows. A commit, a rewind, or any other
     change of the consumer's record discards the read.
@@ -29,8 +29,8 @@ class Read:
 
     Attributes:
         rows: pending rows by table FQN, including carried rows (see :class:`Consumer`) and rows that top-k leaves out.
-            Emptied by :meth:`LogConsumers.hold`.
-        delta: result of :meth:`returns`, which must be called before the read is held or committed; None until then.
+            :meth:`LogConsumers.hold` empties this mapping.
+        delta: result of :meth:`returns`; None before the call.
     """
 
     consumer: str
@@ -41,7 +41,7 @@ class Read:
     delta: Delta | None = None
 
     def returns(self, rows: Mapping[str, DeltaRows], left_out: Mapping[str, ChangedRows] | None = None) -> Delta:
-        """Create and return the delta of this read. It contains ``rows``, but not the rows ``left_out`` by top-k."""
+        """Create and return the delta of this read. ``left_out`` are the rows that top-k excluded from ``rows``."""
         start, stop, batches = self.start, self.stop, self.batches
         self.delta = Delta(rows, consumer=self.consumer, start=start, stop=stop, batches=batches, left_out=left_out)
         return self.delta
@@ -50,10 +50,10 @@ class Read:
 class Consumer(NamedTuple):
     """Immutable record of a consumer: its cursor, its reads and its carried rows.
 
-    *Carried rows* are pending rows that are not in the log after the cursor: rows that committed reads left out, rows
-    that were restored from a checkpoint or by a rewind, and rows that were made pending for this consumer only.
+    *Carried rows* are pending rows that are not in the log after the cursor: rows that top-k left out of committed
+    reads, rows that a checkpoint or a rewind restored, and rows that were made pending for this consumer only.
 
-    Callers replace the record in one statement, so that an interrupted call takes effect completely or not at all.
+    Callers replace the record in one statement. An interrupted call therefore changes all of its fields or none.
     """
 
     name: str
@@ -71,9 +71,9 @@ class Consumer(NamedTuple):
     restored_at: int | None = None  # position at the last load of a state
 
     def moved(self, position: int, batch: int, carried: Mapping[str, ChangedRows] = _NO_ROWS) -> Self:
-        """Return a copy with the cursor at ``position`` and ``batch``, the carried rows ``carried``, and no reads.
+        """Return a copy of the record that has a new cursor, the carried rows ``carried``, and no reads.
 
-        The age of the carried rows is measured from this call.
+        The cursor is at ``position`` and ``batch``. The age of the carried rows is measured from this call.
         """
         now = time.monotonic()
         rows = {fqn: rows for fqn, rows in carried.items() if len(rows)} if carried else _NO_ROWS
@@ -82,9 +82,9 @@ class Consumer(NamedTuple):
         return moved._replace(reads=(), was_dropped=False)
 
     def dropped(self, position: int, since: float | None) -> Self:
-        """Return a copy of the record for a dropped consumer, which needs a snapshot and has no pending rows.
+        """Return a copy of the record that marks the consumer as dropped. The copy has no pending rows.
 
-        ``since`` is the time of the oldest change of the dropped pending rows; None if unknown.
+        ``since`` is the time of the oldest change in the dropped rows; None if unknown.
         """
         oldest = self.moved_at if since is None else since
         moved = self.moved(position, self.batch)
@@ -157,7 +157,7 @@ class Cursors:
     def pinned(self) -> set[int]:
         """Positions at which segments must not be merged: the cursors, and the ends of uncommitted reads.
 
-        Dropped consumers add no positions.
+        Dropped consumers are ignored.
         """
         pinned = set()
         for each in self.consumers.values():
@@ -182,7 +182,7 @@ class Cursors:
                     yield from read.delta.held_back.values()
 
     def note_change(self, position: int) -> None:
-        """Record the current time as that of the first change at ``position``, unless a time is already recorded."""
+        """Record the current time as the time of the first change at ``position``, unless one was recorded before."""
         if position not in self._times:
             self._times[position] = time.monotonic()
 
@@ -199,7 +199,7 @@ class Cursors:
         return since
 
     def merge_times(self, pinned: Collection[int]) -> None:
-        """Keep only the earliest time of a change in each interval that starts at a position in ``pinned``."""
+        """For each interval that starts at a position in ``pinned``, keep only the time of the earliest change."""
         ordered, times = sorted(pinned), dict[int, float]()
         for position, when in self._times.items():
             index = bisect_right(ordered, position)
@@ -209,6 +209,6 @@ class Cursors:
 
 
 def check_consumer_name(name: object) -> None:
-    """Raise InvalidArgumentError if the name of a consumer is not a string."""
+    """Raise InvalidArgumentError if ``name`` is not a string."""
     if not isinstance(name, str):
         raise InvalidArgumentError("consumer", name, "Pass a name that is a string, such as 'serving'")

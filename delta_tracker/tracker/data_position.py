@@ -21,7 +21,7 @@ class StatefulLoader(Protocol[_Batch_co]):
     """Data loader whose position can be saved and restored, such as torchdata's ``StatefulDataLoader``."""
 
     def __iter__(self) -> Iterator[_Batch_co]:
-        """Return an iterator over batches, starting at the restored position or, if there is none, at the beginning."""
+        """Return an iterator over batches. It starts at the restored position, if any, or at the beginning."""
 
     def state_dict(self) -> object:
         """Return the position after the last batch that the iterator returned."""
@@ -31,10 +31,10 @@ class StatefulLoader(Protocol[_Batch_co]):
 
 
 class DataPosition(Uncopied, Generic[T], remedy="Save or copy its state_dict()"):
-    """Wrapper of a data loader that keeps the loader's state after the last batch trained on, for checkpoints.
+    """Wrapper of a data loader whose ``state_dict()`` is the position after the last batch that was trained on.
 
-    A pipeline fetches batches before training on them, so the loader's own state is ahead of training. This class saves
-    the state of the loader with each batch. :meth:`ModelDeltaTracker.step` moves the position to the next batch.
+    A pipeline fetches batches before it trains on them, so the state of the loader is ahead of training. This class
+    saves the state of the loader with each batch. :meth:`ModelDeltaTracker.step` moves the position to the next batch.
 
     Iterate over this object instead of the loader, pass it to :meth:`ModelDeltaTracker.attach_data`, and call
     ``tracker.step()`` exactly once for each batch, in the order of the batches::
@@ -46,21 +46,21 @@ class DataPosition(Uncopied, Generic[T], remedy="Save or copy its state_dict()")
             tracker.step()
 
     :mod:`delta_tracker.stream.format.state_tree` encodes the state of the loader for each batch. If the loader has
-    workers, its state must include theirs, as in ``StatefulDataLoader``. Tested on the CPU with torch's ``DataLoader``
-    with 2 workers, and with TorchRec's ``TrainPipelineBase``, ``TrainPipelineSparseDistLite`` and
-    ``TrainPipelineSparseDist``.
+    workers, its state must include the states of the workers, as in ``StatefulDataLoader``. Tested on the CPU with
+    torch's ``DataLoader`` with 2 workers, and with TorchRec's ``TrainPipelineBase``, ``TrainPipelineSparseDistLite``
+    and ``TrainPipelineSparseDist``.
 
     To detect every missing ``tracker.step()``, set ``max_ahead`` to the number of batches the pipeline fetches ahead.
 
-    To train several epochs, iterate again. At the end of an epoch, the position is after the last batch. After a
-    restore of this position, the loader must not return more batches of the epoch.
+    To train several epochs, iterate again. At the end of an epoch, the position is after the last batch. If this
+    position is restored, the loader must not return more batches of that epoch.
 
     Args:
-        loader: the loader. If it has a method ``load_rank_states(states)``, its position can be restored with a
+        loader: data loader. If it has a method ``load_rank_states(states)``, its position can be restored with a
             different number of ranks, see :meth:`load_rank_states`.
         event_time: function that returns the time of a batch in seconds, at least 0 and less than 2**53. The function
-            runs in the thread that fetches the batch. None to record no times.
-        max_ahead: maximum number of batches that may be fetched but not yet trained on, see :meth:`check`.
+            runs in the thread that fetches the batch. If None, no times are recorded.
+        max_ahead: maximum number of batches that may be fetched but not yet trained on. See :meth:`check`.
 
     Raises:
         InvalidArgumentError: if an argument is invalid, or if the state of the loader cannot be encoded.
@@ -120,7 +120,7 @@ class DataPosition(Uncopied, Generic[T], remedy="Save or copy its state_dict()")
 
     @property
     def has_rank_states(self) -> bool:
-        """True if the loader has a method ``load_rank_states``, as :meth:`load_rank_states` requires."""
+        """True if :meth:`load_rank_states` can be used: the loader has a method of this name."""
         return callable(getattr(self._loader, "load_rank_states", None))
 
     def __iter__(self) -> Iterator[T]:
@@ -163,7 +163,7 @@ class DataPosition(Uncopied, Generic[T], remedy="Save or copy its state_dict()")
         self._is_attached = True
 
     def advance(self) -> None:
-        """Advance the position by one fetched batch. If no batch is left, the next :meth:`check` raises an error."""
+        """Advance the position by one batch. If no fetched batch is left, the next :meth:`check` raises an error."""
         try:
             self._state, self._event_time = self._drawn.popleft()
         except IndexError:

@@ -66,10 +66,10 @@ class DeltaReader:
     ) -> _T:
         """Read a consumer's pending rows, and return ``result(delta)``.
 
-        The method calls ``result`` before it commits the read. If ``result`` raises or the call is interrupted, the
-        rows stay pending. Callers must check first that no other owner has reserved the consumer. ``ranks`` are the
-        ranks that share the budget of ``top_k``. If ``ranks`` is None, the first read with ``top_k`` creates a group of
-        all ranks. For the other arguments and the errors, see
+        The read is committed after ``result`` has returned. If ``result`` raises or the call is interrupted, the rows
+        stay pending. Callers must first check that no other owner has reserved the consumer. ``ranks`` is the group of
+        ranks that share the budget of ``top_k``. If it is None, all ranks share the budget, and the first read with
+        ``top_k`` creates a process group for them. For the other arguments and the errors, see
         :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.get_delta`.
         """
         consumers = self._log.consumers

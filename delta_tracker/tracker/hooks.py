@@ -1,4 +1,4 @@
-"""Hooks of a tracker in its model, and the progress of training on this rank."""
+"""Hooks that a tracker registers in its model, and the progress of training on this rank."""
 
 import warnings
 import weakref
@@ -26,19 +26,19 @@ _MANY_BATCHES = 100
 
 
 class TrackerHooks:
-    """Hooks that a tracker registers in its model, to report changed rows to its change log.
+    """Hooks that a tracker registers in its model. They report changed rows to the tracker's change log.
 
     After a reshard, the tracker removes the hooks and registers them again. Deleting this object also removes them.
 
     Args:
-        listener: receives the reports of the hooks.
+        listener: object that the hooks call when rows change.
         model: the tracked model.
         recorder: recorder of the errors and the durations of the hooks.
         lookups: True to report all looked-up rows, False to report only updated rows.
         keeps_states: True if the log keeps old states.
 
     Attributes:
-        registered: the current hooks.
+        registered: hooks that are currently registered.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class TrackerHooks:
         model.is_attached = True
 
     def remove(self) -> None:
-        """Remove the hooks, and keep the counts of their errors and updates. :meth:`attach` registers new hooks."""
+        """Remove the hooks without resetting :attr:`num_errors` and :meth:`num_updates`, for example in a reshard."""
         self._model.is_attached = False  # first: if this is interrupted, reads must not return too few rows
         _remove(self.registered)
         self._deleted.detach()
@@ -86,7 +86,7 @@ class TrackerHooks:
         self._num_past_errors, self._num_past_updates, self.registered = past
 
     def detach(self) -> None:
-        """Remove the hooks. Free the reusable buffers of this process if no other tracker uses them."""
+        """Remove the hooks, and free the reusable buffers of this process if no other tracker uses them."""
         self.remove()
         MEMORY.leave(self)
 
@@ -100,7 +100,7 @@ class TrackerHooks:
         return self._num_past_updates + sum(hook.num_updates for hook in self._of_updates())
 
     def check_read(self) -> None:
-        """Warn if tensors that resemble tables are trained but no table was ever updated. Called before a read."""
+        """Warn if no table was ever updated but tensors that resemble tables are trained. Called before a read."""
         if self._has_warned or self._has_updated:
             return
         self._has_updated = self.num_updates() > 0
@@ -110,8 +110,8 @@ class TrackerHooks:
     def check_batch(self, num_recorded: Mapping[str, int]) -> None:
         """Warn if the tables do not seem to be trained. Called at the end of a batch.
 
-        Warns if a tensor that resembles a table was updated 10 times while no table changed, and after 100 batches
-        without any update, write or recorded row. ``num_recorded`` is the number of recorded rows by table FQN.
+        Warns in two cases: a tensor that resembles a table was updated 10 times while no table changed, or 100 batches
+        in a row had no update, write or recorded row. ``num_recorded`` is the number of recorded rows by table FQN.
         """
         if self._has_warned:
             return
@@ -139,7 +139,7 @@ class TrackerHooks:
             warnings.warn(UntrackedTrainingWarning(sorted(others), num_updates), stacklevel=stacklevel)
 
     def lookups_in_flight(self) -> int:
-        """Return the number of lookups with an autograd graph whose backward pass has not begun."""
+        """Return the number of lookups that have an autograd graph and whose backward pass has not started."""
         return sum(len(hook.in_flight) for hook in self.registered if isinstance(hook, PostLookupHook))
 
 
@@ -185,7 +185,7 @@ class BatchProgress:
         return MappingProxyType(self._log.segments.num_recorded.copy())
 
     def step(self) -> None:
-        """Count one batch, see :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.step`."""
+        """Count one batch. See :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.step`."""
         # Before the batch is counted: if this is interrupted in between, the call can be repeated.
         self._num_stepped = self._hooks.num_updates()
         self._log.consumers.step()
@@ -194,7 +194,7 @@ class BatchProgress:
             self.data_position.advance()
 
     def attach_data(self, position: DataPosition[Any]) -> None:
-        """Set :attr:`data_position`, see :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.attach_data`."""
+        """Set :attr:`data_position`. See :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.attach_data`."""
         if not isinstance(position, DataPosition):
             raise InvalidArgumentError("position", type(position), "Pass a DataPosition of the loader")
         if self.data_position is position:

@@ -1,4 +1,4 @@
-"""Live tables of this rank: the rows, optimizer states and raw ids that training overwrites."""
+"""Read access to the rows, optimizer states and raw ids of this rank's tables while they are trained."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -18,8 +18,8 @@ class LiveTables:
     """Read access to this rank's rows, optimizer states and raw ids of the tables during training.
 
     Used by components that copy more than the changed rows, such as a publisher. A view shares memory with the model:
-    copy it before the next batch to keep its values. Methods taking ``fqn`` raise InvalidArgumentError if the table is
-    not tracked.
+    copy it before the next batch to keep its values. Methods that accept ``fqn`` raise InvalidArgumentError if the
+    table is not tracked.
 
     Args:
         model: the tracked model.
@@ -36,22 +36,22 @@ class LiveTables:
 
     @property
     def num_attached(self) -> int:
-        """Number of times that the tracker was attached. Tables and shards change only when this number changes."""
+        """Number of times that the tracker was attached. Tables and shards change only when this number increases."""
         return self._model.num_attached
 
     @property
     def tables(self) -> Mapping[str, TableSpec]:
-        """Tables by FQN, the same on every rank."""
+        """Spec of each table, by FQN. Equal on all ranks."""
         return MappingProxyType(self._model.found.tables)
 
     @property
     def shards(self) -> Mapping[str, ShardSpec]:
-        """This rank's block of each table, by table FQN. The block is empty on a rank without rows."""
+        """Spec of this rank's shard of each table, by table FQN. The shard is empty on a rank without rows."""
         return {fqn: shard.spec for fqn, shard in self._model.shards.items()}
 
     @property
     def fused_tables(self) -> frozenset[str]:
-        """FQNs of the tables with a fused optimizer, the same on every rank. Hooks record updates of these tables."""
+        """FQNs of the tables with a fused optimizer. Equal on all ranks."""
         return frozenset(fqn for fqn, shard in self._model.shards.items() if shard.is_fused)
 
     def column_views(self, fqn: str) -> list[Tensor]:
@@ -59,9 +59,9 @@ class LiveTables:
         return column_views(self._model.shard(fqn))
 
     def spans(self) -> set[tuple[str, int, int]]:
-        """Return the device, first address and end address of each table's memory on this rank; empty while detached.
+        """Return the memory ranges of this rank's tables as tuples ``(device, start address, end address)``.
 
-        May be called from any thread. Does not flush the row caches.
+        The result is empty while the tracker is detached. May be called from any thread. Does not flush row caches.
         """
         shards = self._model.shards.values() if self._model.is_attached else ()
         memories = (holder.memory(slot) for shard in shards for holder, slot in shard.holders)
@@ -82,10 +82,10 @@ class LiveTables:
     def owner_views(self) -> dict[str, Tensor]:
         """Return the raw id of each row on this rank, for each table with managed collisions, by FQN.
 
-        Each tensor is ``[R]`` int64 for the ``R`` rows of the shard, with 2**63 - 1 for a row without a raw id. Do not
-        write to the tensors. Each cut updates the tensors. Cuts are made by reads, ``add_consumer``, ``clear`` and
-        ``state_dict`` of the tracker, and ``step`` if ``max_bytes`` is exceeded. ``reattach`` and loading a tracker's
-        state replace the tensors.
+        Each tensor is ``[R]`` int64 for the ``R`` rows of the shard. The raw id of a row without one is 2**63 - 1. Do
+        not write to the tensors. The tracker's reads, ``add_consumer``, ``clear`` and ``state_dict`` update the
+        tensors, and so does ``step`` if ``max_bytes`` is exceeded. ``reattach`` and loading a tracker's state replace
+        them.
         """
         return {fqn: store.owners for fqn, store in self._log.segments.owners.items()}
 
@@ -93,7 +93,7 @@ class LiveTables:
 
     @property
     def table_states(self) -> Mapping[str, TableStates]:
-        """States that the fused optimizer keeps for each row, for this rank's column ranges, by table FQN.
+        """Per-row states of each table's fused optimizer in this rank's column ranges, by table FQN.
 
         Tables without a fused optimizer and tables without rows on this rank are omitted. Raises UnsupportedModelError
         if a state has a dtype other than float32, float16 and bfloat16.
@@ -116,14 +116,14 @@ class LiveTables:
         """Return the iteration counters and hyperparameters of the fused optimizers on this rank, by table FQN.
 
         The keys are ``iter``, ``iter_cpu``, ``lr``, ``group_lr``, ``eps``, ``beta1``, ``beta2`` and ``weight_decay``.
-        For a kernel on a device, ``iter`` is the kernel's own tensor: reading its value waits for the device.
+        For a kernel on an accelerator, ``iter`` is a tensor of the kernel. Reading its value waits for the device.
         """
         return kernel_scalars(self._model.shards)
 
     def unfused_storages(self) -> dict[str, tuple[set[int], bool]]:
-        """Return the storage addresses of the weights of each table without a fused optimizer on this rank, by FQN.
+        """Return the storage addresses of this rank's weights for each table without a fused optimizer, by FQN.
 
-        Each value is a pair: the addresses, and True for a DATA_PARALLEL table (its states are equal on all ranks).
+        Each value is a pair: the addresses, and True if the table is DATA_PARALLEL.
         """
         return {
             fqn: (unfused_storages(shard), shard.spec.is_replicated)

@@ -25,8 +25,8 @@ class ConsumerLag:
 
     Args:
         batches: number of ``step()`` calls since the consumer's last committed read.
-        seconds: seconds since the consumer's last committed read.
-        oldest_pending: age in seconds of the consumer's oldest pending row; None if no row is known to be pending. The
+        seconds: time since the consumer's last committed read, in seconds.
+        oldest_pending: age of the consumer's oldest pending row in seconds; None if no row is known to be pending. The
             age of some rows is approximate, see :meth:`~delta_tracker.tracker.cursors.Cursors.pending_since`.
         pending: number of pending rows by table FQN; empty if they were not counted.
     """
@@ -38,23 +38,23 @@ class ConsumerLag:
 
 
 class LogConsumers:
-    """Operations on the consumers of a :class:`ChangeLog`: names, reservations, reads and the memory limit.
+    """Consumers of a :class:`ChangeLog`. This class adds, reserves and reads them, and enforces the memory limit.
 
     All methods may be called from any thread. They acquire the log's lock.
 
     Args:
         lock: the log's lock.
         writes: the log's writes in progress.
-        segments: the log's segments, with the consumers' cursors.
-        max_bytes: maximum size in bytes of the log and of pending rows outside the log. If it is exceeded, the consumer
-            that lags furthest is dropped. None for no limit.
+        segments: the log's segments. Their ``cursors`` contain the records of the consumers.
+        max_bytes: maximum total size in bytes of the log and of pending rows outside the log. If it is exceeded, the
+            consumer with the oldest cursor is dropped. None for no limit.
         received: function that is called with each committed delta while the lock is held. Not called for transient
             consumers, which a publisher adds while it copies a snapshot.
 
     Attributes:
-        abandoned: names of reserved consumers whose owner was deleted without :meth:`release`. Destructors append to it
-            without the lock. The next operation ends these reservations. That operation also removes transient
-            consumers, and the notes of the other consumers.
+        abandoned: names of reserved consumers whose owner was deleted without :meth:`release`. Finalizers append to it
+            without the lock. The next operation ends these reservations. It also removes those of the consumers that
+            are transient, and discards the notes of the others.
     """
 
     def __init__(
@@ -86,9 +86,10 @@ class LogConsumers:
             return tuple(self._known)
 
     def find(self, consumer: str | None) -> Consumer:
-        """Return the record of a consumer, even if it is reserved. None selects the only non-transient consumer.
+        """Return the record of a consumer, even if the consumer is reserved.
 
-        Raises InvalidArgumentError if the name is unknown, or if it is None and there is not exactly one such consumer.
+        ``consumer`` is its name. None selects the only non-transient consumer. Raises InvalidArgumentError if the name
+        is unknown, or if ``consumer`` is None and the number of non-transient consumers is not one.
         """
         with self.lock:
             if self.abandoned:
@@ -106,7 +107,7 @@ class LogConsumers:
             )
 
     def resolve(self, consumer: str | None) -> str:
-        """Return the name of the consumer that :meth:`find` selects. Raise ReservedConsumerError if it is reserved."""
+        """Return the name of the consumer that :meth:`find` returns. Raise ReservedConsumerError if it is reserved."""
         found = self.find(consumer)
         if found.holder is not None:
             remedy = (
@@ -117,10 +118,10 @@ class LogConsumers:
         return found.name
 
     def reserve(self, consumer: str | None, holder: str) -> str:
-        """Reserve a consumer for ``holder`` until :meth:`release`, and return its name.
+        """Reserve a consumer for the owner ``holder``, and return the consumer's name.
 
-        Until the release, :meth:`resolve` and this method raise ReservedConsumerError for this consumer. The error
-        names ``holder``.
+        Until :meth:`release` is called, :meth:`resolve` and this method raise ReservedConsumerError for the consumer.
+        The error message contains ``holder``.
         """
         with self.lock:
             name = self.resolve(consumer)
@@ -150,7 +151,7 @@ class LogConsumers:
             self.abandoned.popleft()  # last: an interrupted call is repeated
 
     def annotate(self, consumer: str, note: object) -> None:
-        """Set a consumer's note, for checkpoints. Raise InvalidArgumentError if ``note`` is not a JSON value."""
+        """Set the note that checkpoints save for a consumer. Raise InvalidArgumentError if it is not a JSON value."""
         try:
             held = json.loads(json.dumps(note, allow_nan=False))
         except (TypeError, ValueError) as error:
@@ -162,7 +163,7 @@ class LogConsumers:
     # Cursors
 
     def num_pending(self, consumer: str | None) -> dict[str, int]:
-        """Return the number of pending rows of a consumer (see :meth:`find`) by table FQN. Waits for the device."""
+        """Return the number of pending rows of the consumer that :meth:`find` returns, by FQN. Waits for the device."""
         with self.lock:
             found = self.find(consumer)
             self._segments.fence.enter()
@@ -170,10 +171,10 @@ class LogConsumers:
             return self._segments.num_changed(found)
 
     def lags(self, *, counts: bool) -> dict[str, ConsumerLag]:
-        """Return the lag of each non-transient consumer, by name. For a dropped consumer, all rows are pending.
+        """Return the lag of each non-transient consumer, by name.
 
-        If ``counts`` is False, the call does not wait for the device, and :attr:`ConsumerLag.pending` is empty except
-        for dropped consumers.
+        All rows of a dropped consumer count as pending. For other consumers, pending rows are counted only if
+        ``counts`` is True: counting waits for the device.
         """
         with self.lock:
             self._release_abandoned()
@@ -195,7 +196,7 @@ class LogConsumers:
             return found
 
     def add(self, consumer: str, *, holder: str | None = None) -> None:
-        """Add a consumer at the end of the log. Raise InvalidArgumentError if the name is taken or not a string.
+        """Add a consumer that has no pending rows. Raise InvalidArgumentError if the name exists or is not a string.
 
         If ``holder`` is given, the consumer is transient: it is reserved for this owner and not saved in checkpoints.
         """
@@ -211,13 +212,13 @@ class LogConsumers:
             )
 
     def remove(self, consumer: str) -> None:
-        """Remove a consumer if it exists. With ``delete_on_read``, drop rows that are pending for no other consumer."""
+        """Remove a consumer if it exists. Drops rows that are no longer needed if ``delete_on_read`` is True."""
         with self.lock:
             self._known.pop(consumer, None)
             maintain(self._segments.compact)
 
     def clear(self, *consumers: str) -> None:
-        """Discard the pending rows of ``consumers``. Dropped consumers among them count as up to date again.
+        """Discard the pending rows of ``consumers``. Those that were dropped no longer need a snapshot.
 
         If the call is interrupted, all rows may become pending.
         """
@@ -233,7 +234,7 @@ class LogConsumers:
                 raise
 
     def rewind(self, consumer: str) -> None:
-        """Move a consumer back to the start of the log. All rows that changed since the start are pending again.
+        """Move a consumer's cursor to the start of the log. All rows that ever changed become pending again.
 
         Aborts the consumer's uncommitted read. Raises InvalidArgumentError if ``delete_on_read`` is True.
         """
@@ -243,10 +244,10 @@ class LogConsumers:
             self._known[consumer] = self._known[consumer].moved(0, 0, self._cursors.origin)
 
     def make_pending(self, consumer: str, fqn: str, ids: Tensor, *, knows_owners: bool = True) -> None:
-        """Make rows pending for one consumer, with unknown old states, and abort its uncommitted read.
+        """Make rows of the table ``fqn`` pending for one consumer. Aborts the consumer's uncommitted read.
 
-        ``ids`` is ``[N]`` int64, local ids in any order, duplicates allowed. Pass ``knows_owners=False`` if the raw ids
-        of the consumer's copy may differ from those of its last committed read.
+        The old states of the rows become unknown. ``ids`` is ``[N]`` int64 local ids, in any order. Pass
+        ``knows_owners=False`` if the raw ids in the consumer's copy may differ from those of its last committed read.
         """
         if not len(ids):
             return
@@ -267,7 +268,7 @@ class LogConsumers:
     # Reads
 
     def read(self, consumer: str, *, with_states: bool = True) -> Read:
-        """Cut the log and begin a read of the pending rows of ``consumer``. Moves no cursor.
+        """Cut the log and begin a read of the pending rows of ``consumer``. Does not move the cursor.
 
         Pass ``with_states=True`` if the delta may leave out rows. Otherwise, the old states of these rows are lost.
         Raises NeedsSnapshotError if the consumer was dropped.
@@ -306,7 +307,7 @@ class LogConsumers:
         raise StaleDeltaError(delta.consumer)
 
     def hold(self, read: Read) -> None:
-        """Keep a read uncommitted until :meth:`commit` or :meth:`abort`. Discard the consumer's earlier reads."""
+        """Keep a read uncommitted until :meth:`commit` or :meth:`abort`. Discards the consumer's earlier reads."""
         with self.lock:
             known = self._current(read)
             if len(known.reads) > 1 or self._max_bytes is not None:  # else, commit() or abort() will compact the log
@@ -317,9 +318,9 @@ class LogConsumers:
                 self._known[known.name] = known._replace(reads=(read,))
 
     def commit(self, read: Read) -> None:
-        """Move the consumer's cursor to the end of a read. Rows that the read's delta left out stay pending.
+        """Move the consumer's cursor to the end of a read. Rows that top-k left out of the delta stay pending.
 
-        If the call is interrupted, the rows of the read may stay pending, with unknown old states.
+        If the call is interrupted, the rows of the read may stay pending, and their old states may become unknown.
         """
         with self.lock:
             self._segments.fence.enter()
@@ -345,9 +346,10 @@ class LogConsumers:
                 raise
 
     def abort(self, read: Read) -> None:
-        """Discard a read. Its rows are then pending. If the read was already committed, their old states are unknown.
+        """Discard a read, so that its rows are pending again. An earlier uncommitted read of the consumer stays valid.
 
-        An earlier uncommitted read of the consumer stays valid. Does nothing if the read was already discarded.
+        If the read was already committed, the old states of its rows become unknown. Does nothing if the read was
+        already discarded.
         """
         with self.lock:
             known = self._known.get(read.consumer)
@@ -371,7 +373,7 @@ class LogConsumers:
     # Memory
 
     def step(self) -> None:
-        """Count a batch, mark rows that were written without a report, and enforce ``max_bytes``."""
+        """Count a batch, mark rows that were written without a hook's report, and enforce ``max_bytes``."""
         with self.lock:
             self._release_abandoned()
             self._writes.end_writes()
@@ -381,7 +383,7 @@ class LogConsumers:
             maintain(*tasks, self._drop_lagging)
 
     def _due(self, *tasks: Callable[[], None], compacts: bool = True) -> Sequence[Callable[[], None]]:
-        """Return ``tasks``, followed by compaction of the log if it is due and enforcement of ``max_bytes``."""
+        """Return ``tasks`` followed by the maintenance tasks that are due: compaction, and enforcing ``max_bytes``."""
         # Compact at every sixteenth position also with auto_compact, because an idle model runs no output distribution.
         if compacts and (not self._writes.compacts_after_odist or self._segments.position % 16 == 0):
             tasks += (self._segments.compact,)
@@ -403,7 +405,7 @@ class LogConsumers:
             segments.compact()
 
     def _is_too_large(self, max_bytes: int) -> bool:
-        """Return True if the log and carried rows exceed the limit, after freeing spare row sets if needed."""
+        """Return True if the log and carried rows exceed ``max_bytes`` even after spare row sets have been freed."""
         for _ in range(2):
             memory = self._segments.memory()
             if memory.log_bytes + memory.carried_bytes <= max_bytes:
@@ -413,5 +415,5 @@ class LogConsumers:
 
 
 def _over(rows: ChangedRows, fqn: str, tables: Mapping[str, ChangedRows]) -> dict[str, ChangedRows]:
-    """Return a copy of ``tables`` with ``rows`` added to the table ``fqn``, replacing rows with the same ids."""
+    """Return a copy of ``tables`` in which ``rows`` are added to the table ``fqn`` and replace rows of the same ids."""
     return {**tables, fqn: merge_first(rows, tables[fqn]) if fqn in tables else rows}

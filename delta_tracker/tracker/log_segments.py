@@ -28,7 +28,7 @@ _NO_RANGE = nullcontext()
 
 
 class LogSegments:
-    """Row stores of all tables of a :class:`ChangeLog`. Each cut starts a segment at the same position in all stores.
+    """Row stores of all tables of a :class:`ChangeLog`. A cut starts a new segment in each store, at one position.
 
     Callers must hold the log's lock, and must enter :attr:`fence` before they read or mark rows.
 
@@ -36,23 +36,23 @@ class LogSegments:
         stores: row store of each table, by FQN.
         owners: store of the owners (raw ids) of the slots (rows), for each table with managed collisions, by FQN. A
             slot whose owner changed is marked in both stores of the table.
-        cursors: records of the consumers. Compaction does not merge segments across their cursors and reads.
+        cursors: records of the consumers. Compaction does not merge segments across a cursor or the end of a read.
         delete_on_read: True to drop rows that every consumer has committed.
 
     Attributes:
-        stores, owners: the current stores. The mappings are replaced, never modified, so that they can be read without
+        stores, owners: the current stores. The mappings are replaced and never modified, so they can be read without
             the lock.
         cursors, delete_on_read: the arguments of the same names.
         position: number of cuts.
-        fence: orders the uses of the stores by several CUDA streams.
+        fence: fence that orders the accesses of several CUDA streams to the stores.
         synced: position of the last sync of replicas, by table FQN. Rows marked since then are kept, even if all
-            consumers committed them.
+            consumers have committed them.
         num_recorded: number of rows recorded as changed, by table FQN. A row counts each time it is recorded.
         num_compacted: number of ``step()`` calls at the last :meth:`compact`; 0 before the first :meth:`compact`.
         is_compact: True if :meth:`compact` has nothing to merge or drop.
         reads_shards: True if marking rows may read the shards.
         compact_waits: True if :meth:`compact` waits for the device.
-        in_place: function that returns a context manager for marking rows. Inside it, no cache is flushed.
+        in_place: function that returns a context manager. Rows marked in this context do not flush row caches.
     """
 
     def __init__(
@@ -74,10 +74,10 @@ class LogSegments:
     # Recording
 
     def record(self, ids: Mapping[str, Tensor | None], key: int | None = None, *, captures: bool = True) -> None:
-        """Prepare to mark changed rows: enter :attr:`fence`, and count the rows. The caller must then mark them.
+        """Enter :attr:`fence` and count changed rows. Call it before marking the rows.
 
-        ``ids`` maps table FQNs to local ids, or to None for all rows. ``key`` is the key of a write in progress, or
-        None. Pass ``captures=True`` if marking the rows captures their current states as old states.
+        ``ids`` maps table FQNs to local ids, or to None for all rows. ``key`` is the key of the write in progress, if
+        the rows belong to one. Pass ``captures=True`` if marking the rows saves their current states as old states.
         """
         self.fence.enter(key)
         if captures and self.reads_shards:  # states that are captured after other writes are not the old ones
@@ -85,7 +85,7 @@ class LogSegments:
         self.count(ids)
 
     def count(self, ids: Mapping[str, Tensor | None]) -> None:
-        """Add changed rows to :attr:`num_recorded`. ``ids`` are local ids by table FQN, None for all rows."""
+        """Add changed rows to :attr:`num_recorded`. ``ids`` maps table FQNs to local ids, or to None for all rows."""
         recorded, num_rows = self.num_recorded, 0
         for fqn, own in ids.items():
             num_own = self.stores[fqn].num_rows if own is None else own.numel()
@@ -105,9 +105,9 @@ class LogSegments:
     # Cuts
 
     def cut(self, fqns: Collection[str] | None = None) -> None:
-        """Start a segment in each store of the tables ``fqns``, and mark the rows of writes in progress in it again.
+        """Start a new segment in the row stores of the tables ``fqns``, or in all row and owner stores if it is None.
 
-        If ``fqns`` is None, start a segment in the stores of all tables and of the owners of their slots.
+        Rows of writes in progress are marked again in the new segment.
         """
         with one_cut():
             if self.owners and fqns is None:
@@ -120,10 +120,10 @@ class LogSegments:
                     self.cursors.note_change(self.position)
 
     def compact(self) -> None:
-        """Merge neighboring segments, unless a cursor or the end of a read is between them.
+        """Merge adjacent segments, unless a cursor or the end of a read is between them.
 
-        If :attr:`delete_on_read` is True, first drop the rows that every consumer has committed. Rows marked since
-        :attr:`synced` are kept, but old states that no consumer needs are dropped.
+        If :attr:`delete_on_read` is True, rows that every consumer has committed are dropped first. Rows marked since
+        the last sync of replicas are kept, but old states that no consumer needs are dropped.
         """
         with profiler_range("delta_tracker: compact"):
             self.fence.enter()
@@ -145,9 +145,9 @@ class LogSegments:
     def changed_since(
         self, start: int, carried: Mapping[str, ChangedRows], stop: int | None = None, *, with_states: bool = True
     ) -> dict[str, ChangedRows]:
-        """Return the rows in ``carried`` and the rows marked in ``[start, stop)``, by table FQN.
+        """Return the rows in ``carried`` and the rows marked at positions in ``[start, stop)``, by table FQN.
 
-        If ``stop`` is None, there is no upper bound. For a row in both, the old state in ``carried`` is returned.
+        If ``stop`` is None, there is no upper bound. The old state of a row in ``carried`` is that of ``carried``.
         """
         end = self.position + 1 if stop is None else stop
         rows, together = dict[str, ChangedRows](), dict[str, SegmentStore]()
@@ -173,7 +173,7 @@ class LogSegments:
     # Owners of slots
 
     def update_owners(self) -> None:
-        """Mark the slots whose owner has changed since the last call, and keep their former owners."""
+        """Mark the slots whose owner has changed since the last call, and save their former owners."""
         for fqn, owners in self.owners.items():
             owners.update(partial(self._mark_owned, fqn))
 
@@ -182,14 +182,14 @@ class LogSegments:
         self.stores[fqn].mark(ids)
 
     def check_owners(self) -> None:
-        """Raise UnsupportedModelError if the owners of a table's slots at the last cut cannot be published."""
+        """Raise UnsupportedModelError if the raw ids of a table could not be read at the last cut."""
         for fqn, owners in self.owners.items():
             if owners.refusal:
                 remedy = "Name the table in fqns_to_skip to train it untracked"
                 raise UnsupportedModelError({fqn: owners.refusal}, remedy, problem="raw ids that cannot be read")
 
     def former(self, fqn: str, ids: Tensor, consumer: Consumer) -> Tensor:
-        """Return the owner of each row at a consumer's last committed read, ``[N]`` int64.
+        """Return the owner that each row had at the last committed read of ``consumer``, ``[N]`` int64.
 
         ``ids`` is ``[N]`` int64, unique local ids in ascending order.
         """
@@ -201,7 +201,7 @@ class LogSegments:
         return former
 
     def with_former(self, rows: Mapping[str, ChangedRows]) -> dict[str, ChangedRows]:
-        """Return ``rows`` with the former owners in tables with managed collisions. Unknown owners are ``NO_OWNER``."""
+        """Return ``rows`` with former owners in all tables with managed collisions. Unknown owners are ``NO_OWNER``."""
         found = {}
         for fqn, each in rows.items():
             former = each.former if fqn in self.owners else None
@@ -213,7 +213,7 @@ class LogSegments:
     # All stores
 
     def reset(self) -> None:
-        """Drop all marked rows and ignore all earlier writes, except writes in progress."""
+        """Drop all marked rows. Later cuts mark rows of earlier writes only if the writes are still in progress."""
         self.synced.clear()  # the replicas may have loaded different weights
         for _, store in self._every:
             store.reset()
@@ -224,7 +224,7 @@ class LogSegments:
             store.mark_all_later()
 
     def replace(self, stores: _Stores, owners: Mapping[str, OwnerStore], gone: Collection[str]) -> None:
-        """Replace the stores of some tables and remove the tables ``gone``, see :meth:`ChangeLog.replace`.
+        """Replace the stores of some tables, and remove the tables ``gone``. See :meth:`ChangeLog.replace`.
 
         All rows of the new stores are marked. If memory for the marks runs out, nothing is replaced.
         """
@@ -252,7 +252,7 @@ class LogSegments:
         self.in_place: _Context = reading_in_place if self.reads_shards else nullcontext
 
     def memory(self) -> Memory:
-        """Return the sizes in bytes of the log, of the copies of shards, and of pending rows outside the log."""
+        """Return the sizes of the log, of the copies of shards, and of pending rows outside the log, in bytes."""
         stores = [store for _, store in self._every]
         log_bytes, copy_bytes = sum(each.log_bytes for each in stores), sum(each.copy.nbytes for each in stores)
         return Memory(log_bytes, copy_bytes, self.cursors.num_bytes)
@@ -270,7 +270,7 @@ class LogSegments:
 
 
 def profiler_range(name: str) -> AbstractContextManager[object]:
-    """Return a context manager for a named range in ``torch.profiler``. No-op if no profiler is running."""
+    """Return a context manager that records a named range in ``torch.profiler``. No-op if no profiler is running."""
     # Opening a range takes microseconds even if no profiler is running. torch's optimizers and data loaders check this
     # flag for the same reason.
     return profiler.record_function(name) if profiler._is_profiler_enabled else _NO_RANGE  # noqa: SLF001
@@ -279,8 +279,8 @@ def profiler_range(name: str) -> AbstractContextManager[object]:
 def maintain(*tasks: Callable[[], None]) -> None:
     """Run maintenance tasks of a log, such as compaction, in order.
 
-    If a task raises MemoryError or RuntimeError, the error is logged and the other tasks are skipped. No pending row is
-    lost. Later calls retry the tasks.
+    If a task raises MemoryError or RuntimeError, the error is logged and the remaining tasks are skipped. No pending
+    row is lost. The log's next maintenance does the skipped work.
     """
     try:
         for task in tasks:

@@ -1,4 +1,4 @@
-"""Listener of the hooks of a change log. It records the writes in progress."""
+"""Hook listener of a change log. It marks changed rows and keeps track of the writes in progress."""
 
 import threading
 from collections import deque
@@ -16,9 +16,9 @@ from delta_tracker.tracker.store.several_stores import mark_in_each
 
 
 class LogWrites:
-    """Listener of the hooks of a :class:`ChangeLog`. It marks the rows that the hooks report.
+    """Hook listener of a :class:`ChangeLog`. It marks the rows that hooks report as changed.
 
-    Implements :class:`~delta_tracker.sharding.watcher.HookListener`. Each cut (the start of a new segment) marks the
+    Implements :class:`~delta_tracker.sharding.watcher.HookListener`. Each cut, which starts a new segment, marks the
     rows of the writes in progress again. All methods may be called from any thread. All methods except
     :meth:`end_write_later` and :meth:`mark_all_later` acquire the log's lock.
 
@@ -38,7 +38,7 @@ class LogWrites:
     # Updates
 
     def begin_write(self, key: int, ids: Mapping[str, Tensor | None]) -> None:
-        """Record a write in progress, and mark its rows ``ids``: local ids by table FQN, None for all rows."""
+        """Record the start of the write ``key``, and mark its rows: local ids by table FQN, or None for all rows."""
         segments = self._segments
         with self.lock, segments.in_place(), profiler_range("delta_tracker: record"):
             if self._ended:
@@ -55,23 +55,23 @@ class LogWrites:
             self._end(key, tables)
 
     def end_write_later(self, key: int) -> None:
-        """Queue the end of the write ``key`` for the next cut, write or ``step()``. Does not acquire the lock."""
+        """Request that the next cut, write or ``step()`` ends the write ``key``. Does not acquire the lock."""
         self._ended.append(key)
 
     def order_lookup(self) -> None:
-        """Make the current stream wait for earlier uses of the rows, and the next use wait for the current stream."""
+        """Order the current CUDA stream after earlier uses of the rows and before later ones."""
         with self.lock:
             self._segments.fence.enter()
 
     def looked_up(self, ids: Mapping[str, Tensor | None]) -> None:
-        """Mark looked-up rows as changed. ``ids`` are local ids by table FQN, None for all rows."""
+        """Mark looked-up rows as changed. ``ids`` maps table FQNs to local ids, or to None for all rows."""
         segments = self._segments
         with self.lock, segments.in_place(), profiler_range("delta_tracker: record"):
             segments.record(ids)
             mark_in_each(segments.stores, ids)
 
     def mark(self, fqn: str, ids: Tensor | None, *, states: Tensor | None = None, is_written: bool = False) -> None:
-        """Mark rows of the table ``fqn``, see :meth:`~delta_tracker.tracker.store.segments.SegmentStore.mark`."""
+        """Mark rows of the table ``fqn``. See :meth:`~delta_tracker.tracker.store.segments.SegmentStore.mark`."""
         segments = self._segments
         with self.lock, segments.in_place(), profiler_range("delta_tracker: record"):
             segments.record({fqn: ids}, captures=states is None and not is_written)
@@ -83,16 +83,16 @@ class LogWrites:
             self._segments.notice_writes(fqns)
 
     def acknowledge_writes(self, fqns: Iterable[str]) -> None:
-        """Ignore earlier in-place writes to the tables ``fqns``. Call it after a hook has reported the written rows."""
+        """Treat all in-place writes to the tables ``fqns`` as reported. Call it after a hook has marked the rows."""
         with self.lock:
             for fqn in fqns:
                 self._segments.stores[fqn].acknowledge_writes()
 
     def mark_all_later(self, fqns: Collection[str], key: int | None = None) -> None:
-        """Request that the next cut marks all rows of the tables ``fqns``, with unknown old states.
+        """Request that the next cut marks all rows of the tables ``fqns``. The old states of the rows become unknown.
 
-        If ``key`` is given, each cut marks the rows until the write ``key`` ends, and so does the first cut afterwards.
-        If a cut cannot mark the rows, the read that made the cut fails, and the next cut marks them.
+        If ``key`` is given, each cut marks the rows until the write ``key`` ends. The first cut after the end also
+        marks them. If a cut fails to mark the rows, the read that made the cut fails, and the next cut marks them.
         """
         for fqn in fqns:
             if fqn in self._segments.stores:  # it may have left the model
@@ -101,10 +101,10 @@ class LogWrites:
             self._keys.add(key)
 
     def output_launched(self) -> None:
-        """Compact the log if ``auto_compact`` is set. The hooks call this after they launch an output distribution.
+        """Compact the log if :attr:`compacts_after_odist` is True. Hooks call this after an output distribution starts.
 
-        Does not block. Does nothing if another thread holds the lock, or if there was no cut, commit or abort since the
-        last compaction.
+        Does not block. Does nothing if another thread holds the lock, or if the log did not change since the last
+        compaction.
         """
         if self.compacts_after_odist and not self._segments.is_compact and self.lock.acquire(blocking=False):
             try:
@@ -116,7 +116,7 @@ class LogWrites:
     def compacts_after_odist(self) -> bool:
         """True if :meth:`output_launched` compacts the log, False if reads compact it.
 
-        Always False if compaction waits for the device.
+        This is ``auto_compact``, or False if compaction waits for the device.
         """
         return self._auto_compact and not self._segments.compact_waits
 
@@ -141,8 +141,8 @@ class LogWrites:
     def synced(self, fqns: Iterable[str]) -> None:
         """Record that the replicas of the tables ``fqns`` are equal, and compact the log.
 
-        The log keeps all rows that are marked until the next call, even if all consumers commit them. See
-        :meth:`changed_since_sync`.
+        For :meth:`changed_since_sync`, the log keeps rows that are marked after this call, even if all consumers commit
+        them. The next call allows the log to drop them.
         """
         segments, tables = self._segments, tuple(fqns)
         with self.lock:
@@ -166,7 +166,7 @@ class LogWrites:
             return len(self._keys)
 
     def cut(self) -> None:
-        """Start a segment in each store, and mark the rows of the writes in progress in this segment again."""
+        """Start a new segment in each store, and mark the rows of the writes in progress again in this segment."""
         with self.lock:
             self._catch_up(self._segments.stores)
             self._segments.cut()
@@ -181,14 +181,14 @@ class LogWrites:
                 self._ended.popleft()  # last: an interrupted call is repeated
 
     def _catch_up(self, fqns: Iterable[str]) -> None:
-        """Enter the fence, end the writes whose end was queued, and mark rows of writes that no hook reported."""
+        """Enter the fence, end the writes that :meth:`end_write_later` queued, and mark rows of unreported writes."""
         self._segments.fence.enter()
         if self._ended:
             self.end_writes()
         self._segments.notice_writes(fqns)
 
     def _end(self, key: int, tables: Iterable[str]) -> None:
-        """End a write in its tables. An interrupted call can be repeated."""
+        """End the write ``key`` in ``tables``. An interrupted call can be repeated."""
         for fqn in tables:
             if fqn in self._segments.stores:  # it may have left the model
                 self._segments.stores[fqn].end_write(key)
@@ -201,17 +201,17 @@ def _check_keyed(kjt: object) -> None:
 
 
 def mark_lookup(writes: LogWrites, found: Discovery, kjt: KeyedIds, states: Tensor | None = None) -> None:
-    """Mark the rows of a lookup as changed, and record their values from before the change.
+    """Mark the rows of a lookup as changed, and save their old values if the log keeps old states.
 
-    Raises InvalidArgumentError, and marks no row, if no feature belongs to a tracked table, if an id on the CPU is
+    Raises InvalidArgumentError without marking any row if no feature belongs to a tracked table, if an id on the CPU is
     outside its table, or if the number or width of the rows in ``states`` is wrong.
 
     Args:
         writes: listener that marks the rows.
         found: the tracked tables. The ids of a feature are marked in every table in which the feature is looked up.
         kjt: KeyedJaggedTensor of local ids.
-        states: old values in the order of ``kjt.values()``, in any shape with one row per id. None records the current
-            values if the log keeps old states.
+        states: old values in the order of ``kjt.values()``, in any shape with one row per id. If None, the current
+            values are the old values.
     """
     _check_keyed(kjt)
     known = {feature for features in found.features.values() for feature in features}

@@ -1,4 +1,4 @@
-"""Tracking modes: the data that each mode keeps and returns for a changed row.
+"""Tracking modes. A mode defines which data the log keeps for a changed row, and which data a delta contains.
 
 Notation: ``N`` is the number of rows. A shard has ``D`` columns in ``S`` column ranges.
 """
@@ -17,16 +17,16 @@ from delta_tracker.types import EmbdUpdateMode, TableSpec, TrackingMode
 
 
 class Capture:
-    """Implementation of a tracking mode: the old states that the log keeps, and the states that a delta contains.
+    """Base class of tracking modes. A mode defines the old states in the log and the states in a delta.
 
     This base class implements ``ID_ONLY``: only the ids of changed rows are kept. All tables share one instance.
 
     Attributes:
-        keeps_old: True if the log keeps the result of :meth:`old_states` from before the first change of each row.
+        keeps_old: True if the log keeps, for each row, the result of :meth:`old_states` before the row's first change.
         update_mode: update mode of a ``DeltaStore`` that keeps the same states.
         states_are_columns: True if an old state has one value per column of the shard, False if it has one value per
             column range.
-        has_scores: True if the mode implements :meth:`scores`, as top-k without a custom score requires.
+        has_scores: True if the mode implements :meth:`scores`, which top-k requires if no custom score is passed.
     """
 
     keeps_old = False
@@ -35,26 +35,26 @@ class Capture:
     has_scores = False
 
     def check(self, shard: LocalShard) -> None:
-        """Raise UnsupportedModelError if the mode does not support a shard. No-op by default."""
+        """Raise UnsupportedModelError if the mode does not support ``shard``. No-op by default."""
 
     def old_states(self, shard: LocalShard, ids: Tensor) -> Tensor:
-        """Return the current state of each row, ``[N, ...]``, to keep as the old state before the row changes.
+        """Return the state of each row before it changes, ``[N, ...]``. The log keeps it as the row's old state.
 
         ``ids`` is ``[N]`` int64 local ids.
         """
         return torch.empty(len(ids), 0, device=shard.device)
 
     def old_state_bytes(self, table: TableSpec) -> int:
-        """Return the size in bytes of one row's old state, for a table that is not sharded by columns."""
+        """Return the size in bytes of the old state of one row in a table that is not sharded by columns."""
         if self.states_are_columns:
             return table.dim * table.dtype.itemsize
         return torch.float32.itemsize if self.keeps_old else 0
 
     def states(self, shard: LocalShard, rows: ChangedRows) -> Tensor | None:  # noqa: ARG002
-        """Return the ``states`` of a delta that contains ``rows``. These have old states if :attr:`keeps_old` is True.
+        """Return the ``states`` of a delta that contains ``rows``. If :attr:`keeps_old`, ``rows`` contain old states.
 
         Returns:
-            ``[N, ...]``, NaN for rows whose old state is required but unknown; None in a mode without states.
+            ``[N, ...]``, or None in a mode without states. NaN for rows whose old state is required but unknown.
         """
         return None
 
@@ -68,7 +68,7 @@ class Capture:
 
 
 class EmbeddingCapture(Capture):
-    """Mode ``EMBEDDING``: a delta contains the values of each row from before the change."""
+    """Mode ``EMBEDDING``: a delta contains the old values of each row, from before the row changed."""
 
     keeps_old = True
     update_mode = EmbdUpdateMode.FIRST
@@ -80,7 +80,7 @@ class EmbeddingCapture(Capture):
         return read_rows(shard, ids)
 
     def states(self, shard: LocalShard, rows: ChangedRows) -> Tensor | None:  # noqa: ARG002
-        """Return the values of each row at the consumer's last committed read, ``[N, D]``; NaN if unknown."""
+        """Return the values that each row had at the consumer's last committed read, ``[N, D]``. NaN if unknown."""
         return rows.states
 
     def scores(self, values: Tensor, states: Tensor) -> Tensor:
@@ -99,25 +99,25 @@ class MomentumLastCapture(Capture):
     has_scores = True
 
     def check(self, shard: LocalShard) -> None:
-        """Raise UnsupportedModelError if the optimizer of a shard is not fused or keeps no state per row."""
+        """Raise UnsupportedModelError if the optimizer of ``shard`` is not fused or keeps no state per row."""
         if not shard.is_fused or not all(kernel.optimizer_states(slot) for kernel, slot in shard.holders):
             reason = "its optimizer keeps no state per row inside the kernel"
             raise UnsupportedModelError({shard.spec.table.fqn: reason}, _remedy("Adam or row-wise Adagrad"))
 
     def states(self, shard: LocalShard, rows: ChangedRows) -> Tensor | None:
-        """Return the L2 norm of each row's first optimizer state, ``[N]`` float32."""
+        """Return the L2 norm of the first optimizer state of each row, ``[N]`` float32."""
         if not shard.holders:
             return torch.empty(0, device=shard.device)
         norms: Tensor = torch.linalg.vector_norm(read_optimizer(shard, rows.ids)[0].float(), dim=1)
         return norms
 
     def scores(self, values: Tensor, states: Tensor) -> Tensor:  # noqa: ARG002
-        """Return ``states``: the states of this mode are the scores."""
+        """Return ``states``, because the states of this mode are its scores."""
         return states
 
 
 class MomentumDiffCapture(MomentumLastCapture):
-    """Modes ``MOMENTUM_DIFF`` and ``ROWWISE_ADAGRAD``: a delta contains the growth of each row's Adagrad state."""
+    """Modes ``MOMENTUM_DIFF`` and ``ROWWISE_ADAGRAD``: a delta contains the increase of each row's Adagrad state."""
 
     keeps_old = True
     update_mode = EmbdUpdateMode.FIRST
@@ -134,9 +134,9 @@ class MomentumDiffCapture(MomentumLastCapture):
         return read_optimizer(shard, ids)[0] if shard.holders else torch.empty(len(ids), 0, device=shard.device)
 
     def states(self, shard: LocalShard, rows: ChangedRows) -> Tensor | None:
-        """Return the increase of each row's sum of squared gradients since the consumer's last committed read, ``[N]``.
+        """Return how much each row's sum of squared gradients grew since the consumer's last committed read, ``[N]``.
 
-        The increase is summed over the column ranges of the shard.
+        The increases in the column ranges of the shard are added.
         """
         assert rows.states is not None, "this mode keeps old states"
         return (self.old_states(shard, rows.ids) - rows.states).sum(dim=1)
@@ -160,8 +160,7 @@ CAPTURES: dict[TrackingMode, Capture] = {
 UPDATE_MODE_MAP: Mapping[TrackingMode, EmbdUpdateMode] = MappingProxyType(
     {mode: capture.update_mode for mode, capture in CAPTURES.items()}
 )
-"""Update mode of a ``DeltaStore`` that keeps the same states as a tracking mode, by tracking mode.
+"""Update mode for each tracking mode. ``DeltaStore(UPDATE_MODE_MAP[mode])`` keeps the same states as ``mode``.
 
-To keep these states, append every lookup to ``DeltaStore(UPDATE_MODE_MAP[mode])``. See
-:class:`~delta_tracker.tracker.store.lookups.DeltaStore`.
+Append every lookup to the store. See :class:`~delta_tracker.tracker.store.lookups.DeltaStore`.
 """

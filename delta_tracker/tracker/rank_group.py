@@ -1,4 +1,4 @@
-"""Gloo process groups of all ranks, for the library's own messages. Each group must be used by one thread only."""
+"""Gloo process groups of all ranks, for messages of this library. Each group must be used by one thread only."""
 
 import logging
 import os
@@ -32,21 +32,21 @@ _STORE = "the store of the default process group"
 
 
 class RankGroup:
-    """Gloo group of all ranks of the default process group, for the library's own messages.
+    """Gloo group of all ranks of the default process group, for messages of this library.
 
     If there is no default process group, the group contains only this process.
 
     The constructor, :meth:`start_all_gather`, :meth:`all_gather`, :meth:`gather` and :meth:`add` are collectives: all
     ranks must call them in the same order, from one thread. Groups with different names may be created in any order.
     The constructor waits for all ranks, using the default group's store, and logs missing ranks after a few seconds. It
-    raises an error if ``timeout`` passes before all ranks are found. All ranks may then try again.
+    raises an error if ``timeout`` passes before all ranks have joined. All ranks may then try again.
 
     After a rank is lost, every later operation raises RankLostError. Unlike ``torch.distributed.new_group``, the
     constructor never connects a rank to an unrelated group of another rank.
 
     Args:
         name: name of the group, the same on every rank.
-        call: call that every rank must make, such as ``Publisher(...)``, for error messages.
+        call: name of the call that every rank must make, for example ``Publisher(...)``. Used in error messages.
         timeout: maximum time to wait for the slowest rank, in the constructor and in each method.
 
     Raises:
@@ -65,7 +65,7 @@ class RankGroup:
     def start_all_gather(self, tensor: Tensor) -> "Gathering":
         """Start an asynchronous all-gather and return its handle. All tensors must have the same shape and dtype.
 
-        If a rank is lost, this method does not raise, but :meth:`Gathering.result` does.
+        If a rank is lost, :meth:`Gathering.result` raises the error, not this method.
         """
         if self.world_size == 1:
             return Gathering(self, [tensor])
@@ -112,7 +112,7 @@ class RankGroup:
         return tensors
 
     def send_all(self, tensor: Tensor) -> None:
-        """Send ``tensor`` to each other rank, see :meth:`send`. If one is lost, the others still receive the tensor."""
+        """Send ``tensor`` to all other ranks (see :meth:`send`). If a rank is lost, the others still receive it."""
         with self._typed_errors(), ExitStack() as waits:
             group = self._group
             for rank in range(self.world_size):
@@ -120,7 +120,7 @@ class RankGroup:
                     waits.callback(group.send([tensor], rank, 0).wait)
 
     def send(self, tensor: Tensor, rank: int) -> None:
-        """Send ``tensor`` to ``rank``, which must call :meth:`receive` with the number of this rank.
+        """Send ``tensor`` to the rank ``rank``, which must call :meth:`receive` with this rank's number.
 
         Ctrl-C takes effect only after the call.
         """
@@ -133,10 +133,10 @@ class RankGroup:
             self._group.recv([tensor], rank, 0).wait()
 
     def wait(self, work: dist.Work | None, meanwhile: Callable[[], None] | None = None) -> None:
-        """Wait for a collective of this group. Ctrl-C interrupts only the wait. The collective continues.
+        """Wait for a collective of this group. Ctrl-C interrupts only the wait: the collective continues.
 
-        ``meanwhile`` is called several times per second during the wait. ``work`` is the handle of the collective, or
-        None if it could not be started.
+        ``work`` is the handle of the collective, or None if it could not be started. ``meanwhile`` is called several
+        times per second during the wait.
         """
         if self._lost is not None:
             raise without_traceback(self._lost)
@@ -157,7 +157,7 @@ class RankGroup:
         return True
 
     def close(self) -> None:
-        """Wait for this rank's running collectives, and destroy the group on this rank. Not a collective."""
+        """Wait for this rank's running collectives, then destroy the group on this rank. Not a collective."""
         self._gloo = None
 
     def leave(self, reason: str) -> None:
@@ -184,7 +184,7 @@ class RankGroup:
 
     @contextmanager
     def _typed_errors(self) -> Iterator[None]:
-        """Convert a torch error to ``RankLostError``, which all later calls then raise too."""
+        """Convert a torch error to ``RankLostError``. All later calls then raise this error too."""
         try:
             yield
         except RankLostError as error:
@@ -359,7 +359,7 @@ class _Rendezvous:
 
 
 def warn_if_alone(call: str) -> None:
-    """Log a warning if torchrun started several ranks, but there is no process group. ``call`` names the caller."""
+    """Log a warning if torchrun started several ranks but no process group exists. ``call`` is the caller's name."""
     ranks = os.environ.get("WORLD_SIZE", "1")
     if "RANK" in os.environ and ranks != "1" and not (dist.is_available() and dist.is_initialized()):
         text = (
@@ -370,7 +370,7 @@ def warn_if_alone(call: str) -> None:
 
 
 def rank_and_world_size() -> tuple[int, int]:
-    """Return this process's rank and the number of ranks; ``(0, 1)`` if no process group is initialized."""
+    """Return this process's rank and the world size. Return ``(0, 1)`` if no process group is initialized."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return 0, 1

@@ -1,4 +1,4 @@
-"""State of a tracker, as a :class:`TrackerStats` object and as metrics."""
+"""Statistics of a tracker, as a :class:`TrackerStats` object and as metrics."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ _CONSUMER_GAUGES = (
 
 @dataclass(frozen=True, slots=True, repr=False)
 class TrackerStats:
-    """State of a tracker on this rank, returned by ``tracker.stats()``. Its ``repr`` contains a line for each consumer.
+    """Statistics of a tracker on this rank, returned by ``tracker.stats()``. ``repr`` has a line for each consumer.
 
     Args:
         mode: the tracking mode.
@@ -54,9 +54,9 @@ class TrackerStats:
 
     @classmethod
     def of(cls, log: ChangeLog, mode: TrackingMode, *, counts: bool) -> Self:
-        """Return the state of a log in tracking mode ``mode``. The caller must hold the log's lock.
+        """Return the statistics of a log whose tracking mode is ``mode``. The caller must hold the log's lock.
 
-        Counts the pending rows only if ``counts`` is True: counting waits for the device.
+        Pending rows are counted only if ``counts`` is True: counting waits for the device.
         """
         num_rows = {fqn: store.num_rows for fqn, store in log.segments.stores.items()}
         return cls(mode, log.cursors.num_batches, num_rows, log.consumers.lags(counts=counts), log.segments.memory())
@@ -88,7 +88,7 @@ class TrackerStats:
 
 
 class TrackerGauges:
-    """Exporter of a tracker's metrics: gauges of its state, and counters of the rows that consumers received.
+    """Exporter of a tracker's metrics. It sets gauges of the statistics, and counts the rows that consumers received.
 
     Args:
         recorder: recorder of the tracker's metrics.
@@ -101,16 +101,16 @@ class TrackerGauges:
         self._shown: frozenset[str] = frozenset()  # consumers that have gauges
 
     def received(self, delta: Delta) -> None:
-        """Add the number of rows of a committed read to the counters, by table and consumer."""
+        """Count the rows of ``delta``, the result of a committed read, by table and consumer."""
         for fqn, rows in delta.items():
             self._recorder.touched_rows.cell(table=fqn, consumer=delta.consumer).add(rows.ids.numel())
 
     def show(self, log: ChangeLog) -> None:
-        """Update the gauges from ``log``. The monitor calls this method in its own thread.
+        """Update the gauges from ``log``. The monitor calls this method in a thread of the monitor.
 
         Pending rows are counted only if all shards are on the CPU. On other devices, counting would delay training. The
         age of the oldest pending row is reported on every device. If the log's lock cannot be acquired within a second,
-        for example during a read with top-k, the gauges keep their values.
+        for example during a read with top-k, the gauges do not change.
         """
         if not log.lock.acquire(timeout=_PATIENCE_SECONDS):
             return

@@ -1,4 +1,4 @@
-"""Top-k: select the changed rows that a delta of limited size contains.
+"""Top-k: limit the size of a delta by selecting the changed rows that have the highest scores.
 
 All ranks find the same threshold for each budget by a radix search over the bits of the scores. The search takes four
 collectives: three for the histograms of the three digits, and one for the ties (rows whose score equals the threshold).
@@ -43,7 +43,7 @@ class TopK:
     Args:
         rows: maximum number of rows. May be passed as a positional argument.
         fraction: maximum fraction of the changed rows, above 0 and at most 1. The number of rows is rounded up.
-        num_bytes: maximum number of bytes of values and ids, with 8 bytes per id.
+        num_bytes: maximum size of the values and ids in bytes. An id takes 8 bytes.
         per_table: True for one budget per table, False for one budget for all tables. All ranks share each budget.
         max_age: maximum number of consecutive committed reads that may leave a row out. The next read selects the row
             even if the delta then exceeds the budget. None for no limit.
@@ -53,7 +53,7 @@ class TopK:
             ``states`` in the momentum modes. Mode ID_ONLY has no default score.
 
     Raises:
-        InvalidArgumentError: if not exactly one budget is given, or if an argument is out of range.
+        InvalidArgumentError: if the number of budgets is not one, or if an argument is out of range.
 
     Example:
         >>> TopK(1000, max_age=5).rows
@@ -92,9 +92,9 @@ class Candidates:
     """Input of :func:`choose` for the ``N`` changed rows of one table.
 
     Args:
-        scores: ``[N]`` float32, ``inf`` for rows to select first.
-        is_due: ``[N]`` bool, True for rows to select regardless of the budget.
-        row_bytes: size in bytes of the values and id of one row, for a budget in ``TopK.num_bytes``.
+        scores: ``[N]`` float32. ``inf`` for rows to select first.
+        is_due: ``[N]`` bool. True for rows to select regardless of the budget.
+        row_bytes: size of the values and id of one row in bytes. Used if the budget is ``TopK.num_bytes``.
     """
 
     scores: Tensor
@@ -106,10 +106,10 @@ class AllRanks:
     """Collectives of the ranks that share a budget. Every rank must call the same methods in the same order.
 
     Args:
-        group: group of these ranks. None creates a group of all ranks of the default process group: a collective.
+        group: group of these ranks. If None, a group of all ranks is created, which is a collective.
 
     Attributes:
-        is_expected: set it to True if the other ranks have begun a selection in which this rank must take part.
+        is_expected: True if other ranks have begun a selection in which this rank must participate. Callers set it, and
             :meth:`total` resets it to False.
 
     Raises:
@@ -132,7 +132,7 @@ class AllRanks:
         self._group.leave("this rank was interrupted while it selected rows")
 
     def before(self, counts: Tensor) -> Tensor:
-        """Return the elementwise sum of int64 ``counts`` over all lower ranks than this rank. A collective."""
+        """Return the elementwise sum of int64 ``counts`` over all ranks below this rank. A collective."""
         every = self._group.all_gather(counts)
         return torch.stack([torch.zeros_like(counts), *every]).cumsum(0)[self.rank]
 
@@ -144,13 +144,13 @@ def choose(
 
     Args:
         top_k: budget and score.
-        tables: candidates by table FQN, for some or all of ``fqns``; or the error that prevented this rank from
-            computing the candidates. The failure is reported to all ranks.
+        tables: candidates by table FQN, for some or all of ``fqns``. If an error prevented this rank from computing
+            the candidates, pass the error instead: all ranks then raise.
         fqns: FQNs of all tables, in the same order on every rank.
         ranks: ranks that share the budget.
 
     Returns:
-        For each FQN in ``tables``, ``[N]`` bool, True for selected rows.
+        Mask for each FQN in ``tables``: ``[N]`` bool, True for selected rows.
 
     Raises:
         InvalidArgumentError: if another rank reported an error.
@@ -187,7 +187,7 @@ def _masks(search: "_Search", rounds: "_Rounds") -> list[Tensor] | None:
 
 
 class _Rounds:
-    """Sequence of the collectives that one selection takes.
+    """Sequence of the collectives that one selection needs.
 
     A rank that fails must call :meth:`finish`, because the other ranks wait for it in the remaining collectives.
     """

@@ -1,4 +1,4 @@
-"""Tracked model, with its tables and this rank's current shards of the tables."""
+"""Model of a tracker, with the model's tables and this rank's current shards of them."""
 
 from collections.abc import Iterable, Mapping
 
@@ -13,22 +13,22 @@ from delta_tracker.tracker.modes import Capture
 
 
 class TrackedModel:
-    """Model of a tracker, with its tables and this rank's current shards.
+    """Model of a tracker, with the model's tables and this rank's current shards of them.
 
     The stores, the reader and the checkpoints of the tracker share one instance, and look up the shards at each use.
     After a reshard, call :meth:`take` with a new result of :meth:`discover`.
 
     Args:
         module: the model.
-        fqns_to_skip: names to leave untracked, see :class:`~delta_tracker.tracker.tracker.ModelDeltaTracker`.
+        fqns_to_skip: FQNs to leave untracked, see :class:`~delta_tracker.tracker.tracker.ModelDeltaTracker`.
         capture: implementation of the tracking mode. It rejects shards that the mode does not support.
 
     Attributes:
         module: the model.
-        found: the discovered tables and modules, replaced by :meth:`take`.
+        found: tables and modules in the last result of :meth:`discover` that was passed to :meth:`take`.
         shards: this rank's shard of each table, by table FQN.
         is_attached: True while the tracker's hooks are registered.
-        num_attached: number of times that the hooks were registered. The shards change only when this number changes.
+        num_attached: number of times that the hooks were registered. The shards change only when this number increases.
     """
 
     def __init__(self, module: nn.Module, fqns_to_skip: Iterable[str], capture: Capture) -> None:
@@ -43,7 +43,7 @@ class TrackedModel:
         self.num_attached = 0
 
     def discover(self) -> Discovery:
-        """Return the model's tables and their current shards. Does not change this object.
+        """Search the model for tables, and return the tables and their current shards. Does not change this object.
 
         Raises UnsupportedModelError if the model is unsupported, see
         :class:`~delta_tracker.tracker.tracker.ModelDeltaTracker`.
@@ -61,13 +61,13 @@ class TrackedModel:
         self.shards = {**self.shards, **found.shards}
 
     def shard(self, fqn: str) -> LocalShard:
-        """Return this rank's shard of a table. Raise InvalidArgumentError if the table is not tracked."""
+        """Return this rank's shard of the table ``fqn``. Raise InvalidArgumentError if the table is not tracked."""
         if fqn not in self.shards:
             raise InvalidArgumentError("fqn", fqn, f"Pass one of the tracked tables {sorted(self.shards)}")
         return self.shards[fqn]
 
     def check_attached(self) -> None:
-        """Raise DetachedError if the tracker is detached, UnsupportedModelError if a plain table cannot be tracked."""
+        """Raise DetachedError if the tracker is detached, UnsupportedModelError if a table can no longer be tracked."""
         if not self.is_attached:
             raise DetachedError
         for table in self.found.plain:

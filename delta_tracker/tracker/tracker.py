@@ -58,55 +58,55 @@ _METHODS_OF_TORCHREC = {"get_unique", "get_unique_ids"}
 
 
 def __getattr__(name: str) -> object:
-    """Return ``SUPPORTED_MODULES``, TorchRec's module classes that can be tracked. Accessing it imports TorchRec."""
+    """Return ``SUPPORTED_MODULES``: the TorchRec module classes that can be tracked. Accessing it imports TorchRec."""
     if name == "SUPPORTED_MODULES":
         return tuple(load_torchrec().collections)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
-    """Tracker of the changed rows of a model's embedding tables, for any number of consumers.
+    """Tracker that records which rows of a model's embedding tables change, for any number of consumers.
 
     On each rank, create a tracker after the model is sharded, call :meth:`step` after each batch, and call
     :meth:`get_delta` at any time. Each rank tracks its own shards. The only collectives are reads with ``top_k``, and
     ``state_dict`` with a strategy that gathers.
 
     A row counts as changed when an update to the row is written, not when the row is looked up. With managed
-    collisions, a row also counts as changed when its raw id changes. Reads may happen between any two operations of the
-    training thread, without losing an update. Call :meth:`mark_changed` after writes that cannot be detected.
+    collisions, a row also counts as changed when its raw id changes. A read may take place between any two operations
+    of the training thread. No update is lost. Call :meth:`mark_changed` after writes that cannot be detected.
     ``guide/train.md`` describes how each kind of table is tracked, and which operations mark all rows. Copies of the
-    model are not tracked. If a copy is trained, :class:`~delta_tracker.errors.UntrackedTrainingWarning` names its
-    tables.
+    model are not tracked. If a copy is trained, :class:`~delta_tracker.errors.UntrackedTrainingWarning` lists the
+    copy's tables.
 
     Args:
         model: a ``DistributedModelParallel`` or ``DMPCollection``, any module that contains sharded
             EmbeddingCollections or EmbeddingBagCollections, or a model with ``nn.Embedding`` or ``nn.EmbeddingBag``
             modules.
         consumers: names of the independent readers. Default: one consumer named ``"default"``.
-        delete_on_read: drop rows once every consumer has committed a read of them. False keeps these rows for
+        delete_on_read: True to drop rows that every consumer has committed. False to keep these rows for
             :meth:`rewind`. They take at most one more row set per table, and old states if the mode keeps them.
-        auto_compact: compact the log after a collection has launched its output distribution, so that compaction
-            overlaps with communication. False compacts after each read. Trackers that keep old states on a GPU always
+        auto_compact: True to compact the log when an output distribution has been launched, so that compaction
+            overlaps with communication. False to compact after each read. Trackers that keep old states on a GPU always
             compact after reads.
-        mode: the data that is kept for each changed row; a :class:`~delta_tracker.types.TrackingMode` or its name.
-        fqns_to_skip: tables not to track, given by FQN, by the FQN of a parent module, or by one component of the FQN.
+        mode: tracking mode, which selects the data to keep for each changed row, or the name of a mode.
+        fqns_to_skip: tables not to track. Pass table FQNs, FQNs of parent modules, or single components of FQNs.
         record: ``"updates"`` to record rows whose update is written, or ``"lookups"`` to also record all rows that are
             looked up, as TorchRec's tracker does. Plain modules support ``"updates"`` only.
-        max_bytes: maximum size of the log on this rank, in bytes, including rows that top-k left out. If the log is
-            larger, the consumer that lags furthest is dropped, and its next read raises
+        max_bytes: maximum size of the log on this rank in bytes, including rows that top-k left out. If the log is
+            larger, the consumer that lags furthest behind is dropped, and its next read raises
             :class:`~delta_tracker.errors.NeedsSnapshotError`. None for no limit. The size includes old states in pinned
             host memory: a CUDA device keeps only the newest old states, about 64 MiB per table.
         engine: name of the row set implementation, see
             :func:`~delta_tracker.tracker.row_sets.engines.choose_engine`. If this engine fails later, the torch engine
             is used instead.
         monitor: monitor that records this tracker's metrics; None for ``delta_tracker.monitor.MONITOR``.
-        name: value of the label ``tracker`` of these metrics, by default ``"tracker"``. If another tracker of this
-            process already has this name, ``-2`` or the next free number is appended.
+        name: value of the metrics' label ``tracker``. Default: ``"tracker"``. If another tracker of this process
+            already has this name, a number is appended, as in ``"tracker-2"``.
 
     Raises:
-        UnsupportedModelError: if the model has no table to track, or an unsupported sharded or managed-collision
-            module, kernel, fused optimizer or plain weight, or if the mode does not support an optimizer.
-        InvalidArgumentError: if consumer names are missing or repeated, or another argument is invalid.
+        UnsupportedModelError: if the model has no table to track, if a sharded or managed-collision module, a kernel, a
+            fused optimizer or a plain weight is unsupported, or if the mode does not support an optimizer.
+        InvalidArgumentError: if consumer names are missing or repeated, or if another argument is invalid.
         MissingExtraError: if the package of the chosen engine is not installed.
 
     Example:
@@ -202,22 +202,22 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
 
     @property
     def mode(self) -> TrackingMode:
-        """Tracking mode: the data that is kept for each changed row."""
+        """Tracking mode, which selects the data to keep for each changed row."""
         return self._mode
 
     @property
     def tables(self) -> Mapping[str, TableSpec]:
-        """Tables by FQN, the same on every rank."""
+        """Spec of each table, by FQN. Equal on all ranks."""
         return self._live.tables
 
     @property
     def shards(self) -> Mapping[str, ShardSpec]:
-        """This rank's block of each table, by table FQN. The block is empty on a rank without rows."""
+        """Spec of this rank's shard of each table, by table FQN. The shard is empty on a rank without rows."""
         return self._live.shards
 
     @property
     def live(self) -> LiveTables:
-        """Views of this rank's rows, optimizer states and raw ids, for components that copy whole tables."""
+        """Read access to this rank's rows, optimizer states and raw ids, for components that copy whole tables."""
         return self._live
 
     @property
@@ -227,11 +227,11 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
 
     @property
     def tracked_modules(self) -> Mapping[str, nn.Module]:
-        """The sharded embedding modules by FQN, read-only. :meth:`get_tracked_modules` returns a copy."""
+        """Sharded embedding modules that are tracked, by FQN. Read-only."""
         return MappingProxyType(self._model.found.modules)
 
     def get_tracked_modules(self) -> dict[str, nn.Module]:
-        """Return a dict of the sharded embedding modules by FQN."""
+        """Return a copy of :attr:`tracked_modules`."""
         return dict(self._model.found.modules)
 
     def fqn_to_feature_names(self) -> dict[str, list[str]]:
@@ -240,7 +240,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
 
     @property
     def feature_to_fqn(self) -> dict[str, str]:
-        """FQN of the table of each feature, by feature name; the first table if a feature is looked up in several."""
+        """FQN of the first table in which each feature is looked up, by feature name."""
         found: dict[str, str] = {}
         for fqn, names in self._model.found.features.items():
             for name in names:
@@ -249,14 +249,14 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
 
     @property
     def store(self) -> Mapping[str, SegmentStore]:
-        """Store of each table's changed rows, by FQN. Do not modify the stores. Read them only between batches."""
+        """Stores of changed rows, by table FQN. Do not modify the stores. Read them only between batches."""
         return MappingProxyType(self._log.segments.stores)
 
     # Training
 
     @property
     def progress(self) -> BatchProgress:
-        """Progress of training: number of batches, updates and recorded rows, and the position in the data."""
+        """Progress of training: counts of batches, updates and recorded rows, and the position in the training data."""
         return self._progress
 
     @property
@@ -286,7 +286,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
     def step(self) -> None:
         """Count one batch, enforce ``max_bytes``, and advance the position that :meth:`attach_data` attached.
 
-        Updates are tracked even without calls of this method.
+        Updates are tracked even if this method is never called.
         """
         self._progress.step()
 
@@ -303,7 +303,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         self._progress.attach_data(position)
 
     def mark_changed(self, fqn: str, ids: Tensor | None = None) -> None:
-        """Mark rows as changed, with unknown old states.
+        """Mark rows as changed. Their old states become unknown.
 
         Call it only after writes that cannot be detected: collectives that write to the weights, and writes through
         ``.data``, ``untyped_storage()``, DLPack, numpy or raw pointers.
@@ -333,7 +333,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         mark_lookup(self._log.writes, self._model.found, kjt)
 
     def record_embeddings(self, kjt: KeyedIds, embeddings: Tensor) -> None:
-        """Mark the ids of a lookup as changed, and record the values of their rows from before the change.
+        """Mark the ids of a lookup as changed, and save the old values of their rows.
 
         Args:
             kjt: KeyedJaggedTensor of local ids.
@@ -348,7 +348,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         mark_lookup(self._log.writes, self._model.found, kjt, embeddings)
 
     def record_lookup(self, kjt: KeyedIds, states: Tensor) -> None:
-        """Mark the ids of a lookup as changed. In EMBEDDING mode, also record ``states`` as the old values."""
+        """Mark the ids of a lookup as changed. In EMBEDDING mode, also save ``states`` as the old values."""
         if self._mode is TrackingMode.EMBEDDING:
             self.record_embeddings(kjt, states)
         else:
@@ -362,14 +362,14 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         return self._log.consumers.names
 
     def add_consumer(self, consumer: str) -> None:
-        """Add a consumer. Its first read starts at the current end of the change log.
+        """Add a consumer. Its first read returns the rows that change after this call.
 
-        Raises InvalidArgumentError if a consumer of this name exists, or the name is not a string.
+        Raises InvalidArgumentError if a consumer of this name exists, or if the name is not a string.
         """
         self._log.consumers.add(consumer)
 
     def remove_consumer(self, consumer: str) -> None:
-        """Remove a consumer. With ``delete_on_read``, also drop rows that were pending for this consumer only.
+        """Remove a consumer. Drops rows that no other consumer needs if ``delete_on_read`` is True.
 
         Raises InvalidArgumentError for an unknown consumer, and ReservedConsumerError for a reserved consumer.
         """
@@ -378,10 +378,10 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
     def reserve(self, consumer: str | None = None, *, holder: str = "a ConsumerHandle") -> ConsumerHandle:
         """Reserve a consumer, and return a handle with exclusive access to it.
 
-        Until the handle is released, the tracker's own methods that read, clear, rewind or remove the consumer raise
-        :class:`~delta_tracker.errors.ReservedConsumerError` with ``holder`` in the message. The name is optional if
-        there is only one consumer. Raises ReservedConsumerError if the consumer is already reserved, and DetachedError
-        after :meth:`detach`.
+        Until the handle is released, the tracker's methods that read, clear, rewind or remove the consumer raise
+        :class:`~delta_tracker.errors.ReservedConsumerError`. The error message contains ``holder``. The consumer's name
+        is optional if there is only one consumer. Raises ReservedConsumerError if the consumer is already reserved, and
+        DetachedError after :meth:`detach`.
         """
         self._model.check_attached()
         name = self._log.consumers.reserve(consumer, holder)
@@ -393,7 +393,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
             raise
 
     def needs_snapshot(self, consumer: str | None = None) -> bool:
-        """Return True if a consumer was dropped because the log exceeded ``max_bytes``, and therefore needs all rows.
+        """Return True if a consumer needs all rows because it was dropped when the log exceeded ``max_bytes``.
 
         The name is optional if there is only one consumer. Raises InvalidArgumentError for an unknown consumer.
         """
@@ -402,8 +402,8 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
     def clear(self, consumer: str | None = None) -> None:
         """Discard the pending rows of a consumer, or of all consumers if no name is given.
 
-        To recover a dropped consumer, call this method, then send all rows (:meth:`read_rows`) to the consumer. After
-        an interrupt, all rows may be pending. Raises InvalidArgumentError for an unknown consumer, and
+        To recover a dropped consumer, call this method, then send all rows (see :meth:`read_rows`) to the consumer. If
+        the call is interrupted, all rows may become pending. Raises InvalidArgumentError for an unknown consumer, and
         ReservedConsumerError for a reserved consumer.
         """
         with self._log.lock:
@@ -411,10 +411,10 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
             self._log.consumers.clear(*[self._log.consumers.resolve(each) for each in names])  # all or none
 
     def rewind(self, consumer: str | None = None) -> None:
-        """Make all rows that changed since the tracker was created pending again for a consumer.
+        """Move a consumer back to the start: rows that changed since the tracker was created are pending again.
 
         Aborts the consumer's uncommitted read. The name is optional if there is only one consumer. Raises
-        InvalidArgumentError for an unknown consumer or with ``delete_on_read=True``, and ReservedConsumerError for a
+        InvalidArgumentError for an unknown consumer or if ``delete_on_read`` is True, and ReservedConsumerError for a
         reserved consumer.
         """
         self._log.consumers.rewind(self._log.consumers.resolve(consumer))
@@ -427,9 +427,10 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
             return self._log.segments.memory()
 
     def stats(self) -> TrackerStats:
-        """Return the pending rows and lag of each consumer and the memory usage on this rank. Waits for the device.
+        """Return the lag and number of pending rows of each consumer, and the memory usage, on this rank.
 
-        :meth:`num_pending` describes which rows are counted. For a dropped consumer, all rows count as pending.
+        Waits for the device. :meth:`num_pending` describes which rows are counted. All rows of a dropped consumer count
+        as pending.
         """
         log = self._log
         with log.lock:
@@ -440,14 +441,14 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
     def num_pending(self, consumer: str | None = None) -> dict[str, int]:
         """Return the number of pending rows of a consumer on this rank, by table FQN. Waits for the device.
 
-        Moves no cursor, and also accepts a reserved consumer. The name is optional if there is only one consumer.
-        Changes of tables without a fused optimizer are counted only after the next read, and changes of raw ids only
-        after the next read or checkpoint. Raises InvalidArgumentError for an unknown consumer.
+        Does not move the cursor. The consumer may be reserved. The name is optional if there is only one consumer.
+        Changes of tables without a fused optimizer are counted only after the next read. Changes of raw ids are counted
+        only after the next read or checkpoint. Raises InvalidArgumentError for an unknown consumer.
         """
         return self._log.consumers.num_pending(consumer)
 
     def compact(self, start_idx: int = 0, end_idx: int | None = None) -> None:
-        """Merge segments of the log that no cursor separates, and drop rows that every consumer has committed.
+        """Merge segments of the log, and drop rows that every consumer has committed, to free memory.
 
         Rows are dropped only if ``delete_on_read`` is True. Compaction does not change the results of reads. The call
         does nothing if the range of batches ends at or before the last compaction. Otherwise it compacts the whole log.
@@ -493,14 +494,15 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
 
         Args:
             consumer: name of the consumer; optional if there is only one consumer.
-            commit: move the cursor now. If False, the rows stay pending until :meth:`commit`. A new read replaces the
-                uncommitted read and includes its rows.
-            with_states: add ``states`` in modes that have them. False copies no states and blocks hooks more briefly.
-            with_values: add ``values``, the current rows, ``[N, D]`` in the table's dtype.
-            with_optimizer: add ``optimizer``, the current states of the fused optimizer for these rows.
-            top_k: return only the rows with the highest scores. The other rows stay pending. The call is then a
-                collective. Rows of a DATA_PARALLEL table are selected on rank 0, and rows of a table in 2D parallelism
-                on the first replica. Deltas of other ranks and replicas contain all changed rows of these tables.
+            commit: True to commit the read. If False, the rows stay pending until :meth:`commit` is called. A new read
+                replaces the uncommitted read and includes its rows.
+            with_states: True to add ``states``, if the mode has them. False is faster and blocks hooks for less time.
+            with_values: True to add ``values``: the current rows, ``[N, D]`` in the table's dtype.
+            with_optimizer: True to add ``optimizer``: the current states of the fused optimizer for these rows.
+            top_k: limit of the delta's size. Only the rows with the highest scores are returned, and the other rows
+                stay pending. A call with ``top_k`` is a collective. Rows of a DATA_PARALLEL table are selected on rank
+                0, and rows of a table in 2D parallelism on the first replica. Deltas of other ranks and replicas
+                contain all changed rows of these tables.
             unknown: not accepted. For arguments of TorchRec's tracker, the error message names the replacement.
 
         Returns:
@@ -539,14 +541,14 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         )
 
     def get_delta_ids(self, consumer: str | None = None) -> dict[str, Tensor]:
-        """Return the local ids of the changed rows, ``[N]`` int64 by table FQN, and commit the read."""
+        """Read the changed rows, commit the read, and return the local ids of the rows, ``[N]`` int64 by table FQN."""
         self._hooks.check_read()
         return self._reader.read(
             self._log.consumers.resolve(consumer), lambda delta: {fqn: rows.ids for fqn, rows in delta.items()}
         )
 
     def commit(self, delta: Delta) -> None:
-        """Commit an uncommitted read: move the consumer's cursor to the end of the read.
+        """Commit the read that returned ``delta``. This moves the consumer's cursor to the end of the read.
 
         Raises:
             InvalidArgumentError: if ``delta`` is not a :class:`~delta_tracker.types.Delta`, or if its consumer was
@@ -557,7 +559,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         self._log.consumers.commit(self._log.consumers.uncommitted(delta))
 
     def abort(self, delta: Delta) -> None:
-        """Discard an uncommitted read. Its rows stay pending. Raises the same errors as :meth:`commit`."""
+        """Discard the read that returned ``delta``. Its rows stay pending. Raises the same errors as :meth:`commit`."""
         _check_delta(delta)
         self._log.consumers.abort(self._log.consumers.uncommitted(delta))
 
@@ -584,8 +586,8 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         """Return a copy of this rank's current rows of several tables, by table FQN.
 
         Faster than one call to :meth:`read_rows` for each table. ``ids`` maps table FQNs to ``[N]`` integer local ids,
-        or to None for all rows. Without ``ids``, all rows of all tables are returned. Raises the same errors
-        as :meth:`read_rows`.
+        or to None for all rows. If ``ids`` is None, all rows of all tables are returned. Raises the same errors as
+        :meth:`read_rows`.
         """
         if ids is not None and not isinstance(ids, Mapping):
             raise InvalidArgumentError("ids", ids, "Pass a mapping of table FQN to ids, or None for all tables")
@@ -608,17 +610,18 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         return self._checkpoint.restored
 
     def register_counter(self, name: str, counter: object) -> None:
-        """Register a counter to save and load with the tracker's state.
+        """Register a counter, such as a metric, to save and load it with the tracker's state.
 
-        With the same world size, loading restores the state of each rank. With another world size, it restores the
-        counter's total over all ranks, and rejects a metric with a state whose reduction is not sum, max, min or cat.
+        If the world size is unchanged, loading restores the state of each rank. If it differs, loading restores the
+        counter's total over all ranks. A metric that has a state whose reduction is not sum, max, min or cat is then
+        rejected.
 
-        Buffers of a metric that are not states, such as thresholds, are not saved. Their contents must be the same at
-        the registration of the saved metric and of the loading metric. If updates change such a buffer, register the
-        metric before its first update.
+        Buffers of a metric that are not states, such as thresholds, are not saved. They must be equal when the saved
+        metric and the loading metric are registered. If updates change such a buffer, register the metric before its
+        first update.
 
         Args:
-            name: key in the saved state, the same on every rank.
+            name: key of the counter in the saved state. It must be the same on every rank.
             counter: a ``torchmetrics.Metric`` that contains no other metric and is not part of a collection with
                 compute groups, or a :class:`~delta_tracker.tracker.checkpoint.counters.Mergeable`.
 
@@ -629,10 +632,10 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         self._checkpoint.counters.register(name, counter)
 
     def state_dict(self, *, strategy: Strategy = "local") -> dict[str, Tensor]:
-        """Return the pending rows and the note (a JSON value) of every consumer, and the registered counters.
+        """Return the state to save in a checkpoint: pending rows and notes of all consumers, and registered counters.
 
-        Rows of uncommitted reads, and rows whose update is in progress, are pending. Moves no cursor. Call it directly
-        before or after the model's ``state_dict``, without an update between the two calls.
+        Pending rows include the rows of uncommitted reads and rows whose update is in progress. No cursor is moved.
+        Call this method directly before or after the model's ``state_dict``, without an update between the two calls.
 
         Args:
             strategy: ``"local"`` returns this rank's part without a collective. Every rank then saves its own part.
@@ -646,26 +649,26 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
 
         Raises:
             DetachedError: if the tracker is detached, because later updates were not recorded.
-            UnsupportedModelError: if a plain module was replaced.
+            UnsupportedModelError: if a table can no longer be tracked, for example because its module was replaced.
             RankFailedError: if the strategy is a collective and another rank raised one of these errors.
             InvalidArgumentError: if the strategy is unknown, if the state of a counter cannot be saved, or if rows
-                changed since the last ``sync()`` of a ``DMPCollection``. If the strategy is a collective, changed rows
-                on one rank raise this error on every rank.
+                changed since the last ``sync()`` of a ``DMPCollection``. If the strategy is a collective, every rank
+                raises this error when rows changed on one rank.
             RankLostError: if the strategy is a collective and a rank died or did not make the call in time.
         """
         return self._checkpoint.state_dict(strategy=strategy)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Replace all pending rows with a saved state. Restore the model first.
+        """Replace all pending rows, notes and counters with those of a saved state. Load the model's state first.
 
         On every rank, pass the saved parts of all ranks, merged into one dict. The parts that cover the rank's shards
         and counters are sufficient. If the world size and the sharding plan are unchanged, the rank's own part is
         sufficient. Uncommitted reads are aborted. A call that raises one of the following errors changes nothing. If
-        the call is interrupted or memory runs out, all rows may be pending.
+        the call is interrupted or memory runs out, all rows may become pending.
 
         Args:
-            state: parts of :meth:`state_dict`. Pass an empty dict for a checkpoint without tracker state: all rows are
-                then pending for every consumer, a warning is logged, and :attr:`restored` is ``LoadOutcome.NOTHING``.
+            state: merged results of :meth:`state_dict`. Pass an empty dict if the checkpoint has no tracker state. All
+                rows are then pending for every consumer, and :attr:`restored` is ``LoadOutcome.NOTHING``.
 
         Raises:
             StateMismatchError: if the format version is unknown, if the mode, consumers, tables or counters differ, if
@@ -685,13 +688,13 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         Call it between the backward pass of one batch and the forward pass of the next batch. The following tables keep
         their recorded changes:
 
-        - Tables whose block and lookup module on this rank are unchanged, except after :meth:`detach`.
-        - Tables without a fused optimizer whose block is unchanged, if lookups are not recorded.
+        - Tables whose shard and lookup module on this rank are unchanged, if :meth:`detach` was not called.
+        - Tables without a fused optimizer whose shard is unchanged, if lookups are not recorded.
 
-        All rows of other tables are marked as changed for every consumer. For a table whose block changed, the raw ids
-        of earlier reads are unknown. Tables that are no longer in the model are not tracked any more, and their pending
-        rows are dropped. If the call raises the following error, or if memory for new stores runs out, the tracker does
-        not change. After any other error or an interrupt, the tracker is detached: call this method again.
+        All rows of other tables are marked as changed for every consumer. For a table whose shard changed, the raw ids
+        of earlier reads become unknown. Tables that are no longer in the model are not tracked any more, and their
+        pending rows are dropped. If the call raises the following error, or if memory for new stores runs out, the
+        tracker does not change. After any other error or an interrupt, the tracker is detached: call this method again.
 
         Raises:
             UnsupportedModelError: if the model cannot be tracked, see :class:`ModelDeltaTracker`.
@@ -736,7 +739,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         announce_training(self._live)
 
     def detach(self) -> None:
-        """Remove all hooks. Later reads raise DetachedError. Idempotent. Deleting the tracker also removes hooks."""
+        """Stop tracking: remove all hooks. Later reads raise DetachedError. Idempotent."""
         self._hooks.detach()
 
     def __enter__(self) -> Self:
