@@ -1,6 +1,6 @@
 """Collectives of checkpoints: :func:`run_on_all_ranks` compares results, :func:`gather_parts` gathers saved states.
 
-:func:`refuse_dcp_load` raises an error if ``dcp.load`` is called with a tracker or with counters instead of an adapter.
+:func:`refuse_dcp_load` raises an error if a tracker or counters are passed to ``dcp.load`` without an adapter.
 """
 
 import json
@@ -22,10 +22,11 @@ _BYTE = torch.uint8
 
 
 def run_on_all_ranks(action: Callable[[], Mapping[str, object] | None], group: RankGroup) -> None:
-    """Call ``action`` on every rank and check that all ranks have the same result. A collective.
+    """Call ``action`` on every rank, and check that it returns the same result on all ranks. A collective.
 
-    Call it before operations that block forever if a rank fails or passes different arguments. ``action`` returns JSON
-    values by name, or None. Raises RankFailedError if the results differ, or if ``action`` raised on other ranks only.
+    Call this function before operations that block forever if a rank fails or passes different arguments. ``action``
+    returns JSON values by name, or None. Raises RankFailedError if the results differ, or if ``action`` raised an error
+    on another rank. If it raised an error on this rank, that error is raised.
     """
     try:
         message: dict[str, object] = {"result": action() or {}}
@@ -54,10 +55,10 @@ def _exchange(message: Mapping[str, object], group: RankGroup) -> list[dict[str,
 
 
 def gather_parts(state: Mapping[str, Tensor], group: RankGroup, strategy: str) -> dict[str, Tensor]:
-    """Send the saved state of every rank, its *part*, to rank 0. A collective.
+    """Gather the saved states of all ranks on rank 0. A collective. ``state`` is the saved state (*part*) of this rank.
 
-    Returns the tensors of all parts by key on rank 0. On other ranks, returns ``state`` if ``strategy`` is
-    ``gather_or_local``, otherwise an empty dict. Raises CheckpointError if a rank sends an invalid header.
+    Returns the tensors of all parts, by key, on rank 0. On other ranks, returns ``state`` if ``strategy`` is
+    ``gather_or_local``, and an empty dict otherwise. Raises CheckpointError if a rank sends an invalid header.
     """
     header = next(iter(state.values()))
     lengths = group.all_gather(torch.tensor([len(header)], device="cpu"))
@@ -84,7 +85,7 @@ def refuse_dcp_load(argument: str, adapter: str) -> None:
     """Raise InvalidArgumentError if the caller runs inside ``dcp.load``.
 
     ``dcp.load`` calls ``state_dict()`` to get the tensors to fill, but the saved tensors may have other keys and sizes.
-    The message names ``argument``, the object passed to ``dcp.load``, and ``adapter``, the object to pass instead.
+    The error message contains ``argument``, a name of the object passed to ``dcp.load``, and ``adapter``, the remedy.
     """
     if dcp_load_frame() is not None:
         remedy = f"Pass {adapter} of delta_tracker.integrations.dcp to dcp.load()"
@@ -92,7 +93,7 @@ def refuse_dcp_load(argument: str, adapter: str) -> None:
 
 
 def dcp_load_frame() -> FrameType | None:
-    """Return the stack frame of ``dcp.load`` if the caller runs inside it, otherwise None."""
+    """Return the stack frame of ``dcp.load`` if the caller runs inside ``dcp.load``, otherwise None."""
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001  the only way to know the caller
     while frame is not None and frame.f_globals.get("__name__") != "torch.distributed.checkpoint.state_dict_loader":
         frame = frame.f_back

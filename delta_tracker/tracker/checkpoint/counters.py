@@ -1,10 +1,10 @@
 """Per-rank counters that are saved with the tracker: torchmetrics metrics and other mergeable objects.
 
 Each state that a rank saved is loaded by exactly one rank. The total over all ranks is therefore the same at any world
-size. States whose reduction is not sum, max, min or cat cannot be merged, and require an unchanged world size.
+size. States whose reduction is not sum, max, min or cat cannot be merged. They require an unchanged world size.
 
-A part's header contains the *kind* of each counter: a JSON object that describes the counter at its registration.
-Loading first compares the saved kind with the kind of the registered counter.
+The header of a part (the saved state of one rank) contains the *kind* of each counter: a JSON object that describes the
+registered counter. Loading first compares the saved kind with the kind of the counter to load.
 """
 
 import copy
@@ -37,32 +37,32 @@ _COUNT = "_update_count"
 class Mergeable(Protocol):
     """Interface of a counter whose state can be saved, merged with the states of other ranks, and loaded.
 
-    Loading calls :meth:`merge` before it changes any state. :meth:`merge` must raise an error if a state was saved by
-    an incompatible counter.
+    Loading calls :meth:`merge` before it changes any counter. :meth:`merge` must raise an error if an incompatible
+    counter saved one of the states.
     """
 
     def state_dict(self) -> State:
         """Return a copy of this rank's state, a mapping from field name to tensor or JSON value."""
 
     def merge(self, states: Sequence[State]) -> State:
-        """Return the combination of ``states``, or a new counter's state if ``states`` is empty. No side effects."""
+        """Return one state that combines ``states``, or the state of a new counter if it is empty. No side effects."""
 
     def load_state_dict(self, state: State) -> None:
         """Replace the counter's state with ``state``, a result of :meth:`merge`."""
 
 
 class MetricCounter:
-    """Adapter of a torchmetrics metric to :class:`Mergeable`.
+    """Adapter that implements :class:`Mergeable` for a torchmetrics metric.
 
-    Unlike the metric's own ``state_dict``, it also saves states that are not persistent. It does not save buffers that
-    are not states, such as thresholds, but :attr:`kind` contains a digest of each.
+    Unlike the ``state_dict`` of the metric, this class also saves states that are not persistent. It does not save
+    buffers that are not states, such as thresholds, but :attr:`kind` contains a digest of each of these buffers.
 
     Args:
         name: name of the counter, for error messages.
         metric: metric that contains no other metric.
 
     Attributes:
-        unmerged: name of the reduction of each state that cannot be merged, by name of the state.
+        unmerged: reduction of each state that cannot be merged, by state name.
         kind: class of the metric, reductions and default shapes of its states, and digests of its other buffers.
     """
 
@@ -86,9 +86,9 @@ class MetricCounter:
     def state_dict(self) -> State:
         """Return copies of the metric's states by name, together with the number of updates.
 
-        A list state that can be merged is returned as one tensor, and omitted if it is empty. Any other list state is
-        returned as its length and one field per tensor. Raises InvalidArgumentError if the metric is synchronized
-        (holds the merged states of all ranks), or if a list contains a value that is not a tensor.
+        A list state that can be merged is returned as one tensor, and is omitted if it is empty. Any other list state
+        is returned as its length and one field per tensor. Raises InvalidArgumentError if the metric is synchronized
+        (contains the merged states of all ranks), or if a list contains a value that is not a tensor.
         """
         self._check_unsynced()
         found: dict[str, Any] = {}
@@ -107,10 +107,9 @@ class MetricCounter:
         return {**found, _COUNT: self._metric._update_count}  # noqa: SLF001
 
     def merge(self, states: Sequence[State]) -> State:
-        """Return one state that combines ``states``, using the metric's own reductions across ranks.
+        """Return one state that combines ``states`` with the metric's reductions, or a default state if it is empty.
 
-        Returns the metric's default state if ``states`` is empty. Raises CheckpointError if the states cannot be
-        reduced.
+        Raises CheckpointError if the states cannot be merged.
         """
         if self.unmerged and len(states) > 1:
             raise CheckpointError(self._name, f"the states {sorted(self.unmerged)} of several ranks have no sum")
@@ -132,9 +131,8 @@ class MetricCounter:
     def new_state(self, layouts: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> State:
         """Return the state of a metric without updates, for a rank that loads no part.
 
-        ``layouts`` contains the dtype and shape of each saved tensor by name. If a list that is concatenated across
-        ranks has a saved tensor, an empty tensor is returned for it, because torchmetrics blocks forever if a list is
-        empty on some ranks only.
+        ``layouts`` contains the dtype and shape of each saved tensor, by field name. A list state that other ranks
+        load is returned as an empty tensor: torchmetrics blocks forever if a list is empty on some ranks only.
         """
         lists = [field for field, each in self._fields.items() if each == "dim_zero_cat" and field in layouts]
         kinds = [(field, *layouts[field]) for field in lists]
@@ -148,7 +146,7 @@ class MetricCounter:
         """Replace the metric's states and number of updates with the values in ``state``.
 
         Tensors are moved to the metric's device. States that are missing in ``state`` are reset. Raises
-        InvalidArgumentError if the metric is synchronized (holds the merged states of all ranks).
+        InvalidArgumentError if the metric is synchronized (contains the merged states of all ranks).
         """
         self._check_unsynced()  # otherwise `unsync()` would bring back the states before the load
         metric = self._metric
@@ -191,7 +189,7 @@ class MetricCounter:
             raise InvalidArgumentError(self._name, "a synchronized metric", remedy)
 
     def _only(self, field: str, states: Sequence[State]) -> State:
-        """Return the unmergeable ``field`` of the only element of ``states``, or its default if ``states`` is empty."""
+        """Return the unmergeable state ``field`` of the only element of ``states``, or the default if it is empty."""
         if states:
             return {name: each for name, each in states[0].items() if name == field or name.startswith(f"{field}.")}
         return {f"{field}.length": 0} if self._default_shape(field) is None else {field: self._default(field)}
@@ -207,7 +205,7 @@ class MetricCounter:
 
 
 def _reduction_name(reduction: object) -> str:
-    """Return a name for a reduction, the same in every process. The name of a partial includes its arguments."""
+    """Return a name for a reduction that is the same in every process. It includes the arguments of a ``partial``."""
     if reduction is None:
         return "None"
     if isinstance(reduction, partial):
@@ -238,7 +236,7 @@ class CounterSet:
         self._counters[name] = _as_mergeable(name, counter)
 
     def kinds(self) -> dict[str, Kind]:
-        """Return the description (kind) of each counter as a JSON object, by name in alphabetical order."""
+        """Return the kind of each counter, a JSON object that describes it, by name in alphabetical order."""
         return {name: _kind_of(counter) for name, counter in sorted(self._counters.items())}
 
     def states(self) -> dict[str, State]:
@@ -248,8 +246,8 @@ class CounterSet:
     def check(self, parts: Sequence[RankHeader], world_size: int) -> None:
         """Check that the counters of saved parts can be loaded on ``world_size`` ranks.
 
-        Raises StateMismatchError if names or kinds differ, or if the world size differs and a state cannot be merged.
-        Raises CheckpointError if the fields of a counter are invalid.
+        Raises StateMismatchError if the names or kinds of the counters differ, or if the world size differs and a state
+        cannot be merged. Raises CheckpointError if the fields of a counter are invalid.
         """
         names = sorted({name for part in parts for name in part.counters})
         if names != sorted(self._counters):
@@ -261,7 +259,7 @@ class CounterSet:
         self.check_world_size(parts[0].world_size, world_size)
 
     def check_world_size(self, saved: int, found: int) -> None:
-        """Raise StateMismatchError if ``saved`` and ``found`` differ and a counter's state cannot be merged."""
+        """Raise StateMismatchError if the world sizes differ and a counter has a state that cannot be merged."""
         unmerged = [
             f"{name!r} (state {field!r}: {reduction})"
             for name, counter in sorted(self._counters.items())
@@ -279,7 +277,7 @@ class CounterSet:
     def merged(
         self, counted: Sequence[RankHeader], parts: Sequence[RankHeader], tensors: Mapping[str, Tensor]
     ) -> dict[str, State]:
-        """Return the merged state of each counter, by name. Changes no counter.
+        """Return the merged state of each counter, by name. Does not change the counters.
 
         Args:
             counted: headers of the parts to merge. If it is empty, the states of new counters are returned.
@@ -300,7 +298,7 @@ class CounterSet:
         return merged
 
     def load(self, states: Mapping[str, State]) -> None:
-        """Replace the states of all counters with a result of :meth:`merged`. If a counter fails, none is changed."""
+        """Load ``states``, a result of :meth:`merged`, into the counters. If a counter fails, no counter changes."""
         counters = self._counters
         before = {name: copy.deepcopy(counter.merge([counter.state_dict()])) for name, counter in counters.items()}
         begun: list[str] = []
@@ -315,9 +313,9 @@ class CounterSet:
 
 
 def counted_by(rank: int, world_size: int, parts: Sequence[RankHeader]) -> list[RankHeader]:
-    """Return the headers of the parts whose counters ``rank`` loads, in rank order. Exactly one rank loads each part.
+    """Return the headers of the parts whose counters ``rank`` must load, in rank order.
 
-    Raises CheckpointError if a part that the rank loads is missing.
+    Exactly one rank loads each part. Raises CheckpointError if a part that ``rank`` must load is missing.
     """
     mine = range(rank, parts[0].world_size, world_size)
     found = {part.rank: part for part in parts}
@@ -327,7 +325,7 @@ def counted_by(rank: int, world_size: int, parts: Sequence[RankHeader]) -> list[
 
 
 def _as_mergeable(name: str, counter: object) -> Mergeable:
-    """Return ``counter`` if it is a Mergeable, or an adapter of a metric. Raise InvalidArgumentError otherwise."""
+    """Return ``counter`` if it is a Mergeable, or an adapter if it is a metric. Else raise InvalidArgumentError."""
     torchmetrics = sys.modules.get("torchmetrics")  # already imported if the caller has a metric
     if torchmetrics is not None and isinstance(counter, torch.nn.Module):
         inner = [each for each in counter.modules() if each is not counter and isinstance(each, torchmetrics.Metric)]

@@ -1,16 +1,16 @@
-"""Format of a *part* of the tracker's checkpoint, the saved state of one rank: encode it, and parse its header.
+"""Format of a *part* of the tracker's checkpoint: the saved state of one rank.
 
 A part consists of plain tensors, one of which contains a JSON header. Loading a part never unpickles data.
 
-Every key starts with the prefix ``rank{rank}of{world_size}/``. Different ranks thus have different keys:
-``torch.distributed.checkpoint`` (DCP) silently keeps only one copy if several ranks save the same key. The prefix is
-followed by one of these names:
+Every key starts with the prefix ``rank{rank}of{world_size}/``, so that different ranks have different keys: if several
+ranks save the same key, ``torch.distributed.checkpoint`` (DCP) silently keeps only one copy. The prefix is followed by
+one of these names:
 
 - ``header``: ``[B]`` uint8, the JSON of :class:`RankHeader`. It contains a digest of every other tensor of the part.
 - ``rows/{table}``: ``[B]`` uint8, the table's rows in all row sets. There is only one such tensor per table, because
   DCP's plan contains an entry for every tensor.
-- ``counters/{name}/{field}``: tensors of the registered counters. The header contains the other fields of each counter
-  and its kind, see :mod:`delta_tracker.tracker.checkpoint.counters`.
+- ``counters/{name}/{field}``: tensors of the registered counters. The header contains the fields of a counter that are
+  not tensors, and its kind. See :mod:`delta_tracker.tracker.checkpoint.counters`.
 
 A *row set* contains the pending rows of one consumer. Its name is the index of this consumer in the header. The row set
 ``history`` contains all rows changed since the tracker was created. In a ``rows/{table}`` tensor, a row set consists of
@@ -77,7 +77,7 @@ _Count = Annotated[int, Meta(ge=0)]
 
 
 class SavedConsumer(Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
-    """Description of a consumer in the header of a part. The consumer's rows are not part of the header.
+    """Description of a consumer in the header of a part. The header does not contain the consumer's rows.
 
     Args:
         name: the consumer's name.
@@ -91,7 +91,7 @@ class SavedConsumer(Struct, array_like=True, forbid_unknown_fields=True, frozen=
 
 
 class Piece(Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
-    """Layout of one piece of a ``rows/{table}`` tensor: a column of a row set.
+    """Layout of one piece of a ``rows/{table}`` tensor. A piece is one column of a row set, such as the ids.
 
     Raises ValueError if the dtype or the number of dimensions is wrong for the column.
 
@@ -124,22 +124,22 @@ class Piece(Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
 
 
 class RankHeader(Struct, kw_only=True, frozen=True, eq=False):
-    """Header of the saved state (part) of one rank. Its JSON object contains these fields and ``version``.
+    """Header of the saved state (part) of one rank. It is saved as a JSON object of these fields and ``version``.
 
     Args:
         rank: rank that saved the part.
         world_size: number of ranks that saved parts.
         mode: value of the :class:`~delta_tracker.types.TrackingMode`.
         num_batches: number of ``step()`` calls.
-        shards: the rank's block of each table, by table FQN.
-        consumers: the consumers, in the order of their row sets.
-        has_history: True if the row set ``history`` is saved.
-        annotations: note of each consumer that has one, by consumer name.
-        counters: fields of each counter that are not tensors, by counter name and field name.
+        shards: spec of the rank's shard of each table, by table FQN.
+        consumers: descriptions of the consumers, in the order of their row sets.
+        has_history: True if the part contains the row set ``history``.
+        annotations: note of each consumer that has a note, by consumer name.
+        counters: values of the counters that are not tensors, by counter name and field name.
         counter_kinds: kind of each counter, by counter name.
-        layouts: dtype and shape of each counter tensor, by key without the prefix.
+        layouts: dtype and shape of each counter tensor, by key without prefix.
         pieces: pieces of each ``rows/{table}`` tensor in order, by table FQN.
-        digests: :func:`digest` of each tensor, by key without the prefix.
+        digests: :func:`digest` of each tensor, by key without prefix.
     """
 
     rank: _Count
@@ -162,7 +162,7 @@ class RankHeader(Struct, kw_only=True, frozen=True, eq=False):
         return f"rank{self.rank}of{self.world_size}/"
 
     def row_layouts(self, fqn: str) -> dict[str, Layout]:
-        """Return the layout of a table's ``rows/{table}`` tensor, by key without prefix; empty if there is none."""
+        """Return the layout of a table's ``rows/{table}`` tensor, by key without prefix. Empty if there is none."""
         num_bytes = sum(piece.room for piece in self.pieces.get(fqn, ()))
         return {f"rows/{fqn}": (torch.uint8, (num_bytes,))} if num_bytes else {}
 
@@ -172,10 +172,10 @@ class RankHeader(Struct, kw_only=True, frozen=True, eq=False):
         return {**rows, **self.layouts}
 
     def rows(self, row_set: str, fqn: str, tensors: Mapping[str, Tensor]) -> ChangedRows | None:
-        """Return the rows of a table in a row set, with global ids; None if there are no such rows.
+        """Return the rows of the table ``fqn`` in a row set, with global ids. Return None if there are no rows.
 
-        ``row_set`` is the index of a consumer or ``history``. ``tensors`` contains the part's tensors by key with
-        prefix. Raises CheckpointError if the tensor does not contain valid rows of the rank's block.
+        ``row_set`` is the index of a consumer, or ``history``. ``tensors`` contains the part's tensors by key with
+        prefix. Raises CheckpointError if the tensor of the table does not contain valid rows of the rank's shard.
         """
         read, begin = {}, 0
         for piece in self.pieces.get(fqn, ()):
@@ -205,7 +205,7 @@ class RankHeader(Struct, kw_only=True, frozen=True, eq=False):
         return ChangedRows(ids, states, known, read.get("ages"), read.get("former"))
 
     def counter(self, name: str, tensors: Mapping[str, Tensor]) -> dict[str, Any] | None:
-        """Return the fields of a counter by field name; None if the part has no counter with this name.
+        """Return the fields of the counter ``name``, by field name, or None if the part does not contain the counter.
 
         ``tensors`` contains the part's tensors by key with prefix. The returned tensors are copies.
         """
@@ -216,7 +216,7 @@ class RankHeader(Struct, kw_only=True, frozen=True, eq=False):
         return {**self.counters[name], **found}
 
     def counter_layouts(self, name: str) -> dict[str, Layout]:
-        """Return the dtype and shape of each tensor of a counter, by field name."""
+        """Return the dtype and shape of each tensor of the counter ``name``, by field name."""
         start = f"counters/{name}/"
         return {key[len(start) :]: layout for key, layout in self.layouts.items() if key.startswith(start)}
 
@@ -230,11 +230,11 @@ def pack(
     counters: Counters,
     kinds: Mapping[str, Mapping[str, object]],
 ) -> dict[str, Tensor]:
-    """Encode the state of a rank as a part: the CPU tensors to save, by key.
+    """Encode the state of a rank as a part, and return the CPU tensors of the part by key.
 
-    ``shards`` are the rank's blocks by table FQN. The row ids in ``state`` are local. ``counters`` and ``kinds`` are
-    the fields and the kind of each counter, by name. Raises InvalidArgumentError if a field of a counter is neither a
-    JSON value nor a tensor of a supported dtype.
+    ``shards`` are the specs of the rank's shards, by table FQN. The row ids in ``state`` are local. ``counters`` are
+    the fields of each counter, and ``kinds`` the kind of each counter, by name. Raises InvalidArgumentError if a field
+    of a counter is neither a JSON value nor a tensor of a supported dtype.
     """
     sets = {str(index): consumer.rows for index, consumer in enumerate(state.consumers.values())}
     if state.history is not None:
@@ -317,10 +317,10 @@ def _columns(rows: ChangedRows, spec: ShardSpec) -> Iterator[tuple[str, Tensor]]
 
 
 def parse(key: str, header: Tensor) -> RankHeader:
-    """Parse the ``[B]`` uint8 header saved under ``key``.
+    """Parse the ``[B]`` uint8 tensor ``header`` that was saved under ``key``.
 
     Raises StateMismatchError if the format version of the header is unknown. Raises CheckpointError if the header is
-    invalid or belongs to another key.
+    invalid, or if it is the header of another rank than ``key``.
     """
     try:
         found = json.loads(header.cpu().numpy().tobytes())
@@ -337,9 +337,9 @@ def parse(key: str, header: Tensor) -> RankHeader:
 
 
 def parse_all(state: Mapping[str, Tensor]) -> list[RankHeader]:
-    """Parse the headers of all parts in ``state``, the saved tensors by key.
+    """Parse the headers of all parts in ``state``, which contains the saved tensors by key.
 
-    Raises InvalidArgumentError if ``state`` is not a mapping, and CheckpointError if it has no header.
+    Raises InvalidArgumentError if ``state`` is not a mapping, and CheckpointError if it does not contain a header.
     """
     remedy = f"Pass what state_dict() returned. {OR_NOTHING}"
     if not isinstance(state, Mapping):
@@ -352,9 +352,10 @@ def parse_all(state: Mapping[str, Tensor]) -> list[RankHeader]:
 
 
 def take(state: Mapping[str, Tensor], needed: Mapping[str, Layout], parts: Sequence[RankHeader]) -> dict[str, Tensor]:
-    """Return the tensors of ``state`` with the keys in ``needed``, on the CPU.
+    """Return the tensors of ``state`` whose keys are in ``needed``, on the CPU, and check them.
 
-    Raises CheckpointError if a tensor is missing, or if its dtype, shape or digest does not match its header.
+    ``needed`` maps keys to dtypes and shapes. ``parts`` are the headers. Raises CheckpointError if a tensor is missing,
+    or if its dtype, shape or digest is wrong.
     """
     digests = {part.prefix + name: part.digests.get(name) for part in parts for name in part.all_layouts()}
     tensors = {}
@@ -371,12 +372,12 @@ def take(state: Mapping[str, Tensor], needed: Mapping[str, Layout], parts: Seque
 
 
 def counter_layouts(parts: Sequence[RankHeader]) -> dict[str, Layout]:
-    """Return the dtype and shape of each counter tensor of several parts, by key with prefix."""
+    """Return the dtype and shape of each counter tensor in ``parts``, by key with prefix."""
     return {part.prefix + name: layout for part in parts for name, layout in part.layouts.items()}
 
 
 def digest(tensor: Tensor) -> str:
-    """Return the xxh3-128 hash of a tensor's elements in row-major order, as hexadecimal text."""
+    """Return the xxh3-128 hash of a tensor's elements in row-major order, as a hexadecimal string."""
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return xxhash.xxh3_128_hexdigest(flat.numpy().data)
 
@@ -396,7 +397,7 @@ def _named(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_parts_alike(parts: Sequence[RankHeader]) -> None:
-    """Raise StateMismatchError if two parts differ in world size, mode, consumers, history or tables."""
+    """Raise StateMismatchError if ``parts`` differ in world size, mode, consumers, ``has_history`` or tables."""
     first = parts[0]
     for part in parts[1:]:
         for what, saved, found in (
@@ -413,7 +414,7 @@ def check_parts_alike(parts: Sequence[RankHeader]) -> None:
 def check_tables(where: str, saved: Mapping[str, ShardSpec], expected: Mapping[str, ShardSpec]) -> None:
     """Raise StateMismatchError if the saved tables differ from the expected tables in name, size or dtype.
 
-    ``where`` is the start of the error message, such as ``"on rank 1 "``.
+    ``where`` is the start of the error message, for example ``"on rank 1 "``.
     """
     both = [{fqn: str(spec.table) for fqn, spec in shards.items()} for shards in (saved, expected)]
     differing = sorted(fqn for fqn in both[0].keys() | both[1].keys() if both[0].get(fqn) != both[1].get(fqn))

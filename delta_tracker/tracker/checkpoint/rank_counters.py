@@ -1,4 +1,4 @@
-"""Save and load counters and metrics of each rank without a tracker, in the format of a tracker's checkpoint."""
+"""Save and load the counters and metrics of each rank without a tracker."""
 
 from collections.abc import Mapping, Sequence
 from typing import Literal, get_args
@@ -15,15 +15,15 @@ from delta_tracker.tracker.rank_group import TORCH_TIMEOUT, RankGroup, rank_and_
 CounterStrategy = Literal["local", "gather", "gather_or_local", "merge"]
 
 MODE = "rank_counters"
-"""Value of ``mode`` in the headers. A tracker rejects such a state, and :class:`RankCounters` any other state."""
+"""Value of ``mode`` in the headers that :class:`RankCounters` writes. A tracker cannot load a state of this mode."""
 
 
 class RankCounters:
-    """Counters and metrics of this rank that are saved together, and loaded with any number of ranks.
+    """Collection of this rank's counters and metrics that can be saved, and loaded with a different number of ranks.
 
-    Needs no tracker and no embedding module. Each saved part is loaded by exactly one rank, so that the total over all
-    ranks is preserved. With the same number of ranks, each rank restores its own states. States whose reduction is not
-    sum, max, min or cat can be loaded only with the same number of ranks.
+    Requires no tracker and no embedding module. Exactly one rank loads each saved part, so that the total over all
+    ranks is preserved. If the number of ranks is unchanged, each rank loads the states that it saved. States whose
+    reduction is not sum, max, min or cat can be loaded only if the number of ranks is unchanged.
 
     Args:
         counters: counters by name, each a ``torchmetrics.Metric`` or a
@@ -65,7 +65,7 @@ class RankCounters:
         self._group: RankGroup | None = None  # created at the first gather, in which all ranks participate
 
     def __getstate__(self) -> dict[str, object]:
-        """Return the attributes for pickle and copy, without the process group. A copy creates its own group."""
+        """Return the attributes without the process group, for pickle and copy. A copy creates a new group."""
         return {**vars(self), "_group": None}
 
     def description(self) -> dict[str, object]:
@@ -73,7 +73,7 @@ class RankCounters:
         return {"counters": self._counters.kinds()}
 
     def state_dict(self, *, strategy: CounterStrategy = "local") -> dict[str, Tensor]:
-        """Return CPU tensors to save, by key. The keys of different ranks differ.
+        """Return the states of the counters as CPU tensors to save, by key. The keys of different ranks differ.
 
         Args:
             strategy: ``local`` returns this rank's part. ``gather`` returns the parts of all ranks on rank 0, and
@@ -84,7 +84,7 @@ class RankCounters:
         Raises:
             InvalidArgumentError: if the strategy is unknown, or the state of a counter cannot be saved.
             StateMismatchError: if ``strategy`` is ``merge`` and a state cannot be merged.
-            RankLostError: if a rank does not take part in a collective.
+            RankLostError: if a rank does not participate in the collective.
         """
         refuse_dcp_load("counters", "SavedCounters(counters, path)")
         if strategy not in get_args(CounterStrategy):
@@ -104,10 +104,10 @@ class RankCounters:
         return gathered
 
     def plan_load(self, parts: Sequence[RankHeader]) -> list[RankHeader]:
-        """Check saved headers against the counters, and return the headers of the parts that this rank loads.
+        """Check that saved parts match the counters, and return the headers of the parts that this rank must load.
 
-        Raises StateMismatchError if the parts were not saved together or do not match these counters, and
-        CheckpointError if parts are missing or invalid.
+        ``parts`` are the headers of the parts. Raises StateMismatchError if the parts were not saved together or do not
+        match the counters, and CheckpointError if parts are missing or invalid.
         """
         if not parts:
             remedy = "Load a checkpoint that has them, or load none: the counters then keep their values"
@@ -123,16 +123,16 @@ class RankCounters:
         """Replace the states of all counters with saved states. If the call raises, no counter of this rank changes.
 
         Args:
-            state: tensors of the parts that this rank loads, or of all parts. With the same number of ranks, a rank
-                loads its own part. Otherwise rank ``r`` of ``W`` loads the parts of ranks ``r``, ``r + W`` and so on.
-                On a rank without such a part, pass any part.
+            state: tensors of the parts that this rank loads, or of all parts. If the number of ranks is unchanged, a
+                rank loads the part that it saved. Otherwise rank ``r`` of ``W`` loads the parts of ranks ``r``,
+                ``r + W`` and so on. On a rank that loads no part, pass any part.
         """
         self._counters.load(self._merged(state))
 
     def check(self, state: Mapping[str, Tensor]) -> None:
         """Raise the errors that :meth:`load_state_dict` would raise, without changing any counter.
 
-        To load on all ranks or on none, call this method on all ranks before any rank loads.
+        Call this method on all ranks before any rank loads, so that either all ranks load or none.
         """
         self._merged(state)
 

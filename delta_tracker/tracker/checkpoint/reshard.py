@@ -1,8 +1,8 @@
 """Find the rows of this rank's shards in the saved states of all ranks, even if the sharding plan has changed.
 
 The saved state of one rank is called a *part*. A shard is a block of a table: a range of rows and some ranges of
-columns. A row is pending in a shard of this rank if it was pending in any saved block that shares columns with the
-shard. If the row was pending in only some of these blocks, the columns of the other blocks are unchanged, and their old
+columns. A row is pending in a shard of this rank if it was pending in any saved shard that has columns in common with
+it. If the row was pending in only some of these saved shards, the columns of the others are unchanged, and their old
 states are computed from the current rows. Therefore the model must be restored first.
 """
 
@@ -25,10 +25,10 @@ from delta_tracker.types import ShardSpec
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _SavedRows:
-    """Saved part that contains rows of one shard.
+    """Saved part that contains rows of one shard of this rank.
 
-    An old state has one value per column or per column range. ``K`` is the number of values that the part's block and
-    the shard share.
+    An old state has one value per column or per column range. ``K`` is the number of values that the saved shard and
+    this rank's shard have in common.
 
     Args:
         part: header of the part.
@@ -42,7 +42,7 @@ class _SavedRows:
 
 
 class Resharding:
-    """Plan for loading saved parts on one rank: the tensors to read, and the conversion to the rank's state.
+    """Plan for loading saved parts on one rank: it lists the tensors to read, and converts them to the rank's state.
 
     Args:
         parts: headers of parts that were saved together.
@@ -55,9 +55,8 @@ class Resharding:
         counted: headers of the parts whose counters this rank loads.
 
     Raises:
-        CheckpointError: if the parts do not contain all rows of this rank's shards, or all counters that it loads.
-        StateMismatchError: if old states have one value per column range, and the current sharding plan splits the
-            columns differently.
+        CheckpointError: if the parts do not contain all rows and counters that this rank must load.
+        StateMismatchError: if old states have one value per column range, and the column ranges have changed.
     """
 
     def __init__(
@@ -71,7 +70,7 @@ class Resharding:
         self.counted = counted_by(rank, world_size, self._parts)
 
     def needs(self) -> dict[str, Layout]:
-        """Return the dtype and shape of every tensor to read for :meth:`state` and the counters, by key."""
+        """Return the dtype and shape of each tensor that :meth:`state` and the counters require, by key."""
         rows = {
             saved.part.prefix + name: layout
             for fqn, several in self._saved.items()
@@ -81,10 +80,10 @@ class Resharding:
         return {**rows, **counter_layouts(self.counted)}
 
     def state(self, tensors: Mapping[str, Tensor]) -> LogState:
-        """Return the state to restore in this rank's log, with local ids, on the devices of the shards.
+        """Return the state to restore in this rank's log. It has local ids and is on the devices of the shards.
 
-        ``tensors`` contains the tensors that :meth:`needs` lists, by key. Raises StateMismatchError if the dtype of the
-        saved old states differs from that of the current states.
+        ``tensors`` contains the tensors that :meth:`needs` lists, by key. Raises StateMismatchError if the saved old
+        states have another dtype than the current states.
         """
         first = self._parts[0]
         used = {saved.part.rank: saved.part for several in self._saved.values() for saved in several}
@@ -99,7 +98,7 @@ class Resharding:
         return LogState(num_batches, consumers, self._rows(HISTORY, tensors) if first.has_history else None)
 
     def _find(self, spec: ShardSpec, rank: int, missing: Sequence[int]) -> list[_SavedRows]:
-        """Return the parts from which to read a shard's rows. Raise CheckpointError if they do not cover the shard."""
+        """Return the parts that contain a shard's rows. Raise CheckpointError if they do not cover the shard."""
         fqn = spec.table.fqn
         sharing = [part for part in self._parts if _shared_area(part.shards[fqn], spec)]
         copies = [part for part in sharing if part.shards[fqn].is_replicated]
@@ -168,7 +167,7 @@ class Resharding:
 
 
 def _local(rows: ChangedRows | None, spec: ShardSpec) -> ChangedRows | None:
-    """Return the rows inside a shard, with ids converted from global to local; None if ``rows`` is None."""
+    """Return the rows inside a shard, with ids converted from global to local. Return None if ``rows`` is None."""
     if rows is None:
         return None
     is_inside = (rows.ids >= spec.row_offset) & (rows.ids < spec.row_offset + spec.num_rows)

@@ -31,7 +31,7 @@ _logger = logging.getLogger(__name__)
 
 
 class LoadOutcome(Enum):
-    """Outcome of a tracker's last load or restore: which state was found."""
+    """Outcome of loading or restoring the state of a tracker."""
 
     STATE = "state"
     """A state was loaded. Every consumer has the pending rows of this state."""
@@ -42,9 +42,9 @@ class LoadOutcome(Enum):
 
 
 class TrackerCheckpoint:
-    """Checkpoint interface of a tracker, for the pending rows and notes of all consumers and the registered counters.
+    """Object that saves and loads a tracker's state: pending rows and notes of consumers, and registered counters.
 
-    Created by the tracker, and available as ``tracker.checkpoint``. A note is a JSON value set by a consumer's owner.
+    Created by the tracker, and available as ``tracker.checkpoint``. A note is a JSON value that a consumer's owner set.
 
     Args:
         log: the change log.
@@ -54,7 +54,7 @@ class TrackerCheckpoint:
 
     Attributes:
         counters: the registered counters.
-        restored: outcome of the last :meth:`load_state_dict` or :meth:`restore_from_stream`; None before both.
+        restored: outcome of the last :meth:`load_state_dict` or :meth:`restore_from_stream`; None before the first.
     """
 
     def __init__(self, log: ChangeLog, model: TrackedModel, mode: TrackingMode, monitor: Monitor) -> None:
@@ -76,7 +76,7 @@ class TrackerCheckpoint:
         }
 
     def state_dict(self, *, strategy: Strategy = "local") -> dict[str, Tensor]:
-        """Return the state to save, see :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.state_dict`."""
+        """Return the state to save. See :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.state_dict`."""
         refuse_dcp_load("tracker", "SavedTracker(tracker, path)")
         if strategy not in get_args(Strategy):
             raise InvalidArgumentError("strategy", strategy, f"Pass one of {get_args(Strategy)}")
@@ -106,7 +106,7 @@ class TrackerCheckpoint:
                 raise ReservedConsumerError(name, holder, LOAD_BEFORE)
 
     def _check_synced(self, group: RankGroup | None) -> None:
-        """Raise InvalidArgumentError if a row changed since the last sync of the replicas, on any rank of ``group``."""
+        """Raise InvalidArgumentError if a row changed on any rank of ``group`` since the last sync of the replicas."""
         averaged = {fqn: shard for fqn, shard in self._model.shards.items() if shard.is_averaged}
         if averaged:
             changed = self._log.writes.changed_since_sync(fqn for fqn, shard in averaged.items() if shard.spec.num_rows)
@@ -119,7 +119,7 @@ class TrackerCheckpoint:
                 raise InvalidArgumentError("state_dict()", why, remedy)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Load a saved state, see :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.load_state_dict`."""
+        """Load a saved state. See :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.load_state_dict`."""
         self._check_free()
         if state == {}:
             self._log.mark_everything()
@@ -143,13 +143,13 @@ class TrackerCheckpoint:
 
         Earlier writes to the weights are ignored. Uncommitted reads are aborted. Registered counters do not change. A
         call that raises one of the following errors changes nothing. If the call is interrupted or memory runs out, all
-        rows may be pending.
+        rows may become pending.
 
         Args:
             num_batches: new value of the tracker's ``num_batches``.
-            pending: ``[N]`` integer local ids of the pending rows, by consumer name and table FQN; None for all rows of
-                a table. The old states of these rows are unknown. Unlisted consumers and tables have no pending rows.
-            notes: note of each consumer, by name. The notes of all other consumers are removed.
+            pending: new pending rows, by consumer name and table FQN: ``[N]`` integer local ids, or None for all rows
+                of the table. Their old states are unknown. Unlisted consumers and tables have no pending rows.
+            notes: new notes, by consumer name. The notes of all other consumers are removed.
 
         Raises:
             InvalidArgumentError: if a consumer or table is unknown, or an id is outside the shard.
@@ -180,7 +180,10 @@ class TrackerCheckpoint:
             self.restored = LoadOutcome.STREAM
 
     def plan_load(self, parts: list[RankHeader]) -> Resharding:
-        """Check the headers ``parts``. Return a plan for loading. Raises the same errors as :meth:`load_state_dict`."""
+        """Check that saved parts match the tracker, and return a plan for loading them. ``parts`` are their headers.
+
+        Raises the same errors as :meth:`load_state_dict`.
+        """
         self._check_free()
         check_parts_alike(parts)
         first = parts[0]
