@@ -1,4 +1,4 @@
-"""Choose an engine, the subclass of ``RowSet`` that records which rows of a shard changed."""
+"""Choose an engine: the subclass of ``RowSet`` that stores the set of changed rows of a shard."""
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -30,9 +30,8 @@ def choose_engine(name: str | None, device: torch.device) -> type[RowSet]:
         device: device of the shard.
 
     Returns:
-        A subclass of :class:`RowSet`. Call it with ``(num_rows, device)`` to create an empty set. If the engine was
-        selected by name and its package is not installed, creating a set and :meth:`RowSet.warm_up` raise
-        :class:`MissingExtraError`.
+        A subclass of :class:`RowSet`. Call it with ``(num_rows, device)`` to create an empty set. If the package of an
+        engine selected by name is missing, creating a set and :meth:`RowSet.warm_up` raise :class:`MissingExtraError`.
 
     Raises:
         InvalidArgumentError: if the name is unknown or the engine does not support the device.
@@ -54,7 +53,7 @@ def choose_engine(name: str | None, device: torch.device) -> type[RowSet]:
 
 
 def is_engine_fault(error: BaseException) -> bool:
-    """Return True if an engine raised ``error``. MemoryError and RuntimeError do not count: memory may be full."""
+    """Return True if a defect of an engine caused ``error``. MemoryError and RuntimeError never count as defects."""
     if isinstance(error, MemoryError | RuntimeError):  # torch raises RuntimeError if host or device memory runs out
         return False
     frames = (frame for frame, _ in walk_tb(error.__traceback__))
@@ -64,10 +63,10 @@ def is_engine_fault(error: BaseException) -> bool:
 def retried(
     replace: Callable[[_Stores, Exception], bool],
 ) -> Callable[[Callable[Concatenate[_Stores, _Args], _Result]], Callable[Concatenate[_Stores, _Args], _Result]]:
-    """Return a decorator that calls a function a second time if an engine failed and could be replaced.
+    """Return a decorator that replaces a failed engine and then calls the decorated function a second time.
 
-    ``replace`` receives the function's first argument and the error. It replaces the engine that raised the error, and
-    returns False if no engine raised it.
+    ``replace`` is called with the function's first argument and the error. It must replace the engine that raised the
+    error and return True, or return False if no engine raised the error. The error is then raised again.
     """
 
     def decorate(

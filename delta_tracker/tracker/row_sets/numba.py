@@ -1,4 +1,4 @@
-"""Engine of row sets for the CPU. Its kernels are compiled by numba, which the extra ``numba`` installs.
+"""Row sets on the CPU, implemented with numba (the extra ``numba``).
 
 Notation: ``R`` is the number of rows of the shard, ``N`` the number of ids in an argument.
 """
@@ -33,8 +33,8 @@ class NumbaRows(RowSet):
     release the GIL. :meth:`mark_new` returns ids in the order of their first occurrence. The first set in a process
     loads the kernels from numba's cache or compiles them, which takes seconds.
 
-    The bits of the blocks are the *summary*. Some calls of :meth:`mark` do not update it. The next call that needs the
-    summary, or that follows an interrupted call, computes it from the other bits.
+    The bits of the blocks are the *summary*. Some calls of :meth:`mark` do not update it. The summary is then computed
+    from the bits of the rows by the next call that needs it, and also after an interrupted call.
 
     Raises:
         MissingExtraError: if numba is not installed or does not support the installed numpy.
@@ -79,7 +79,7 @@ class NumbaRows(RowSet):
         return self._words.nbytes + self._summary.nbytes
 
     def mark(self, ids: Tensor) -> None:
-        """Add the rows with the given ids, see :meth:`RowSet.mark`."""
+        """Add the rows with the given ids. See :meth:`RowSet.mark`."""
         array = _array(ids)
         if not array.size:
             return
@@ -92,21 +92,21 @@ class NumbaRows(RowSet):
             self._add(array.size, self._loops.mark, self._octets, self._summary, self.num_rows, array)
 
     def mark_all(self) -> None:
-        """Add all rows, see :meth:`RowSet.mark_all`."""
+        """Add all rows. See :meth:`RowSet.mark_all`."""
         self._count, self._is_summarized = self.num_rows, False
         set_first(self._words, self.num_rows, 64)
         set_first(self._summary, -(-self.num_rows // _ROWS_PER_BLOCK), 64)
         self._is_summarized = True
 
     def clear(self) -> None:
-        """Remove all rows, see :meth:`RowSet.clear`."""
+        """Remove all rows. See :meth:`RowSet.clear`."""
         self._summarize()
         self._is_summarized = False
         self._loops.clear(self._words, self._summary)
         self._count, self._is_summarized = 0, True
 
     def mark_new(self, ids: Tensor) -> Tensor:
-        """Add rows and return the ids of newly added rows, see :meth:`RowSet.mark_new`."""
+        """Add rows and return the ids that were not in the set. See :meth:`RowSet.mark_new`."""
         array = _array(ids)
         fresh = np.empty(array.size, dtype=np.int64)
         count = self._add(array.size, self._loops.mark_new, self._octets, self._summary, self.num_rows, array, fresh)
@@ -114,19 +114,19 @@ class NumbaRows(RowSet):
         return torch.from_numpy(fresh)
 
     def contains(self, ids: Tensor) -> Tensor:
-        """Return ``[N]`` bool, True for each id whose row is in the set, see :meth:`RowSet.contains`."""
+        """Return ``[N]`` bool, True for each id whose row is in the set. See :meth:`RowSet.contains`."""
         array = _array(ids)
         found = np.empty(array.size, dtype=np.bool_)
         self._loops.contains(self._words, self.num_rows, array, found)
         return torch.from_numpy(found)
 
     def merge(self, other: Self) -> None:
-        """Add all rows of another set, see :meth:`RowSet.merge`."""
+        """Add all rows of another set. See :meth:`RowSet.merge`."""
         other._summarize()  # self is summarized later, when needed
         self._add(other._count, self._loops.merge, self._words, self._summary, other._words, other._summary)
 
     def scan(self) -> Tensor:
-        """Return the ids of all marked rows, ascending, see :meth:`RowSet.scan`."""
+        """Return the ids of all marked rows, ascending. See :meth:`RowSet.scan`."""
         if not self._is_summarized:  # as _summarize(), with a call less
             self._count, self._is_summarized = self._loops.summarize(self._words, self._summary), True
         rows = np.empty(self._count + self._loops.SPARE, dtype=np.int64)
@@ -134,12 +134,12 @@ class NumbaRows(RowSet):
         return torch.from_numpy(rows[: self._count])
 
     def count(self) -> int:
-        """Return the number of marked rows, see :meth:`RowSet.count`."""
+        """Return the number of marked rows. See :meth:`RowSet.count`."""
         self._summarize()
         return self._count
 
     def rank(self, ids: Tensor, scanned: Tensor) -> Tensor:  # noqa: ARG002  counting takes less time than a search
-        """Return the number of marked rows below each id, see :meth:`RowSet.rank`."""
+        """Return the number of marked rows below each id. See :meth:`RowSet.rank`."""
         self._summarize()
         array = _array(ids)
         before = np.empty(-(-self.num_rows // _ROWS_PER_SPAN), dtype=np.int64)

@@ -12,8 +12,8 @@ Ids outside ``[0, R)`` count as row 0. Shapes:
 - ``ids`` is ``[N]`` int64.
 
 Nearly all integers are int64, because numba promotes an operation on int64 and uint64 to float. All kernels release the
-GIL. No kernel passes an array to another function that is compiled by :func:`_loop`, because numba counts references at
-each such call, which takes longer than the work on one id.
+GIL. No kernel passes an array to another compiled function, because numba counts references at each such call. This
+takes longer than the work on one id.
 """
 
 from collections.abc import Callable, Sequence
@@ -73,7 +73,7 @@ def _prefetch(_typing: Typing, words: types.Type, _at: types.Type) -> _Intrinsic
 def _loop(signature: str | None = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Return a decorator that compiles a function with numba. The compiled code is cached on disk if possible.
 
-    ``signature`` lists the types for which the function is compiled immediately. None compiles it at its first call.
+    ``signature`` lists types for which to compile the function immediately. If None, it is compiled at its first call.
     """
 
     def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -160,9 +160,9 @@ def clear(words: _Ints, summary: _Ints) -> None:
 
 @_loop("int64(uint8[::1], int64[::1], int64, int64[::1], int64[::1])")
 def mark_new(octets: _Octets, summary: _Ints, num_rows: int, ids: _Ints, fresh: _Ints) -> int:
-    """Mark the row of each id and update the summary.
+    """Mark the row of each id, update the summary, and return the number of newly marked rows.
 
-    Write the newly marked rows to the start of ``fresh``, ``[N]`` int64, and return their number.
+    The newly marked rows are written to the start of ``fresh``, ``[N]`` int64.
     """
     count = 0
     for i in range(ids.size):
@@ -190,7 +190,7 @@ def contains(words: _Ints, num_rows: int, ids: _Ints, found: NDArray[np.bool_]) 
 def merge(words: _Ints, summary: _Ints, other: _Ints, other_summary: _Ints) -> int:
     """Mark all rows that are marked in another set. Return the number of newly marked rows.
 
-    ``other`` and ``other_summary`` are the words and the summary of the other set. Both sets have the same ``R``.
+    ``other`` and ``other_summary`` are the words and the summary of that set, which must have the same ``R``.
     """
     count = 0
     for i in range(summary.size):

@@ -37,7 +37,7 @@ class RowSet(ABC):
     """
 
     row_bits: ClassVar[int]
-    """Memory of a set in bits per row of the shard, without summaries."""
+    """Number of bits that a set stores for each row of the shard. Bits for blocks of rows are not included."""
 
     def __init__(self, num_rows: int, device: torch.device) -> None:
         assert self.serves(device), (type(self), device)
@@ -63,7 +63,7 @@ class RowSet(ABC):
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Tensors that store the set; empty for an engine that stores it in numpy arrays."""
+        """Tensors that contain the set. Empty if the engine uses numpy arrays instead."""
         return ()
 
     @abstractmethod
@@ -92,7 +92,7 @@ class RowSet(ABC):
         Does not wait for the device.
 
         Returns:
-            ``[N]`` int64, the ``M`` ids of the added rows followed by -1 as padding; and ``[1]`` int64, ``M``.
+            Two int64 tensors: ``[N]``, the ``M`` ids of the added rows followed by -1 as padding, and ``[1]``, ``M``.
         """
         new = self.mark_new(ids)
         padded = torch.nn.functional.pad(new, (0, len(ids) - len(new)), value=-1)
@@ -104,7 +104,7 @@ class RowSet(ABC):
 
     @abstractmethod
     def merge(self, other: Self) -> None:
-        """Add all rows of another set of the same engine, device and ``R``. The other set does not change."""
+        """Add all rows of ``other`` without changing it. Both sets must have the same engine, device and ``R``."""
 
     @abstractmethod
     def scan(self) -> Tensor:
@@ -115,9 +115,9 @@ class RowSet(ABC):
         """Return the number ``K`` of marked rows. Waits for the device. Faster than :meth:`scan`."""
 
     def rank(self, ids: Tensor, scanned: Tensor) -> Tensor:
-        """Return the number of marked rows below each id, ``[N]`` int64, each in ``[0, K]``.
+        """Return the number of marked rows below each id, ``[N]`` int64 in ``[0, K]``.
 
-        For the id of a marked row, this number is the id's index in ``scanned``, the result of :meth:`scan`.
+        If the row of an id is marked, this number is the index of the id in ``scanned``, the result of :meth:`scan`.
         """
         return torch.searchsorted(scanned, within(ids, self.num_rows))
 
@@ -134,14 +134,14 @@ class RowSet(ABC):
     def mark_each(cls, sets: Sequence[Self], ids: Sequence[Tensor]) -> None:
         """Add rows to each set. ``ids`` contains ``[N]`` int64 local ids for each set.
 
-        Except on the CPU, an engine may mark all sets from one :meth:`create_each` in a fixed number of operations.
+        Except on the CPU, an engine may mark all sets of one :meth:`create_each` call in a fixed number of operations.
         """
         for each, own in zip(sets, ids, strict=True):
             each.mark(own)
 
     @classmethod
     def mark_new_padded_each(cls, sets: Sequence[Self], ids: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """Add rows to each set as :meth:`mark_each` does. Return the result of :meth:`mark_new_padded` for each set."""
+        """Call :meth:`mark_new_padded` for each set and return the results. An engine may process all sets together."""
         return [each.mark_new_padded(own) for each, own in zip(sets, ids, strict=True)]
 
     @classmethod
@@ -156,7 +156,7 @@ class RowSet(ABC):
 
 
 def within(ids: Tensor, num_rows: int) -> Tensor:
-    """Return a copy of ``ids``, ``[N]``, with each id outside ``[0, num_rows)`` replaced by 0.
+    """Return a copy of ``ids``, ``[N]``, in which each id outside ``[0, num_rows)`` is replaced by 0.
 
     Example:
         >>> within(torch.tensor([2, -1, 3]), num_rows=3)

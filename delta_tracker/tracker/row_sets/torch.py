@@ -1,4 +1,4 @@
-"""Reference implementation of the row sets in plain torch, for any device."""
+"""Row sets on any device, implemented with torch. This is the reference implementation."""
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
@@ -13,10 +13,10 @@ _JOINED_BYTES = 64 << 20  # temporary memory of a scan of several sets
 
 
 class JointIds:
-    """Ids of ``T`` row sets, converted to indices of one tensor with the marks of all these sets.
+    """Ids of ``T`` row sets that share one tensor of marks, converted to indices of this tensor.
 
     One operation can then mark the rows of all sets. The constructor takes a fixed number of operations and does not
-    wait for the device. Notation: ``N`` is the number of ids of all sets.
+    wait for the device. Notation: ``N`` is the total number of ids.
 
     Args:
         ids: ``[N_t]`` int64 local ids of each set. An id outside the set counts as row 0.
@@ -47,7 +47,7 @@ class JointIds:
         self.indices = torch.where(is_within, joined, 0) + self._begins[self.sets]
 
     def new_padded(self, is_marked: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """Return the ids whose rows are unmarked, for each set.
+        """Return, for each set, the ids whose rows are not marked.
 
         Args:
             is_marked: ``[N]`` bool, True for each of :attr:`indices` whose row is marked.
@@ -85,7 +85,7 @@ class TorchRows(RowSet):
         begin: index of this set's first mark in ``shared``.
 
     Attributes:
-        shared: tensor with the marks of this set and of all sets that :meth:`create_each` created with it.
+        shared: tensor of the marks of this set, and of all sets that the same call of :meth:`create_each` returned.
         begin: index of this set's first mark in ``shared``.
 
     Example:
@@ -179,30 +179,30 @@ class TorchRows(RowSet):
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The tensor of the set's marks, ``[R]`` bool."""
+        """Tensor of the set's marks, ``[R]`` bool."""
         return (self._marks,)
 
     def mark(self, ids: Tensor) -> None:
-        """Add the rows with the given ids, see :meth:`RowSet.mark`."""
+        """Add the rows with the given ids. See :meth:`RowSet.mark`."""
         self._marks.index_fill_(0, within(ids, self.num_rows), True)
 
     def mark_all(self) -> None:
-        """Add all rows, see :meth:`RowSet.mark_all`."""
+        """Add all rows. See :meth:`RowSet.mark_all`."""
         self._marks.fill_(True)
 
     def clear(self) -> None:
-        """Remove all rows, see :meth:`RowSet.clear`."""
+        """Remove all rows. See :meth:`RowSet.clear`."""
         self._marks.zero_()
 
     def mark_new(self, ids: Tensor) -> Tensor:
-        """Add rows and return the ids of newly added rows, see :meth:`RowSet.mark_new`."""
+        """Add rows and return the ids that were not in the set. See :meth:`RowSet.mark_new`."""
         ids = within(ids, self.num_rows)
         fresh = torch.unique(ids.masked_select(~self._marks.index_select(0, ids)))
         self._marks.index_fill_(0, fresh, True)
         return fresh
 
     def mark_new_padded(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Add rows and return the padded ids of newly added rows, see :meth:`RowSet.mark_new_padded`."""
+        """Add rows and return the padded ids that were not in the set. See :meth:`RowSet.mark_new_padded`."""
         ids = within(ids, self.num_rows)
         none = self.num_rows  # sorts after every row
         ordered = torch.where(self._marks.index_select(0, ids), none, ids).sort().values
@@ -213,19 +213,19 @@ class TorchRows(RowSet):
         return torch.where(ordered < none, ordered, -1), first.sum(0, keepdim=True)
 
     def contains(self, ids: Tensor) -> Tensor:
-        """Return ``[N]`` bool, True for each id whose row is in the set, see :meth:`RowSet.contains`."""
+        """Return ``[N]`` bool, True for each id whose row is in the set. See :meth:`RowSet.contains`."""
         return self._marks.index_select(0, within(ids, self.num_rows))
 
     def merge(self, other: Self) -> None:
-        """Add all rows of another set, see :meth:`RowSet.merge`."""
+        """Add all rows of another set. See :meth:`RowSet.merge`."""
         self._marks |= other._marks
 
     def scan(self) -> Tensor:
-        """Return the ids of all marked rows, ascending, see :meth:`RowSet.scan`."""
+        """Return the ids of all marked rows, ascending. See :meth:`RowSet.scan`."""
         return self._marks.nonzero().flatten()
 
     def count(self) -> int:
-        """Return the number of marked rows, see :meth:`RowSet.count`."""
+        """Return the number of marked rows. See :meth:`RowSet.count`."""
         return int(self._marks.count_nonzero())
 
 
@@ -238,7 +238,7 @@ def _no_marks(num_rows: int, device: torch.device) -> Tensor:
 def _sharing(
     sets: Sequence[TorchRows], ids: Sequence[Tensor]
 ) -> Iterator[tuple[Sequence[TorchRows], Sequence[Tensor]]]:
-    """Yield each group of sets that share a tensor, in the order of their marks in it, and the ids of each set."""
+    """Yield each group of sets that share a tensor, ordered by ``begin``, together with the ids of the sets."""
     groups: dict[int, list[int]] = {}
     for number, each in enumerate(sets):
         groups.setdefault(id(each.shared), []).append(number)

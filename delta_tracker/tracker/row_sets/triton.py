@@ -1,8 +1,8 @@
 """Row sets on a CUDA device, implemented with Triton (the extra ``triton``).
 
-The engine passes the same contract test as the other engines. The test ran only in Triton's interpreter, which runs the
-engine's Triton kernels on the CPU if ``TRITON_INTERPRET=1`` is set. The kernels compile for compute capabilities 8.0
-and 9.0. They have not been tested on a GPU yet, and the engine is used only if it is selected by name.
+The engine passes the same contract test as the other engines, but only in Triton's interpreter, which runs kernels on
+the CPU if ``TRITON_INTERPRET=1`` is set. The kernels compile for compute capabilities 8.0 and 9.0. They have not been
+tested on a GPU yet. The engine is used only if it is selected by name.
 """
 
 import os
@@ -28,11 +28,11 @@ _COMPILED: set[torch.device] = set()
 
 
 class BlockCounts(NamedTuple):
-    """Counts of the marked rows in the ``B`` blocks of a set. Returned by :meth:`TritonRows.count_blocks`.
+    """Numbers of marked rows in the ``B`` blocks of a set. Returned by :meth:`TritonRows.count_blocks`.
 
     Args:
-        before: ``[B]`` int64, number of marked rows in all blocks before each block.
-        touched: ``[B]`` int32, indices of the blocks with marked rows in random order, followed by undefined values.
+        before: ``[B]`` int64, for each block the number of marked rows in all earlier blocks.
+        touched: ``[B]`` int32, indices of the blocks with marked rows, in random order, followed by undefined values.
         sizes: ``[2]`` int64, the number of marked rows and the number of blocks with marked rows.
     """
 
@@ -117,49 +117,49 @@ class TritonRows(RowSet):
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors with the bits of the rows and the bits of the blocks, int32."""
+        """Two int32 tensors: the bits of the rows, and the bits of the blocks."""
         return self._words, self._summary
 
     @property
     def addresses(self) -> tuple[int, int]:
-        """Memory addresses of the two :attr:`tensors`, as arguments of a kernel."""
+        """Memory addresses of the two :attr:`tensors`, to pass to a kernel."""
         return self._words.data_ptr(), self._summary.data_ptr()
 
     def mark(self, ids: Tensor) -> None:
-        """Add the rows with the given ids, see :meth:`RowSet.mark`."""
+        """Add the rows with the given ids. See :meth:`RowSet.mark`."""
         self.mark_each([self], [ids])
 
     def mark_all(self) -> None:
-        """Add all rows, see :meth:`RowSet.mark_all`."""
+        """Add all rows. See :meth:`RowSet.mark_all`."""
         set_first(self._words, self.num_rows, 32)
         set_first(self._summary, self._num_blocks, 32)
 
     def clear(self) -> None:
-        """Remove all rows, see :meth:`RowSet.clear`."""
+        """Remove all rows. See :meth:`RowSet.clear`."""
         self._words.zero_()
         self._summary.zero_()
 
     def mark_new_padded(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Add rows and return the padded ids of newly added rows, see :meth:`RowSet.mark_new_padded`."""
+        """Add rows and return the padded ids that were not in the set. See :meth:`RowSet.mark_new_padded`."""
         return self.mark_new_padded_each([self], [ids])[0]
 
     def contains(self, ids: Tensor) -> Tensor:
-        """Return ``[N]`` bool, True for each id whose row is in the set, see :meth:`RowSet.contains`."""
+        """Return ``[N]`` bool, True for each id whose row is in the set. See :meth:`RowSet.contains`."""
         ids = within(ids, self.num_rows)
         return (self._words[ids >> 5] >> (ids & 31)) & 1 != 0
 
     def merge(self, other: Self) -> None:
-        """Add all rows of another set, see :meth:`RowSet.merge`."""
+        """Add all rows of another set. See :meth:`RowSet.merge`."""
         self._words |= other._words
         self._summary |= other._summary
 
     def scan(self) -> Tensor:
-        """Return the ids of all marked rows, ascending, see :meth:`RowSet.scan`."""
+        """Return the ids of all marked rows, ascending. See :meth:`RowSet.scan`."""
         blocks = self.count_blocks()
         return self.list_rows(blocks, *blocks.sizes.tolist())
 
     def count(self) -> int:
-        """Return the number of marked rows, see :meth:`RowSet.count`."""
+        """Return the number of marked rows. See :meth:`RowSet.count`."""
         return int(self.count_blocks().sizes[0])
 
     @classmethod

@@ -48,11 +48,11 @@ def mark(
 ) -> None:
     """Mark rows in each of ``T`` sets and update the summaries.
 
-    ``sets`` is ``[T, 5]`` int64: the addresses of a set's words and summary, its number of rows, and the start and end
-    of its ids in ``ids``. If ``wants_fresh`` is set, the newly marked rows of a set are written to ``fresh``, ``[N]``,
-    at the start of the set's range, each row once. Their number is added to the set's element of ``num_fresh``, ``[T]``
-    int64. Instance ``(i, t)`` processes ``size`` ids of set ``t``, starting at ``i * size``, and writes its new rows
-    next to each other. The order of the instances is random.
+    ``sets`` is ``[T, 5]`` int64: for each set, the addresses of its words and summary, its number of rows, and the
+    start and end of its ids in ``ids``. If ``wants_fresh`` is True, the newly marked rows of each set are written to
+    ``fresh``, ``[N]``, at the start of the set's range, without duplicates. Their number is added to the set's element
+    of ``num_fresh``, ``[T]`` int64. Instance ``(i, t)`` processes ``size`` ids of set ``t``, starting at ``i * size``.
+    The order of the instances is random.
     """
     which = tl.program_id(1)
     own = sets + which * 5
