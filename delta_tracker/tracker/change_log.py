@@ -75,8 +75,7 @@ class ChangeLog:
     ) -> None:
         """Replace the stores of some tables, and mark all rows of these tables as changed.
 
-        The old states and owners of these rows become unknown. Aborts all reads. Does nothing if ``stores`` and
-        ``gone`` are empty.
+        The old states and owners of these rows become unknown. Aborts all reads. No-op if no table is passed.
 
         Args:
             stores: new row stores, by table FQN.

@@ -85,8 +85,7 @@ class ConsumerHandle(Uncopied, remedy="Save or copy the tracker's state_dict(), 
     def commit(self, delta: Delta) -> None:
         """Commit the read that returned ``delta``. This moves the consumer's cursor to the end of the read.
 
-        Raises InvalidArgumentError if ``delta`` was read by another consumer. Raises StaleDeltaError if the read was
-        already committed or discarded.
+        Raises InvalidArgumentError for a delta of another consumer, and StaleDeltaError if the read is not uncommitted.
         """
         self._check_own(delta)
         self._log.consumers.commit(self._log.consumers.uncommitted(delta))

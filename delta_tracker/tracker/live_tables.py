@@ -83,9 +83,8 @@ class LiveTables:
         """Return the raw id of each row on this rank, for each table with managed collisions, by FQN.
 
         Each tensor is ``[R]`` int64 for the ``R`` rows of the shard. The raw id of a row without one is 2**63 - 1. Do
-        not write to the tensors. The tracker's reads, ``add_consumer``, ``clear`` and ``state_dict`` update the
-        tensors, and so does ``step`` if ``max_bytes`` is exceeded. ``reattach`` and loading a tracker's state replace
-        them.
+        not write to the tensors. The tracker's reads, ``add_consumer``, ``clear`` and ``state_dict`` update them, and
+        so does ``step`` if ``max_bytes`` is exceeded. ``reattach`` and loading a tracker's state replace them.
         """
         return {fqn: store.owners for fqn, store in self._log.segments.owners.items()}
 

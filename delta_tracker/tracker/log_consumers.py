@@ -348,8 +348,7 @@ class LogConsumers:
     def abort(self, read: Read) -> None:
         """Discard a read, so that its rows are pending again. An earlier uncommitted read of the consumer stays valid.
 
-        If the read was already committed, the old states of its rows become unknown. Does nothing if the read was
-        already discarded.
+        If the read was committed, the old states of its rows become unknown. Does nothing if the read was discarded.
         """
         with self.lock:
             known = self._known.get(read.consumer)

@@ -103,8 +103,7 @@ class LogWrites:
     def output_launched(self) -> None:
         """Compact the log if :attr:`compacts_after_odist` is True. Hooks call this after an output distribution starts.
 
-        Does not block. Does nothing if another thread holds the lock, or if the log did not change since the last
-        compaction.
+        Does not block. Does nothing if another thread holds the lock, or if nothing can be merged or dropped.
         """
         if self.compacts_after_odist and not self._segments.is_compact and self.lock.acquire(blocking=False):
             try:
@@ -210,8 +209,7 @@ def mark_lookup(writes: LogWrites, found: Discovery, kjt: KeyedIds, states: Tens
         writes: listener that marks the rows.
         found: the tracked tables. The ids of a feature are marked in every table in which the feature is looked up.
         kjt: KeyedJaggedTensor of local ids.
-        states: old values in the order of ``kjt.values()``, in any shape with one row per id. If None, the current
-            values are the old values.
+        states: old values in the order of ``kjt.values()``, in any shape with one row per id. None for current values.
     """
     _check_keyed(kjt)
     known = {feature for features in found.features.values() for feature in features}

@@ -75,8 +75,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
     collisions, a row also counts as changed when its raw id changes. A read may take place between any two operations
     of the training thread. No update is lost. Call :meth:`mark_changed` after writes that cannot be detected.
     ``guide/train.md`` describes how each kind of table is tracked, and which operations mark all rows. Copies of the
-    model are not tracked. If a copy is trained, :class:`~delta_tracker.errors.UntrackedTrainingWarning` lists the
-    copy's tables.
+    model are not tracked. Training a copy causes an :class:`~delta_tracker.errors.UntrackedTrainingWarning`.
 
     Args:
         model: a ``DistributedModelParallel`` or ``DMPCollection``, any module that contains sharded
@@ -310,7 +309,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
 
         Args:
             fqn: FQN of the table.
-            ids: ``[N]`` integer local ids, in any order; None for all rows.
+            ids: ``[N]`` integer local ids, in any order. None for all rows.
 
         Raises:
             InvalidArgumentError: if the table is not tracked or an id is outside the shard. No row is then marked.
@@ -379,9 +378,9 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         """Reserve a consumer, and return a handle with exclusive access to it.
 
         Until the handle is released, the tracker's methods that read, clear, rewind or remove the consumer raise
-        :class:`~delta_tracker.errors.ReservedConsumerError`. The error message contains ``holder``. The consumer's name
-        is optional if there is only one consumer. Raises ReservedConsumerError if the consumer is already reserved, and
-        DetachedError after :meth:`detach`.
+        :class:`~delta_tracker.errors.ReservedConsumerError`, whose message contains ``holder``. The name is optional if
+        there is only one consumer. Raises ReservedConsumerError if the consumer is already reserved, and DetachedError
+        after :meth:`detach`.
         """
         self._model.check_attached()
         name = self._log.consumers.reserve(consumer, holder)
@@ -429,8 +428,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
     def stats(self) -> TrackerStats:
         """Return the lag and number of pending rows of each consumer, and the memory usage, on this rank.
 
-        Waits for the device. :meth:`num_pending` describes which rows are counted. All rows of a dropped consumer count
-        as pending.
+        Waits for the device. See :meth:`num_pending`. All rows of a dropped consumer count as pending.
         """
         log = self._log
         with log.lock:
@@ -586,8 +584,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         """Return a copy of this rank's current rows of several tables, by table FQN.
 
         Faster than one call to :meth:`read_rows` for each table. ``ids`` maps table FQNs to ``[N]`` integer local ids,
-        or to None for all rows. If ``ids`` is None, all rows of all tables are returned. Raises the same errors as
-        :meth:`read_rows`.
+        or to None for all rows. None returns all rows of all tables. Raises the same errors as :meth:`read_rows`.
         """
         if ids is not None and not isinstance(ids, Mapping):
             raise InvalidArgumentError("ids", ids, "Pass a mapping of table FQN to ids, or None for all tables")
@@ -613,12 +610,10 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         """Register a counter, such as a metric, to save and load it with the tracker's state.
 
         If the world size is unchanged, loading restores the state of each rank. If it differs, loading restores the
-        counter's total over all ranks. A metric that has a state whose reduction is not sum, max, min or cat is then
-        rejected.
+        counter's total over all ranks, and rejects a metric if a state's reduction is not sum, max, min or cat.
 
         Buffers of a metric that are not states, such as thresholds, are not saved. They must be equal when the saved
-        metric and the loading metric are registered. If updates change such a buffer, register the metric before its
-        first update.
+        and the loading metric are registered. If updates change such a buffer, register before the first update.
 
         Args:
             name: key of the counter in the saved state. It must be the same on every rank.
