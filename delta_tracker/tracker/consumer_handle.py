@@ -85,7 +85,7 @@ class ConsumerHandle(Uncopied, remedy="Save or copy the tracker's state_dict(), 
     def commit(self, delta: Delta) -> None:
         """Commit the read that returned ``delta``. This moves the consumer's cursor to the end of the read.
 
-        Raises InvalidArgumentError for a delta of another consumer, and StaleDeltaError if the read is not uncommitted.
+        Raises InvalidArgumentError for a delta of another consumer, StaleDeltaError after a commit, abort or new read.
         """
         self._check_own(delta)
         self._log.consumers.commit(self._log.consumers.uncommitted(delta))
@@ -131,7 +131,7 @@ class ConsumerHandle(Uncopied, remedy="Save or copy the tracker's state_dict(), 
         }
 
     def note_of(self, name: str) -> object:
-        """Return the note of the consumer ``name``, or None if no note was set since that consumer's cursor moved."""
+        """Return the note of the consumer ``name``, or None if no note was set at its cursor's current position."""
         self._held()
         found = self._log.consumers.find(name)
         return found.note if found.noted_at == found.position else None

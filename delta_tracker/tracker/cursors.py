@@ -130,7 +130,7 @@ class Cursors:
     Callers must hold the log's lock, except to read a single attribute or record.
 
     Args:
-        names: names of the consumers, at least one, all different.
+        names: names of the consumers. There must be at least one name, and no name twice.
 
     Attributes:
         consumers: records by name, in the order in which the consumers were added.
@@ -139,7 +139,7 @@ class Cursors:
         num_batches: number of ``step()`` calls, including the calls counted in a restored checkpoint.
 
     Raises:
-        InvalidArgumentError: if ``names`` is empty, repeats a name or is a string, or if a name is not a string.
+        InvalidArgumentError: if ``names`` is empty, is a string or contains a name twice, or if a name is not a string.
     """
 
     def __init__(self, names: Sequence[str]) -> None:

@@ -100,7 +100,7 @@ class TrackerHooks:
         return self._num_past_updates + sum(hook.num_updates for hook in self._of_updates())
 
     def check_read(self) -> None:
-        """Warn if no table was ever updated but tensors that resemble tables are trained. Called before a read."""
+        """Warn if no table was ever updated but possible copies of tables are trained. Called before a read."""
         if self._has_warned or self._has_updated:
             return
         self._has_updated = self.num_updates() > 0
@@ -110,8 +110,8 @@ class TrackerHooks:
     def check_batch(self, num_recorded: Mapping[str, int]) -> None:
         """Warn if the tables do not seem to be trained. Called at the end of a batch.
 
-        Warns in two cases: a tensor that resembles a table was updated 10 times while no table changed, or 100 batches
-        in a row had no update, write or recorded row. ``num_recorded`` is the number of recorded rows by table FQN.
+        Warns in two cases: a possible copy of a table was updated 10 times while no table changed, or 100 batches in a
+        row had no update, write or recorded row. ``num_recorded`` is the number of recorded rows by table FQN.
         """
         if self._has_warned:
             return
@@ -129,7 +129,7 @@ class TrackerHooks:
         return [hook for hook in self.registered if isinstance(hook, PostLookupHook | StepHook)]
 
     def _others(self) -> Counter[str]:
-        """Return the number of updates of each untracked tensor that resembles a table, by FQN."""
+        """Return the number of updates of tensors that may be copies of a table, by the FQN of this table."""
         return sum((hook.others.counts() for hook in self._of_updates()), Counter[str]())
 
     def _warn(self, others: Counter[str], least: int, stacklevel: int) -> None:

@@ -38,13 +38,12 @@ class ConsumerLag:
 
 
 class LogConsumers:
-    """Consumers of a :class:`ChangeLog`. This class adds, reserves and reads them, and enforces the memory limit.
+    """Operations on the consumers of a :class:`ChangeLog`, such as adding and reserving consumers and reading rows.
 
     All methods may be called from any thread. They acquire the log's lock.
 
     Args:
-        lock: the log's lock.
-        writes: the log's writes in progress.
+        writes: the log's hook listener.
         segments: the log's segments. Their ``cursors`` contain the records of the consumers.
         max_bytes: maximum total size in bytes of the log and of pending rows outside the log. If it is exceeded, the
             consumer with the oldest cursor is dropped. None for no limit.
@@ -53,8 +52,8 @@ class LogConsumers:
 
     Attributes:
         abandoned: names of reserved consumers whose owner was deleted without :meth:`release`. Finalizers append to it
-            without the lock. The next operation ends these reservations. It also removes those of the consumers that
-            are transient, and discards the notes of the others.
+            without the lock. The next operation ends these reservations. It removes the consumers that are transient,
+            and discards the notes of the others.
     """
 
     def __init__(
@@ -151,7 +150,7 @@ class LogConsumers:
             self.abandoned.popleft()  # last: an interrupted call is repeated
 
     def annotate(self, consumer: str, note: object) -> None:
-        """Set the note that checkpoints save for a consumer. Raise InvalidArgumentError if it is not a JSON value."""
+        """Set the note that checkpoints save for a consumer. Raise InvalidArgumentError if ``note`` is not JSON."""
         try:
             held = json.loads(json.dumps(note, allow_nan=False))
         except (TypeError, ValueError) as error:
@@ -414,5 +413,5 @@ class LogConsumers:
 
 
 def _over(rows: ChangedRows, fqn: str, tables: Mapping[str, ChangedRows]) -> dict[str, ChangedRows]:
-    """Return a copy of ``tables`` in which ``rows`` are added to the table ``fqn`` and replace rows of the same ids."""
+    """Return a copy of ``tables`` with ``rows`` added to the table ``fqn``. They replace rows that have equal ids."""
     return {**tables, fqn: merge_first(rows, tables[fqn]) if fqn in tables else rows}

@@ -28,7 +28,7 @@ _NO_RANGE = nullcontext()
 
 
 class LogSegments:
-    """Row stores of all tables of a :class:`ChangeLog`. A cut starts a new segment in each store, at one position.
+    """Row stores of all tables of a :class:`ChangeLog`. Each cut starts a new segment in every store.
 
     Callers must hold the log's lock, and must enter :attr:`fence` before they read or mark rows.
 
@@ -105,7 +105,7 @@ class LogSegments:
     # Cuts
 
     def cut(self, fqns: Collection[str] | None = None) -> None:
-        """Start a new segment in the row stores of the tables ``fqns``, or in all row and owner stores if it is None.
+        """Start a new segment in the row stores of the tables ``fqns``, or in all row and owner stores if None.
 
         Rows of writes in progress are marked again in the new segment.
         """
@@ -147,7 +147,7 @@ class LogSegments:
     ) -> dict[str, ChangedRows]:
         """Return the rows in ``carried`` and the rows marked at positions in ``[start, stop)``, by table FQN.
 
-        If ``stop`` is None, there is no upper bound. The old state of a row in ``carried`` is that of ``carried``.
+        If ``stop`` is None, there is no upper bound. If a row is in both, its old state is taken from ``carried``.
         """
         end = self.position + 1 if stop is None else stop
         rows, together = dict[str, ChangedRows](), dict[str, SegmentStore]()

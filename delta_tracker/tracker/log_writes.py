@@ -38,7 +38,7 @@ class LogWrites:
     # Updates
 
     def begin_write(self, key: int, ids: Mapping[str, Tensor | None]) -> None:
-        """Record the start of the write ``key``, and mark its rows: local ids by table FQN, or None for all rows."""
+        """Record the start of the write ``key``, and mark its rows. ``ids`` maps FQNs to local ids, or None for all."""
         segments = self._segments
         with self.lock, segments.in_place(), profiler_range("delta_tracker: record"):
             if self._ended:
@@ -59,7 +59,7 @@ class LogWrites:
         self._ended.append(key)
 
     def order_lookup(self) -> None:
-        """Order the current CUDA stream after earlier uses of the rows and before later ones."""
+        """Make the current CUDA stream wait for earlier uses of the rows, and later uses wait for this stream."""
         with self.lock:
             self._segments.fence.enter()
 
@@ -209,7 +209,7 @@ def mark_lookup(writes: LogWrites, found: Discovery, kjt: KeyedIds, states: Tens
         writes: listener that marks the rows.
         found: the tracked tables. The ids of a feature are marked in every table in which the feature is looked up.
         kjt: KeyedJaggedTensor of local ids.
-        states: old values in the order of ``kjt.values()``, in any shape with one row per id. None for current values.
+        states: old values in the order of ``kjt.values()``, in any shape with one row per id. None: current values.
     """
     _check_keyed(kjt)
     known = {feature for features in found.features.values() for feature in features}

@@ -51,7 +51,7 @@ class Capture:
         return torch.float32.itemsize if self.keeps_old else 0
 
     def states(self, shard: LocalShard, rows: ChangedRows) -> Tensor | None:  # noqa: ARG002
-        """Return the ``states`` of a delta that contains ``rows``. If :attr:`keeps_old`, ``rows`` contain old states.
+        """Return the ``states`` of a delta. ``rows`` must contain old states if :attr:`keeps_old` is True.
 
         Returns:
             ``[N, ...]``, or None in a mode without states. NaN for rows whose old state is required but unknown.
@@ -68,7 +68,7 @@ class Capture:
 
 
 class EmbeddingCapture(Capture):
-    """Mode ``EMBEDDING``: a delta contains the old values of each row, from before the row changed."""
+    """Mode ``EMBEDDING``: a delta contains the values that each row had before it changed."""
 
     keeps_old = True
     update_mode = EmbdUpdateMode.FIRST
@@ -136,7 +136,7 @@ class MomentumDiffCapture(MomentumLastCapture):
     def states(self, shard: LocalShard, rows: ChangedRows) -> Tensor | None:
         """Return how much each row's sum of squared gradients grew since the consumer's last committed read, ``[N]``.
 
-        The increases in the column ranges of the shard are added.
+        The increases in all column ranges of the shard are summed.
         """
         assert rows.states is not None, "this mode keeps old states"
         return (self.old_states(shard, rows.ids) - rows.states).sum(dim=1)

@@ -23,7 +23,7 @@ _CONSUMER_GAUGES = (
 
 @dataclass(frozen=True, slots=True, repr=False)
 class TrackerStats:
-    """Statistics of a tracker on this rank, returned by ``tracker.stats()``. ``repr`` has a line for each consumer.
+    """Statistics of a tracker on this rank, returned by ``tracker.stats()``. The ``repr`` has a line per consumer.
 
     Args:
         mode: the tracking mode.

@@ -145,7 +145,7 @@ def choose(
     Args:
         top_k: budget and score.
         tables: candidates by table FQN, for some or all of ``fqns``. If an error prevented this rank from computing
-            the candidates, pass the error instead: all ranks then raise.
+            the candidates, pass the error instead. All ranks then raise an error.
         fqns: FQNs of all tables, in the same order on every rank.
         ranks: ranks that share the budget.
 

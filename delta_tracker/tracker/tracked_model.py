@@ -20,12 +20,12 @@ class TrackedModel:
 
     Args:
         module: the model.
-        fqns_to_skip: FQNs to leave untracked, see :class:`~delta_tracker.tracker.tracker.ModelDeltaTracker`.
+        fqns_to_skip: names of untracked tables, see :class:`~delta_tracker.tracker.tracker.ModelDeltaTracker`.
         capture: implementation of the tracking mode. It rejects shards that the mode does not support.
 
     Attributes:
         module: the model.
-        found: tables and modules in the last result of :meth:`discover` that was passed to :meth:`take`.
+        found: tables and modules that :meth:`discover` found. :meth:`take` replaces this attribute.
         shards: this rank's shard of each table, by table FQN.
         is_attached: True while the tracker's hooks are registered.
         num_attached: number of times that the hooks were registered. The shards change only when this number increases.
@@ -45,8 +45,8 @@ class TrackedModel:
     def discover(self) -> Discovery:
         """Search the model for tables, and return the tables and their current shards. Does not change this object.
 
-        Raises UnsupportedModelError if the model is unsupported, see
-        :class:`~delta_tracker.tracker.tracker.ModelDeltaTracker`.
+        Raises UnsupportedModelError if :class:`~delta_tracker.tracker.tracker.ModelDeltaTracker` does not support the
+        model.
         """
         found = discover(self.module, self._skips)
         refuse_unseen_writes(self.module, found)

@@ -72,10 +72,10 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
     ``state_dict`` with a strategy that gathers.
 
     A row counts as changed when an update to the row is written, not when the row is looked up. With managed
-    collisions, a row also counts as changed when its raw id changes. A read may take place between any two operations
-    of the training thread. No update is lost. Call :meth:`mark_changed` after writes that cannot be detected.
+    collisions, a row also counts as changed when its raw id changes. No update is lost if a read takes place between
+    two operations of the training thread. Call :meth:`mark_changed` after writes that cannot be detected.
     ``guide/train.md`` describes how each kind of table is tracked, and which operations mark all rows. Copies of the
-    model are not tracked. Training a copy causes an :class:`~delta_tracker.errors.UntrackedTrainingWarning`.
+    model are not tracked. :class:`~delta_tracker.errors.UntrackedTrainingWarning` is issued if only a copy is trained.
 
     Args:
         model: a ``DistributedModelParallel`` or ``DMPCollection``, any module that contains sharded
@@ -87,7 +87,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         auto_compact: True to compact the log when an output distribution has been launched, so that compaction
             overlaps with communication. False to compact after each read. Trackers that keep old states on a GPU always
             compact after reads.
-        mode: tracking mode, which selects the data to keep for each changed row, or the name of a mode.
+        mode: tracking mode or its name. The mode selects the data to keep for each changed row.
         fqns_to_skip: tables not to track. Pass table FQNs, FQNs of parent modules, or single components of FQNs.
         record: ``"updates"`` to record rows whose update is written, or ``"lookups"`` to also record all rows that are
             looked up, as TorchRec's tracker does. Plain modules support ``"updates"`` only.
@@ -321,10 +321,10 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         self._log.writes.mark(fqn, ids, is_written=True)
 
     def record_ids(self, kjt: KeyedIds) -> None:
-        """Mark the ids of a lookup as changed. Hooks do this for lookups of tracked modules.
+        """Mark the rows of a lookup as changed. Hooks do this for lookups of tracked modules.
 
         Args:
-            kjt: KeyedJaggedTensor of local ids. The ids of a feature are marked in each table that it is looked up in.
+            kjt: KeyedJaggedTensor of local ids. The ids of a feature are marked in every table that has the feature.
 
         Raises:
             InvalidArgumentError: if no feature belongs to a tracked table, or an id on the CPU is outside its table.
@@ -332,7 +332,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         mark_lookup(self._log.writes, self._model.found, kjt)
 
     def record_embeddings(self, kjt: KeyedIds, embeddings: Tensor) -> None:
-        """Mark the ids of a lookup as changed, and save the old values of their rows.
+        """Mark the rows of a lookup as changed, and save their old values.
 
         Args:
             kjt: KeyedJaggedTensor of local ids.
@@ -347,7 +347,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         mark_lookup(self._log.writes, self._model.found, kjt, embeddings)
 
     def record_lookup(self, kjt: KeyedIds, states: Tensor) -> None:
-        """Mark the ids of a lookup as changed. In EMBEDDING mode, also save ``states`` as the old values."""
+        """Mark the rows of a lookup as changed. In EMBEDDING mode, also save ``states`` as their old values."""
         if self._mode is TrackingMode.EMBEDDING:
             self.record_embeddings(kjt, states)
         else:
@@ -410,7 +410,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
             self._log.consumers.clear(*[self._log.consumers.resolve(each) for each in names])  # all or none
 
     def rewind(self, consumer: str | None = None) -> None:
-        """Move a consumer back to the start: rows that changed since the tracker was created are pending again.
+        """Move a consumer to the start of the log. Rows changed since the tracker was created become pending again.
 
         Aborts the consumer's uncommitted read. The name is optional if there is only one consumer. Raises
         InvalidArgumentError for an unknown consumer or if ``delete_on_read`` is True, and ReservedConsumerError for a
@@ -551,7 +551,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         Raises:
             InvalidArgumentError: if ``delta`` is not a :class:`~delta_tracker.types.Delta`, or if its consumer was
                 removed.
-            StaleDeltaError: if ``delta`` is no longer the consumer's uncommitted read.
+            StaleDeltaError: if the read was already committed or discarded.
         """
         _check_delta(delta)
         self._log.consumers.commit(self._log.consumers.uncommitted(delta))
@@ -667,8 +667,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
 
         Raises:
             StateMismatchError: if the format version is unknown, if the mode, consumers, tables or counters differ, if
-                the old states belong to other column ranges, or if the world size differs and a counter cannot be
-                merged. The message names the difference.
+                the column ranges of old states differ, or if the world size differs and a counter cannot be merged.
             CheckpointError: if parts are missing, or if the state is otherwise invalid.
             InvalidArgumentError: if ``state`` is not a mapping.
             ReservedConsumerError: if a consumer is reserved. Create publishers after this call: they reserve consumers.

@@ -26,7 +26,7 @@ def run_on_all_ranks(action: Callable[[], Mapping[str, object] | None], group: R
 
     Call this function before operations that block forever if a rank fails or passes different arguments. ``action``
     returns JSON values by name, or None. Raises RankFailedError if the results differ, or if ``action`` raised an error
-    on another rank. If it raised an error on this rank, that error is raised.
+    on another rank. If ``action`` raised an error on this rank, this error is raised.
     """
     try:
         message: dict[str, object] = {"result": action() or {}}
@@ -85,7 +85,7 @@ def refuse_dcp_load(argument: str, adapter: str) -> None:
     """Raise InvalidArgumentError if the caller runs inside ``dcp.load``.
 
     ``dcp.load`` calls ``state_dict()`` to get the tensors to fill, but the saved tensors may have other keys and sizes.
-    The error message contains ``argument``, a name of the object passed to ``dcp.load``, and ``adapter``, the remedy.
+    The error message names ``argument``, which was passed to ``dcp.load``, and ``adapter``, which to pass instead.
     """
     if dcp_load_frame() is not None:
         remedy = f"Pass {adapter} of delta_tracker.integrations.dcp to dcp.load()"

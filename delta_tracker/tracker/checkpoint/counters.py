@@ -45,7 +45,10 @@ class Mergeable(Protocol):
         """Return a copy of this rank's state, a mapping from field name to tensor or JSON value."""
 
     def merge(self, states: Sequence[State]) -> State:
-        """Return one state that combines ``states``, or the state of a new counter if it is empty. No side effects."""
+        """Return one state that combines ``states``, or the state of a new counter if there are none.
+
+        Must have no side effects.
+        """
 
     def load_state_dict(self, state: State) -> None:
         """Replace the counter's state with ``state``, a result of :meth:`merge`."""
@@ -107,9 +110,9 @@ class MetricCounter:
         return {**found, _COUNT: self._metric._update_count}  # noqa: SLF001
 
     def merge(self, states: Sequence[State]) -> State:
-        """Return one state that combines ``states`` with the metric's reductions, or a default state if it is empty.
+        """Return one state that combines ``states`` with the metric's reductions.
 
-        Raises CheckpointError if the states cannot be merged.
+        If ``states`` is empty, returns the default state. Raises CheckpointError if the states cannot be merged.
         """
         if self.unmerged and len(states) > 1:
             raise CheckpointError(self._name, f"the states {sorted(self.unmerged)} of several ranks have no sum")
@@ -189,7 +192,7 @@ class MetricCounter:
             raise InvalidArgumentError(self._name, "a synchronized metric", remedy)
 
     def _only(self, field: str, states: Sequence[State]) -> State:
-        """Return the unmergeable state ``field`` of the only element of ``states``, or the default if it is empty."""
+        """Return the unmergeable state ``field`` of the only element of ``states``, or its default without elements."""
         if states:
             return {name: each for name, each in states[0].items() if name == field or name.startswith(f"{field}.")}
         return {f"{field}.length": 0} if self._default_shape(field) is None else {field: self._default(field)}
@@ -236,7 +239,7 @@ class CounterSet:
         self._counters[name] = _as_mergeable(name, counter)
 
     def kinds(self) -> dict[str, Kind]:
-        """Return the kind of each counter, a JSON object that describes it, by name in alphabetical order."""
+        """Return the kind of each counter as a JSON object, by counter name in alphabetical order."""
         return {name: _kind_of(counter) for name, counter in sorted(self._counters.items())}
 
     def states(self) -> dict[str, State]:

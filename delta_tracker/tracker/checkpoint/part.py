@@ -320,7 +320,7 @@ def parse(key: str, header: Tensor) -> RankHeader:
     """Parse the ``[B]`` uint8 tensor ``header`` that was saved under ``key``.
 
     Raises StateMismatchError if the format version of the header is unknown. Raises CheckpointError if the header is
-    invalid, or if it is the header of another rank than ``key``.
+    invalid, or if ``key`` is not the key of its rank.
     """
     try:
         found = json.loads(header.cpu().numpy().tobytes())
@@ -352,7 +352,7 @@ def parse_all(state: Mapping[str, Tensor]) -> list[RankHeader]:
 
 
 def take(state: Mapping[str, Tensor], needed: Mapping[str, Layout], parts: Sequence[RankHeader]) -> dict[str, Tensor]:
-    """Return the tensors of ``state`` whose keys are in ``needed``, on the CPU, and check them.
+    """Check the tensors of ``state`` whose keys are in ``needed``, and return them on the CPU.
 
     ``needed`` maps keys to dtypes and shapes. ``parts`` are the headers. Raises CheckpointError if a tensor is missing,
     or if its dtype, shape or digest is wrong.

@@ -1,8 +1,8 @@
 """Find the rows of this rank's shards in the saved states of all ranks, even if the sharding plan has changed.
 
 The saved state of one rank is called a *part*. A shard is a block of a table: a range of rows and some ranges of
-columns. A row is pending in a shard of this rank if it was pending in any saved shard that has columns in common with
-it. If the row was pending in only some of these saved shards, the columns of the others are unchanged, and their old
+columns. A row is pending in a shard of this rank if it was pending in any saved shard that shares columns with this
+shard. If the row was pending in only some of these saved shards, the columns of the others are unchanged, and their old
 states are computed from the current rows. Therefore the model must be restored first.
 """
 

@@ -1,7 +1,7 @@
 """Base class of the row sets. An *engine* is a subclass, implemented for example in torch, numba or Triton.
 
 Notation: ``R`` is the number of rows of the shard, ``N`` the number of ids of a call, ``K`` the number of rows in the
-set, ``M`` the number of rows that a call added.
+set, ``M`` the number of rows that a call adds.
 """
 
 from abc import ABC, abstractmethod
