@@ -21,7 +21,7 @@ class StatefulLoader(Protocol[_Batch_co]):
     """Data loader whose position can be saved and restored, such as torchdata's ``StatefulDataLoader``."""
 
     def __iter__(self) -> Iterator[_Batch_co]:
-        """Return an iterator over batches. It starts at the restored position, if any, or at the beginning."""
+        """Return an iterator that starts at the restored position, or at the first batch if none was restored."""
 
     def state_dict(self) -> object:
         """Return the position after the last batch that the iterator returned."""

@@ -1,6 +1,6 @@
 """Top-k: limit the size of a delta by selecting the changed rows that have the highest scores.
 
-All ranks find the same threshold for each budget by a radix search over the bits of the scores. The search takes four
+All ranks find the same threshold for each budget by a radix search over the bits of the scores. The search needs four
 collectives: three for the histograms of the three digits, and one for the ties (rows whose score equals the threshold).
 The size of the collectives does not depend on the number of rows. Ranks exchange no rows or scores.
 
@@ -128,7 +128,7 @@ class AllRanks:
         return counts
 
     def leave(self) -> None:
-        """Make every later collective of this object raise. Call it if this rank was interrupted. Not a collective."""
+        """Make every later collective of this object raise an error. Call it if this rank was interrupted."""
         self._group.leave("this rank was interrupted while it selected rows")
 
     def before(self, counts: Tensor) -> Tensor:

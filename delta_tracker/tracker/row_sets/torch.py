@@ -15,7 +15,7 @@ _JOINED_BYTES = 64 << 20  # temporary memory of a scan of several sets
 class JointIds:
     """Ids of ``T`` row sets that share one tensor of marks, converted to indices of this tensor.
 
-    One operation can then mark the rows of all sets. The constructor takes a fixed number of operations and does not
+    One operation can then mark the rows of all sets. The constructor runs a fixed number of operations and does not
     wait for the device. Notation: ``N`` is the total number of ids.
 
     Args:
@@ -73,7 +73,7 @@ class TorchRows(RowSet):
     """Row set with one byte for each row of the shard. Each scan reads all bytes.
 
     :meth:`mark_new` returns ids in ascending order. :meth:`rank` waits for the device. On devices other than the CPU,
-    :meth:`create_each` stores the sets in one tensor, and :meth:`mark_each` and :meth:`mark_new_padded_each` take a
+    :meth:`create_each` stores the sets in one tensor, and :meth:`mark_each` and :meth:`mark_new_padded_each` run a
     fixed number of operations for these sets. :meth:`count_each` waits once for all sets. :meth:`scan_each` waits once
     for all counts and once for each 64 MiB of sets.
 
