@@ -122,8 +122,10 @@ def _check_choice(reader: Reader, place: Place, history: History) -> None:
     copy = history.copies[history.streams[whole[0]], whole[1]]
     # Until a version is applied after a restart, it is not compared with the model.
     known = [reader.left_out(copy)] if reader.has_applied else [(), reader.left_out(copy), reader.not_chosen(copy)]
-    if reader.applying is not None:  # it names those of a version before it writes the first row
-        known += [reader.left_out(each) for (_, version), each in history.copies.items() if version == reader.applying]
+    # It names those of a version before it writes the first row, and its thread before it states what it applies.
+    ahead = {reader.applying} if reader.applying is not None else set()
+    ahead |= {version for _, version in history.copies if reader.is_following and version > place[1]}
+    known += [reader.left_out(each) for (_, version), each in history.copies.items() if version in ahead]
     if left_out not in known:
         raise RuleError("left out", f"{reader.describe()} names {left_out}")
 
