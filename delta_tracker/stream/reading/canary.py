@@ -17,9 +17,9 @@ class Canary:
     predictor waits if no snapshot is far enough away.
 
     Args:
-        versions: number of versions.
-        seconds: number of seconds between the creation of a version and that of the newest entry of the log, both taken
-            from the publishers' clocks. A predictor waits while there is no newer version to compare with.
+        versions: minimum difference between the newest version and the applied version.
+        seconds: minimum time in seconds between the creation of the applied version and the creation of the newest
+            entry of the log. Both times are taken from the publishers' clocks.
 
     Raises:
         InvalidArgumentError: if both arguments or none are given, or if a value is not positive and finite.
@@ -42,14 +42,14 @@ class Canary:
 
     @property
     def text(self) -> str:
-        """Text of the distance, such as ``3 versions``."""
+        """Distance as text, for example ``3 versions``."""
         return f"{self.versions} versions" if self.seconds is None else f"{self.seconds:g} seconds"
 
 
 class CanaryBound:
-    """Comparison of entries with the newest entry of a log. Caches the newest entry while the log contains it.
+    """Checker of the distance between an entry and the newest entry of a log, for a canary.
 
-    The number of requests grows with the distance between an older entry and the newest entry.
+    Caches the newest entry while the log contains it. A check of an older entry sends more requests.
     """
 
     def __init__(self, canary: Canary, log: StreamLog) -> None:

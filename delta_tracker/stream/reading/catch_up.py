@@ -1,4 +1,4 @@
-"""Entries that replace many versions at once, for a reader that is far behind: :class:`CatchUp`."""
+"""Search for entries that replace many versions at once, so that a reader catches up faster: :class:`CatchUp`."""
 
 from delta_tracker.stream.format.manifest import Manifest, Merged, entry_name
 from delta_tracker.stream.log import StreamLog
@@ -11,7 +11,7 @@ _MAX_SIZED = 64  # versions whose sizes are read, to compare them with a snapsho
 
 
 class CatchUp:
-    """Search of one log for merged deltas and snapshots that replace many versions."""
+    """Finder of merged deltas and snapshots in one log that replace many versions at once."""
 
     def __init__(self, log: StreamLog, allows: Allows) -> None:
         self._log = log
@@ -22,11 +22,11 @@ class CatchUp:
         self._avoided: set[str] = set()  # names of entries that could not be applied or read
 
     def find(self, position: Position) -> Manifest | None:
-        """Return a merged delta or a newer snapshot to apply instead of many versions; None if there is none.
+        """Return an entry to apply instead of many versions: a merged delta or a snapshot. Return None without one.
 
-        The merged delta is the longest that can be applied, and replaces at least 8 versions. A newer snapshot is
-        returned instead if its parts are smaller than the parts of the versions up to it. Beyond 64 versions, this size
-        is estimated. Entries that could not be applied or read earlier are skipped.
+        Chooses the longest merged delta that replaces at least 8 versions. Prefers a snapshot with a higher version if
+        it is in the log, or if it is a merged snapshot and smaller than the entries up to it. The size of more than 64
+        entries is estimated. Skips entries that could not be applied or read.
         """
         held = position.version
         if self._bound < held + _MIN_MERGED:  # otherwise, it need not be looked for again
@@ -43,7 +43,7 @@ class CatchUp:
         return merged
 
     def avoid(self, entry: Manifest) -> None:
-        """Skip ``entry``, which cannot be applied, until 64 more versions have been applied."""
+        """Make :meth:`find` skip ``entry``, which cannot be applied, for the next 64 versions at most."""
         self._avoided.add(_name(entry))
 
     def _newest_merged(self, kind: str, after: int, position: Position) -> Manifest | None:
@@ -73,7 +73,7 @@ class CatchUp:
         return leads_on and self._allows(entry)
 
     def _is_smaller(self, snapshot: Manifest, position: Position, merged: Manifest | None) -> bool:
-        """Return True if ``snapshot`` is smaller than ``merged`` and the later versions up to ``snapshot`` together."""
+        """Return True if ``snapshot`` is in the log, or is smaller than ``merged`` plus the versions after it."""
         if snapshot.merges is None:
             return True
         num_bytes = 0 if merged is None else merged.num_bytes

@@ -1,7 +1,7 @@
-"""Rules by which a reader decides what to apply next: :func:`next_reader_action`, a pure function of a :class:`View`.
+"""Rules that decide what a reader applies next. :func:`next_reader_action` is a pure function of a :class:`View`.
 
-A reader only moves forward: to a newer version of its stream, or to a stream that continues it. Exceptions are orders,
-tables whose rows are mixed, and a log that was replaced by an unrelated log.
+A reader only moves forward: to a newer version of its stream, or to a stream that continues its stream. Exceptions are
+orders, tables with mixed rows, and a log that was replaced by an unrelated log.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -47,7 +47,7 @@ from delta_tracker.stream.reading.position import Position, Rows
 from delta_tracker.stream.reading.seen import SeenLog
 
 CACHE_FAULTS = (CorruptPartError, MalformedError, MissingVersionError, StreamReplacedError)
-"""Faults that a cache can cause with an old 404, a truncated or damaged object, or an object of a replaced stream."""
+"""Faults that a cache can cause: it may return an old 404, a damaged object, or an object of a replaced stream."""
 
 _MISFITS = (MissingTableError, ModelMismatchError)
 OF_ALL_URLS = (HeldVersionError, PartialRowsError, *_MISFITS)
@@ -57,8 +57,8 @@ FAULTS = (*CACHE_FAULTS, *OF_ALL_URLS, LeftOutPartError)
 """Errors of a version after which a merged version or a newer snapshot may still be applied."""
 
 NUM_TRIES = 3
-"""Number of consecutive storage errors after which an unreadable object counts as lost: it may stay unreadable, for
-example because of missing permissions or a bad sector."""
+"""Number of consecutive storage errors after which an unreadable object counts as lost. Missing permissions or a bad
+sector, for example, can make it unreadable permanently."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class Fault:
     error: StreamError
 
     def concerns(self, number: int, entry: Manifest) -> bool:
-        """Return True if ``entry`` has this fault at the url with index ``number``. Some faults exist at every url."""
+        """Return True if ``entry`` has this fault at the url with index ``number``; see :data:`OF_ALL_URLS`."""
         if number != self.number and not isinstance(self.error, OF_ALL_URLS):
             return False
         own = self.entry
@@ -79,16 +79,16 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Input of a decision.
+    """Input of :func:`next_reader_action`.
 
     Args:
-        logs: logs at the urls of the reader, beginning with the log at the current url.
+        logs: logs at the urls of the reader. The first is the log at the current url.
         faults: faults of entries that could not be applied in this round.
-        num_failures: number of consecutive rounds that failed.
-        looks_for_gap: True to check whether a missing next entry was deleted or has not been committed yet.
+        num_failures: number of rounds that have failed since the last success.
+        looks_for_gap: True to check whether a missing next entry was deleted.
         catches_up: True to look for an entry that replaces many versions.
         surveys: True to check the other urls even if the log at the current url has no newer version.
-        is_partial: True if some urls are not read in this round, because reads from these urls failed.
+        is_partial: True if this round skips some urls because earlier reads from them failed.
         followed: last pin or release that was carried out.
     """
 
@@ -105,11 +105,11 @@ class View:
 
     @property
     def is_patient(self) -> bool:
-        """True while an unreadable object is retried; False if the next storage error makes it count as lost."""
+        """True if an unreadable object is retried after the next storage error, instead of counting as lost."""
         return self.num_failures < NUM_TRIES - 1
 
     def fault_of(self, log: SeenLog, entry: Manifest) -> StreamError | None:
-        """Return the known fault of ``entry`` in ``log``, or None."""
+        """Return the fault in :attr:`faults` that ``entry`` has in ``log``; None if there is none."""
         for each in self.faults:
             if each.concerns(log.number, entry):
                 return each.error
@@ -142,9 +142,9 @@ class Apply:
         log: log from which to read the entries.
         entries: the entries. If there are several, all are checked before the first row is written.
         cause: fault that requires a resync; None without a resync.
-        is_elsewhere: True if the entries may belong to a different history from the applied version. While they are
-            written, the tables then contain rows of unrelated versions. False if ``order`` is given.
-        order: pin or rollback that requires the entries, which then bypass the gate; None otherwise.
+        is_elsewhere: True if the entries may belong to a different history from the applied version, so that the tables
+            contain rows of unrelated versions while the entries are written. False if ``order`` is given.
+        order: pin or rollback that the entries carry out; None otherwise. With an order, the entries bypass the gate.
     """
 
     log: SeenLog
@@ -157,7 +157,7 @@ class Apply:
 
 @dataclass(frozen=True, slots=True)
 class Stay:
-    """Decision to apply nothing now. If an order keeps the reader at a version, ``pinned`` is this version."""
+    """Decision to apply nothing now. ``pinned`` is the version at which an order keeps the reader, or None."""
 
     log: SeenLog
     rule: Rule
@@ -167,7 +167,7 @@ class Stay:
 
 @dataclass(frozen=True, slots=True)
 class Reread:
-    """Decision to read the objects that may have caused the fault ``error`` again, bypassing the caches."""
+    """Decision to read the objects that may have caused ``error`` again, and to bypass the caches for these reads."""
 
     rule: ClassVar[Rule] = Rule.CACHE
     log: SeenLog
@@ -176,14 +176,14 @@ class Reread:
 
 @dataclass(frozen=True, slots=True)
 class Fail:
-    """Decision to report an error, and to try again later."""
+    """Decision to report an error and to try again in the next round."""
 
     rule: ClassVar[Rule] = Rule.FAULT
     error: StreamError
 
     @property
     def ends_survey(self) -> bool:
-        """True if another url cannot help, or a cache may be stale, so that a survey of all urls is not repeated."""
+        """True if the other urls need not be checked again: the fault exists at every url, or a cache may be stale."""
         return isinstance(self.error, (StaleCacheError, *OF_ALL_URLS))
 
 
@@ -206,7 +206,7 @@ def next_reader_action(view: View) -> Decision:
 
 
 def _decide_for_other_logs(view: View, decision: Decision) -> Decision:
-    """Return the decision for another log, or ``decision`` if no other log is better than the current log."""
+    """Return the decision for another log, or ``decision`` if no other log is better than the current one."""
     lead, *others = view.logs
     # Another log at rest is better then. If it lacks a version too, the fault of that one must be seen.
     error = decision.error if isinstance(decision, Fail) else None
@@ -326,7 +326,7 @@ def _ends(log: SeenLog, order: Order, own: Order) -> bool:
 
 
 def _is_newer(log: SeenLog, order: Order, former: Order) -> bool:
-    """Return True if ``order`` is newer: its stream continues that of ``former``, or its counter is higher."""
+    """Return True if ``order`` is newer than ``former``: its stream continues the other's, or its counter is higher."""
     if order.stream != former.stream:
         streams = log.former_streams()
         if (order.stream in streams) != (former.stream in streams):
@@ -410,7 +410,7 @@ def _missing(order: Order) -> MissingVersionError:
 
 
 def _follow_until_pin(log: SeenLog, view: View, order: Order) -> Apply | Stay:
-    """Follow the stream up to a pin that the canary does not allow yet. The versions after the pin may be bad."""
+    """Follow the stream, but not beyond the pin ``order``, which the canary does not allow yet."""
     position, stay = view.position, _not_yet(log, order)
     if position is None or position.rows is Rows.MIXED:
         with suppress(NoSnapshotError):
@@ -451,7 +451,7 @@ def _has_ended(log: SeenLog, order: Order) -> bool:
 
 
 def _leave_ended_stream(log: SeenLog, view: View, position: Position, order: Order) -> Apply | Stay:
-    """Leave a stream that ended while an order applied to it, for a snapshot of the streams that continue it."""
+    """Move from a stream that ended under a pin or a release to a snapshot of a stream that continues it."""
     _check_may_follow(log, view, position)
     found = takewhile(lambda each: each.stream != order.stream, _snapshots(log, view))
     decision = _apply_first(log, view, found, Rule.SUCCESSION)
@@ -559,7 +559,7 @@ def _apply_instead(log: SeenLog, view: View, position: Position, fault: StreamEr
 
 
 def _move_to_order(log: SeenLog, view: View, position: Position, cause: StreamError) -> Apply | Stay | None:
-    """Return the decision for an order of a stream that continues the position's stream; None without such an order."""
+    """Return the decision for an order of a stream that continues the position's stream; None without an order."""
     order = _order(log, view)
     if order is None or order.stream == position.stream:
         return None
@@ -626,7 +626,7 @@ def _snapshots(log: SeenLog, view: View, bound: int | None = None) -> Iterator[M
 
 
 def _allows(log: SeenLog, view: View, bound: int | None = None) -> Allows | None:
-    """Return a function that rejects entries which the canary does not allow or which are above ``bound``, or None."""
+    """Return a function that rejects entries above ``bound`` or not allowed by the canary; None to allow all."""
     if not view.policy.is_canary and bound is None:
         return None
 

@@ -1,4 +1,4 @@
-"""Handling of faults that an HTTP cache may have caused, and that may disappear without an action."""
+"""Handling of faults that an HTTP cache may have caused, and that disappear once the cache is updated."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -18,15 +18,14 @@ _AGAIN_SECONDS = 300.0  # after which objects are reread if the fault lasts: a c
 
 
 class FaultDelay:
-    """Delay before a reader over http acts on a fault, because a stale cache may be the cause.
+    """Timer that delays a reader's reaction to a fault over http, because a stale cache may be the cause.
 
-    The delay begins with the first fault at a stream position, and ends when a version is applied. All faults at one
-    position share one delay. During the delay, reads of the objects that may be affected bypass the caches, once every
-    five minutes. The reader acts on a fault after ``seconds``, which must exceed the time for which a cache keeps a 404
-    response.
+    The delay starts with the first fault at a stream position. Later faults at the same position do not restart it.
+    During the delay, each affected object is read again every five minutes, and this read bypasses the caches. The
+    delay is over after ``seconds``, which must be longer than a cache stores a 404 response.
 
     Attributes:
-        has_read_pointer: True if a read of the pointer has bypassed the caches during this delay.
+        has_read_pointer: True if a read of the pointer has bypassed the caches during the delay.
     """
 
     def __init__(self, seconds: float = 10.0, clock: Callable[[], float] = time.monotonic) -> None:
@@ -39,21 +38,21 @@ class FaultDelay:
 
     @property
     def is_over(self) -> bool:
-        """True if the fault has lasted too long to be caused by a cache."""
+        """True if the fault has lasted for at least ``seconds``, too long for a cache to be the cause."""
         return self._store is not None and self._clock() - self._began >= self.seconds
 
     def clear(self) -> None:
-        """End the delay. Call this after a version was applied."""
+        """Cancel the delay. Call this method after a version was applied."""
         self._store = None
         self.has_read_pointer = False
 
     def reread(
         self, faults: Sequence[StreamError], position: Position | None, storage: Storage, count: Callable[[int], object]
     ) -> Storage | None:
-        """Begin or continue the delay. Return the store to read from again; None if all objects have been read again.
+        """Start or continue the delay. Return a view of ``storage`` from which to read the affected objects again.
 
-        ``faults`` are the fault of a decision and the faults that the decision ignored, such as a malformed merged
-        entry. ``count`` is called with 1 for each read that bypasses the caches.
+        Returns None if all affected objects have already been read again. ``faults`` are the fault of a decision and
+        the faults that the decision ignored. ``count`` is called with 1 for each read that bypasses the caches.
         """
         now = self._clock()
         is_new = self._store is None or self._position != position
@@ -67,7 +66,7 @@ class FaultDelay:
         return self._store.view() if self._store.bypass_caches(names) else None
 
     def has_unread(self, fault: StreamError, position: Position | None) -> bool:
-        """Return True if, during a delay, no read of the damaged object of ``fault`` has bypassed the caches yet."""
+        """Return True during a delay at ``position`` if the damaged object of ``fault`` was not read again yet."""
         if self._store is None or self._position != position:
             return False
         return isinstance(fault, CorruptPartError | MalformedError) and not self._store.reads(fault.path)
@@ -85,9 +84,10 @@ def _affected_names(fault: StreamError, position: Position | None) -> set[str]:
 
 
 class RereadStore(Store):
-    """Read-only view of a store at an http URL. Reads of objects whose cached copy may be wrong bypass the caches.
+    """Read-only view of a store at an http url, in which reads of some objects bypass the caches.
 
-    The bytes of such reads are kept, up to 64 MiB, so that a later read sends no further request.
+    :meth:`bypass_caches` selects these objects. Their bytes are kept in memory, up to 64 MiB in total, so that each is
+    requested only once.
     """
 
     is_read_only = True
@@ -103,7 +103,7 @@ class RereadStore(Store):
         self._kept: dict[str, tuple[bytes, float | None] | None] = {}
 
     def view(self) -> Storage:
-        """Return the storage that reads through this object."""
+        """Return a :class:`Storage` that reads from this store."""
         return Storage.over(self, self._cached)
 
     def reads(self, name: str) -> bool:
@@ -111,7 +111,7 @@ class RereadStore(Store):
         return name in self._names
 
     def bypass_caches(self, names: set[str]) -> bool:
-        """Make later reads of ``names`` bypass the caches. Return False if they all did so before the call."""
+        """Make reads of the objects ``names`` bypass the caches. Return False if all of these reads already do."""
         is_new = not names <= self._names
         self._names |= names
         return is_new

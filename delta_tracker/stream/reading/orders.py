@@ -1,4 +1,4 @@
-"""Orders that a reader follows: pins and releases of the stream, and rollbacks of its process; see :class:`Orders`."""
+"""Orders that a reader follows: pins and releases of a stream, and rollbacks of a process; see :class:`Orders`."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -12,15 +12,15 @@ from delta_tracker.stream.reading.source import Source
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """Order to apply one version and stay at it, or to continue from it: a pin, a release, or a rollback.
+    """Order to a reader: a pin, a release, or a rollback.
 
     Args:
         counter: counter of the pin or release; for a rollback, counter of the newest pin at the time of the rollback.
-        kind: ``pin`` to apply the version and stay there; ``release`` to continue from the version or a later snapshot;
-            ``rollback`` for a pin of this process only, which bypasses a canary.
+        kind: ``pin`` to apply the version and stay at it; ``release`` to continue from the version or a later snapshot;
+            ``rollback`` to pin this process only, even if a canary does not allow the version.
         link: link of the entry; None for a rollback.
         newest: newest version at the time of the order.
-        is_new: True if the order was not known in the previous round.
+        is_new: True if the order was first found in this round.
     """
 
     counter: int
@@ -34,7 +34,7 @@ class Order:
 
     @classmethod
     def of(cls, pin: Pin) -> "Order":
-        """Return the order for ``pin``, which may also be a release."""
+        """Return the order for ``pin``, the record of a pin or a release."""
         link = Link(pin.version, pin.xxh3)
         return cls(pin.counter, pin.kind, pin.stream, pin.version, link, pin.bad, pin=pin)
 
@@ -50,11 +50,11 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class OrderPolicy:
-    """Pins, releases and rollbacks (orders) that the reader of one process follows or ignores.
+    """Choice of the orders (pins, releases and rollbacks) that the reader of one process follows.
 
     Args:
-        own: rollback of this process.
-        released: newest pin or release that the process ignores, together with all earlier ones of the same stream.
+        own: rollback of this process; None if there is none.
+        released: newest pin or release to ignore. Earlier orders of the same stream are ignored too.
     """
 
     follows_pins: bool = False
@@ -63,21 +63,21 @@ class OrderPolicy:
     is_canary: bool = False
 
     def has_released(self, order: Order) -> bool:
-        """Return True if ``order`` no longer applies to this process."""
+        """Return True if this process ignores ``order`` because of :attr:`released`."""
         released = self.released
         return released is not None and order.stream == released.stream and order.counter <= released.counter
 
 
 class Orders:
-    """Orders to one reader, including the last order that it has followed.
+    """Record of the orders to one reader, including the last order that the reader has followed.
 
-    The newest order of all urls applies. An order that was followed still applies if it is no longer found at any
-    url, because a mirror may lag. At a promoted mirror, orders of its stream precede those of the former streams.
+    The newest order at all urls applies. A followed order remains in effect if it is no longer found at any url,
+    because a mirror may lag. Orders of the current stream take precedence over orders of its former streams.
 
     Not thread-safe, except :meth:`release` and :attr:`followed`.
 
     Attributes:
-        policy: choices of the process. Calls of :meth:`release` take effect at the next :meth:`begin`.
+        policy: choice of the orders to follow. Calls of :meth:`release` change it at the next :meth:`begin`.
         followed: last pin or release that was carried out; None if there was none.
     """
 
@@ -94,7 +94,7 @@ class Orders:
         self._stream = ""  # of the position when the last round ended
 
     def begin(self) -> OrderPolicy:
-        """Apply the calls of :meth:`release` since the last poll of the reader, and return the policy."""
+        """Begin a round: apply the calls of :meth:`release` since the previous round, and return the policy."""
         while self._releases:
             last = self._releases.popleft()
             if self.policy.own is not None:
@@ -105,9 +105,9 @@ class Orders:
         return self.policy
 
     def newest(self, number: int, *, at_once: bool = False) -> Order | None:
-        """Poll the url with index ``number`` for pins, and return the newest order of all urls.
+        """Poll the url with index ``number`` for pins, and return the newest order found at all urls.
 
-        See :meth:`PinReader.order`. If a forged pin was dropped, also drops the record that the pin was followed.
+        See :meth:`PinReader.order`. If this method discards a forged pin, the reader no longer counts as following it.
         """
         if not self.policy.follows_pins:
             return None
@@ -130,7 +130,7 @@ class Orders:
         return [each for each in found if each.stream not in former] or found
 
     def named(self, order: Order, source: Source) -> Manifest | None:
-        """Return the entry that a pin or a release names; None if it is missing in the log of ``source``."""
+        """Return the entry that a pin or release ``order`` names; None if the log of ``source`` does not contain it."""
         entry = source.log.read(order.version)
         is_there = entry is not None and (entry.stream, entry.link) == (order.stream, order.link)
         if is_there:
@@ -145,12 +145,12 @@ class Orders:
                 each.pins.confirm(order.pin)
 
     def start(self, order: Order) -> None:
-        """Record that versions on the path to a pin are about to be written."""
+        """Record that the reader starts to apply ``order``, if it is a pin."""
         if order.kind == "pin":
             self._begun = replace(order, is_new=False)
 
     def record(self, position: Position | None) -> Order | None:
-        """Record the newest order at the end of a round. Return the order if a reader at ``position`` followed it."""
+        """End a round and record its newest order. Return the order if a reader at ``position`` has carried it out."""
         order, self._stream = self._newest, "" if position is None else position.stream
         self._known = None if order is None else replace(order, is_new=False)
         if order is None or not order.is_followed_by(position):
@@ -170,7 +170,7 @@ class Orders:
             self.followed = Order(counter, kind, position.stream, link.version, link, link.version)
 
     def roll_back(self, entry: Manifest) -> None:
-        """Make this process apply ``entry`` and stay there until :meth:`release`. Ignores all orders known now."""
+        """Make this process apply ``entry`` and stay at it until :meth:`release`. Ignores all orders known so far."""
         former = () if self.begin().own is None else self._overruled
         known = {*former, *self._shown.values(), self.followed}
         self._overruled = tuple(each for each in known if each is not None and each.stream == entry.stream)
@@ -181,9 +181,9 @@ class Orders:
         self.policy = replace(self.policy, own=replace(own, counter=counter))
 
     def release(self) -> None:
-        """End the rollback of this process. If there is none, release this process from the pin that it follows.
+        """End the rollback of this process. Without a rollback, release this process from the pin that it follows.
 
-        Any thread may call this method at any time. The call takes effect in the next round.
+        Takes effect in the next round. Thread-safe.
         """
         self._releases.append(self._begun or self.followed)
 

@@ -1,6 +1,7 @@
-"""Find the entries that lead to a version: pure functions of the entries of a log.
+"""Functions that find the entries to apply to reach a version. Their results depend only on the entries of a log.
 
-The argument ``allows`` returns False for an entry that the reader must not apply yet. None allows every entry.
+The argument ``allows`` is a function that returns False for an entry that the reader must not apply yet. None allows
+every entry.
 """
 
 from bisect import bisect_left
@@ -31,7 +32,7 @@ ReadMerged = Callable[[Merged], Manifest | None]
 
 
 class Entries(Protocol):
-    """Entries of one log: a :class:`~delta_tracker.stream.log.StreamLog`, or a view of it that is fixed for a round.
+    """Protocol for reading one log: a :class:`~delta_tracker.stream.log.StreamLog`, or an immutable view of it.
 
     The methods raise MalformedError for an entry that does not follow the format, and StorageError if a read fails.
     """
@@ -44,7 +45,7 @@ class Entries(Protocol):
         """Return the entry of a version; None if it does not exist."""
 
     def read_merged(self, merged: Merged) -> Manifest | None:
-        """Return the entry of ``merged``; None if it does not exist."""
+        """Return the merged entry to which ``merged`` refers; None if it does not exist."""
 
     def merged(self, *, after: int = -1) -> list[Merged]:
         """Return references to the merged entries with a last version above ``after``, ascending."""
@@ -56,7 +57,7 @@ class Entries(Protocol):
         """Return the newest entry; None if there is none."""
 
     def is_committed(self, entry: Manifest) -> bool:
-        """Return True if ``entry``, which was read, is part of the log; see :meth:`StreamLog.is_committed`."""
+        """Return True if ``entry`` is part of the log; see :meth:`StreamLog.is_committed`."""
 
 
 def readable(read: Callable[[_T], Manifest | None], what: _T) -> Manifest | None:
@@ -73,7 +74,7 @@ def newest_readable(log: Entries) -> Manifest | None:
 
 
 def last_with_rows(log: Entries, entry: Manifest | None) -> Manifest | None:
-    """Return the last snapshot or delta up to ``entry``; None if an entry that leads to it is missing."""
+    """Return ``entry``, or the last snapshot or delta before it if it is a claim; None if an entry is missing."""
     while entry is not None and entry.kind == "claim" and entry.parent is not None:
         entry = log.read(entry.parent.version)
     return entry
@@ -82,8 +83,8 @@ def last_with_rows(log: Entries, entry: Manifest | None) -> Manifest | None:
 def next_entry(log: Entries, position: Position, entry: Manifest | None) -> Manifest | None:
     """Check ``entry``, the result of :meth:`Source.next` for ``position``, and return it.
 
-    Raises StreamReplacedError if its parent is not the position's entry, and MissingVersionError if it is a claim that
-    is not part of the log.
+    Raises StreamReplacedError if ``entry`` does not follow the position's entry, and MissingVersionError if ``entry``
+    is a claim that is not part of the log.
     """
     if entry is None:
         return None
@@ -150,7 +151,7 @@ def merged_deltas(
 
 
 def is_next(merged: Manifest, position: Position) -> bool:
-    """Return True if a reader at ``position`` can apply ``merged``, a merged delta."""
+    """Return True if a reader at ``position`` can apply the merged delta ``merged``."""
     parent = merged.parent
     if merged.stream != position.stream or merged.generation < position.generation or parent is None:
         return False
@@ -158,13 +159,13 @@ def is_next(merged: Manifest, position: Position) -> bool:
 
 
 def path_to(log: Entries, version: int, *, position: Position | None = None, of_any: bool = False) -> list[Manifest]:
-    """Return the entries that lead to a version, in order: a snapshot and its successors up to the version.
+    """Return the entries to apply, in order, to reach ``version``: a snapshot and its successors.
 
-    The version and the reader's ``position``, if given, must belong to the newest stream of the log. With ``of_any``,
-    the version may also belong to a former stream, or be below a malformed newest entry.
+    ``version`` must belong to the newest stream of the log. With ``of_any``, it may also belong to a former stream, and
+    the newest entry may be malformed.
 
-    Raises InvalidArgumentError if the version is invalid or has not been committed, StreamReplacedError if the position
-    belongs to another stream, and the errors of :func:`path_to_entry`.
+    Raises InvalidArgumentError if ``version`` is invalid or has not been committed, StreamReplacedError if ``position``
+    is given and belongs to another stream, and the errors of :func:`path_to_entry`.
     """
     head = _newest_below(log, version) if of_any else log.head()
     if head is None or type(version) is not int or not 0 <= version <= head.version:
@@ -189,17 +190,17 @@ def path_to(log: Entries, version: int, *, position: Position | None = None, of_
 def path_to_entry(
     log: Entries, target: Manifest, newest: int, *, position: Position | None = None, shortcut: ReadMerged | None = None
 ) -> list[Manifest]:
-    """Return the entries that lead to ``target``: the entries after a position, or a snapshot and its successors.
+    """Return the entries to apply, in order, to reach the entry ``target``, which may be a merged entry.
 
-    The path begins with the newest snapshot, in the log or merged, up to the target. If ``position`` is at or above the
-    newest snapshot of the log, and all later entries are deltas and claims, the path begins after ``position``. The
-    path is empty if the position's entry is the target, which may be a merged entry. ``newest`` is the newest version,
-    for error messages. ``shortcut`` reads a merged entry to apply instead of the versions that it replaces, and returns
-    None if the entry must not be used. Without ``shortcut``, merged deltas are used only for missing versions.
+    The path begins after ``position`` if only deltas and claims follow up to ``target``. Otherwise, the path begins
+    with the newest snapshot at or below ``target``, which may be a merged snapshot. The path is empty if ``target`` is
+    the entry at ``position``. ``newest`` is the newest version, for error messages. ``shortcut`` is a function that
+    reads a merged entry to apply instead of the versions that it replaces, and returns None if the entry must not be
+    used. Without ``shortcut``, merged deltas are used only for missing versions.
 
     Raises:
         MissingVersionError: if a required entry is missing or was replaced.
-        NoSnapshotError: if there is no snapshot at or below the target.
+        NoSnapshotError: if there is no snapshot at or below ``target``.
         MalformedError: if an entry cannot be read, or has a lower generation than its predecessor.
     """
     if position is not None:
@@ -215,7 +216,7 @@ def path_to_entry(
 def _path(
     log: Entries, target: Manifest, newest: int, position: Position | None, shortcut: ReadMerged | None
 ) -> list[Manifest]:
-    """Follow the links of the entries back from ``target``, to ``position`` or to the first snapshot."""
+    """Follow the links of the entries from ``target`` back to ``position`` or to the first snapshot."""
     after = (target.snapshot or 0) - 1 if position is None else position.version
     merged = [] if position is not None and shortcut is None else log.merged(after=after)
     starts = [each for each in merged if position is None and each.kind == "snapshot" and each.last <= target.version]
@@ -274,8 +275,8 @@ def committed_entry(
 ) -> Manifest:
     """Return the entry of ``version`` in the log, or a merged entry that ends with this version.
 
-    The entry must match ``link``, if given, and belong to the stream of ``head``, the newest entry, unless ``of_any``
-    is True. Raises MissingVersionError if there is no such entry, or only a claim that is not part of the log.
+    The entry must match ``link`` unless ``link`` is None, and belong to the stream of ``head``, the newest entry,
+    unless ``of_any`` is True. Raises MissingVersionError if no committed entry meets these conditions.
     """
     entry = _entry(log, version, link)
     if entry is None or (entry.stream != head.stream and not of_any):
@@ -299,7 +300,7 @@ def _entry(log: Entries, version: int, link: Link | None) -> Manifest | None:
 
 
 def _is_other_copy(log: Entries, position: Position) -> bool:
-    """Return True if a log of the position's stream ends before the position, or its entry there differs."""
+    """Return True if ``log``, of the position's stream, ends before the position, or its entry there differs."""
     head = log.head()
     return (head is not None and head.version < position.version) or has_other_entry(log, position)
 
@@ -311,13 +312,13 @@ def has_other_entry(log: Entries, position: Position) -> bool:
 
 
 def continues(log: Entries, position: Position, merged: Manifest) -> bool:
-    """Return False if ``merged`` belongs to another history than the position, and may therefore lack rows."""
+    """Return True if the merged delta ``merged`` continues from ``position``. One of another history may lack rows."""
     assert merged.parent is not None, "the entry before a delta"
     return merged.parent.version == position.version or not has_other_entry(log, position)
 
 
 def is_forward(log: Entries, position: Position, entry: Manifest) -> bool:
-    """Return True if ``entry``, of the position's stream, is newer. In a restored copy, its version may be lower."""
+    """Return True if ``entry`` is newer than ``position``. In a restored copy of the log, its version may be lower."""
     if position.precedes(entry):
         return entry.version > position.version or _is_other_copy(log, position)
     return _is_restored(log, position, entry) and _is_other_copy(log, position)
@@ -326,14 +327,14 @@ def is_forward(log: Entries, position: Position, entry: Manifest) -> bool:
 def _is_restored(log: Entries, position: Position, entry: Manifest) -> bool:
     """Return True if a publisher has continued an older copy of the log, from which later claims are missing.
 
-    The generation is then not higher. But unlike entries of a lagging copy, the entries are newer than the position's.
+    The generation of ``entry`` is then not higher than the position's, but ``entry`` was committed much later.
     """
     head = log.head()
     return head is not None and head.generation == entry.generation and position.is_long_before(entry)
 
 
 def check_is_newer(log: Entries, position: Position) -> None:
-    """Raise OlderCopyError if a log is another copy of the position's stream and has no newer entry."""
+    """Raise OlderCopyError if ``log`` is another copy of the position's stream, without a newer entry."""
     head = log.head()
     if head is None or head.stream != position.stream or position.precedes(head) or position.is_long_before(head):
         return
@@ -344,18 +345,18 @@ def check_is_newer(log: Entries, position: Position) -> None:
 def former_streams(
     log: Entries, head: Manifest, read: Callable[[int], Manifest | None] | None = None
 ) -> tuple[str, ...]:
-    """Return the streams that the stream of ``head`` continues, the newest stream first.
+    """Return the ids of the former streams that the stream of ``head`` continues, newest first.
 
-    ``read`` returns an entry, or None if the entry cannot be read. By default, reads the entries of ``log``.
+    ``read`` returns the entry of a version, or None if it cannot be read. By default, reads the entries of ``log``.
     """
     claims = forks(log.versions(), head.stream, read or partial(readable, log.read))
     return tuple(each.forked_from.stream for each in claims if each.forked_from is not None)
 
 
 def forks(versions: list[int], stream: str, read: Callable[[int], Manifest | None]) -> Iterator[Manifest]:
-    """Yield the claim with which ``stream`` continues an earlier stream, then that stream's claim, and so on.
+    """Yield the claim that links ``stream`` to its former stream, then the claim of the former stream, and so on.
 
-    ``versions`` are the versions of the log, ascending. The last version belongs to ``stream``.
+    ``versions`` are the versions of the log, ascending. The last version must belong to ``stream``.
     """
     found = {stream}
     while versions:

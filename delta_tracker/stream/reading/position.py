@@ -1,4 +1,4 @@
-"""Position of a reader in a stream, and versions that it has written: :class:`Position` and :class:`Written`."""
+"""Position of a reader in a stream (:class:`Position`), and state of the tables it writes (:class:`Written`)."""
 
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -14,18 +14,18 @@ from delta_tracker.stream.store_clock import SKEW_SECONDS
 
 
 class Rows(Enum):
-    """What the tables contain in addition to the rows of the position."""
+    """Which rows the tables of a reader contain, relative to its position."""
 
     WHOLE = "whole"
-    """Nothing else."""
+    """Only rows of the position."""
     AHEAD = "ahead"
-    """Some rows of later versions, because a version was partly written or the rows were saved after the position."""
+    """Also rows of later versions, because a version was partly written or the rows were saved after the position."""
     MIXED = "mixed"
     """Rows of unrelated versions. Only a snapshot may be applied next."""
 
 
 class SavedPosition(Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """Position as plain values, for JSON."""
+    """JSON format of a :class:`Position`."""
 
     stream: Hex
     version: Count
@@ -42,7 +42,7 @@ class Position:
         stream: id of the stream, 32 hex digits.
         generation: generation of the entry.
         created: Unix time at which the entry was committed, in seconds; rounded up if the position was saved.
-        rows: what the tables contain in addition to the rows of this position.
+        rows: which rows the tables contain.
     """
 
     stream: str
@@ -58,7 +58,7 @@ class Position:
 
     @classmethod
     def after(cls, entry: Manifest) -> Self:
-        """Return the position of a reader that has applied an entry completely."""
+        """Return the position of a reader that has applied ``entry`` completely."""
         return cls(entry.stream, entry.link, entry.generation, entry.created)
 
     def names(self, entry: Manifest | None) -> bool:
@@ -73,16 +73,16 @@ class Position:
     def precedes(self, entry: Manifest) -> bool:
         """Return True if ``entry``, an entry of the same stream, is newer than this position.
 
-        The generation is compared first, because publishers fence each other by generations.
+        Compares the generations first, because a publisher with a higher generation fences the others.
         """
         return (entry.generation, entry.version) > (self.generation, self.version)
 
     def is_long_before(self, entry: Manifest) -> bool:
-        """Return True if ``entry`` was committed more than ``SKEW_SECONDS`` (tolerated skew) after this position."""
+        """Return True if ``entry`` was committed later than this position by more than the tolerated clock skew."""
         return entry.created > self.created + SKEW_SECONDS
 
     def to_dict(self) -> dict[str, str | int]:
-        """Return the position as plain values, for JSON."""
+        """Return the position as a dict that can be converted to JSON."""
         saved = SavedPosition(self.stream, self.link.version, self.link.xxh3, self.generation, ceil(self.created))
         return cast("dict[str, str | int]", to_builtins(saved))
 
@@ -98,24 +98,24 @@ class Position:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """Versions of one stream that were written.
+    """State of tables to which versions of one stream were written.
 
-    Each row has its value as of :attr:`version`, or as of a later version up to :attr:`applying`. If :attr:`is_mixed`
-    is True, a row may also have its value as of any version that was applied before.
+    Each row has the value that it had at :attr:`version`, or at a later version up to :attr:`applying`. If
+    :attr:`is_mixed` is True, a row may also have the value of any version that was applied before.
 
     Args:
         stream: id of the stream, 32 hex digits; empty if nothing was written.
-        version: version that all rows have reached; None until the first snapshot is complete.
+        version: last version that was written completely; None until the first snapshot is complete.
         xxh3: 128-bit xxh3 of the entry of ``version``, in hex; None if ``version`` is None.
         generation: generation of that entry; None if ``version`` is None.
         created: Unix time at which that entry was committed, in seconds; rounded up if the state was saved; None if
             ``version`` is None.
-        pin: counter of the pin that led to ``version``; 0 without a pin.
+        pin: counter of the pin to ``version``; 0 without a pin.
         release: counter of the last release that was followed; 0 without a release, or if ``pin`` is above 0.
         applying: newest version that may be partly written; None if there is no such version.
         applying_xxh3: 128-bit xxh3 of the entry of ``applying``, in hex; None if ``applying`` is None.
         applying_generation: generation of that entry; None if ``applying`` is None.
-        is_mixed: True if the rows may be of unrelated versions, so that only a snapshot may be applied next.
+        is_mixed: True if the tables may contain rows of unrelated versions. Only a snapshot may then be applied next.
     """
 
     stream: str
@@ -141,7 +141,7 @@ class Written:
     def leaves_rows(self, entry: Manifest) -> bool:
         """Return True if applying ``entry`` could leave rows of the partly written version in place.
 
-        This is the case if ``entry`` is not a snapshot, and conflicts with that version instead of continuing from it.
+        This is the case if ``entry`` is not a snapshot, and conflicts with the partly written version.
         """
         if self.applying is None or entry.kind == "snapshot" or entry.stream != self.stream:
             return False
@@ -152,7 +152,7 @@ class Written:
     def begun(self, entry: Manifest, *, is_elsewhere: bool) -> Self:
         """Return the state while rows of ``entry``, an entry of this stream, are written.
 
-        With ``is_elsewhere``, the entry may belong to another history than :attr:`version`.
+        ``is_elsewhere`` is True if ``entry`` may belong to a different history from :attr:`version`.
         """
         begun = replace(self, is_mixed=self.is_mixed or is_elsewhere)
         if self.applying is not None and self.applying > entry.version:
@@ -163,8 +163,8 @@ class Written:
     def finished(self, entry: Manifest) -> Self:
         """Return the state once all rows of ``entry``, an entry of this stream, are written.
 
-        A newer version that was interrupted remains partly written until a snapshot, or a version with the same or a
-        higher number, is complete.
+        If a version above ``entry`` was partly written, it remains so until it, a later version or a snapshot is
+        complete.
         """
         finished = replace(self.at(entry), is_mixed=False, pin=0)
         if self.applying is not None and self.applying > entry.version and entry.kind != "snapshot":
@@ -172,15 +172,15 @@ class Written:
         return replace(finished, applying=None, applying_xxh3=None, applying_generation=None)
 
     def at(self, entry: Manifest) -> Self:
-        """Return a copy whose last complete version is ``entry``."""
+        """Return a copy in which ``entry`` is the last version that was written completely."""
         link = entry.link
         return replace(self, version=link.version, xxh3=link.xxh3, generation=entry.generation, created=entry.created)
 
     @property
     def saved_created(self) -> int | None:
-        """Return :attr:`created` rounded up: a stream that was created in the same second must not look newer."""
+        """Value of :attr:`created`, rounded up so that a stream created in the same second does not look newer."""
         return None if self.created is None else ceil(self.created)
 
     def with_order(self, kind: str, counter: int) -> Self:
-        """Return a copy with a pin or a release as the last order that was followed."""
+        """Return a copy whose last followed order has ``counter``. ``kind`` is ``pin`` or ``release``."""
         return replace(self, pin=counter, release=0) if kind == "pin" else replace(self, pin=0, release=counter)

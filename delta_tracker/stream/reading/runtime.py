@@ -17,10 +17,10 @@ T = TypeVar("T")
 
 
 class OneThread:
-    """Thread that runs actions in the order in which they are submitted. It ends when this object is deleted.
+    """Executor that runs actions in one thread, in the order of submission. The thread ends with this object.
 
-    Unlike in a ThreadPoolExecutor, an exception such as KeyboardInterrupt leaves no lock held in :meth:`submit`,
-    because the methods of the queue are atomic. ``name`` is the prefix of the thread's name.
+    Unlike a ThreadPoolExecutor, it never keeps a lock acquired if an exception such as KeyboardInterrupt is raised in
+    :meth:`submit`. ``name`` is the prefix of the thread's name.
     """
 
     def __init__(self, name: str) -> None:
@@ -33,7 +33,7 @@ class OneThread:
         threading._register_atexit(_end, self._actions, self._thread)  # type: ignore[attr-defined]  # noqa: SLF001
 
     def submit(self, action: Callable[..., T], *args: object) -> Future[T]:
-        """Run ``action`` after all earlier actions. Return its future. Raises RuntimeError after :meth:`shutdown`."""
+        """Schedule ``action`` after all earlier actions. Return its future. Raise RuntimeError after a shutdown."""
         if self._is_ended:
             raise RuntimeError("the thread has ended: build a new object")
         future: Future[T] = Future()
@@ -41,7 +41,7 @@ class OneThread:
         return future
 
     def shutdown(self) -> None:
-        """Wait until the submitted actions are complete, and end the thread."""
+        """Wait until all submitted actions are complete, then end the thread."""
         self._is_ended = True
         _end(self._actions, self._thread)
 
@@ -67,11 +67,11 @@ def _complete(future: Future[T], action: Callable[[], T]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Runtime:
-    """Functions for time, random numbers and threads that a reader or publisher calls. Simulations pass their own.
+    """Functions for time, random numbers and threads that a reader or publisher calls. Simulations replace them.
 
     Args:
-        sleep: waits for a number of seconds. A reader's thread can be interrupted during the wait.
-        wait: waits until an event is set, at most for a number of seconds. Returns True if the event is set.
+        sleep: waits for a number of seconds. The wait can be interrupted in a reader's thread.
+        wait: waits until an event is set or a number of seconds has passed. Returns True if the event is set.
         clock: returns the Unix time of this host in seconds.
         executor: takes a thread name prefix, and returns an executor that runs actions in one thread.
     """

@@ -17,14 +17,13 @@ T = TypeVar("T")
 class SeenLog:
     """Memoized view of a source's log for one round of a reader. Each object is read once, when it is first needed.
 
-    Repeated calls of a method with the same arguments return the same answer or raise the same error. A decision
-    therefore depends only on the answers, and can be repeated. The methods are documented in :class:`Entries`,
-    :class:`Source` and :class:`Orders`.
+    Repeated calls of a method with the same arguments return the same answer or raise the same error, so that a
+    decision can be reproduced. The methods are documented in :class:`Entries`, :class:`Source` and :class:`Orders`.
 
     Args:
-        may_be_stale: True if a fault may be caused by a cache, so that the reader must not act on it yet.
-        answers: results of the lookups so far, by method and argument.
-        lacks: entries that are treated as missing in the log.
+        may_be_stale: True if a cache may be the cause of a fault, so that the reader must not act on the fault yet.
+        answers: results of the lookups in this round, keyed by method and argument.
+        lacks: keys of ``answers`` that are treated as missing entries.
     """
 
     source: Source
@@ -58,7 +57,7 @@ class SeenLog:
         return self._once(("named", order.counter), self.orders.named, order, self.source)
 
     def former_streams(self) -> tuple[str, ...]:
-        """Return the streams that the stream of the newest entry continues, the newest stream first."""
+        """Return the ids of the former streams that the stream of the newest entry continues, newest first."""
         head = self.head()
         return () if head is None else self._once(("former_streams", head.stream), self.source.former_streams, head)
 

@@ -1,4 +1,4 @@
-"""Stores from which a reader follows a stream, and the reader's lag behind each store."""
+"""Stores from which a reader reads a stream, and the reader's lag behind each store."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -28,14 +28,14 @@ _MAX_PAUSE_SECONDS = 300.0
 
 
 class Source:
-    """Store of a stream, and the state of its log that a reader keeps from one round to the next.
+    """Store of a stream, together with a reader's state for this store that lasts from one round to the next.
 
     Attributes:
         canary: distance that the reader keeps from the newest version; None for no distance.
-        bound: comparison of entries with the newest entry, for a canary; None without a canary.
-        fault_delay: delay before the reader acts on a fault that a cache can cause, for a store that cannot list.
-        lag: lag of the reader behind this log.
-        has_listed: True if a check for a gap listed the log in this round. The reader resets it for each round.
+        bound: checker of this distance; None without a canary.
+        fault_delay: timer that delays the reaction to a fault that a cache can cause.
+        lag: measurement of the reader's lag behind this log.
+        has_listed: True if the log was listed in this round to find a gap. The reader resets it in each round.
     """
 
     def __init__(
@@ -62,20 +62,20 @@ class Source:
         self._listed_at = runtime.monotonic()  # of the last listing by a check for a gap, or of the construction
 
     def through(self, storage: Storage) -> "Source":
-        """Return a source for the same store, read through ``storage``, that shares the pins and the lag."""
+        """Return a copy that reads from ``storage``, a view of the same store. The copy shares the pins and the lag."""
         other = Source(self.number, storage, self.canary, runtime=self._runtime)
         other.pins, other.lag = self.pins, self.lag
         return other
 
     def allows(self, entry: Manifest) -> bool:
-        """Return False for an entry that a canary must not apply yet."""
+        """Return False if the reader is a canary that must not apply ``entry`` yet, otherwise True."""
         return self.bound is None or self.bound.allows(entry)
 
     def next(self, position: Position, *, looks_for_gap: bool) -> Manifest | None:
-        """Return the entry after a position; None if the poll does not find it.
+        """Poll for the entry after ``position``. Return the entry; None if it was not found.
 
-        With ``looks_for_gap``, raises MissingVersionError or StreamReplacedError if the next entry was deleted, or if
-        the position's entry is not in the log.
+        With ``looks_for_gap``, raises MissingVersionError if this entry was deleted, and StreamReplacedError if the log
+        does not contain the entry at ``position``.
         """
         version, began = position.link.version + 1, self._runtime.monotonic()
         entry = self.log.read(version) if self.log.is_listed or self.log.may_have(version) else None
@@ -85,14 +85,14 @@ class Source:
         return entry
 
     def former_streams(self, head: Manifest) -> tuple[str, ...]:
-        """Return the former streams of the stream of ``head``, the newest entry. Searches once per minute."""
+        """Return the ids of the former streams of the log with the newest entry ``head``. Searches once per minute."""
         now = self._runtime.monotonic()
         if self._lineage is None or self._lineage[0] != head.stream or now - self._lineage[1] >= _LIST_SECONDS:
             self._lineage = head.stream, now, former_streams(self.log, head, self.log.readable)
         return self._lineage[2]
 
     def known_former_streams(self) -> tuple[str, ...]:
-        """Return the former streams found in the last minute, or the last known streams if the log cannot be read."""
+        """Return the same as :meth:`former_streams`, or its last result if the log cannot be read now."""
         if self._lineage is None or self._runtime.monotonic() - self._lineage[1] >= _LIST_SECONDS:
             with suppress(MalformedError, StorageError):
                 if (head := self.log.head()) is not None:
@@ -100,11 +100,11 @@ class Source:
         return () if self._lineage is None else self._lineage[2]
 
     def _check_gap(self, position: Position) -> None:
-        """Raise an error if the entry after a position was deleted, or if the log was replaced.
+        """Raise an error if the entry after ``position`` was deleted, or if the log was replaced.
 
-        The log is not listed if the pointer object shows no newer version and the last applied entry exists, because
-        retention deletes in ascending order. (Retention keeps claims, see :meth:`StreamLog.is_surely_newest`.) Once per
-        minute, the log is listed in any case.
+        Does not list the log if the pointer object shows no newer version and the last applied entry exists, because
+        retention deletes in ascending order. (Retention keeps claims, see :meth:`StreamLog.is_surely_newest`.) Lists
+        the log once per minute in any case.
         """
         held, log = position.link, self.log
         pointer = log.pointer.newest()
@@ -133,10 +133,10 @@ class Source:
 
 
 class Sources:
-    """Stores of one stream, of which one is current.
+    """All stores of one stream. A reader normally reads only the current one.
 
-    A source that failed is not read again for 30 s. Each further failure doubles this time, up to 300 s. Pass urls or
-    stores in the order of preference. Raises InvalidArgumentError if there is no url or a url is given twice.
+    Pass urls or stores in the order of preference. After a failure, a source is not read for 30 s. Each further failure
+    doubles this time, up to 300 s. Raises InvalidArgumentError if there is no url or a url is given twice.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class Sources:
         self.current, self._since = source, self._monotonic()
 
     def failed(self, source: Source) -> None:
-        """Start a pause of ``source``, which failed. No-op during a pause."""
+        """Record a failure of ``source``, so that it is not read for some time. No-op during this time."""
         now, number = self._monotonic(), source.number
         if source is self.current and now - self._since > _MAX_PAUSE_SECONDS:
             self._pauses[number] = _FIRST_PAUSE_SECONDS  # it worked for a while
@@ -181,10 +181,10 @@ class Sources:
 class Lag:
     """Measurement of a reader's lag behind the newest version.
 
-    The age is the sum of two times, each measured with one clock: the time between the commits of the oldest version
-    that is not applied and the newest version (store's modification times), and the time since this reader first saw
-    the newest version (monotonic clock). The sum is too low by the time from that version's commit until the reader saw
-    it, and by up to one second if the store truncates modification times.
+    The age of the oldest version that is not applied is the sum of two times. The first is the time from the commit of
+    this version to the commit of the newest version, according to the store. The second is the time since the reader
+    first saw the newest version, according to the reader's monotonic clock. The sum is too low by the time from the
+    commit of the newest version until the reader saw it, and by up to one second if the store truncates times.
 
     Attributes:
         empty_poll: version after which the last poll found no entry, and the monotonic time at which the poll began;
@@ -197,7 +197,7 @@ class Lag:
         self._newest = -1, 0.0  # newest version seen, and the monotonic time at which it was seen first
 
     def record_poll(self, version: int, *, is_there: bool, began: float) -> None:
-        """Record whether the entry of the first version not yet applied existed at the monotonic time ``began``."""
+        """Record whether a poll that began at the monotonic time ``began`` found ``version``, the next version."""
         self.empty_poll = None if is_there else (version - 1, began)
         if is_there and version > self._newest[0]:
             self._newest = version, began
@@ -205,9 +205,9 @@ class Lag:
     def of(self, log: StreamLog, held: int | None) -> tuple[int, float]:
         """Return the number of versions above ``held``, and the age of the oldest of these versions in seconds.
 
-        Both results are 0, or both are above 0. Reads no entries, and lists the log only before the first applied
-        version, or if the next entry is missing although newer entries exist. Raises a StreamError if the store cannot
-        be read, or if its log ends before ``held``.
+        ``held`` is the last applied version, or None. Both results are 0 if there is no newer version. Lists the log
+        only if ``held`` is None or an entry is missing. Raises a StreamError if the store cannot be read, or if its log
+        ends before ``held``.
         """
         began = self._monotonic()
         waiting: Sequence[int] = () if held is None else range(held + 1, log.newest_version(held) + 1)
